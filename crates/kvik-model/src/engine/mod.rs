@@ -1,0 +1,329 @@
+//! The engine: requests in, tokens out, many at a time.
+//!
+//! [`Engine::step`] is one turn: choose rows ([`scheduler`]), run the forward pass, register the
+//! blocks that became full, choose tokens. A sequence that has to give its blocks back is computed
+//! again later; because the forward pass is batch invariant and the choice of a token depends on
+//! the sequence alone, nobody can tell from the output.
+
+mod request;
+mod scheduler;
+mod sequence;
+
+pub use request::{EngineEvent, FinishReason, GenerateRequest, RequestId, TokenEvent, Usage};
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use kvik_types::hash::KvikChain;
+use kvik_types::{BlockSize, Namespace};
+
+use crate::error::{ModelError, Result};
+use crate::forward::{Backend, Logits, SequenceRows};
+use crate::paging::{BLOCK_TOKENS, BlockPool, PoolStats};
+use crate::sampling::{Sampler, mix};
+use crate::tokenizer::{TextStream, TextStreamOptions, Tokenizer};
+
+use scheduler::ScheduledRows;
+use sequence::Sequence;
+
+/// How requests are batched.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct EngineOptions {
+    /// Most token rows in one forward pass; a longer prompt is computed in chunks. At least 1.
+    /// Default: 512.
+    pub max_batched_tokens: usize,
+    /// Most sequences that are admitted at a time. At least 1. Default: 64.
+    pub max_sequences: usize,
+    /// Whether a prompt may start from blocks that earlier requests have left. Default: true.
+    pub reuses_prefixes: bool,
+    /// Seed of requests that bring none; each gets another one derived from it. Default: 0.
+    pub seed: u64,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self {
+            max_batched_tokens: 512,
+            max_sequences: 64,
+            reuses_prefixes: true,
+            seed: 0,
+        }
+    }
+}
+
+/// Counts of an engine since its start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct EngineStats {
+    /// Token rows computed, those of preempted sequences each time.
+    pub n_computed_tokens: u64,
+    /// Prompt tokens taken from registered blocks.
+    pub n_cached_tokens: u64,
+    /// Tokens chosen.
+    pub n_generated_tokens: u64,
+    /// Times a sequence had to give its blocks back.
+    pub n_preemptions: u64,
+    /// Blocks copied because a sequence wrote to a shared one.
+    pub n_block_copies: u64,
+    /// Forward passes.
+    pub n_steps: u64,
+}
+
+/// Runs many requests on one backend.
+#[derive(Debug)]
+pub struct Engine {
+    backend: Box<dyn Backend>,
+    tokenizer: Option<Arc<Tokenizer>>,
+    /// Stands before the first block of every sequence.
+    first_chain: KvikChain,
+    options: EngineOptions,
+    pool: BlockPool,
+    /// In order of arrival; a preempted sequence returns to its place.
+    waiting: VecDeque<Sequence>,
+    /// In order of arrival.
+    running: Vec<Sequence>,
+    sampler: Sampler,
+    logits: Logits,
+    n_submitted: u64,
+    stats: EngineStats,
+}
+
+impl Engine {
+    /// An engine without requests.
+    ///
+    /// `namespace` says what KV may be mixed with that of this engine. Without a tokenizer, events
+    /// carry no text and stop strings are refused.
+    ///
+    /// # Errors
+    /// If an option is out of its range.
+    pub fn new(
+        backend: Box<dyn Backend>,
+        tokenizer: Option<Arc<Tokenizer>>,
+        namespace: &Namespace,
+        options: EngineOptions,
+    ) -> Result<Self> {
+        if options.max_batched_tokens == 0 {
+            return Err(ModelError::request("max_batched_tokens", 0, "at least 1"));
+        }
+        if options.max_sequences == 0 {
+            return Err(ModelError::request("max_sequences", 0, "at least 1"));
+        }
+        let block_size = BlockSize::try_new(BLOCK_TOKENS)
+            .map_err(|error| ModelError::request("block size", BLOCK_TOKENS, error.to_string()))?;
+        Ok(Self {
+            pool: BlockPool::new(backend.n_blocks()),
+            first_chain: KvikChain::new(namespace, block_size),
+            backend,
+            tokenizer,
+            options,
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+            sampler: Sampler::default(),
+            logits: Logits::default(),
+            n_submitted: 0,
+            stats: EngineStats::default(),
+        })
+    }
+
+    /// Counts since the start.
+    pub fn stats(&self) -> EngineStats {
+        self.stats
+    }
+
+    /// The state of the block pool.
+    pub fn pool_stats(&self) -> PoolStats {
+        self.pool.stats()
+    }
+
+    /// Whether no request is waiting or running.
+    pub fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.running.is_empty()
+    }
+
+    /// Longest sequence, prompt and output together, that a request can have: the model's context,
+    /// or the whole pool if that is smaller.
+    pub fn max_sequence_tokens(&self) -> usize {
+        self.backend
+            .config()
+            .max_positions
+            .min(self.pool.stats().n_blocks * BLOCK_TOKENS)
+    }
+
+    /// Forgets all prefixes that earlier requests have left.
+    pub fn forget_prefixes(&mut self) {
+        self.pool.forget_free();
+    }
+
+    /// Takes a request; its events come from [`Engine::step`].
+    ///
+    /// An output ends at the longest possible sequence even if `max_tokens` allows more.
+    ///
+    /// # Errors
+    /// [`ModelError::InvalidRequest`] if a field is out of its range, a token is not in the
+    /// vocabulary or the prompt leaves no room for an output; nothing was taken then.
+    pub fn submit(&mut self, request: GenerateRequest) -> Result<RequestId> {
+        request.sampling.validate()?;
+        let n_prompt = request.prompt.len();
+        let longest = self.max_sequence_tokens();
+        if n_prompt == 0 || longest <= n_prompt {
+            let allowed = format!("1 to {} tokens", longest.saturating_sub(1));
+            return Err(ModelError::request(
+                "prompt",
+                format!("{n_prompt} tokens long"),
+                allowed,
+            ));
+        }
+        let vocab_size = self.backend.config().vocab_size;
+        if let Some(token) = request.prompt.iter().find(|&&token| vocab_size <= token as usize) {
+            return Err(ModelError::request(
+                "prompt",
+                token,
+                format!("token ids below {vocab_size}"),
+            ));
+        }
+        let text = self.text_stream(&request.sampling.stop)?;
+        let id = RequestId(self.n_submitted);
+        let seed = request
+            .sampling
+            .seed
+            .unwrap_or_else(|| mix(self.options.seed ^ mix(id.0)));
+        self.n_submitted += 1;
+        self.waiting
+            .push_back(Sequence::new(id, request, seed, self.first_chain.clone(), text));
+        Ok(id)
+    }
+
+    /// Ends a request without further events; does nothing if it has ended.
+    pub fn cancel(&mut self, id: RequestId) {
+        for sequence in self.running.extract_if(.., |sequence| sequence.request == id) {
+            sequence.release(&mut self.pool);
+        }
+        self.waiting.retain(|sequence| sequence.request != id);
+    }
+
+    /// Computes one batch and appends what came of it to `events`. Does nothing when idle.
+    ///
+    /// # Errors
+    /// If the backend refuses the batch, which would be a defect of the engine: requests are
+    /// checked when they are submitted.
+    pub fn step(&mut self, events: &mut Vec<EngineEvent>) -> Result<()> {
+        let scheduled = self.schedule();
+        if scheduled.is_empty() {
+            return Ok(());
+        }
+        self.forward(&scheduled)?;
+        let mut logits_row = 0;
+        for rows in &scheduled {
+            let Some(idx) = self
+                .running
+                .iter()
+                .position(|sequence| sequence.key() == rows.key)
+            else {
+                continue;
+            };
+            let sequence = &mut self.running[idx];
+            sequence.advance(rows.n_rows, &mut self.pool);
+            if sequence.n_pending() == 0 {
+                self.choose_tokens(idx, logits_row, events)?;
+                logits_row += 1;
+            }
+        }
+        for sequence in self.running.extract_if(.., |sequence| sequence.is_finished()) {
+            sequence.release(&mut self.pool);
+        }
+        Ok(())
+    }
+
+    /// Steps until idle and returns all events.
+    ///
+    /// # Errors
+    /// As [`Engine::step`].
+    pub fn run_until_idle(&mut self) -> Result<Vec<EngineEvent>> {
+        let mut events = Vec::new();
+        while !self.is_idle() {
+            self.step(&mut events)?;
+        }
+        Ok(events)
+    }
+
+    fn text_stream(&self, stop: &[String]) -> Result<Option<TextStream>> {
+        match &self.tokenizer {
+            Some(tokenizer) => {
+                let options = TextStreamOptions {
+                    stop: stop.to_vec(),
+                    ..TextStreamOptions::default()
+                };
+                TextStream::try_new(Arc::clone(tokenizer), options).map(Some)
+            }
+            None if stop.is_empty() => Ok(None),
+            None => Err(ModelError::request(
+                "stop",
+                format!("{stop:?}"),
+                "nothing: there is no tokenizer",
+            )),
+        }
+    }
+
+    fn forward(&mut self, scheduled: &[ScheduledRows]) -> Result<()> {
+        let mut sequences = Vec::with_capacity(scheduled.len());
+        for rows in scheduled {
+            let Some(sequence) = self.running.iter().find(|sequence| sequence.key() == rows.key) else {
+                continue;
+            };
+            let is_last = rows.n_rows == sequence.n_pending();
+            sequences.push(SequenceRows {
+                tokens: sequence.pending(rows.n_rows),
+                first_position: sequence.n_computed(),
+                block_table: sequence.table(),
+                n_logits: usize::from(is_last),
+            });
+            self.stats.n_computed_tokens += rows.n_rows as u64;
+        }
+        self.stats.n_steps += 1;
+        self.backend.forward(&sequences, &mut self.logits)
+    }
+
+    /// Chooses the next token of the sequence at `idx`; the first time, also that of the other
+    /// choices of its request, which start from the same blocks.
+    fn choose_tokens(&mut self, idx: usize, logits_row: usize, events: &mut Vec<EngineEvent>) -> Result<()> {
+        let position = self.running[idx].n_computed() - 1;
+        let n_forks = self.running[idx].take_forks();
+        if !self.logits.row(logits_row).iter().all(|logit| logit.is_finite()) {
+            let request = self.running[idx].request;
+            events.push(EngineEvent::Failed {
+                request,
+                error: ModelError::NotFinite { position },
+            });
+            for sequence in self
+                .running
+                .iter_mut()
+                .filter(|sequence| sequence.request == request)
+            {
+                sequence.set_finished();
+            }
+            return Ok(());
+        }
+        for choice in 1..=n_forks {
+            let stop = self.running[idx].sampling().stop.clone();
+            let text = self.text_stream(&stop)?;
+            let fork = self.running[idx].fork(choice, text, &mut self.pool);
+            // After its siblings: the list stays in order of arrival.
+            self.running.insert(idx + choice as usize, fork);
+        }
+        let longest = self.max_sequence_tokens();
+        let logits = self.logits.row(logits_row);
+        let end_tokens = self
+            .tokenizer
+            .as_deref()
+            .map_or(&[][..], Tokenizer::eos_token_ids);
+        let config_end_tokens = &self.backend.config().eos_token_ids;
+        for sequence in &mut self.running[idx..=idx + n_forks as usize] {
+            let (token, logprobs) = self.sampler.sample(logits, sequence.sampler_input());
+            let is_end = end_tokens.contains(&token) || config_end_tokens.contains(&token);
+            sequence.push_token(token, logprobs, is_end, longest, events);
+            self.stats.n_generated_tokens += 1;
+        }
+        Ok(())
+    }
+}

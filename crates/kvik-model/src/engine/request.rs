@@ -1,0 +1,92 @@
+//! What goes into the engine and what comes out.
+
+use kvik_types::TokenId;
+
+use crate::error::ModelError;
+use crate::sampling::{SamplingParams, TokenLogprobs};
+
+/// Names a request for the life of its engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct RequestId(pub(super) u64);
+
+/// A prompt and what to make of it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GenerateRequest {
+    /// The prompt's tokens.
+    pub prompt: Vec<TokenId>,
+    /// How tokens are chosen and when an output ends.
+    pub sampling: SamplingParams,
+}
+
+/// Why an output ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FinishReason {
+    /// An end token, a stop token or a stop string.
+    Stop,
+    /// `max_tokens`, or the longest possible sequence.
+    Length,
+}
+
+impl FinishReason {
+    /// The reason as it is spelled on the wire.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::Length => "length",
+        }
+    }
+}
+
+/// A token of an output.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TokenEvent {
+    /// The request.
+    pub request: RequestId,
+    /// Which of the request's choices, from 0.
+    pub choice: u32,
+    /// The token; an end token too.
+    pub token: TokenId,
+    /// Text that became final; often that of earlier tokens, and often empty.
+    pub text: String,
+    /// Log probabilities, if asked for.
+    pub logprobs: Option<TokenLogprobs>,
+}
+
+/// Tokens that a request used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Usage {
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Of these, tokens whose KV was there already.
+    pub cached_tokens: usize,
+    /// Tokens of this output.
+    pub completion_tokens: usize,
+}
+
+/// Something that happened to a request.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum EngineEvent {
+    /// An output grew by a token.
+    Token(TokenEvent),
+    /// An output ended; its last event.
+    Finished {
+        /// The request.
+        request: RequestId,
+        /// Which of the request's choices, from 0.
+        choice: u32,
+        /// Text that was still held back.
+        text: String,
+        /// Why it ended.
+        reason: FinishReason,
+        /// What it used.
+        usage: Usage,
+    },
+    /// A request could not go on; the last event of all its choices.
+    Failed {
+        /// The request.
+        request: RequestId,
+        /// What happened.
+        error: ModelError,
+    },
+}

@@ -1,0 +1,144 @@
+//! Which rows the next forward pass computes.
+//!
+//! Policy. There is one budget of token rows. First every sequence that waits for one token gets
+//! its row, oldest first, so that running outputs never stall behind a long prompt. Then prompts
+//! that are partly computed take what is left, oldest first. Then waiting sequences are admitted,
+//! oldest first and only while nobody was preempted in this step: each takes the registered blocks
+//! of its prefix and needs free blocks for all its tokens, so that an admission does not cause the
+//! next preemption. If no block is free for a running sequence, the youngest one gives its blocks
+//! back and waits; at worst that is the sequence itself. The oldest sequence can thus always take
+//! every block, and submission refuses what would not fit then: somebody always advances.
+
+use super::Engine;
+use super::sequence::{Sequence, SequenceKey};
+
+/// Rows of one sequence in the next pass.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ScheduledRows {
+    pub(super) key: SequenceKey,
+    pub(super) n_rows: usize,
+}
+
+impl Engine {
+    /// Chooses the rows of the next pass and takes the blocks that they write. The result is in
+    /// the order in which its sequences run, and empty only if the engine is idle.
+    pub(super) fn schedule(&mut self) -> Vec<ScheduledRows> {
+        let mut budget = self.options.max_batched_tokens;
+        let mut scheduled: Vec<ScheduledRows> = Vec::new();
+        let n_preemptions = self.stats.n_preemptions;
+        for wants_one_row in [true, false] {
+            let keys: Vec<SequenceKey> = self.running.iter().map(Sequence::key).collect();
+            for key in keys {
+                // Gone if it was preempted for an older sequence.
+                let Some(idx) = self.index_of(key) else { continue };
+                let n_pending = self.running[idx].n_pending();
+                if (n_pending == 1) != wants_one_row {
+                    continue;
+                }
+                let n_rows = n_pending.min(budget);
+                if n_rows == 0 {
+                    break;
+                }
+                if self.reserve_or_preempt(key, n_rows, &mut scheduled, &mut budget) {
+                    scheduled.push(ScheduledRows { key, n_rows });
+                    budget -= n_rows;
+                }
+            }
+        }
+        if n_preemptions == self.stats.n_preemptions {
+            self.admit(&mut scheduled, &mut budget);
+        }
+        scheduled
+    }
+
+    fn index_of(&self, key: SequenceKey) -> Option<usize> {
+        self.running.iter().position(|sequence| sequence.key() == key)
+    }
+
+    /// Admits waiting sequences while there is room.
+    fn admit(&mut self, scheduled: &mut Vec<ScheduledRows>, budget: &mut usize) {
+        while 0 < *budget && self.running.len() < self.options.max_sequences {
+            let Some(mut sequence) = self.waiting.pop_front() else {
+                return;
+            };
+            if self.options.reuses_prefixes {
+                sequence.reuse_prefix(&mut self.pool);
+            }
+            let n_tokens = sequence.n_computed() + sequence.n_pending();
+            let n_missing = sequence.n_missing_blocks(n_tokens);
+            if self.pool.n_free() < n_missing && !self.running.is_empty() {
+                sequence.preempt(&mut self.pool);
+                self.waiting.push_front(sequence);
+                return;
+            }
+            let n_rows = sequence.n_pending().min(*budget);
+            let key = sequence.key();
+            if let Some(n_cached) = sequence.note_cached() {
+                self.stats.n_cached_tokens += n_cached as u64;
+            }
+            let place = self.running.partition_point(|other| other.key() < key);
+            self.running.insert(place, sequence);
+            if self.try_reserve(place, n_rows) {
+                scheduled.push(ScheduledRows { key, n_rows });
+                *budget -= n_rows;
+            } else {
+                self.preempt(place);
+                return;
+            }
+        }
+    }
+
+    /// Takes the blocks for the next `n_rows` rows of the sequence `key`, preempting the youngest
+    /// sequences as needed; false if the sequence itself had to be preempted.
+    fn reserve_or_preempt(
+        &mut self,
+        key: SequenceKey,
+        n_rows: usize,
+        scheduled: &mut Vec<ScheduledRows>,
+        budget: &mut usize,
+    ) -> bool {
+        while let Some(idx) = self.index_of(key) {
+            if self.try_reserve(idx, n_rows) {
+                return true;
+            }
+            let youngest = self.running.len() - 1;
+            let victim = self.running[youngest].key();
+            for rows in scheduled.extract_if(.., |rows| rows.key == victim) {
+                *budget += rows.n_rows;
+            }
+            self.preempt(youngest);
+        }
+        false
+    }
+
+    /// Takes the blocks for the next `n_rows` rows of the sequence at `idx`, all or none.
+    fn try_reserve(&mut self, idx: usize, n_rows: usize) -> bool {
+        let sequence = &mut self.running[idx];
+        let n_missing = sequence.n_missing_blocks(sequence.n_computed() + n_rows);
+        let needs_copy = sequence.writes_shared_block(&self.pool);
+        if self.pool.n_free() < n_missing + usize::from(needs_copy) {
+            return false;
+        }
+        if needs_copy && let Some(copy) = self.pool.allocate() {
+            if let Some(shared) = sequence.replace_shared_block(copy, &mut self.pool) {
+                self.backend.copy_block(shared, copy);
+                self.stats.n_block_copies += 1;
+            }
+        }
+        for _ in 0..n_missing {
+            if let Some(block) = self.pool.allocate() {
+                sequence.push_block(block);
+            }
+        }
+        true
+    }
+
+    /// Takes the sequence at `idx` out of the running ones; it waits in its order of arrival.
+    fn preempt(&mut self, idx: usize) {
+        let mut sequence = self.running.remove(idx);
+        sequence.preempt(&mut self.pool);
+        let place = self.waiting.partition_point(|other| other.key() < sequence.key());
+        self.waiting.insert(place, sequence);
+        self.stats.n_preemptions += 1;
+    }
+}

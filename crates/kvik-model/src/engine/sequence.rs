@@ -1,0 +1,289 @@
+//! One output in the making: its tokens, its blocks, its text.
+
+use kvik_types::hash::{HashChain, KvikChain};
+use kvik_types::{BlockHash, TokenId};
+
+use super::request::{EngineEvent, FinishReason, GenerateRequest, RequestId, TokenEvent, Usage};
+use crate::paging::{BLOCK_TOKENS, BlockId, BlockPool};
+use crate::sampling::{SamplerInput, SamplingParams, TokenCounts, TokenLogprobs};
+use crate::tokenizer::TextStream;
+
+/// Names a sequence: its request and choice. Sequences are ordered by arrival.
+pub(super) type SequenceKey = (RequestId, u32);
+
+/// An output and the KV it stands on.
+///
+/// Invariant: `table` covers at least the first `n_computed` tokens, and their keys and values lie
+/// there; the first `n_registered` blocks are registered or will never be.
+#[derive(Debug)]
+pub(super) struct Sequence {
+    pub(super) request: RequestId,
+    choice: u32,
+    sampling: SamplingParams,
+    seed: u64,
+    /// Prompt and output.
+    tokens: Vec<TokenId>,
+    n_prompt: usize,
+    n_computed: usize,
+    table: Vec<BlockId>,
+    n_registered: usize,
+    /// Hashes of full blocks from the start; `chain` stands after the last of them.
+    hashes: Vec<BlockHash>,
+    chain: KvikChain,
+    /// Prompt tokens found in the pool at the first admission.
+    n_cached: Option<usize>,
+    /// Choices that still share this sequence, until the first token is chosen.
+    n_forks: u32,
+    counts: Option<TokenCounts>,
+    text: Option<TextStream>,
+    is_finished: bool,
+}
+
+impl Sequence {
+    pub(super) fn new(
+        request: RequestId,
+        generate: GenerateRequest,
+        seed: u64,
+        chain: KvikChain,
+        text: Option<TextStream>,
+    ) -> Self {
+        Self {
+            request,
+            choice: 0,
+            seed,
+            n_prompt: generate.prompt.len(),
+            counts: TokenCounts::try_new(&generate.sampling, &generate.prompt),
+            n_forks: generate.sampling.n - 1,
+            sampling: generate.sampling,
+            tokens: generate.prompt,
+            n_computed: 0,
+            table: Vec::new(),
+            n_registered: 0,
+            hashes: Vec::new(),
+            chain,
+            n_cached: None,
+            text,
+            is_finished: false,
+        }
+    }
+
+    pub(super) fn key(&self) -> SequenceKey {
+        (self.request, self.choice)
+    }
+
+    pub(super) fn sampling(&self) -> &SamplingParams {
+        &self.sampling
+    }
+
+    pub(super) fn table(&self) -> &[BlockId] {
+        &self.table
+    }
+
+    pub(super) fn n_computed(&self) -> usize {
+        self.n_computed
+    }
+
+    /// Tokens whose keys and values are not computed yet.
+    pub(super) fn n_pending(&self) -> usize {
+        self.tokens.len() - self.n_computed
+    }
+
+    /// The next `n_rows` tokens to compute.
+    pub(super) fn pending(&self, n_rows: usize) -> &[TokenId] {
+        &self.tokens[self.n_computed..self.n_computed + n_rows]
+    }
+
+    pub(super) fn is_finished(&self) -> bool {
+        self.is_finished
+    }
+
+    pub(super) fn set_finished(&mut self) {
+        self.is_finished = true;
+    }
+
+    /// Number of further choices to fork off, once.
+    pub(super) fn take_forks(&mut self) -> u32 {
+        std::mem::take(&mut self.n_forks)
+    }
+
+    /// Blocks that the first `n_tokens` tokens need beyond those in the table.
+    pub(super) fn n_missing_blocks(&self, n_tokens: usize) -> usize {
+        n_tokens.div_ceil(BLOCK_TOKENS).saturating_sub(self.table.len())
+    }
+
+    /// Whether writing the next token would change a block that another sequence holds.
+    pub(super) fn writes_shared_block(&self, pool: &BlockPool) -> bool {
+        self.next_block_idx()
+            .is_some_and(|idx| 1 < pool.n_holders(self.table[idx]))
+    }
+
+    /// Index in the table of the partly filled block that the next token goes to.
+    fn next_block_idx(&self) -> Option<usize> {
+        let idx = self.n_computed / BLOCK_TOKENS;
+        (self.n_computed % BLOCK_TOKENS != 0 && idx < self.table.len()).then_some(idx)
+    }
+
+    /// Puts `copy` in the place of the shared block that the next token goes to; returns the block
+    /// that has to be copied there.
+    pub(super) fn replace_shared_block(&mut self, copy: BlockId, pool: &mut BlockPool) -> Option<BlockId> {
+        let idx = self.next_block_idx()?;
+        let shared = std::mem::replace(&mut self.table[idx], copy);
+        pool.release_block(shared);
+        Some(shared)
+    }
+
+    pub(super) fn push_block(&mut self, block: BlockId) {
+        self.table.push(block);
+    }
+
+    /// Starts from the registered blocks of the longest known prefix. At least the last token is
+    /// left to compute, because its logits are needed.
+    pub(super) fn reuse_prefix(&mut self, pool: &mut BlockPool) {
+        let n_reusable = (self.tokens.len() - 1) / BLOCK_TOKENS;
+        self.hash_blocks(n_reusable);
+        let usable = &self.hashes[..n_reusable];
+        self.table = pool.match_prefix(usable, &self.tokens);
+        self.n_registered = self.table.len();
+        self.n_computed = self.table.len() * BLOCK_TOKENS;
+    }
+
+    /// Remembers, at the first admission, how much of the prompt was found; returns it then.
+    pub(super) fn note_cached(&mut self) -> Option<usize> {
+        if self.n_cached.is_some() {
+            return None;
+        }
+        self.n_cached = Some(self.n_computed);
+        self.n_cached
+    }
+
+    /// Marks `n_rows` more tokens as computed and registers the blocks that became full.
+    pub(super) fn advance(&mut self, n_rows: usize, pool: &mut BlockPool) {
+        self.n_computed += n_rows;
+        let n_full = self.n_computed / BLOCK_TOKENS;
+        self.hash_blocks(n_full);
+        for idx in self.n_registered..n_full {
+            let Some(tokens) = self.tokens[idx * BLOCK_TOKENS..].first_chunk::<BLOCK_TOKENS>() else {
+                break;
+            };
+            let parent = idx.checked_sub(1).map(|parent_idx| self.table[parent_idx]);
+            self.table[idx] = pool.register(self.table[idx], self.hashes[idx], tokens, parent);
+        }
+        self.n_registered = self.n_registered.max(n_full);
+    }
+
+    fn hash_blocks(&mut self, n_blocks: usize) {
+        for tokens in self
+            .tokens
+            .as_chunks::<BLOCK_TOKENS>()
+            .0
+            .iter()
+            .take(n_blocks)
+            .skip(self.hashes.len())
+        {
+            self.hashes.push(self.chain.push_block(tokens));
+        }
+    }
+
+    /// Another choice of the same request, on the same blocks.
+    pub(super) fn fork(&self, choice: u32, text: Option<TextStream>, pool: &mut BlockPool) -> Self {
+        for &block in &self.table {
+            pool.retain(block);
+        }
+        Self {
+            request: self.request,
+            choice,
+            sampling: self.sampling.clone(),
+            seed: self.seed,
+            tokens: self.tokens.clone(),
+            n_prompt: self.n_prompt,
+            n_computed: self.n_computed,
+            table: self.table.clone(),
+            n_registered: self.n_registered,
+            hashes: self.hashes.clone(),
+            chain: self.chain.clone(),
+            n_cached: self.n_cached,
+            n_forks: 0,
+            counts: self.counts.clone(),
+            text,
+            is_finished: false,
+        }
+    }
+
+    /// Gives all blocks back; the sequence can be computed again.
+    pub(super) fn preempt(&mut self, pool: &mut BlockPool) {
+        pool.release(&mut self.table);
+        self.n_computed = 0;
+        self.n_registered = 0;
+    }
+
+    /// Gives all blocks back for good.
+    pub(super) fn release(mut self, pool: &mut BlockPool) {
+        pool.release(&mut self.table);
+    }
+
+    pub(super) fn sampler_input(&self) -> SamplerInput<'_> {
+        SamplerInput {
+            params: &self.sampling,
+            counts: self.counts.as_ref(),
+            seed: self.seed,
+            choice: self.choice,
+            n_generated: (self.tokens.len() - self.n_prompt) as u64,
+        }
+    }
+
+    /// Appends a chosen token and reports it; ends the sequence where that is its end.
+    pub(super) fn push_token(
+        &mut self,
+        token: TokenId,
+        logprobs: Option<TokenLogprobs>,
+        is_end_token: bool,
+        longest: usize,
+        events: &mut Vec<EngineEvent>,
+    ) {
+        self.tokens.push(token);
+        if let Some(counts) = &mut self.counts {
+            counts.push(token);
+        }
+        let delta = self
+            .text
+            .as_mut()
+            .map(|text| text.push(token))
+            .unwrap_or_default();
+        let is_stop = delta.stopped.is_some()
+            || self.sampling.stop_token_ids.contains(&token)
+            || (is_end_token && !self.sampling.ignore_eos);
+        let (request, choice) = self.key();
+        events.push(EngineEvent::Token(TokenEvent {
+            request,
+            choice,
+            token,
+            text: delta.text,
+            logprobs,
+        }));
+        let n_generated = self.tokens.len() - self.n_prompt;
+        let is_longest = self.sampling.max_tokens as usize <= n_generated || longest <= self.tokens.len();
+        if !is_stop && !is_longest {
+            return;
+        }
+        self.is_finished = true;
+        let text = self.text.as_mut().map(TextStream::finish).unwrap_or_default();
+        let stopped_late = self.text.as_ref().is_some_and(|text| text.stopped().is_some());
+        let reason = if is_stop || stopped_late {
+            FinishReason::Stop
+        } else {
+            FinishReason::Length
+        };
+        let usage = Usage {
+            prompt_tokens: self.n_prompt,
+            cached_tokens: self.n_cached.unwrap_or(0),
+            completion_tokens: n_generated,
+        };
+        events.push(EngineEvent::Finished {
+            request,
+            choice,
+            text,
+            reason,
+            usage,
+        });
+    }
+}

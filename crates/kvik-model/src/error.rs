@@ -1,0 +1,105 @@
+//! The errors of the engine, by what the caller can do about them.
+
+use std::path::PathBuf;
+
+/// Result of the engine's operations.
+pub type Result<T, E = ModelError> = std::result::Result<T, E>;
+
+/// Why the engine could not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ModelError {
+    /// A file of the model folder could not be read.
+    #[error("read {}: {source}", path.display())]
+    Io {
+        /// The file that was asked for.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// The model folder lacks a file that the engine needs.
+    #[error("{} has no {what}", folder.display())]
+    MissingFile {
+        /// The model folder.
+        folder: PathBuf,
+        /// The file, or the alternatives, that would have been taken.
+        what: String,
+    },
+    /// The architecture named by `config.json` is not one the engine runs.
+    #[error("architecture `{found}` is not supported; supported: {supported}")]
+    UnsupportedArchitecture {
+        /// What `config.json` names.
+        found: String,
+        /// The architectures that exist, separated by commas.
+        supported: String,
+    },
+    /// A field of the model's configuration is missing or has a value the engine cannot honor.
+    #[error("config.json: `{field}` is {value}; allowed: {allowed}")]
+    InvalidConfig {
+        /// The field's path inside `config.json`.
+        field: String,
+        /// The value found, or `missing`.
+        value: String,
+        /// What the engine takes.
+        allowed: String,
+    },
+    /// A safetensors file is damaged, or a tensor is missing or has the wrong shape.
+    #[error("weights: {what}: {reason}")]
+    InvalidWeights {
+        /// The file or tensor.
+        what: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// `tokenizer.json` or the chat template cannot be used.
+    #[error("tokenizer: {0}")]
+    InvalidTokenizer(String),
+    /// A request carries a value the engine cannot honor; other requests are not affected.
+    #[error("`{field}` is {value}; allowed: {allowed}")]
+    InvalidRequest {
+        /// The request's field.
+        field: &'static str,
+        /// The value given.
+        value: String,
+        /// What the engine takes.
+        allowed: String,
+    },
+    /// The forward pass gave logits that are not numbers; the weights are damaged.
+    #[error("the model's logits are not finite at position {position}; the weights are damaged")]
+    NotFinite {
+        /// The position whose logits were not finite.
+        position: usize,
+    },
+}
+
+impl ModelError {
+    /// An [`ModelError::InvalidConfig`] for `field`.
+    pub fn config(
+        field: impl Into<String>,
+        value: impl std::fmt::Display,
+        allowed: impl Into<String>,
+    ) -> Self {
+        Self::InvalidConfig {
+            field: field.into(),
+            value: value.to_string(),
+            allowed: allowed.into(),
+        }
+    }
+
+    /// An [`ModelError::InvalidRequest`] for `field`.
+    pub fn request(field: &'static str, value: impl std::fmt::Display, allowed: impl Into<String>) -> Self {
+        Self::InvalidRequest {
+            field,
+            value: value.to_string(),
+            allowed: allowed.into(),
+        }
+    }
+
+    /// An [`ModelError::InvalidWeights`] for the tensor or file `what`.
+    pub fn weights(what: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self::InvalidWeights {
+            what: what.into(),
+            reason: reason.into(),
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! The forward pass: token rows in, logits out, keys and values left in their blocks.
+//!
+//! [`Backend`] is all that the scheduler knows of the arithmetic. A backend gets block tables and
+//! reads keys and values where they lie; nothing is gathered into a tensor first.
+
+mod cpu;
+
+pub use cpu::{CpuBackend, CpuBackendOptions};
+
+use kvik_types::TokenId;
+
+use crate::config::ModelConfig;
+use crate::error::Result;
+use crate::paging::BlockId;
+
+/// Consecutive tokens of one sequence that a forward pass computes.
+#[derive(Debug, Clone, Copy)]
+pub struct SequenceRows<'a> {
+    /// The tokens; at least one.
+    pub tokens: &'a [TokenId],
+    /// Position of the first of them in its sequence.
+    pub first_position: usize,
+    /// The blocks of the sequence from its start through the last of these tokens. Positions
+    /// before `first_position` were computed before; those of `tokens` are written by the pass.
+    pub block_table: &'a [BlockId],
+    /// Number of rows, counted from the last, whose logits are wanted.
+    pub n_logits: usize,
+}
+
+/// The logits of one forward pass, one row for each that was asked for, in order.
+#[derive(Debug, Default)]
+pub struct Logits {
+    pub(crate) values: Vec<f32>,
+    pub(crate) stride: usize,
+    pub(crate) vocab_size: usize,
+}
+
+/// A device that runs the model.
+///
+/// Every implementation MUST be batch invariant: the logits of a row and the keys and values it
+/// leaves are the same to the bit whatever else is in the pass and however its sequence was cut
+/// into passes.
+pub trait Backend: Send + std::fmt::Debug {
+    /// The model.
+    fn config(&self) -> &ModelConfig;
+
+    /// Number of blocks that keys and values can lie in.
+    fn n_blocks(&self) -> usize;
+
+    /// Computes `sequences`, writes their keys and values and the logits asked for.
+    ///
+    /// The caller guarantees that no two of `sequences` write the same block and that a block
+    /// written here is in no other sequence's table unless its tokens there end before it.
+    ///
+    /// # Errors
+    /// If a token is not in the vocabulary, a position is past the context or a block table does
+    /// not cover its rows; nothing was written then.
+    fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()>;
+
+    /// Copies the keys and values of all layers from one block to another.
+    fn copy_block(&mut self, from: BlockId, to: BlockId);
+}
+
+impl Logits {
+    /// Number of rows.
+    pub fn n_rows(&self) -> usize {
+        self.values.len().checked_div(self.stride).unwrap_or(0)
+    }
+
+    /// The logits of row `row_idx`, one for each token of the vocabulary.
+    ///
+    /// # Panics
+    /// If there is no such row.
+    pub fn row(&self, row_idx: usize) -> &[f32] {
+        &self.values[row_idx * self.stride..][..self.vocab_size]
+    }
+}

@@ -1,0 +1,66 @@
+//! The built-in engine: a language model on the CPU, with paged KV and continuous batching.
+//!
+//! Parts, from the outside in: [`Model`] opens a folder; [`Engine`] batches requests over a
+//! [`Backend`], which runs the forward pass; [`BlockPool`] keeps the books of the blocks that keys
+//! and values lie in; sampling turns logits into tokens and the tokenizer turns them into text.
+//!
+//! Invariants:
+//! - Batch invariance: a row's logits and KV are the same to the bit whatever is computed beside
+//!   it, however its prompt is cut into chunks, on any number of threads and any instruction set.
+//! - The same seed gives the same text, whatever the batch, also after a preemption.
+//! - Nothing panics on the bytes of a model folder or the fields of a request.
+//! - `unsafe` lives in `kernels` alone.
+//!
+//! ```
+//! use kvik_model::{AddSpecial, EngineEvent, EngineOptions, CpuBackendOptions, GenerateRequest, Model, SamplingParams};
+//!
+//! let model = Model::bundled()?;
+//! let mut engine = model.cpu_engine(&CpuBackendOptions::default(), EngineOptions::default())?;
+//! let prompt = model.tokenizer().encode("Once upon a time", AddSpecial::Yes)?;
+//! engine.submit(GenerateRequest { prompt, sampling: SamplingParams::greedy(8) })?;
+//! let mut text = String::new();
+//! for event in engine.run_until_idle()? {
+//!     match event {
+//!         EngineEvent::Token(token) => text.push_str(&token.text),
+//!         EngineEvent::Finished { text: rest, .. } => text.push_str(&rest),
+//!         _ => {}
+//!     }
+//! }
+//! assert!(text.starts_with(","));
+//! # Ok::<(), kvik_model::ModelError>(())
+//! ```
+
+#![deny(unsafe_code)]
+
+mod bundled;
+mod checkpoint;
+mod config;
+mod engine;
+mod error;
+mod forward;
+#[expect(
+    unsafe_code,
+    reason = "SIMD intrinsics, unchecked inner loops and shared output buffers"
+)]
+mod kernels;
+mod model;
+mod paging;
+mod sampling;
+mod tokenizer;
+
+pub use checkpoint::{Checkpoint, Header, Tensor, TensorInfo, TensorPlace, WeightDtype, parse_header};
+pub use config::{Activation, Architecture, ModelConfig, Norm, Position, RopeConfig, RopeScaling};
+pub use engine::{
+    Engine, EngineEvent, EngineOptions, EngineStats, FinishReason, GenerateRequest, RequestId, TokenEvent,
+    Usage,
+};
+pub use error::{ModelError, Result};
+pub use forward::{Backend, CpuBackend, CpuBackendOptions, Logits, SequenceRows};
+pub use kernels::Isa;
+pub use model::Model;
+pub use paging::{BLOCK_TOKENS, BlockId, BlockPool, PoolStats};
+pub use sampling::{SamplingParams, TokenLogprobs};
+pub use tokenizer::{
+    AddSpecial, CalendarDate, ChatMessage, ChatOptions, StopMatch, StreamDelta, TextStream,
+    TextStreamOptions, Tokenizer,
+};

@@ -1,0 +1,142 @@
+//! A model folder, opened.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use kvik_types::{Dtype, Namespace};
+
+use crate::bundled;
+use crate::checkpoint::Checkpoint;
+use crate::config::ModelConfig;
+use crate::engine::{Engine, EngineOptions};
+use crate::error::{ModelError, Result};
+use crate::forward::{CpuBackend, CpuBackendOptions};
+use crate::tokenizer::Tokenizer;
+
+/// Largest `config.json` that is read, in bytes; real ones have a few kilobytes.
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
+
+/// A model that is ready to be loaded into an engine.
+#[derive(Debug)]
+pub struct Model {
+    name: String,
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    tokenizer: Arc<Tokenizer>,
+}
+
+impl Model {
+    /// Opens a Hugging Face folder: `config.json`, safetensors and `tokenizer.json`.
+    ///
+    /// Weights are read when an engine is made, not here.
+    ///
+    /// # Errors
+    /// If a file is missing or damaged, or the architecture is not supported.
+    pub fn open(folder: &Path) -> Result<Self> {
+        let config_path = folder.join("config.json");
+        let metadata = match std::fs::metadata(&config_path) {
+            Ok(metadata) => metadata,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                return Err(ModelError::MissingFile {
+                    folder: folder.to_owned(),
+                    what: "config.json".to_owned(),
+                });
+            }
+            Err(source) => {
+                return Err(ModelError::Io {
+                    path: config_path,
+                    source,
+                });
+            }
+        };
+        if MAX_CONFIG_BYTES < metadata.len() {
+            let value = format!("a file of {} bytes", metadata.len());
+            return Err(ModelError::config(
+                "the whole",
+                value,
+                format!("at most {MAX_CONFIG_BYTES} bytes"),
+            ));
+        }
+        let config = std::fs::read_to_string(&config_path).map_err(|source| ModelError::Io {
+            path: config_path,
+            source,
+        })?;
+        let name = folder.file_name().map_or_else(
+            || folder.display().to_string(),
+            |name| name.to_string_lossy().into(),
+        );
+        Ok(Self {
+            name,
+            config: ModelConfig::from_json(&config)?,
+            checkpoint: Checkpoint::open(folder)?,
+            tokenizer: Arc::new(Tokenizer::open(folder)?),
+        })
+    }
+
+    /// The model that the binary carries.
+    ///
+    /// # Errors
+    /// None in a build that passed its tests.
+    pub fn bundled() -> Result<Self> {
+        Ok(Self {
+            name: bundled::NAME.to_owned(),
+            config: ModelConfig::from_json(bundled::CONFIG)?,
+            checkpoint: Checkpoint::from_bytes("model.safetensors", bundled::WEIGHTS)?,
+            tokenizer: Arc::new(Tokenizer::from_parts(
+                bundled::TOKENIZER,
+                Some(bundled::TOKENIZER_CONFIG),
+                None,
+                Some(bundled::GENERATION_CONFIG),
+            )?),
+        })
+    }
+
+    /// The folder's name, or that of the bundled model.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The model's numbers.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// The model's weights.
+    pub fn checkpoint(&self) -> &Checkpoint {
+        &self.checkpoint
+    }
+
+    /// The model's tokenizer.
+    pub fn tokenizer(&self) -> &Arc<Tokenizer> {
+        &self.tokenizer
+    }
+
+    /// What KV of this model may be mixed with.
+    pub fn namespace(&self, kv_dtype: Dtype) -> Namespace {
+        let config = &self.config;
+        Namespace {
+            model: self.name.clone(),
+            dtype: kv_dtype,
+            layout: format!(
+                "kvik_paged/layers={}/heads={}/head_dim={}",
+                config.n_layers, config.n_kv_heads, config.head_dim
+            ),
+            tenant: String::new(),
+        }
+    }
+
+    /// Loads the weights into an engine on the CPU.
+    ///
+    /// # Errors
+    /// If the weights do not fit the configuration, or an option is out of its range.
+    pub fn cpu_engine(&self, backend: &CpuBackendOptions, engine: EngineOptions) -> Result<Engine> {
+        let loaded = CpuBackend::load(self.config.clone(), &self.checkpoint, backend)?;
+        let namespace = self.namespace(backend.kv_dtype);
+        Engine::new(
+            Box::new(loaded),
+            Some(Arc::clone(&self.tokenizer)),
+            &namespace,
+            engine,
+        )
+    }
+}
