@@ -10,7 +10,7 @@ pub type Result<T, E = ModelError> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum ModelError {
     /// A file of the model folder could not be read.
-    #[error("read {}: {source}", path.display())]
+    #[error("read {}", path.display())]
     Io {
         /// The file that was asked for.
         path: PathBuf,
@@ -79,27 +79,16 @@ impl ModelError {
         value: impl std::fmt::Display,
         allowed: impl Into<String>,
     ) -> Self {
-        Self::InvalidConfig {
-            field: field.into(),
-            value: value.to_string(),
-            allowed: allowed.into(),
-        }
+        Self::InvalidConfig { field: field.into(), value: value.to_string(), allowed: allowed.into() }
     }
 
     /// An [`ModelError::InvalidRequest`] for `field`.
     pub fn request(field: &'static str, value: impl std::fmt::Display, allowed: impl Into<String>) -> Self {
-        Self::InvalidRequest {
-            field,
-            value: value.to_string(),
-            allowed: allowed.into(),
-        }
+        Self::InvalidRequest { field, value: value.to_string(), allowed: allowed.into() }
     }
 
     /// An [`ModelError::InvalidWeights`] for the tensor or file `what`.
     pub fn weights(what: impl Into<String>, reason: impl Into<String>) -> Self {
-        Self::InvalidWeights {
-            what: what.into(),
-            reason: reason.into(),
-        }
+        Self::InvalidWeights { what: what.into(), reason: reason.into() }
     }
 }

@@ -38,10 +38,16 @@ mod config;
 mod engine;
 mod error;
 mod forward;
+#[expect(unsafe_code, reason = "SIMD intrinsics, unchecked inner loops and shared output buffers")]
 #[expect(
-    unsafe_code,
-    reason = "SIMD intrinsics, unchecked inner loops and shared output buffers"
+    clippy::inline_always,
+    reason = "a kernel takes on the instruction set of its caller only when inlined"
 )]
+#[expect(
+    clippy::needless_range_loop,
+    reason = "loops over constant bounds become registers; iterators hide that"
+)]
+#[expect(clippy::too_many_arguments, reason = "the operands of a kernel are its arguments")]
 mod kernels;
 mod model;
 mod paging;
@@ -51,11 +57,11 @@ mod tokenizer;
 pub use checkpoint::{Checkpoint, Header, Tensor, TensorInfo, TensorPlace, WeightDtype, parse_header};
 pub use config::{Activation, Architecture, ModelConfig, Norm, Position, RopeConfig, RopeScaling};
 pub use engine::{
-    Engine, EngineEvent, EngineOptions, EngineStats, FinishReason, GenerateRequest, RequestId, TokenEvent,
-    Usage,
+    Engine, EngineEvent, EngineOptions, EngineStats, FinishReason, GenerateRequest, RequestId, SequenceKv,
+    SubmitOptions, TokenEvent, Usage,
 };
 pub use error::{ModelError, Result};
-pub use forward::{Backend, CpuBackend, CpuBackendOptions, Logits, SequenceRows};
+pub use forward::{Backend, CpuBackend, CpuBackendOptions, LayerKv, Logits, SequenceRows};
 pub use kernels::Isa;
 pub use model::Model;
 pub use paging::{BLOCK_TOKENS, BlockId, BlockPool, PoolStats};

@@ -43,28 +43,18 @@ impl Model {
                 });
             }
             Err(source) => {
-                return Err(ModelError::Io {
-                    path: config_path,
-                    source,
-                });
+                return Err(ModelError::Io { path: config_path, source });
             }
         };
         if MAX_CONFIG_BYTES < metadata.len() {
             let value = format!("a file of {} bytes", metadata.len());
-            return Err(ModelError::config(
-                "the whole",
-                value,
-                format!("at most {MAX_CONFIG_BYTES} bytes"),
-            ));
+            return Err(ModelError::config("the whole", value, format!("at most {MAX_CONFIG_BYTES} bytes")));
         }
-        let config = std::fs::read_to_string(&config_path).map_err(|source| ModelError::Io {
-            path: config_path,
-            source,
-        })?;
-        let name = folder.file_name().map_or_else(
-            || folder.display().to_string(),
-            |name| name.to_string_lossy().into(),
-        );
+        let config = std::fs::read_to_string(&config_path)
+            .map_err(|source| ModelError::Io { path: config_path, source })?;
+        let name = folder
+            .file_name()
+            .map_or_else(|| folder.display().to_string(), |name| name.to_string_lossy().into());
         Ok(Self {
             name,
             config: ModelConfig::from_json(&config)?,
@@ -132,11 +122,6 @@ impl Model {
     pub fn cpu_engine(&self, backend: &CpuBackendOptions, engine: EngineOptions) -> Result<Engine> {
         let loaded = CpuBackend::load(self.config.clone(), &self.checkpoint, backend)?;
         let namespace = self.namespace(backend.kv_dtype);
-        Engine::new(
-            Box::new(loaded),
-            Some(Arc::clone(&self.tokenizer)),
-            &namespace,
-            engine,
-        )
+        Engine::new(Box::new(loaded), Some(Arc::clone(&self.tokenizer)), &namespace, engine)
     }
 }

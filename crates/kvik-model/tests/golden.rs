@@ -1,5 +1,7 @@
 //! The bundled model against the outputs of an independent float32 implementation.
 
+#![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
+
 use std::path::Path;
 
 use kvik_model::{
@@ -14,36 +16,22 @@ const LOGIT_TOLERANCE: f32 = 0.002;
 const SMALLEST_COMPARABLE_MARGIN: f64 = 0.01;
 
 fn lines(file: &str) -> Vec<Value> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../../models/kvik-tiny")
-        .join(file);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/kvik-tiny").join(file);
     let text = std::fs::read_to_string(path).unwrap();
-    text.lines()
-        .map(|line| serde_json::from_str(line).unwrap())
-        .collect()
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
 fn ids(line: &Value, field: &str) -> Vec<u32> {
-    line[field]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|id| id.as_u64().unwrap() as u32)
-        .collect()
+    line[field].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
 }
 
 #[test]
 fn greedy_tokens_are_those_of_the_float32_reference() {
     let model = Model::bundled().unwrap();
-    let mut engine = model
-        .cpu_engine(&CpuBackendOptions::default(), EngineOptions::default())
-        .unwrap();
+    let mut engine = model.cpu_engine(&CpuBackendOptions::default(), EngineOptions::default()).unwrap();
     let mut n_compared = 0;
     for line in lines("golden.jsonl") {
-        let prompt = model
-            .tokenizer()
-            .encode(line["prompt"].as_str().unwrap(), AddSpecial::Yes)
-            .unwrap();
+        let prompt = model.tokenizer().encode(line["prompt"].as_str().unwrap(), AddSpecial::Yes).unwrap();
         assert_eq!(prompt, ids(&line, "prompt_ids"));
         if line["smallest_margin"].as_f64().unwrap() <= SMALLEST_COMPARABLE_MARGIN {
             continue;
@@ -66,10 +54,7 @@ fn greedy_tokens_are_those_of_the_float32_reference() {
         assert_eq!(text, line["greedy_text"].as_str().unwrap());
         n_compared += 1;
     }
-    assert!(
-        15 <= n_compared,
-        "only {n_compared} lines have a comparable margin"
-    );
+    assert!(15 <= n_compared, "only {n_compared} lines have a comparable margin");
 }
 
 #[test]
@@ -81,18 +66,10 @@ fn first_step_logits_are_those_of_the_float32_reference() {
     for line in lines("golden.jsonl") {
         let tokens = ids(&line, "prompt_ids");
         let mut logits = Logits::default();
-        let rows = SequenceRows {
-            tokens: &tokens,
-            first_position: 0,
-            block_table: &table,
-            n_logits: 1,
-        };
+        let rows = SequenceRows { tokens: &tokens, first_position: 0, block_table: &table, n_logits: 1 };
         backend.forward(&[rows], &mut logits).unwrap();
         for pair in line["first_step_top8"].as_array().unwrap() {
-            let (token, expected) = (
-                pair[0].as_u64().unwrap() as usize,
-                pair[1].as_f64().unwrap() as f32,
-            );
+            let (token, expected) = (pair[0].as_u64().unwrap() as usize, pair[1].as_f64().unwrap() as f32);
             let actual = logits.row(0)[token];
             assert!(
                 (actual - expected).abs() <= LOGIT_TOLERANCE,

@@ -2,6 +2,8 @@
 //!
 //! `fixtures/make_reference_models.py` made the models and the expected logits.
 
+#![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
+
 use std::path::{Path, PathBuf};
 
 use kvik_model::{
@@ -68,16 +70,8 @@ impl Case {
 
     fn assert_close(&self, what: &str, actual: &[f32], expected: &[f32]) {
         assert_eq!(actual.len(), expected.len(), "{}: {what}", self.name);
-        let worst = actual
-            .iter()
-            .zip(expected)
-            .map(|(a, b)| (a - b).abs())
-            .fold(0.0, f32::max);
-        assert!(
-            worst <= TOLERANCE,
-            "{}: {what}: logits differ by {worst}",
-            self.name
-        );
+        let worst = actual.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(worst <= TOLERANCE, "{}: {what}: logits differ by {worst}", self.name);
     }
 }
 
@@ -100,9 +94,7 @@ fn rows(
         n_logits: range.len(),
     };
     backend.forward(&[sequence], &mut logits).unwrap();
-    (0..logits.n_rows())
-        .flat_map(|row| logits.row(row).to_vec())
-        .collect()
+    (0..logits.n_rows()).flat_map(|row| logits.row(row).to_vec()).collect()
 }
 
 #[test]
@@ -149,20 +141,15 @@ fn two_sequences_that_share_the_blocks_of_a_prefix_give_their_reference_logits()
         let mut backend = case.backend(Isa::detect());
         let (table_a, table_b) = (blocks(&[5, 6, 7]), blocks(&[5, 6, 8]));
         rows(&mut backend, &case.tokens[0], 0..32, &table_a);
-        let sequences =
-            [(&case.tokens[0], &table_a), (&case.tokens[1], &table_b)].map(|(tokens, table)| SequenceRows {
-                tokens: &tokens[32..],
-                first_position: 32,
-                block_table: table,
-                n_logits: 16,
-            });
+        let sequences = [(&case.tokens[0], &table_a), (&case.tokens[1], &table_b)].map(|(tokens, table)| {
+            SequenceRows { tokens: &tokens[32..], first_position: 32, block_table: table, n_logits: 16 }
+        });
         let mut logits = Logits::default();
         backend.forward(&sequences, &mut logits).unwrap();
         let vocab_size = backend.config().vocab_size;
         for (idx, expected) in case.logits.iter().enumerate() {
-            let actual: Vec<f32> = (idx * 16..(idx + 1) * 16)
-                .flat_map(|row| logits.row(row).to_vec())
-                .collect();
+            let actual: Vec<f32> =
+                (idx * 16..(idx + 1) * 16).flat_map(|row| logits.row(row).to_vec()).collect();
             case.assert_close("shared prefix", &actual, &expected[32 * vocab_size..]);
         }
     }

@@ -20,9 +20,8 @@ const N_BLOCK_TOKENS: usize = 16;
 
 fn bench_chain<C: HashChain>(criterion: &mut Criterion, family: &str, mut chain: C) {
     // Spread over a vocabulary of 151936 so that numbers of one, two and four bytes all occur.
-    let tokens: Vec<u32> = (0..N_PROMPT_TOKENS as u32)
-        .map(|i| i.wrapping_mul(2_654_435_761) % 151_936)
-        .collect();
+    let tokens: Vec<u32> =
+        (0..N_PROMPT_TOKENS as u32).map(|i| i.wrapping_mul(2_654_435_761) % 151_936).collect();
     let mut group = criterion.benchmark_group(format!("hash_chain/{family}"));
     group.throughput(Throughput::Elements((N_PROMPT_TOKENS / N_BLOCK_TOKENS) as u64));
     group.bench_function("prompt_4096", |bencher| {
@@ -36,12 +35,8 @@ fn bench_chain<C: HashChain>(criterion: &mut Criterion, family: &str, mut chain:
 
 fn bench_families(criterion: &mut Criterion) {
     let block_size = BlockSize::try_new(N_BLOCK_TOKENS).expect("16 is a block size");
-    let namespace = Namespace {
-        model: "m".into(),
-        dtype: Dtype::BF16,
-        layout: "kv_2ltd".into(),
-        tenant: String::new(),
-    };
+    let namespace =
+        Namespace { model: "m".into(), dtype: Dtype::BF16, layout: "kv_2ltd".into(), tenant: String::new() };
     bench_chain(criterion, "kvik", KvikChain::new(&namespace, block_size));
     for algorithm in VllmAlgorithm::ALL {
         let chain = VllmChain::try_new(algorithm, block_size, VllmSeed::Text("0"))
@@ -49,31 +44,11 @@ fn bench_families(criterion: &mut Criterion) {
         bench_chain(criterion, &format!("vllm_{algorithm}"), chain);
     }
     bench_chain(criterion, "sglang", SglangChain::new(block_size));
-    bench_chain(
-        criterion,
-        "sglang_bigrams",
-        SglangChain::new(block_size).with_bigrams(),
-    );
-    bench_chain(
-        criterion,
-        "lmcache_server_blake3",
-        LmcacheServerChain::new(block_size),
-    );
-    bench_chain(
-        criterion,
-        "lmcache_sha256_cbor",
-        LmcacheChain::new(block_size, LmcacheHash(0)),
-    );
-    bench_chain(
-        criterion,
-        "llmd_cbor_fnv",
-        LlmdChain::new(LlmdAlgorithm::CborFnv, block_size, "", "m"),
-    );
-    bench_chain(
-        criterion,
-        "llmd_xxh64",
-        LlmdChain::new(LlmdAlgorithm::Xxh64, block_size, "", "m"),
-    );
+    bench_chain(criterion, "sglang_bigrams", SglangChain::new(block_size).with_bigrams());
+    bench_chain(criterion, "lmcache_server_blake3", LmcacheServerChain::new(block_size));
+    bench_chain(criterion, "lmcache_sha256_cbor", LmcacheChain::new(block_size, LmcacheHash(0)));
+    bench_chain(criterion, "llmd_cbor_fnv", LlmdChain::new(LlmdAlgorithm::CborFnv, block_size, "", "m"));
+    bench_chain(criterion, "llmd_xxh64", LlmdChain::new(LlmdAlgorithm::Xxh64, block_size, "", "m"));
 }
 
 criterion_group!(benches, bench_families);

@@ -28,14 +28,7 @@ pub enum Dtype {
 
 impl Dtype {
     /// Every element type, in declaration order.
-    pub const ALL: [Self; 6] = [
-        Self::F32,
-        Self::F16,
-        Self::BF16,
-        Self::Fp8E4M3,
-        Self::Fp8E5M2,
-        Self::U8,
-    ];
+    pub const ALL: [Self; 6] = [Self::F32, Self::F16, Self::BF16, Self::Fp8E4M3, Self::Fp8E5M2, Self::U8];
 
     /// Returns the size of one element in bytes.
     pub const fn size_bytes(self) -> usize {
@@ -136,9 +129,6 @@ mod tests {
     #[test]
     fn an_unknown_name_is_answered_with_the_allowed_ones() {
         let message = "int4".parse::<Dtype>().unwrap_err().to_string();
-        assert!(
-            message.starts_with("`dtype` is `int4`; allowed: f32"),
-            "{message}"
-        );
+        assert!(message.starts_with("`dtype` is `int4`; allowed: f32"), "{message}");
     }
 }

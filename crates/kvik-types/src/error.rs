@@ -71,18 +71,10 @@ pub enum TypesError {
 
 impl TypesError {
     pub(crate) fn invalid(field: &'static str, value: &dyn Display, allowed: impl Into<String>) -> Self {
-        Self::InvalidValue {
-            field,
-            value: value.to_string(),
-            allowed: allowed.into(),
-        }
+        Self::InvalidValue { field, value: value.to_string(), allowed: allowed.into() }
     }
 
     pub(crate) fn corrupt(field: &'static str, value: &dyn Display, allowed: impl Into<String>) -> Self {
-        Self::Corrupt {
-            field,
-            value: value.to_string(),
-            allowed: allowed.into(),
-        }
+        Self::Corrupt { field, value: value.to_string(), allowed: allowed.into() }
     }
 }

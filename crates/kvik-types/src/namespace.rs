@@ -43,12 +43,7 @@ impl Namespace {
     /// The encoding is injective: every field is preceded by its length, so no two namespaces share
     /// an encoding however their fields are cut.
     pub fn encode(&self) -> Vec<u8> {
-        let fields = [
-            self.model.as_str(),
-            self.dtype.name(),
-            self.layout.as_str(),
-            self.tenant.as_str(),
-        ];
+        let fields = [self.model.as_str(), self.dtype.name(), self.layout.as_str(), self.tenant.as_str()];
         let n_field_bytes: usize = fields.iter().map(|field| 8 + field.len()).sum();
         let mut encoded = Vec::with_capacity(ENCODING_TAG.len() + n_field_bytes);
         encoded.extend_from_slice(ENCODING_TAG);
@@ -113,11 +108,7 @@ impl FromStr for BlockHash {
         {
             return Ok(Self::from_u128(value));
         }
-        Err(TypesError::invalid(
-            "block hash",
-            &format!("`{text}`"),
-            "exactly 32 hexadecimal digits",
-        ))
+        Err(TypesError::invalid("block hash", &format!("`{text}`"), "exactly 32 hexadecimal digits"))
     }
 }
 
@@ -126,12 +117,7 @@ mod tests {
     use super::*;
 
     fn namespace(model: &str, layout: &str, tenant: &str) -> Namespace {
-        Namespace {
-            model: model.into(),
-            dtype: Dtype::BF16,
-            layout: layout.into(),
-            tenant: tenant.into(),
-        }
+        Namespace { model: model.into(), dtype: Dtype::BF16, layout: layout.into(), tenant: tenant.into() }
     }
 
     #[test]
@@ -156,14 +142,7 @@ mod tests {
         assert_ne!(base.seed(), namespace("n", "l", "t").seed());
         assert_ne!(base.seed(), namespace("m", "k", "t").seed());
         assert_ne!(base.seed(), namespace("m", "l", "s").seed());
-        assert_ne!(
-            base.seed(),
-            Namespace {
-                dtype: Dtype::F16,
-                ..base.clone()
-            }
-            .seed()
-        );
+        assert_ne!(base.seed(), Namespace { dtype: Dtype::F16, ..base.clone() }.seed());
     }
 
     #[test]
@@ -183,12 +162,7 @@ mod tests {
         assert_eq!(hash.to_string(), "000102030405060708090a0b0c0d0eff");
         assert_eq!(format!("{hash:x}"), hash.to_string());
         assert_eq!(hash.to_string().parse(), Ok(hash));
-        for text in [
-            "",
-            "+00102030405060708090a0b0c0d0eff",
-            "00",
-            "g00102030405060708090a0b0c0d0eff",
-        ] {
+        for text in ["", "+00102030405060708090a0b0c0d0eff", "00", "g00102030405060708090a0b0c0d0eff"] {
             assert!(text.parse::<BlockHash>().is_err(), "{text}");
         }
     }

@@ -13,7 +13,9 @@ use crate::error::{Result, TypesError};
 pub type TokenId = u32;
 
 /// Units of [`ByteSize`], largest first within each of the two systems.
-const UNITS: [(&str, u64); 13] = [
+const UNITS: [(&str, u64); 15] = [
+    ("eib", 1 << 60),
+    ("pib", 1 << 50),
     ("tib", 1 << 40),
     ("gib", 1 << 30),
     ("mib", 1 << 20),
@@ -36,7 +38,7 @@ pub struct BlockSize(NonZeroU32);
 /// A quantity of bytes.
 ///
 /// `Display` gives one decimal in binary units (`2.0 GiB`); `FromStr` takes a plain number of bytes
-/// or a decimal number with a unit, binary (`KiB`, `MiB`, `GiB`, `TiB`) or decimal (`kB`, `MB`, `GB`,
+/// or a decimal number with a unit, binary (`KiB` to `EiB`) or decimal (`kB`, `MB`, `GB`,
 /// `TB`, or without the `B`), in any case.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ByteSize(pub u64);
@@ -127,23 +129,17 @@ impl FromStr for ByteSize {
                 "byte size",
                 &format!("`{text}`"),
                 "a number of bytes up to 18446744073709551615, or a decimal number followed by B, KiB, MiB, \
-                 GiB, TiB (powers of 1024) or kB, MB, GB, TB (powers of 1000), such as `1024`, `512MiB`, `1.5GB`",
+                 GiB, TiB, PiB, EiB (powers of 1024) or kB, MB, GB, TB (powers of 1000), such as `1024`, `512MiB`, `1.5GB`",
             )
         })
     }
 }
 
 fn parse_byte_size(text: &str) -> Option<u64> {
-    let unit_start = text
-        .find(|c: char| !c.is_ascii_digit() && c != '.')
-        .unwrap_or(text.len());
+    let unit_start = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit_name) = text.split_at(unit_start);
     let unit_name = unit_name.trim_start().to_ascii_lowercase();
-    let unit = if unit_name.is_empty() {
-        1
-    } else {
-        UNITS.iter().find(|(name, _)| *name == unit_name)?.1
-    };
+    let unit = if unit_name.is_empty() { 1 } else { UNITS.iter().find(|(name, _)| *name == unit_name)?.1 };
     let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
     // 18 digits keep the product of fraction and unit inside 128 bits.
     if whole.is_empty() || fraction.is_empty() || fraction.len() > 18 {
@@ -204,23 +200,11 @@ mod tests {
 
     #[test]
     fn a_size_that_is_not_one_is_refused_by_name() {
-        for text in [
-            "",
-            "GiB",
-            "-1",
-            "1..5GB",
-            "1.",
-            ".5GB",
-            "2 XB",
-            "18446744073709551616",
-            "99999999TiB",
-            "1e3",
-        ] {
+        for text in
+            ["", "GiB", "-1", "1..5GB", "1.", ".5GB", "2 XB", "18446744073709551616", "99999999TiB", "1e3"]
+        {
             let message = text.parse::<ByteSize>().unwrap_err().to_string();
-            assert!(
-                message.contains(&format!("`{text}`")) && message.contains("allowed"),
-                "{message}"
-            );
+            assert!(message.contains(&format!("`{text}`")) && message.contains("allowed"), "{message}");
         }
     }
 }

@@ -15,12 +15,7 @@ fn block_size(n_tokens: usize) -> BlockSize {
 }
 
 fn namespace(tenant: &str) -> Namespace {
-    Namespace {
-        model: "m".into(),
-        dtype: Dtype::BF16,
-        layout: "kv_2ltd".into(),
-        tenant: tenant.into(),
-    }
+    Namespace { model: "m".into(), dtype: Dtype::BF16, layout: "kv_2ltd".into(), tenant: tenant.into() }
 }
 
 #[test]
@@ -43,20 +38,10 @@ fn a_kvik_block_hashes_its_parent_and_its_tokens() {
 #[test]
 fn kvik_hashes_are_pinned() {
     let mut chain = KvikChain::new(&namespace("t"), block_size(4));
-    let hashes: Vec<String> = block_hashes(&mut chain, &[1, 2, 3, 4, 5, 6, 7, 8])
-        .map(|hash| hash.to_string())
-        .collect();
-    assert_eq!(
-        namespace("t").seed().to_string(),
-        "217dc5088961237aeae6f82df9f9edff"
-    );
-    assert_eq!(
-        hashes,
-        [
-            "f8666ee2f3158d1e6de53999227043b6",
-            "fb2fb0f85ba31b9fffb8a0616ca8bc2f"
-        ]
-    );
+    let hashes: Vec<String> =
+        block_hashes(&mut chain, &[1, 2, 3, 4, 5, 6, 7, 8]).map(|hash| hash.to_string()).collect();
+    assert_eq!(namespace("t").seed().to_string(), "217dc5088961237aeae6f82df9f9edff");
+    assert_eq!(hashes, ["f8666ee2f3158d1e6de53999227043b6", "fb2fb0f85ba31b9fffb8a0616ca8bc2f"]);
 }
 
 /// `S(LE(1, 2, 3, 4))`, then `S(that || LE(5, 6, 7, 8))`.
@@ -65,15 +50,9 @@ fn sglang_pages_match_python() {
     let mut chain = SglangChain::new(block_size(4));
     let hashes: Vec<_> = block_hashes(&mut chain, &[1, 2, 3, 4, 5, 6, 7, 8, 9]).collect();
     assert_eq!(hashes.len(), 2);
-    assert_eq!(
-        hashes[0].to_string(),
-        "cf97adeedb59e05bfd73a2b4c2a8885708c4f4f70c84c64b27120e72ab733b72"
-    );
+    assert_eq!(hashes[0].to_string(), "cf97adeedb59e05bfd73a2b4c2a8885708c4f4f70c84c64b27120e72ab733b72");
     assert_eq!(hashes[0].event_id(), -3_488_128_144_981_237_669);
-    assert_eq!(
-        hashes[1].to_string(),
-        "4ebfa8a1f3c341517621838c6e1b9aa350307e3f00b3cbd1a07ef740f54396d6"
-    );
+    assert_eq!(hashes[1].to_string(), "4ebfa8a1f3c341517621838c6e1b9aa350307e3f00b3cbd1a07ef740f54396d6");
 }
 
 /// `S(S(b"sglang-cache-salt-v1\0" + b"tenant") || LE(1, 2, 3, 4))`.
@@ -90,9 +69,8 @@ fn a_salt_gives_the_first_sglang_page_a_parent() {
 #[test]
 fn sglang_bigrams_look_one_token_ahead() {
     let mut chain = SglangChain::new(block_size(4)).with_bigrams();
-    let hashes: Vec<String> = block_hashes(&mut chain, &[1, 2, 3, 4, 5, 6, 7, 8, 9])
-        .map(|hash| hash.to_string())
-        .collect();
+    let hashes: Vec<String> =
+        block_hashes(&mut chain, &[1, 2, 3, 4, 5, 6, 7, 8, 9]).map(|hash| hash.to_string()).collect();
     assert_eq!(
         hashes,
         [
@@ -120,10 +98,7 @@ fn lmcache_chunks_match_python() {
     assert_eq!(with_partial, [full[0], LmcacheHash(9_258_263_270_658_102_171)]);
     // S(C((0, (1, 2, 3, 4), ())))
     let mut without_vllm = LmcacheChain::new(block_size(4), LmcacheHash(0));
-    assert_eq!(
-        without_vllm.push_block(&[1, 2, 3, 4]),
-        LmcacheHash(9_094_632_884_477_563_438)
-    );
+    assert_eq!(without_vllm.push_block(&[1, 2, 3, 4]), LmcacheHash(9_094_632_884_477_563_438));
 }
 
 #[test]
@@ -149,13 +124,7 @@ fn llmd_keys_over_cbor_match_python() {
     let mut chain = LlmdChain::new(LlmdAlgorithm::CborFnv, block_size(4), "", "m");
     assert_eq!(chain.root(), LlmdKey(11_374_735_546_233_341_228));
     let keys: Vec<_> = block_hashes(&mut chain, &[1, 2, 3, 4, 5, 6, 7, 8]).collect();
-    assert_eq!(
-        keys,
-        [
-            LlmdKey(14_686_617_092_727_577_033),
-            LlmdKey(9_856_792_211_163_113_858)
-        ]
-    );
+    assert_eq!(keys, [LlmdKey(14_686_617_092_727_577_033), LlmdKey(9_856_792_211_163_113_858)]);
     chain.restart();
     // C([root, (1, 2, 3, 4), [{"Hash": "img0"}, {"Hash": "img1"}]])
     let key = chain.push_block_with_multimodal(&[1, 2, 3, 4], &["img0", "img1"]);
@@ -170,10 +139,7 @@ fn llmd_keys_over_cbor_match_python() {
 fn llmd_keys_with_xxh64_match_python() {
     let mut chain = LlmdChain::new(LlmdAlgorithm::Xxh64, block_size(4), "", "m");
     assert_eq!(chain.root(), LlmdKey(14_487_164_469_406_636_363));
-    assert_eq!(
-        chain.push_block(&[1, 2, 3, 4]),
-        LlmdKey(6_079_057_133_344_773_006)
-    );
+    assert_eq!(chain.push_block(&[1, 2, 3, 4]), LlmdKey(6_079_057_133_344_773_006));
     chain.restart();
     assert_eq!(
         chain.push_block_with_multimodal(&[1, 2, 3, 4], &["img0"]),

@@ -18,11 +18,8 @@ const SPLIT_LAYOUTS: [KvLayout; 10] = [
     KvLayout::VllmPaged(VllmPagedOrder::PackedHeads),
     KvLayout::TrtllmBlockMajor,
 ];
-const MLA_LAYOUTS: [KvLayout; 3] = [
-    KvLayout::KvMlaFmt,
-    KvLayout::Binary,
-    KvLayout::VllmPaged(VllmPagedOrder::Latent),
-];
+const MLA_LAYOUTS: [KvLayout; 3] =
+    [KvLayout::KvMlaFmt, KvLayout::Binary, KvLayout::VllmPaged(VllmPagedOrder::Latent)];
 
 /// A layout and, for a paged one, where the tokens lie.
 #[derive(Clone, Debug)]
@@ -46,23 +43,14 @@ impl Side {
 
     /// Index of one element, written out for each layout.
     fn element(&self, shape: &KvShape, [kv, layer, token, head, idx]: [usize; 5]) -> usize {
-        let KvShape {
-            n_layers,
-            n_tokens,
-            n_kv_heads,
-            head_dim,
-            ..
-        } = *shape;
+        let KvShape { n_layers, n_tokens, n_kv_heads, head_dim, .. } = *shape;
         let inside_token = head * head_dim + idx;
         let token_width = n_kv_heads * head_dim;
         let dense = |outer: usize| (outer * n_tokens + token) * token_width + inside_token;
         let pool = self.n_pool_blocks;
         let size = self.block_size;
         let slot = token % size;
-        let block = self
-            .block_table
-            .get(token / size)
-            .map_or(0, |block| *block as usize);
+        let block = self.block_table.get(token / size).map_or(0, |block| *block as usize);
         let nhd = |outer: usize| ((outer * size + slot) * n_kv_heads + head) * head_dim + idx;
         let hnd = |outer: usize| ((outer * n_kv_heads + head) * size + slot) * head_dim + idx;
         match self.layout {
@@ -87,11 +75,7 @@ impl Side {
     }
 
     fn n_header_bytes(&self) -> usize {
-        if self.layout == KvLayout::Binary {
-            BINARY_HEADER_BYTES
-        } else {
-            0
-        }
+        if self.layout == KvLayout::Binary { BINARY_HEADER_BYTES } else { 0 }
     }
 }
 
@@ -123,12 +107,7 @@ fn arbitrary_side(layouts: &'static [KvLayout], n_tokens: usize) -> impl Strateg
             // Unshuffled tables have neighboring blocks, which the conversion joins.
             prop_oneof![Just(ids.clone()), Just(ids).prop_shuffle()].prop_map(move |mut block_table| {
                 block_table.truncate(n_blocks);
-                Side {
-                    layout,
-                    block_size,
-                    n_pool_blocks,
-                    block_table,
-                }
+                Side { layout, block_size, n_pool_blocks, block_table }
             })
         },
     )
@@ -139,27 +118,14 @@ fn arbitrary_shape() -> impl Strategy<Value = (KvShape, bool)> {
     (1usize..4, 1usize..20, 1usize..4, 1usize..6, dtype, any::<bool>()).prop_map(
         |(n_layers, n_tokens, n_kv_heads, head_dim, dtype, is_mla)| {
             let n_kv_heads = if is_mla { 1 } else { n_kv_heads };
-            (
-                KvShape {
-                    n_layers,
-                    n_tokens,
-                    n_kv_heads,
-                    head_dim,
-                    dtype,
-                },
-                is_mla,
-            )
+            (KvShape { n_layers, n_tokens, n_kv_heads, head_dim, dtype }, is_mla)
         },
     )
 }
 
 fn arbitrary_case() -> impl Strategy<Value = (KvShape, bool, Side, Side, u64)> {
     arbitrary_shape().prop_flat_map(|(shape, is_mla)| {
-        let layouts = if is_mla {
-            &MLA_LAYOUTS[..]
-        } else {
-            &SPLIT_LAYOUTS[..]
-        };
+        let layouts = if is_mla { &MLA_LAYOUTS[..] } else { &SPLIT_LAYOUTS[..] };
         let side = || arbitrary_side(layouts, shape.n_tokens);
         (Just(shape), Just(is_mla), side(), side(), any::<u64>())
     })
@@ -169,26 +135,15 @@ fn arbitrary_case() -> impl Strategy<Value = (KvShape, bool, Side, Side, u64)> {
 fn noise(n_bytes: usize, seed: u64) -> Vec<u8> {
     let mut state = seed | 1;
     let next = || {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 56) as u8
     };
     std::iter::repeat_with(next).take(n_bytes).collect()
 }
 
 fn canonical_side(is_mla: bool) -> Side {
-    let layout = if is_mla {
-        KvLayout::KvMlaFmt
-    } else {
-        KvLayout::Kv2Ltd
-    };
-    Side {
-        layout,
-        block_size: 1,
-        n_pool_blocks: 0,
-        block_table: Vec::new(),
-    }
+    let layout = if is_mla { KvLayout::KvMlaFmt } else { KvLayout::Kv2Ltd };
+    Side { layout, block_size: 1, n_pool_blocks: 0, block_table: Vec::new() }
 }
 
 proptest! {
@@ -233,13 +188,7 @@ proptest! {
 }
 
 fn small_shape() -> KvShape {
-    KvShape {
-        n_layers: 2,
-        n_tokens: 3,
-        n_kv_heads: 1,
-        head_dim: 2,
-        dtype: Dtype::BF16,
-    }
+    KvShape { n_layers: 2, n_tokens: 3, n_kv_heads: 1, head_dim: 2, dtype: Dtype::BF16 }
 }
 
 fn dense(layout: KvLayout) -> KvPlacement<'static> {
@@ -248,14 +197,8 @@ fn dense(layout: KvLayout) -> KvPlacement<'static> {
 
 fn small_frame() -> Vec<u8> {
     let mut frame = vec![0; BINARY_HEADER_BYTES + 48];
-    convert(
-        &small_shape(),
-        &dense(KvLayout::Kv2Ltd),
-        &noise(48, 1),
-        &dense(KvLayout::Binary),
-        &mut frame,
-    )
-    .expect("both buffers have the right length");
+    convert(&small_shape(), &dense(KvLayout::Kv2Ltd), &noise(48, 1), &dense(KvLayout::Binary), &mut frame)
+        .expect("both buffers have the right length");
     frame
 }
 
@@ -295,25 +238,11 @@ fn every_changed_or_missing_byte_of_a_frame_is_seen() {
 
 #[test]
 fn a_frame_of_another_shape_is_refused_before_anything_is_written() {
-    let asked = KvShape {
-        n_layers: 3,
-        n_tokens: 2,
-        ..small_shape()
-    };
+    let asked = KvShape { n_layers: 3, n_tokens: 2, ..small_shape() };
     let mut dest = [7; 48];
-    let result = convert(
-        &asked,
-        &dense(KvLayout::Binary),
-        &small_frame(),
-        &dense(KvLayout::Kv2Ltd),
-        &mut dest,
-    );
-    assert!(
-        result
-            .unwrap_err()
-            .to_string()
-            .starts_with("`source frame` is KvShape { n_layers: 2")
-    );
+    let result =
+        convert(&asked, &dense(KvLayout::Binary), &small_frame(), &dense(KvLayout::Kv2Ltd), &mut dest);
+    assert!(result.unwrap_err().to_string().starts_with("`source frame` is KvShape { n_layers: 2"));
     assert_eq!(dest, [7; 48]);
 }
 
@@ -321,14 +250,7 @@ fn a_frame_of_another_shape_is_refused_before_anything_is_written() {
 fn mla_latents_never_become_keys_and_values() {
     let shape = small_shape();
     let mut frame = vec![0; BINARY_HEADER_BYTES + 24];
-    convert(
-        &shape,
-        &dense(KvLayout::KvMlaFmt),
-        &[1; 24],
-        &dense(KvLayout::Binary),
-        &mut frame,
-    )
-    .unwrap();
+    convert(&shape, &dense(KvLayout::KvMlaFmt), &[1; 24], &dense(KvLayout::Binary), &mut frame).unwrap();
     assert!(BinaryFrame::decode(&frame).unwrap().is_mla());
     for (from, source, to, n_dest_bytes) in [
         (KvLayout::KvMlaFmt, &[1; 24][..], KvLayout::Kv2Ltd, 48),
@@ -350,38 +272,15 @@ fn wrong_sizes_are_refused_with_the_right_ones() {
     assert_eq!(error.to_string(), "`source` has 47 bytes; allowed: exactly 48");
     let error = convert(&shape, &canonical, &[0; 48], &layered, &mut [0; 49]).unwrap_err();
     assert_eq!(error.to_string(), "`dest` has 49 bytes; allowed: exactly 48");
-    let error = convert(
-        &KvShape { n_tokens: 0, ..shape },
-        &canonical,
-        &[],
-        &layered,
-        &mut [],
-    )
-    .unwrap_err();
+    let error = convert(&KvShape { n_tokens: 0, ..shape }, &canonical, &[], &layered, &mut []).unwrap_err();
     assert_eq!(error.to_string(), "`n_tokens` is 0; allowed: 1 to 4294967295");
-    let huge = KvShape {
-        n_layers: 1 << 31,
-        n_tokens: 1 << 31,
-        ..shape
-    };
-    assert!(
-        canonical
-            .buffer_bytes(&huge, false)
-            .unwrap_err()
-            .to_string()
-            .contains("at most")
-    );
+    let huge = KvShape { n_layers: 1 << 31, n_tokens: 1 << 31, ..shape };
+    assert!(canonical.buffer_bytes(&huge, false).unwrap_err().to_string().contains("at most"));
     let error = canonical.buffer_bytes(&shape, true).unwrap_err();
     assert_eq!(error.to_string(), "`is_mla` is true; allowed: false for kv_2ltd");
-    let heads = KvShape {
-        n_kv_heads: 2,
-        ..shape
-    };
+    let heads = KvShape { n_kv_heads: 2, ..shape };
     let error = dense(KvLayout::KvMlaFmt).buffer_bytes(&heads, true).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "`n_kv_heads` is 2; allowed: 1, as MLA has one latent a token"
-    );
+    assert_eq!(error.to_string(), "`n_kv_heads` is 2; allowed: 1, as MLA has one latent a token");
 }
 
 #[test]
@@ -393,10 +292,7 @@ fn a_block_table_that_does_not_fit_is_refused() {
         "`block_table` is naming block 4; allowed: block ids below 4, the blocks of the pool"
     );
     let twice = Paging::try_new(size, 4, &[3, 1, 3]).unwrap_err().to_string();
-    assert_eq!(
-        twice,
-        "`block_table` is naming block 3 twice; allowed: each block id once"
-    );
+    assert_eq!(twice, "`block_table` is naming block 3 twice; allowed: each block id once");
     let paging = Paging::try_new(size, 4, &[0]).unwrap();
     let short = KvPlacement::paged(KvLayout::TrtllmBlockMajor, paging).unwrap();
     let message = short.buffer_bytes(&small_shape(), false).unwrap_err().to_string();
@@ -414,20 +310,8 @@ fn fingerprints_tell_layouts_and_geometries_apart() {
     let size = BlockSize::try_new(2).unwrap();
     let paging = Paging::try_new(size, 4, &[3, 1]).unwrap();
     let paged = KvPlacement::paged(KvLayout::VllmPaged(VllmPagedOrder::PackedHeads), paging).unwrap();
-    assert_eq!(
-        paged.fingerprint(&shape),
-        "vllm_packed_heads/layers=2/heads=1/head_dim=2/block=2"
-    );
-    assert_eq!(
-        dense(KvLayout::Kv2Ltd).fingerprint(&shape),
-        "kv_2ltd/layers=2/heads=1/head_dim=2"
-    );
-    let longer = KvShape {
-        n_tokens: 100,
-        ..shape
-    };
-    assert_eq!(
-        dense(KvLayout::Kv2Ltd).fingerprint(&shape),
-        dense(KvLayout::Kv2Ltd).fingerprint(&longer)
-    );
+    assert_eq!(paged.fingerprint(&shape), "vllm_packed_heads/layers=2/heads=1/head_dim=2/block=2");
+    assert_eq!(dense(KvLayout::Kv2Ltd).fingerprint(&shape), "kv_2ltd/layers=2/heads=1/head_dim=2");
+    let longer = KvShape { n_tokens: 100, ..shape };
+    assert_eq!(dense(KvLayout::Kv2Ltd).fingerprint(&shape), dense(KvLayout::Kv2Ltd).fingerprint(&longer));
 }

@@ -11,14 +11,8 @@ use kvik_types::{BlockSize, TypesError};
 
 /// Covers every size of number: one byte, two bytes, four bytes, and both ends of each.
 const MIXED_TOKENS: [u32; 8] = [1, 255, 256, 65_535, 65_536, 151_644, 0, 2_147_483_647];
-const LORA: ExtraKey<'_> = ExtraKey::Lora {
-    name: "ad",
-    path: "/p/ad",
-};
-const IMAGE: ExtraKey<'_> = ExtraKey::Multimodal {
-    identifier: "img0",
-    offset: -3,
-};
+const LORA: ExtraKey<'_> = ExtraKey::Lora { name: "ad", path: "/p/ad" };
+const IMAGE: ExtraKey<'_> = ExtraKey::Multimodal { identifier: "img0", offset: -3 };
 
 fn chain(algorithm: VllmAlgorithm, n_block_tokens: usize) -> VllmChain {
     let block_size = BlockSize::try_new(n_block_tokens).expect("the tests ask for valid sizes");
@@ -43,9 +37,7 @@ fn captured_prompt() -> Vec<u32> {
 fn a_running_engine_publishes_the_same_sha256_hashes() {
     let mut chain = chain(VllmAlgorithm::Sha256, 32);
     let prompt = captured_prompt();
-    let ids: Vec<u64> = block_hashes(&mut chain, &prompt)
-        .map(|hash| hash.event_id())
-        .collect();
+    let ids: Vec<u64> = block_hashes(&mut chain, &prompt).map(|hash| hash.event_id()).collect();
     assert_eq!(
         ids,
         [
@@ -62,9 +54,7 @@ fn a_running_engine_publishes_the_same_sha256_hashes() {
 fn a_running_engine_publishes_the_same_salted_hashes() {
     let mut chain = chain(VllmAlgorithm::Sha256, 32);
     let prompt = captured_prompt();
-    let first = chain
-        .push_block_with_extra_keys(&prompt[..32], &[ExtraKey::CacheSalt("tenantA")])
-        .unwrap();
+    let first = chain.push_block_with_extra_keys(&prompt[..32], &[ExtraKey::CacheSalt("tenantA")]).unwrap();
     let second = chain.push_block(&prompt[32..64]);
     assert_eq!(first.event_id(), 1_834_678_426_285_349_134);
     assert_eq!(second.event_id(), 10_103_594_691_162_126_042);
@@ -75,9 +65,7 @@ fn a_running_engine_publishes_the_same_salted_hashes() {
 fn a_running_engine_computes_the_same_sha256_cbor_hashes() {
     let mut chain = chain(VllmAlgorithm::Sha256Cbor, 32);
     let prompt = captured_prompt();
-    let digests: Vec<String> = block_hashes(&mut chain, &prompt)
-        .map(|hash| hash.to_string())
-        .collect();
+    let digests: Vec<String> = block_hashes(&mut chain, &prompt).map(|hash| hash.to_string()).collect();
     assert_eq!(
         digests,
         [
@@ -128,15 +116,9 @@ fn a_given_parent_continues_another_chain() {
         let mut rest = VllmChain::try_new(algorithm, block_size, VllmSeed::Parent(first.as_bytes())).unwrap();
         assert_eq!(rest.push_block(&[5, 6, 7, 8]), whole.push_block(&[5, 6, 7, 8]));
     }
-    let error = VllmChain::try_new(
-        VllmAlgorithm::Sha256,
-        BlockSize::try_new(4).unwrap(),
-        VllmSeed::Parent(&[0; 8]),
-    );
-    assert_eq!(
-        error.unwrap_err().to_string(),
-        "`vLLM block hash` is 8 bytes long; allowed: 16 or 32 bytes"
-    );
+    let error =
+        VllmChain::try_new(VllmAlgorithm::Sha256, BlockSize::try_new(4).unwrap(), VllmSeed::Parent(&[0; 8]));
+    assert_eq!(error.unwrap_err().to_string(), "`vLLM block hash` is 8 bytes long; allowed: 16 or 32 bytes");
 }
 
 /// `S(P((N, t, None)))`, then the same with that digest as the parent; `C` alike.
@@ -158,10 +140,7 @@ fn blocks_of_mixed_tokens_match_python() {
         assert_eq!(cbor.push_block(&MIXED_TOKENS).to_string(), expected_cbor);
     }
     pickled.restart();
-    assert_eq!(
-        pickled.push_block(&MIXED_TOKENS).event_id(),
-        0x3e07_040e_ca52_bd46
-    );
+    assert_eq!(pickled.push_block(&MIXED_TOKENS).event_id(), 0x3e07_040e_ca52_bd46);
 }
 
 /// `S(P((N, t, None)))` and `S(C((NC, t, None)))` for tuples with operations of their own in pickle.
@@ -189,16 +168,8 @@ fn short_blocks_match_python() {
             "a880a526e06f133f1905abbb0a6de629f5c5a2274077e02ee932e2158d6fe15b",
         ),
     ] {
-        assert_eq!(
-            sha256().push_block(tokens).to_string(),
-            expected_pickled,
-            "{tokens:?}"
-        );
-        assert_eq!(
-            sha256_cbor().push_block(tokens).to_string(),
-            expected_cbor,
-            "{tokens:?}"
-        );
+        assert_eq!(sha256().push_block(tokens).to_string(), expected_pickled, "{tokens:?}");
+        assert_eq!(sha256_cbor().push_block(tokens).to_string(), expected_cbor, "{tokens:?}");
     }
     // S(P((N, (), None))) and S(P((N, (1, 2, 3, 4), None)))
     assert_eq!(
@@ -206,10 +177,7 @@ fn short_blocks_match_python() {
         "6b385b8167a0f2e87a4d0ef604c1a1398e533330e4b2ad529494414c5810ed15"
     );
     assert_eq!(
-        sha256()
-            .push_block_with_extra_keys(&[1, 2, 3, 4], &[])
-            .unwrap()
-            .to_string(),
+        sha256().push_block_with_extra_keys(&[1, 2, 3, 4], &[]).unwrap().to_string(),
         "52a7f141c60918f65779927090482b5a24adbe68c8613a211a1eb4e3edd9361a"
     );
 }
@@ -239,9 +207,8 @@ fn large_texts_and_bytes_match_python() {
         ),
     ] {
         let text = "s".repeat(n_bytes);
-        let with_text = sha256()
-            .push_block_with_extra_keys(&[1, 2, 3, 4], &[ExtraKey::CacheSalt(&text)])
-            .unwrap();
+        let with_text =
+            sha256().push_block_with_extra_keys(&[1, 2, 3, 4], &[ExtraKey::CacheSalt(&text)]).unwrap();
         let with_bytes = sha256()
             .push_block_with_extra_keys(&[1, 2, 3, 4], &[ExtraKey::PromptEmbeds(text.as_bytes())])
             .unwrap();
@@ -256,30 +223,19 @@ fn large_texts_and_bytes_match_python() {
 fn tagged_extra_keys_match_the_engine_in_any_order() {
     let salt = ExtraKey::CacheSalt("s");
     for keys in [[LORA, IMAGE, salt], [salt, IMAGE, LORA]] {
-        let pickled = chain(VllmAlgorithm::Sha256, 8)
-            .push_block_with_extra_keys(&MIXED_TOKENS, &keys)
-            .unwrap();
-        let cbor = chain(VllmAlgorithm::Sha256Cbor, 8)
-            .push_block_with_extra_keys(&MIXED_TOKENS, &keys)
-            .unwrap();
-        assert_eq!(
-            pickled.to_string(),
-            "720a52bab89266a093282e73baf0459a2088a4007a71c79fd9e302d382f131d6"
-        );
-        assert_eq!(
-            cbor.to_string(),
-            "77d10b06c57bcaa2a753db3845401e4fa0aa80d006223b6d043a8446897ceb97"
-        );
+        let pickled =
+            chain(VllmAlgorithm::Sha256, 8).push_block_with_extra_keys(&MIXED_TOKENS, &keys).unwrap();
+        let cbor =
+            chain(VllmAlgorithm::Sha256Cbor, 8).push_block_with_extra_keys(&MIXED_TOKENS, &keys).unwrap();
+        assert_eq!(pickled.to_string(), "720a52bab89266a093282e73baf0459a2088a4007a71c79fd9e302d382f131d6");
+        assert_eq!(cbor.to_string(), "77d10b06c57bcaa2a753db3845401e4fa0aa80d006223b6d043a8446897ceb97");
     }
 }
 
 /// `S(P((N, (1, 2, 3, 4), extra)))` and `S(C((NC, (1, 2, 3, 4), extra)))`, `extra` beside each.
 #[test]
 fn every_form_of_extra_keys_matches_python() {
-    let other_image = ExtraKey::Multimodal {
-        identifier: "img1",
-        offset: 0,
-    };
+    let other_image = ExtraKey::Multimodal { identifier: "img1", offset: 0 };
     let salt = ExtraKey::CacheSalt("salt");
     let long_salt = "s".repeat(300);
     for (form, keys, expected_pickled, expected_cbor) in [
@@ -330,10 +286,7 @@ fn every_form_of_extra_keys_matches_python() {
 
 #[test]
 fn a_repeated_text_is_refused_by_pickle_and_leaves_the_chain_alone() {
-    let image = |identifier| ExtraKey::Multimodal {
-        identifier,
-        offset: 0,
-    };
+    let image = |identifier| ExtraKey::Multimodal { identifier, offset: 0 };
     for keys in [
         &[image("a"), image("b")][..],
         &[ExtraKey::Lora { name: "x", path: "x" }],
@@ -344,10 +297,7 @@ fn a_repeated_text_is_refused_by_pickle_and_leaves_the_chain_alone() {
         let mut chain = sha256();
         let error = chain.push_block_with_extra_keys(&[1, 2, 3, 4], keys).unwrap_err();
         assert!(matches!(error, TypesError::NotReproducible { .. }), "{error}");
-        assert_eq!(
-            chain.push_block(&[1, 2, 3, 4]),
-            sha256().push_block(&[1, 2, 3, 4])
-        );
+        assert_eq!(chain.push_block(&[1, 2, 3, 4]), sha256().push_block(&[1, 2, 3, 4]));
     }
     let parent = sha256().none_hash();
     let keys = [ExtraKey::PromptEmbeds(parent.as_bytes())];
@@ -357,17 +307,9 @@ fn a_repeated_text_is_refused_by_pickle_and_leaves_the_chain_alone() {
 /// `S(C((NC, (1, 2, 3, 4), (("mm", "a", 0), ("mm", "a", 9)))))`.
 #[test]
 fn a_repeated_text_is_no_obstacle_for_cbor() {
-    let keys = [0, 9].map(|offset| ExtraKey::Multimodal {
-        identifier: "a",
-        offset,
-    });
-    let hash = sha256_cbor()
-        .push_block_with_extra_keys(&[1, 2, 3, 4], &keys)
-        .unwrap();
-    assert_eq!(
-        hash.to_string(),
-        "a9c02d84a5b459360763e6505ff614b99807c8b81acb2de5748b294b5b93011e"
-    );
+    let keys = [0, 9].map(|offset| ExtraKey::Multimodal { identifier: "a", offset });
+    let hash = sha256_cbor().push_block_with_extra_keys(&[1, 2, 3, 4], &keys).unwrap();
+    assert_eq!(hash.to_string(), "a9c02d84a5b459360763e6505ff614b99807c8b81acb2de5748b294b5b93011e");
 }
 
 #[test]
@@ -390,32 +332,18 @@ fn xxhash_is_the_big_endian_xxh3_of_the_same_encodings() {
     for (algorithm, encoded) in [
         (
             VllmAlgorithm::Xxhash,
-            [
-                &b"\x80\x05\x95\x1d\0\0\0\0\0\0\0C\x10"[..],
-                &parent,
-                b"\x94K\x01K\x02\x86\x94N\x87\x94.",
-            ]
-            .concat(),
+            [&b"\x80\x05\x95\x1d\0\0\0\0\0\0\0C\x10"[..], &parent, b"\x94K\x01K\x02\x86\x94N\x87\x94."]
+                .concat(),
         ),
-        (
-            VllmAlgorithm::XxhashCbor,
-            [&b"\x83\x50"[..], &parent, b"\x82\x01\x02\xf6"].concat(),
-        ),
+        (VllmAlgorithm::XxhashCbor, [&b"\x83\x50"[..], &parent, b"\x82\x01\x02\xf6"].concat()),
     ] {
         let block_size = BlockSize::try_new(2).unwrap();
         let mut chain = VllmChain::try_new(algorithm, block_size, VllmSeed::Parent(&parent)).unwrap();
         let expected = xxhash_rust::xxh3::xxh3_128(&encoded).to_be_bytes();
-        assert_eq!(
-            chain.push_block(&[1, 2]),
-            VllmHash::try_new(&expected).unwrap(),
-            "{algorithm}"
-        );
+        assert_eq!(chain.push_block(&[1, 2]), VllmHash::try_new(&expected).unwrap(), "{algorithm}");
     }
     // XXH3-128 of nothing in canonical order, as `xxhsum -H2` prints it.
-    assert_eq!(
-        xxhash_rust::xxh3::xxh3_128(b""),
-        0x99aa_06d3_0147_98d8_6001_c324_468d_497f
-    );
+    assert_eq!(xxhash_rust::xxh3::xxh3_128(b""), 0x99aa_06d3_0147_98d8_6001_c324_468d_497f);
 }
 
 #[test]
@@ -424,31 +352,13 @@ fn algorithms_read_back_the_names_of_the_command_line() {
         assert_eq!(algorithm.to_string().parse(), Ok(algorithm));
     }
     let message = "md5".parse::<VllmAlgorithm>().unwrap_err().to_string();
-    assert!(
-        message.contains("`md5`") && message.contains("sha256_cbor"),
-        "{message}"
-    );
+    assert!(message.contains("`md5`") && message.contains("sha256_cbor"), "{message}");
 }
 
 const FRAME_VECTORS: [(u32, &str); 5] = [
-    (
-        13_098,
-        "54b3dc0b6af3511331df0333ef9675a8ecf921adc1966e9f8ad8dd8e8651b0af",
-    ),
-    (
-        13_099,
-        "9cdf857a2cd01df9a864734a2d8e9bf8d63a1fb6ef355ee1f6a740a50d928431",
-    ),
-    (
-        13_100,
-        "485b897a46394a13bb660091eb1b00374cecc875baedc2b505f7f536c84b8b83",
-    ),
-    (
-        13_101,
-        "f22d589c8cf2bccd9572e9b35f73aa1ced8eec91d2ab492810eb829992ef3ec8",
-    ),
-    (
-        30_000,
-        "53b78c9c21d65e0f9abeac5b0f9c77329d6baa790b5e6faaeb36e5d0e41a93de",
-    ),
+    (13_098, "54b3dc0b6af3511331df0333ef9675a8ecf921adc1966e9f8ad8dd8e8651b0af"),
+    (13_099, "9cdf857a2cd01df9a864734a2d8e9bf8d63a1fb6ef355ee1f6a740a50d928431"),
+    (13_100, "485b897a46394a13bb660091eb1b00374cecc875baedc2b505f7f536c84b8b83"),
+    (13_101, "f22d589c8cf2bccd9572e9b35f73aa1ced8eec91d2ab492810eb829992ef3ec8"),
+    (30_000, "53b78c9c21d65e0f9abeac5b0f9c77329d6baa790b5e6faaeb36e5d0e41a93de"),
 ];

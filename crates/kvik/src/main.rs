@@ -1,1 +1,88 @@
-fn main() {}
+//! The `kvik` binary: argument parsing and wiring.
+//!
+//! Parts: `cli` declares the arguments, `commands` has one file a verb, `bench` measures,
+//! `terminal` writes tables and colors, `machine` says what the program runs on.
+//!
+//! Invariants:
+//! - Standard output carries results and nothing else; messages, statistics and progress go to
+//!   standard error, the last two only if that is a terminal. All of it can be read without color.
+//! - Exit codes: 0 all was done, 1 the work failed, 2 the command line is wrong, 3 the input was
+//!   refused. `kvik --help` prints them too.
+//! - A reader that closes standard output early ends the program quietly.
+
+#![forbid(unsafe_code)]
+
+mod bench;
+mod cli;
+mod commands;
+mod machine;
+mod terminal;
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use clap::Parser;
+use kvik_model::ModelError;
+
+use cli::{BenchCommand, Cli, Command, ModelsCommand};
+
+/// The exit codes besides 0, which says that all was done.
+mod exit {
+    /// The work failed: a file could not be read, output not be written, the model gave nonsense.
+    pub(crate) const FAILED: u8 = 1;
+    // 2, a bad command line, is clap's.
+    /// The input was refused: the prompt, an option's value or the model folder.
+    pub(crate) const INVALID_INPUT: u8 = 3;
+}
+
+fn main() -> ExitCode {
+    match run(&Cli::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) if is_closed_output(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            let style = terminal::ERROR;
+            // If standard error is gone too, the exit code still tells.
+            let _ = writeln!(anstream::stderr(), "{style}error:{style:#} failed to {}", message(&error));
+            ExitCode::from(exit_code(&error))
+        }
+    }
+}
+
+fn run(cli: &Cli) -> anyhow::Result<()> {
+    match &cli.command {
+        Command::Generate(arguments) => commands::generate::run(arguments),
+        Command::Models(ModelsCommand::Inspect(arguments)) => commands::models::inspect(arguments),
+        Command::Bench(BenchCommand::Engine(arguments)) => commands::bench::engine(arguments),
+        Command::Up(arguments) => commands::up::run(arguments),
+        Command::Worker(arguments) => commands::roles::worker(arguments),
+        Command::Coordinator(arguments) => commands::roles::coordinator(arguments),
+        Command::Gateway(arguments) => commands::roles::gateway(arguments),
+        Command::Config(arguments) => commands::config::run(arguments),
+    }
+}
+
+/// The error and its causes in one line; a cause that its effect has told already is left out.
+fn message(error: &anyhow::Error) -> String {
+    let mut message = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !message.ends_with(&cause) {
+            message.push_str(": ");
+            message.push_str(&cause);
+        }
+    }
+    message.replace('\n', " ")
+}
+
+fn exit_code(error: &anyhow::Error) -> u8 {
+    if error.is::<commands::service::InvalidInput>() {
+        return exit::INVALID_INPUT;
+    }
+    match error.downcast_ref::<ModelError>() {
+        None | Some(ModelError::Io { .. } | ModelError::NotFinite { .. }) => exit::FAILED,
+        Some(_) => exit::INVALID_INPUT,
+    }
+}
+
+fn is_closed_output(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
+}

@@ -51,10 +51,7 @@ pub(super) fn parse_named_header(file_name: &str, bytes: &[u8], file_len: u64) -
     let header_len = header_len(file_name, bytes, file_len)?;
     let json_end = (LENGTH_BYTES + header_len) as usize;
     let json = bytes.get(LENGTH_BYTES as usize..json_end).ok_or_else(|| {
-        invalid(format!(
-            "the header of {header_len} bytes is cut after {} bytes",
-            bytes.len()
-        ))
+        invalid(format!("the header of {header_len} bytes is cut after {} bytes", bytes.len()))
     })?;
     let metadata: Metadata = serde_json::from_slice(json)
         .map_err(|error| invalid(format!("the header does not describe tensors: {error}")))?;
@@ -75,16 +72,9 @@ pub(super) fn parse_named_header(file_name: &str, bytes: &[u8], file_len: u64) -
         };
         let (start, end) = info.data_offsets;
         let range = data_start + start as u64..data_start + end as u64;
-        header.tensors.insert(
-            name,
-            TensorPlace {
-                info: TensorInfo {
-                    dtype,
-                    shape: info.shape.clone(),
-                },
-                range,
-            },
-        );
+        header
+            .tensors
+            .insert(name, TensorPlace { info: TensorInfo { dtype, shape: info.shape.clone() }, range });
     }
     Ok(header)
 }
@@ -93,9 +83,7 @@ pub(super) fn parse_named_header(file_name: &str, bytes: &[u8], file_len: u64) -
 pub(super) fn header_len(file_name: &str, bytes: &[u8], file_len: u64) -> Result<u64> {
     let invalid = |reason: String| ModelError::weights(file_name, reason);
     let Some(length) = bytes.first_chunk::<{ LENGTH_BYTES as usize }>() else {
-        return Err(invalid(format!(
-            "the file has {file_len} bytes, too few for a header"
-        )));
+        return Err(invalid(format!("the file has {file_len} bytes, too few for a header")));
     };
     let header_len = u64::from_le_bytes(*length);
     if header_len > MAX_HEADER_BYTES {
@@ -103,9 +91,7 @@ pub(super) fn header_len(file_name: &str, bytes: &[u8], file_len: u64) -> Result
         return Err(invalid(reason));
     }
     if header_len > file_len.saturating_sub(LENGTH_BYTES) {
-        return Err(invalid(format!(
-            "the header claims {header_len} bytes, the file has {file_len} in all"
-        )));
+        return Err(invalid(format!("the header claims {header_len} bytes, the file has {file_len} in all")));
     }
     Ok(header_len)
 }

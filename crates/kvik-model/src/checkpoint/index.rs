@@ -43,8 +43,5 @@ fn is_plain_file_name(name: &str) -> bool {
         return false;
     }
     let mut components = Path::new(name).components();
-    matches!(
-        (components.next(), components.next()),
-        (Some(Component::Normal(_)), None)
-    )
+    matches!((components.next(), components.next()), (Some(Component::Normal(_)), None))
 }

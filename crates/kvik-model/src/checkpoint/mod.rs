@@ -62,10 +62,7 @@ impl Checkpoint {
             return Self::open_shards(folder, &index_path);
         }
         let what = format!("{SINGLE_FILE} or {}", index::INDEX_FILE);
-        Err(ModelError::MissingFile {
-            folder: folder.to_owned(),
-            what,
-        })
+        Err(ModelError::MissingFile { folder: folder.to_owned(), what })
     }
 
     /// Takes the bytes of one safetensors file; `name` stands for the file in messages.
@@ -97,47 +94,30 @@ impl Checkpoint {
             .get(entry.source_idx)
             .ok_or_else(|| ModelError::weights(name, "its file is not open"))?;
         let bytes = source.read(entry.range.clone())?;
-        Ok(Tensor {
-            dtype: entry.info.dtype,
-            shape: entry.info.shape.clone(),
-            bytes,
-        })
+        Ok(Tensor { dtype: entry.info.dtype, shape: entry.info.shape.clone(), bytes })
     }
 
     /// Reads a tensor that must have the shape `expected`; nothing is read if it has not.
     pub fn read_shaped(&self, name: &str, expected: &[usize]) -> Result<Tensor> {
         let found = &self.entry(name)?.info.shape;
         if found != expected {
-            return Err(ModelError::weights(
-                name,
-                format!("the shape is {found:?}; expected: {expected:?}"),
-            ));
+            return Err(ModelError::weights(name, format!("the shape is {found:?}; expected: {expected:?}")));
         }
         self.read(name)
     }
 
     /// Returns the bytes of all tensors that can be read.
     pub fn total_bytes(&self) -> u64 {
-        self.tensors
-            .values()
-            .map(|entry| entry.range.end - entry.range.start)
-            .sum()
+        self.tensors.values().map(|entry| entry.range.end - entry.range.start).sum()
     }
 
     /// Returns the number of elements of all tensors that can be read.
     pub fn n_parameters(&self) -> u64 {
-        self.tensors
-            .values()
-            .map(|entry| entry.info.n_elements() as u64)
-            .sum()
+        self.tensors.values().map(|entry| entry.info.n_elements() as u64).sum()
     }
 
     fn empty() -> Self {
-        Self {
-            sources: Vec::new(),
-            tensors: BTreeMap::new(),
-            unsupported: BTreeMap::new(),
-        }
+        Self { sources: Vec::new(), tensors: BTreeMap::new(), unsupported: BTreeMap::new() }
     }
 
     fn add(&mut self, source: Source, header: Header) {
@@ -146,25 +126,13 @@ impl Checkpoint {
         let entries = header
             .tensors
             .into_iter()
-            .map(|(name, TensorPlace { info, range })| {
-                (
-                    name,
-                    Entry {
-                        info,
-                        source_idx,
-                        range,
-                    },
-                )
-            });
+            .map(|(name, TensorPlace { info, range })| (name, Entry { info, source_idx, range }));
         self.tensors.extend(entries);
         self.unsupported.extend(header.unsupported);
     }
 
     fn open_shards(folder: &Path, index_path: &Path) -> Result<Self> {
-        let io_error = |source: io::Error| ModelError::Io {
-            path: index_path.to_owned(),
-            source,
-        };
+        let io_error = |source: io::Error| ModelError::Io { path: index_path.to_owned(), source };
         let index_len = fs::metadata(index_path).map_err(io_error)?.len();
         if index_len > MAX_INDEX_BYTES {
             let reason = format!("the file has {index_len} bytes; allowed: at most {MAX_INDEX_BYTES}");
@@ -175,10 +143,7 @@ impl Checkpoint {
         for (shard_name, tensor_names) in shards {
             let shard_path = folder.join(&shard_name);
             if !is_present(&shard_path)? {
-                return Err(ModelError::MissingFile {
-                    folder: folder.to_owned(),
-                    what: shard_name,
-                });
+                return Err(ModelError::MissingFile { folder: folder.to_owned(), what: shard_name });
             }
             let (source, mut header) = Source::open(&shard_path)?;
             // The index decides which shard a tensor is read from; what else a shard holds is
@@ -200,20 +165,15 @@ impl Checkpoint {
     }
 
     fn entry(&self, name: &str) -> Result<&Entry> {
-        self.tensors
-            .get(name)
-            .ok_or_else(|| match self.unsupported.get(name) {
-                Some(dtype) => {
-                    ModelError::weights(name, format!("the dtype is {dtype}; allowed: F32, F16, BF16"))
-                }
-                None => ModelError::weights(name, "the tensor is missing"),
-            })
+        self.tensors.get(name).ok_or_else(|| match self.unsupported.get(name) {
+            Some(dtype) => {
+                ModelError::weights(name, format!("the dtype is {dtype}; allowed: F32, F16, BF16"))
+            }
+            None => ModelError::weights(name, "the tensor is missing"),
+        })
     }
 }
 
 fn is_present(path: &Path) -> Result<bool> {
-    path.try_exists().map_err(|source| ModelError::Io {
-        path: path.to_owned(),
-        source,
-    })
+    path.try_exists().map_err(|source| ModelError::Io { path: path.to_owned(), source })
 }

@@ -25,10 +25,7 @@ pub(super) enum Source {
 impl Source {
     /// Opens a file and reads its header.
     pub(super) fn open(path: &Path) -> Result<(Self, Header)> {
-        let io_error = |source: io::Error| ModelError::Io {
-            path: path.to_owned(),
-            source,
-        };
+        let io_error = |source: io::Error| ModelError::Io { path: path.to_owned(), source };
         // Looked at before it is opened: opening a pipe would wait for a writer.
         if !fs::metadata(path).map_err(io_error)?.is_file() {
             return Err(ModelError::weights(path.display().to_string(), "is not a file"));
@@ -42,13 +39,7 @@ impl Source {
         let mut bytes = vec![0; (LENGTH_BYTES + header_len) as usize];
         file.read_exact_at(&mut bytes, 0).map_err(io_error)?;
         let header = header::parse_named_header(&file_name, &bytes, file_len)?;
-        Ok((
-            Self::File {
-                path: path.to_owned(),
-                file,
-            },
-            header,
-        ))
+        Ok((Self::File { path: path.to_owned(), file }, header))
     }
 
     /// Reads the bytes in `range`, which came from the header of this file.
@@ -57,10 +48,7 @@ impl Source {
             Self::File { path, file } => {
                 let mut bytes = vec![0; (range.end - range.start) as usize];
                 file.read_exact_at(&mut bytes, range.start)
-                    .map_err(|source| ModelError::Io {
-                        path: path.clone(),
-                        source,
-                    })?;
+                    .map_err(|source| ModelError::Io { path: path.clone(), source })?;
                 Ok(Cow::Owned(bytes))
             }
             Self::Memory(bytes) => {

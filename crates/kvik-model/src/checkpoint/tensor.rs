@@ -88,13 +88,7 @@ impl Tensor {
 
 impl fmt::Debug for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "Tensor({} {:?}, {} bytes)",
-            self.dtype,
-            self.shape,
-            self.bytes.len()
-        )
+        write!(f, "Tensor({} {:?}, {} bytes)", self.dtype, self.shape, self.bytes.len())
     }
 }
 

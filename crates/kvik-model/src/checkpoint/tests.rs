@@ -40,16 +40,8 @@ fn reason_of(bytes: Vec<u8>) -> String {
 fn sharded_folder(index: &Value) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     let (header, data) = two_tensors();
-    fs::write(
-        folder.path().join("one.safetensors"),
-        file_bytes(&header.to_string(), &data),
-    )
-    .unwrap();
-    fs::write(
-        folder.path().join("model.safetensors.index.json"),
-        index.to_string(),
-    )
-    .unwrap();
+    fs::write(folder.path().join("one.safetensors"), file_bytes(&header.to_string(), &data)).unwrap();
+    fs::write(folder.path().join("model.safetensors.index.json"), index.to_string()).unwrap();
     folder
 }
 
@@ -63,10 +55,9 @@ fn tensors_are_read_from_memory_and_from_a_file_alike() {
     let bytes = file_bytes(&header.to_string(), &data);
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("model.safetensors"), &bytes).unwrap();
-    for checkpoint in [
-        Checkpoint::from_bytes("test", bytes).unwrap(),
-        Checkpoint::open(folder.path()).unwrap(),
-    ] {
+    for checkpoint in
+        [Checkpoint::from_bytes("test", bytes).unwrap(), Checkpoint::open(folder.path()).unwrap()]
+    {
         assert_eq!(checkpoint.names().collect::<Vec<_>>(), ["a", "b"]);
         assert_eq!(checkpoint.read("a").unwrap().to_f32(), [1.5, -2.0]);
         assert_eq!(checkpoint.read_shaped("b", &[2]).unwrap().to_f32(), [0.5, 3.0]);
@@ -77,24 +68,15 @@ fn tensors_are_read_from_memory_and_from_a_file_alike() {
 #[test]
 fn half_precision_is_converted_exactly() {
     let values = [0.0f32, -1.0, 65504.0, 5.960_464_5e-8];
-    let bytes: Vec<u8> = values
-        .iter()
-        .flat_map(|value| half::f16::from_f32(*value).to_le_bytes())
-        .collect();
-    let tensor = Tensor {
-        dtype: WeightDtype::F16,
-        shape: vec![4],
-        bytes: bytes.into(),
-    };
+    let bytes: Vec<u8> = values.iter().flat_map(|value| half::f16::from_f32(*value).to_le_bytes()).collect();
+    let tensor = Tensor { dtype: WeightDtype::F16, shape: vec![4], bytes: bytes.into() };
     assert_eq!(tensor.to_f32(), values);
 }
 
 #[test]
 fn the_bundled_model_is_opened() {
     let checkpoint = Checkpoint::open(&bundled_model()).unwrap();
-    let embedding = checkpoint
-        .read_shaped("model.embed_tokens.weight", &[4096, 256])
-        .unwrap();
+    let embedding = checkpoint.read_shaped("model.embed_tokens.weight", &[4096, 256]).unwrap();
     assert_eq!(embedding.dtype, WeightDtype::BF16);
     assert!(embedding.to_f32().iter().all(|value| value.is_finite()));
     assert!(checkpoint.n_parameters() > 7_000_000);
@@ -106,10 +88,7 @@ fn a_wrong_shape_names_tensor_and_both_shapes() {
     let checkpoint = Checkpoint::from_bytes("test", file_bytes(&header.to_string(), &data)).unwrap();
     let error = checkpoint.read_shaped("a", &[2, 1]).unwrap_err().to_string();
     assert_eq!(error, "weights: a: the shape is [1, 2]; expected: [2, 1]");
-    assert_eq!(
-        checkpoint.read("c").unwrap_err().to_string(),
-        "weights: c: the tensor is missing"
-    );
+    assert_eq!(checkpoint.read("c").unwrap_err().to_string(), "weights: c: the tensor is missing");
 }
 
 #[test]
@@ -151,14 +130,7 @@ fn wrong_headers_are_refused() {
     let wrong_size = json!({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}});
     let backwards = json!({"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}});
     let too_large = json!({"a": {"dtype": "F32", "shape": [u64::MAX, 2], "data_offsets": [0, 8]}});
-    for header in [
-        overlapping,
-        wrong_size,
-        backwards,
-        too_large,
-        json!([]),
-        json!("text"),
-    ] {
+    for header in [overlapping, wrong_size, backwards, too_large, json!([]), json!("text")] {
         let reason = reason_of(file_bytes(&header.to_string(), &[0; 12]));
         assert!(reason.contains("does not describe tensors"), "{reason}");
     }
@@ -175,27 +147,13 @@ fn an_index_places_tensors_in_shards() {
 
 #[test]
 fn an_index_that_lies_is_refused() {
-    let open = |index: Value| {
-        Checkpoint::open(sharded_folder(&index).path())
-            .unwrap_err()
-            .to_string()
-    };
+    let open = |index: Value| Checkpoint::open(sharded_folder(&index).path()).unwrap_err().to_string();
     assert!(open(json!({"weight_map": {"c": "one.safetensors"}})).contains("which does not hold it"));
     assert!(open(json!({"weight_map": {"a": "two.safetensors"}})).contains("has no two.safetensors"));
     assert!(open(json!({"weight_map": {}})).contains("names no tensor"));
     assert!(open(json!({"weights": 1})).contains("cannot be read"));
-    for name in [
-        "../one.safetensors",
-        "/one.safetensors",
-        "x\\one.safetensors",
-        "..",
-        ".",
-        "",
-    ] {
-        assert!(
-            open(json!({"weight_map": {"a": name}})).contains("a plain file name"),
-            "{name}"
-        );
+    for name in ["../one.safetensors", "/one.safetensors", "x\\one.safetensors", "..", ".", ""] {
+        assert!(open(json!({"weight_map": {"a": name}})).contains("a plain file name"), "{name}");
     }
 }
 
@@ -203,10 +161,7 @@ fn an_index_that_lies_is_refused() {
 fn a_folder_without_weights_says_what_it_lacks() {
     let folder = tempfile::tempdir().unwrap();
     let error = Checkpoint::open(folder.path()).unwrap_err().to_string();
-    assert!(
-        error.ends_with("has no model.safetensors or model.safetensors.index.json"),
-        "{error}"
-    );
+    assert!(error.ends_with("has no model.safetensors or model.safetensors.index.json"), "{error}");
 }
 
 proptest! {

@@ -58,19 +58,14 @@ impl<'a> Fields<'a> {
         let Some(value) = self.get(name) else {
             return Ok(default);
         };
-        value
-            .as_bool()
-            .ok_or_else(|| self.invalid(name, value, "true or false"))
+        value.as_bool().ok_or_else(|| self.invalid(name, value, "true or false"))
     }
 
     pub(super) fn text(&self, name: &str) -> Result<Option<&'a str>> {
         let Some(value) = self.get(name) else {
             return Ok(None);
         };
-        value
-            .as_str()
-            .map(Some)
-            .ok_or_else(|| self.invalid(name, value, "a string"))
+        value.as_str().map(Some).ok_or_else(|| self.invalid(name, value, "a string"))
     }
 
     /// Returns a number that is at least `min`, finite also as an `f32`, or `None` where it is missing.
@@ -90,9 +85,7 @@ impl<'a> Fields<'a> {
         let Some(value) = self.get(name) else {
             return Ok(None);
         };
-        as_token_id(value)
-            .map(Some)
-            .ok_or_else(|| self.invalid(name, value, "a token id or null"))
+        as_token_id(value).map(Some).ok_or_else(|| self.invalid(name, value, "a token id or null"))
     }
 
     /// Returns the token ids of a field that holds one, a list of them, or nothing.
@@ -128,8 +121,5 @@ fn shown(value: &Value) -> String {
     if json.chars().count() <= MAX_SHOWN_CHARACTERS {
         return json;
     }
-    json.chars()
-        .take(MAX_SHOWN_CHARACTERS)
-        .chain("...".chars())
-        .collect()
+    json.chars().take(MAX_SHOWN_CHARACTERS).chain("...".chars()).collect()
 }

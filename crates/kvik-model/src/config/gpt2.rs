@@ -51,9 +51,7 @@ pub(super) fn read(fields: Fields<'_>) -> Result<ModelConfig> {
         n_kv_heads: n_heads,
         head_dim: hidden_size / n_heads,
         vocab_size: fields.count("vocab_size", MAX_VOCAB_SIZE)?,
-        max_positions: fields
-            .optional_count("n_positions", MAX_POSITIONS)?
-            .unwrap_or(1024),
+        max_positions: fields.optional_count("n_positions", MAX_POSITIONS)?.unwrap_or(1024),
         norm: Norm::Layer {
             epsilon: fields.optional_number("layer_norm_epsilon", 0.0)?.unwrap_or(1e-5) as f32,
         },

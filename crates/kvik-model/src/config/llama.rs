@@ -68,10 +68,7 @@ pub(super) fn read(architecture: Architecture, fields: Fields<'_>) -> Result<Mod
         None if fields.contains("num_key_value_heads") => n_query_heads,
         None => defaults.kv_heads.unwrap_or(n_query_heads),
     };
-    let head_dim = match fields
-        .optional_count("head_dim", MAX_HEAD_DIM)?
-        .or(defaults.head_dim)
-    {
+    let head_dim = match fields.optional_count("head_dim", MAX_HEAD_DIM)?.or(defaults.head_dim) {
         Some(head_dim) => head_dim,
         None if hidden_size.is_multiple_of(n_query_heads) => hidden_size / n_query_heads,
         None => {
@@ -80,9 +77,8 @@ pub(super) fn read(architecture: Architecture, fields: Fields<'_>) -> Result<Mod
             return Err(fields.missing("head_dim", allowed));
         }
     };
-    let max_positions = fields
-        .optional_count("max_position_embeddings", MAX_POSITIONS)?
-        .unwrap_or(defaults.max_positions);
+    let max_positions =
+        fields.optional_count("max_position_embeddings", MAX_POSITIONS)?.unwrap_or(defaults.max_positions);
     let has_attention_bias = match architecture {
         Architecture::Llama | Architecture::Qwen3 => fields.flag("attention_bias", false)?,
         _ => false,
@@ -134,11 +130,7 @@ fn sliding_windows(
     match architecture {
         Architecture::Mistral => Ok(vec![window()?; n_layers]),
         Architecture::Qwen2 | Architecture::Qwen3 => {
-            let window = if fields.flag("use_sliding_window", false)? {
-                window()?
-            } else {
-                None
-            };
+            let window = if fields.flag("use_sliding_window", false)? { window()? } else { None };
             if let Some(layer_types) = fields.get("layer_types") {
                 return windows_of_layer_types(fields, layer_types, window, n_layers);
             }
@@ -149,9 +141,7 @@ fn sliding_windows(
                     .as_u64()
                     .ok_or_else(|| fields.invalid("max_window_layers", value, "an integer of at least 0"))?,
             };
-            Ok((0..n_layers)
-                .map(|layer_idx| window.filter(|_| layer_idx as u64 >= n_full_layers))
-                .collect())
+            Ok((0..n_layers).map(|layer_idx| window.filter(|_| layer_idx as u64 >= n_full_layers)).collect())
         }
         Architecture::Llama | Architecture::Gpt2 => Ok(vec![None; n_layers]),
     }
@@ -167,10 +157,7 @@ fn windows_of_layer_types(
         let allowed = format!("a list of {n_layers} times full_attention or sliding_attention");
         fields.invalid("layer_types", layer_types, allowed)
     };
-    let names = layer_types
-        .as_array()
-        .filter(|names| names.len() == n_layers)
-        .ok_or_else(invalid)?;
+    let names = layer_types.as_array().filter(|names| names.len() == n_layers).ok_or_else(invalid)?;
     let mut windows = Vec::with_capacity(n_layers);
     for name in names {
         windows.push(match name.as_str() {

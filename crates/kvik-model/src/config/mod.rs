@@ -170,14 +170,8 @@ impl Architecture {
         };
         let model_type = fields.text("model_type")?;
         let (found, architecture) = match (class_name, model_type) {
-            (Some(name), _) => (
-                name,
-                Self::ALL.into_iter().find(|known| known.class_name() == name),
-            ),
-            (None, Some(name)) => (
-                name,
-                Self::ALL.into_iter().find(|known| known.model_type() == name),
-            ),
+            (Some(name), _) => (name, Self::ALL.into_iter().find(|known| known.class_name() == name)),
+            (None, Some(name)) => (name, Self::ALL.into_iter().find(|known| known.model_type() == name)),
             (None, None) => return Err(fields.missing("architectures", Self::supported())),
         };
         architecture.ok_or_else(|| ModelError::UnsupportedArchitecture {
@@ -209,19 +203,11 @@ impl ModelConfig {
             ModelError::config("(the whole file)", format!("not JSON: {error}"), "a JSON object")
         })?;
         let Value::Object(map) = &document else {
-            return Err(ModelError::config(
-                "(the whole file)",
-                "not a JSON object",
-                "a JSON object",
-            ));
+            return Err(ModelError::config("(the whole file)", "not a JSON object", "a JSON object"));
         };
         let fields = Fields::new(map, "");
         if let Some(value) = fields.get("quantization_config") {
-            return Err(fields.invalid(
-                "quantization_config",
-                value,
-                "unquantized f32, f16 or bf16 weights",
-            ));
+            return Err(fields.invalid("quantization_config", value, "unquantized f32, f16 or bf16 weights"));
         }
         let mut config = match Architecture::read(fields)? {
             Architecture::Gpt2 => gpt2::read(fields)?,
@@ -249,29 +235,16 @@ impl ModelConfig {
         }
         if !self.n_query_heads.is_multiple_of(self.n_kv_heads) {
             let allowed = format!("a divisor of the {} query heads", self.n_query_heads);
-            return Err(ModelError::config(
-                "num_key_value_heads",
-                self.n_kv_heads,
-                allowed,
-            ));
+            return Err(ModelError::config("num_key_value_heads", self.n_kv_heads, allowed));
         }
         let products: [&[usize]; 4] = [
             &[self.vocab_size, self.hidden_size, size_of::<f32>()],
             &[self.intermediate_size, self.hidden_size, size_of::<f32>()],
-            &[
-                self.n_query_heads,
-                self.head_dim,
-                self.hidden_size,
-                size_of::<f32>(),
-            ],
+            &[self.n_query_heads, self.head_dim, self.hidden_size, size_of::<f32>()],
             &[self.n_layers, 2, self.n_kv_heads, self.head_dim, size_of::<f32>()],
         ];
         for factors in products {
-            if factors
-                .iter()
-                .try_fold(1usize, |product, factor| product.checked_mul(*factor))
-                .is_none()
-            {
+            if factors.iter().try_fold(1usize, |product, factor| product.checked_mul(*factor)).is_none() {
                 let allowed = "sizes whose product this machine can address";
                 return Err(ModelError::config("hidden_size", self.hidden_size, allowed));
             }

@@ -58,10 +58,7 @@ impl RopeConfig {
             Some(theta) => theta,
             None => read_theta(fields)?.unwrap_or(DEFAULT_THETA),
         };
-        Ok(Self {
-            theta,
-            scaling: RopeScaling::read(fields, parameters, max_positions)?,
-        })
+        Ok(Self { theta, scaling: RopeScaling::read(fields, parameters, max_positions)? })
     }
 
     /// Returns the angle, in radians, that each of the `head_dim / 2` pairs turns per position.
@@ -88,9 +85,7 @@ impl RopeScaling {
         };
         match rope_type {
             "default" => Ok(Self::None),
-            "linear" => Ok(Self::Linear {
-                factor: read_number(parameters, "factor", 1.0)?,
-            }),
+            "linear" => Ok(Self::Linear { factor: read_number(parameters, "factor", 1.0)? }),
             "llama3" => {
                 let low_freq_factor =
                     read_number(parameters, "low_freq_factor", f64::from(f32::MIN_POSITIVE))?;
@@ -107,9 +102,7 @@ impl RopeScaling {
                 let original_name = "original_max_position_embeddings";
                 let original_max_positions = match fields.optional_number(original_name, 1.0)? {
                     Some(positions) => positions,
-                    None => parameters
-                        .optional_number(original_name, 1.0)?
-                        .unwrap_or(max_positions as f64),
+                    None => parameters.optional_number(original_name, 1.0)?.unwrap_or(max_positions as f64),
                 };
                 Ok(Self::Llama3 {
                     factor: read_number(parameters, "factor", 1.0)?,
@@ -126,12 +119,7 @@ impl RopeScaling {
         match *self {
             Self::None => frequency,
             Self::Linear { factor } => frequency / factor as f32,
-            Self::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_max_positions,
-            } => {
+            Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_positions } => {
                 // The reference divides by a tensor as it multiplies with the reciprocal.
                 let wavelength = (1.0 / frequency) * (2.0 * PI) as f32;
                 if wavelength > (original_max_positions / low_freq_factor) as f32 {

@@ -3,15 +3,13 @@ use serde_json::{Value, json};
 
 use super::*;
 
+#[expect(clippy::needless_pass_by_value, reason = "callers build the value in place")]
 fn llama(changes: Value) -> Value {
     let mut config = json!({
         "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
         "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 100,
     });
-    config
-        .as_object_mut()
-        .unwrap()
-        .extend(changes.as_object().unwrap().clone());
+    config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
     config
 }
 
@@ -33,11 +31,7 @@ fn rope_of(changes: Value) -> RopeConfig {
 fn assert_within_one_ulp(found: &[f32], expected_bits: &[u32]) {
     assert_eq!(found.len(), expected_bits.len());
     for (found, expected) in found.iter().zip(expected_bits) {
-        assert!(
-            found.to_bits().abs_diff(*expected) <= 1,
-            "{found} is not {}",
-            f32::from_bits(*expected)
-        );
+        assert!(found.to_bits().abs_diff(*expected) <= 1, "{found} is not {}", f32::from_bits(*expected));
     }
 }
 
@@ -46,10 +40,7 @@ fn the_bundled_model_is_read() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/kvik-tiny/config.json");
     let config = ModelConfig::from_json(&std::fs::read_to_string(path).unwrap()).unwrap();
     assert_eq!(config.architecture, Architecture::Llama);
-    assert_eq!(
-        (config.n_query_heads, config.n_kv_heads, config.head_dim),
-        (8, 4, 32)
-    );
+    assert_eq!((config.n_query_heads, config.n_kv_heads, config.head_dim), (8, 4, 32));
     assert_eq!(config.kv_elements_per_token(), 8 * 2 * 4 * 32);
     assert!(config.ties_embeddings);
     assert_eq!((config.eos_token_ids, config.bos_token_id), (vec![0], Some(1)));
@@ -58,18 +49,9 @@ fn the_bundled_model_is_read() {
 #[test]
 fn llama_fields_have_the_defaults_of_hugging_face() {
     let config = read(&llama(json!({}))).unwrap();
-    assert_eq!(
-        (config.n_kv_heads, config.head_dim, config.max_positions),
-        (4, 16, 2048)
-    );
+    assert_eq!((config.n_kv_heads, config.head_dim, config.max_positions), (4, 16, 2048));
     assert_eq!(config.norm, Norm::Rms { epsilon: 1e-6 });
-    assert_eq!(
-        config.position,
-        Position::Rope(RopeConfig {
-            theta: 10_000.0,
-            scaling: RopeScaling::None
-        })
-    );
+    assert_eq!(config.position, Position::Rope(RopeConfig { theta: 10_000.0, scaling: RopeScaling::None }));
     assert!(
         !config.has_qkv_bias && !config.has_output_bias && !config.has_mlp_bias && !config.ties_embeddings
     );
@@ -81,10 +63,8 @@ fn llama_fields_have_the_defaults_of_hugging_face() {
 fn llama_attention_bias_covers_the_output_and_qwen2_bias_does_not() {
     let config = read(&llama(json!({"attention_bias": true, "mlp_bias": true}))).unwrap();
     assert!(config.has_qkv_bias && config.has_output_bias && config.has_mlp_bias);
-    let config = read(&llama(
-        json!({"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}),
-    ))
-    .unwrap();
+    let config =
+        read(&llama(json!({"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2}))).unwrap();
     assert!(config.has_qkv_bias && !config.has_output_bias && !config.has_mlp_bias && !config.has_qk_norm);
 }
 
@@ -104,10 +84,7 @@ fn qwen_slides_by_layer_count_or_by_layer_type() {
         let mut config = llama(
             json!({"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2, "sliding_window": 9}),
         );
-        config
-            .as_object_mut()
-            .unwrap()
-            .extend(changes.as_object().unwrap().clone());
+        config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
         read(&config)
     };
     let config = qwen(json!({})).unwrap();
@@ -121,9 +98,7 @@ fn qwen_slides_by_layer_count_or_by_layer_type() {
     assert_eq!(config.sliding_windows, vec![Some(9), None, Some(9)]);
     let error = qwen(json!({"layer_types": layer_types})).unwrap_err().to_string();
     assert!(error.contains("`sliding_window` is missing"), "{error}");
-    let error = qwen(json!({"layer_types": ["full_attention"]}))
-        .unwrap_err()
-        .to_string();
+    let error = qwen(json!({"layer_types": ["full_attention"]})).unwrap_err().to_string();
     assert!(error.contains("a list of 3 times"), "{error}");
 }
 
@@ -132,21 +107,12 @@ fn gpt2_is_read_with_its_own_names() {
     let gpt2 = |changes: Value| {
         let mut config =
             json!({"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 60});
-        config
-            .as_object_mut()
-            .unwrap()
-            .extend(changes.as_object().unwrap().clone());
+        config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
         read(&config)
     };
     let config = gpt2(json!({"n_inner": null, "reorder_and_upcast_attn": true})).unwrap();
-    assert_eq!(
-        (config.intermediate_size, config.head_dim, config.max_positions),
-        (192, 12, 1024)
-    );
-    assert_eq!(
-        (config.norm, config.position),
-        (Norm::Layer { epsilon: 1e-5 }, Position::Learned)
-    );
+    assert_eq!((config.intermediate_size, config.head_dim, config.max_positions), (192, 12, 1024));
+    assert_eq!((config.norm, config.position), (Norm::Layer { epsilon: 1e-5 }, Position::Learned));
     assert!(config.ties_embeddings && config.has_mlp_bias);
     // The default ids of GPT-2 lie outside this cut vocabulary.
     assert_eq!((config.eos_token_ids, config.bos_token_id), (vec![], None));
@@ -174,20 +140,8 @@ fn both_spellings_of_rope_give_the_same() {
         "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}});
     let new = json!({"rope_parameters": {"rope_theta": 500_000, "rope_type": "llama3", "factor": 8,
         "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}});
-    assert_eq!(
-        rope_of(old),
-        RopeConfig {
-            theta: 500_000.0,
-            scaling: scaling.clone()
-        }
-    );
-    assert_eq!(
-        rope_of(new),
-        RopeConfig {
-            theta: 500_000.0,
-            scaling
-        }
-    );
+    assert_eq!(rope_of(old), RopeConfig { theta: 500_000.0, scaling: scaling.clone() });
+    assert_eq!(rope_of(new), RopeConfig { theta: 500_000.0, scaling });
 }
 
 #[test]
@@ -208,10 +162,7 @@ fn unknown_rope_types_are_refused_with_the_allowed_ones() {
 
 #[test]
 fn default_frequencies_match_the_reference() {
-    let rope = RopeConfig {
-        theta: 10_000.0,
-        scaling: RopeScaling::None,
-    };
+    let rope = RopeConfig { theta: 10_000.0, scaling: RopeScaling::None };
     let expected = [
         0x3f80_0000,
         0x3f0f_f59a,
@@ -235,10 +186,7 @@ fn default_frequencies_match_the_reference() {
 
 #[test]
 fn linear_frequencies_match_the_reference() {
-    let rope = RopeConfig {
-        theta: 1e6,
-        scaling: RopeScaling::Linear { factor: 3.7 },
-    };
+    let rope = RopeConfig { theta: 1e6, scaling: RopeScaling::Linear { factor: 3.7 } };
     let expected = [
         0x3e8a_60dd,
         0x3d44_dc3f,
@@ -294,23 +242,12 @@ fn llama3_frequencies_match_the_reference() {
         0x3418_64a7,
         0x33ca_41b0,
     ];
-    assert_within_one_ulp(
-        &RopeConfig {
-            theta: 500_000.0,
-            scaling,
-        }
-        .inverse_frequencies(64),
-        &expected,
-    );
+    assert_within_one_ulp(&RopeConfig { theta: 500_000.0, scaling }.inverse_frequencies(64), &expected);
 }
 
 #[test]
 fn eos_may_be_one_id_a_list_or_null() {
-    let eos = |value: Value| {
-        read(&llama(json!({"eos_token_id": value})))
-            .unwrap()
-            .eos_token_ids
-    };
+    let eos = |value: Value| read(&llama(json!({"eos_token_id": value}))).unwrap().eos_token_ids;
     assert_eq!(eos(json!(5)), vec![5]);
     assert_eq!(eos(json!([5, 6])), vec![5, 6]);
     assert_eq!(eos(Value::Null), Vec::<u32>::new());
@@ -339,10 +276,7 @@ fn wrong_values_name_field_value_and_allowed() {
         ("rope_scaling", json!("linear")),
     ] {
         let error = error_of(json!({ name: value }));
-        assert!(
-            error.starts_with(&format!("config.json: `{name}` is {value}; allowed: ")),
-            "{error}"
-        );
+        assert!(error.starts_with(&format!("config.json: `{name}` is {value}; allowed: ")), "{error}");
     }
     assert!(error_of(json!({"hidden_size": null})).contains("`hidden_size` is missing"));
 }

@@ -6,23 +6,27 @@
 //! the sequence alone, nobody can tell from the output.
 
 mod request;
+mod resident;
 mod scheduler;
 mod sequence;
 
-pub use request::{EngineEvent, FinishReason, GenerateRequest, RequestId, TokenEvent, Usage};
+pub use request::{EngineEvent, FinishReason, GenerateRequest, RequestId, SubmitOptions, TokenEvent, Usage};
+pub use resident::SequenceKv;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use kvik_types::hash::KvikChain;
-use kvik_types::{BlockSize, Namespace};
+use kvik_types::{BlockSize, Dtype, Namespace};
 
+use crate::config::ModelConfig;
 use crate::error::{ModelError, Result};
 use crate::forward::{Backend, Logits, SequenceRows};
 use crate::paging::{BLOCK_TOKENS, BlockPool, PoolStats};
 use crate::sampling::{Sampler, mix};
 use crate::tokenizer::{TextStream, TextStreamOptions, Tokenizer};
 
+use resident::Residents;
 use scheduler::ScheduledRows;
 use sequence::Sequence;
 
@@ -43,12 +47,7 @@ pub struct EngineOptions {
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self {
-            max_batched_tokens: 512,
-            max_sequences: 64,
-            reuses_prefixes: true,
-            seed: 0,
-        }
+        Self { max_batched_tokens: 512, max_sequences: 64, reuses_prefixes: true, seed: 0 }
     }
 }
 
@@ -83,6 +82,7 @@ pub struct Engine {
     waiting: VecDeque<Sequence>,
     /// In order of arrival.
     running: Vec<Sequence>,
+    residents: Residents,
     sampler: Sampler,
     logits: Logits,
     n_submitted: u64,
@@ -119,6 +119,7 @@ impl Engine {
             options,
             waiting: VecDeque::new(),
             running: Vec::new(),
+            residents: Residents::default(),
             sampler: Sampler::default(),
             logits: Logits::default(),
             n_submitted: 0,
@@ -141,13 +142,41 @@ impl Engine {
         self.waiting.is_empty() && self.running.is_empty()
     }
 
+    /// Whether a step would advance a request: some may be waiting for credits.
+    pub fn has_work(&self) -> bool {
+        self.running.iter().chain(&self.waiting).any(|sequence| !sequence.is_paused())
+    }
+
+    /// The model that runs.
+    pub fn config(&self) -> &ModelConfig {
+        self.backend.config()
+    }
+
+    /// Type in which keys and values are kept.
+    pub fn kv_dtype(&self) -> Dtype {
+        self.backend.kv_dtype()
+    }
+
+    /// Number of sequences in the batch.
+    pub fn n_running(&self) -> usize {
+        self.running.len()
+    }
+
+    /// Number of sequences that wait for admission.
+    pub fn n_waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Tokens left to compute: of prompts, and of outputs as far as their limit.
+    pub fn outstanding_tokens(&self) -> usize {
+        let longest = self.max_sequence_tokens();
+        self.running.iter().chain(&self.waiting).map(|sequence| sequence.n_outstanding(longest)).sum()
+    }
+
     /// Longest sequence, prompt and output together, that a request can have: the model's context,
     /// or the whole pool if that is smaller.
     pub fn max_sequence_tokens(&self) -> usize {
-        self.backend
-            .config()
-            .max_positions
-            .min(self.pool.stats().n_blocks * BLOCK_TOKENS)
+        self.backend.config().max_positions.min(self.pool.stats().n_blocks * BLOCK_TOKENS)
     }
 
     /// Forgets all prefixes that earlier requests have left.
@@ -163,38 +192,45 @@ impl Engine {
     /// [`ModelError::InvalidRequest`] if a field is out of its range, a token is not in the
     /// vocabulary or the prompt leaves no room for an output; nothing was taken then.
     pub fn submit(&mut self, request: GenerateRequest) -> Result<RequestId> {
+        self.submit_with(request, SubmitOptions::default())
+    }
+
+    /// Takes a request that has a name or is stepped by its client.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`].
+    pub fn submit_with(&mut self, request: GenerateRequest, options: SubmitOptions) -> Result<RequestId> {
         request.sampling.validate()?;
         let n_prompt = request.prompt.len();
         let longest = self.max_sequence_tokens();
         if n_prompt == 0 || longest <= n_prompt {
-            let allowed = format!("1 to {} tokens", longest.saturating_sub(1));
-            return Err(ModelError::request(
-                "prompt",
-                format!("{n_prompt} tokens long"),
-                allowed,
-            ));
+            let limit = if longest < self.backend.config().max_positions { "KV pool" } else { "context" };
+            let allowed = format!("1 to {} tokens, by the {limit}", longest.saturating_sub(1));
+            return Err(ModelError::request("prompt", format!("{n_prompt} tokens long"), allowed));
         }
         let vocab_size = self.backend.config().vocab_size;
         if let Some(token) = request.prompt.iter().find(|&&token| vocab_size <= token as usize) {
-            return Err(ModelError::request(
-                "prompt",
-                token,
-                format!("token ids below {vocab_size}"),
-            ));
+            return Err(ModelError::request("prompt", token, format!("token ids below {vocab_size}")));
         }
         let text = self.text_stream(&request.sampling.stop)?;
         let id = RequestId(self.n_submitted);
-        let seed = request
-            .sampling
-            .seed
-            .unwrap_or_else(|| mix(self.options.seed ^ mix(id.0)));
+        let seed = request.sampling.seed.unwrap_or_else(|| mix(self.options.seed ^ mix(id.0)));
         self.n_submitted += 1;
-        self.waiting
-            .push_back(Sequence::new(id, request, seed, self.first_chain.clone(), text));
+        let sequence = Sequence::new(id, request, options, seed, self.first_chain.clone(), text);
+        self.waiting.push_back(sequence);
         Ok(id)
     }
 
-    /// Ends a request without further events; does nothing if it has ended.
+    /// Lets a request that is stepped by its client choose `n` more tokens.
+    pub fn grant(&mut self, id: RequestId, n: u32) {
+        for sequence in self.running.iter_mut().chain(&mut self.waiting) {
+            if sequence.request == id {
+                sequence.grant(n);
+            }
+        }
+    }
+
+    /// Ends a request without further events and forgets it; does nothing if it has ended.
     pub fn cancel(&mut self, id: RequestId) {
         for sequence in self.running.extract_if(.., |sequence| sequence.request == id) {
             sequence.release(&mut self.pool);
@@ -215,53 +251,31 @@ impl Engine {
         self.forward(&scheduled)?;
         let mut logits_row = 0;
         for rows in &scheduled {
-            let Some(idx) = self
-                .running
-                .iter()
-                .position(|sequence| sequence.key() == rows.key)
-            else {
+            let Some(idx) = self.running.iter().position(|sequence| sequence.key() == rows.key) else {
                 continue;
             };
             let sequence = &mut self.running[idx];
             sequence.advance(rows.n_rows, &mut self.pool);
             if sequence.n_pending() == 0 {
-                self.choose_tokens(idx, logits_row, events)?;
+                // Finished already if another choice of its request has failed in this step.
+                if !sequence.is_finished() {
+                    self.choose_tokens(idx, logits_row, events)?;
+                }
                 logits_row += 1;
             }
         }
-        for sequence in self.running.extract_if(.., |sequence| sequence.is_finished()) {
-            sequence.release(&mut self.pool);
-        }
+        self.retire_finished();
         Ok(())
-    }
-
-    /// Steps until idle and returns all events.
-    ///
-    /// # Errors
-    /// As [`Engine::step`].
-    pub fn run_until_idle(&mut self) -> Result<Vec<EngineEvent>> {
-        let mut events = Vec::new();
-        while !self.is_idle() {
-            self.step(&mut events)?;
-        }
-        Ok(events)
     }
 
     fn text_stream(&self, stop: &[String]) -> Result<Option<TextStream>> {
         match &self.tokenizer {
             Some(tokenizer) => {
-                let options = TextStreamOptions {
-                    stop: stop.to_vec(),
-                    ..TextStreamOptions::default()
-                };
+                let options = TextStreamOptions { stop: stop.to_vec(), ..TextStreamOptions::default() };
                 TextStream::try_new(Arc::clone(tokenizer), options).map(Some)
             }
             None if stop.is_empty() => Ok(None),
-            None => Err(ModelError::request(
-                "stop",
-                format!("{stop:?}"),
-                "nothing: there is no tokenizer",
-            )),
+            None => Err(ModelError::request("stop", format!("{stop:?}"), "nothing: there is no tokenizer")),
         }
     }
 
@@ -291,17 +305,11 @@ impl Engine {
         let n_forks = self.running[idx].take_forks();
         if !self.logits.row(logits_row).iter().all(|logit| logit.is_finite()) {
             let request = self.running[idx].request;
-            events.push(EngineEvent::Failed {
-                request,
-                error: ModelError::NotFinite { position },
-            });
-            for sequence in self
-                .running
-                .iter_mut()
-                .filter(|sequence| sequence.request == request)
-            {
+            events.push(EngineEvent::Failed { request, error: ModelError::NotFinite { position } });
+            for sequence in self.running.iter_mut().filter(|sequence| sequence.request == request) {
                 sequence.set_finished();
             }
+            self.waiting.retain(|sequence| sequence.request != request);
             return Ok(());
         }
         for choice in 1..=n_forks {
@@ -313,10 +321,7 @@ impl Engine {
         }
         let longest = self.max_sequence_tokens();
         let logits = self.logits.row(logits_row);
-        let end_tokens = self
-            .tokenizer
-            .as_deref()
-            .map_or(&[][..], Tokenizer::eos_token_ids);
+        let end_tokens = self.tokenizer.as_deref().map_or(&[][..], Tokenizer::eos_token_ids);
         let config_end_tokens = &self.backend.config().eos_token_ids;
         for sequence in &mut self.running[idx..=idx + n_forks as usize] {
             let (token, logprobs) = self.sampler.sample(logits, sequence.sampler_input());

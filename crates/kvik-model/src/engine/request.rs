@@ -18,6 +18,16 @@ pub struct GenerateRequest {
     pub sampling: SamplingParams,
 }
 
+/// How a request is run.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SubmitOptions {
+    /// Name under which the first choice stays resident after its end, and whose resident it
+    /// continues. Default: none.
+    pub name: Option<String>,
+    /// Tokens that may be chosen until more are granted. Default: no limit.
+    pub credits: Option<u32>,
+}
+
 /// Why an output ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FinishReason {

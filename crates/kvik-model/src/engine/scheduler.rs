@@ -5,9 +5,11 @@
 //! that are partly computed take what is left, oldest first. Then waiting sequences are admitted,
 //! oldest first and only while nobody was preempted in this step: each takes the registered blocks
 //! of its prefix and needs free blocks for all its tokens, so that an admission does not cause the
-//! next preemption. If no block is free for a running sequence, the youngest one gives its blocks
-//! back and waits; at worst that is the sequence itself. The oldest sequence can thus always take
-//! every block, and submission refuses what would not fit then: somebody always advances.
+//! next preemption. Sequences that wait for credits are passed over. If no block is free for a
+//! running sequence, residents give theirs back, oldest first; then a sequence that waits for
+//! credits; then the youngest one, at worst the sequence itself. The oldest sequence with credits can
+//! thus always take every block, and submission refuses what would not fit then: somebody always
+//! advances.
 
 use super::Engine;
 use super::sequence::{Sequence, SequenceKey};
@@ -32,7 +34,7 @@ impl Engine {
                 // Gone if it was preempted for an older sequence.
                 let Some(idx) = self.index_of(key) else { continue };
                 let n_pending = self.running[idx].n_pending();
-                if (n_pending == 1) != wants_one_row {
+                if (n_pending == 1) != wants_one_row || self.running[idx].is_paused() {
                     continue;
                 }
                 let n_rows = n_pending.min(budget);
@@ -57,18 +59,22 @@ impl Engine {
 
     /// Admits waiting sequences while there is room.
     fn admit(&mut self, scheduled: &mut Vec<ScheduledRows>, budget: &mut usize) {
-        while 0 < *budget && self.running.len() < self.options.max_sequences {
-            let Some(mut sequence) = self.waiting.pop_front() else {
-                return;
-            };
+        let n_admitted =
+            |running: &[Sequence]| running.iter().filter(|sequence| !sequence.is_paused()).count();
+        while 0 < *budget && n_admitted(&self.running) < self.options.max_sequences {
+            let next = self.waiting.iter().position(|sequence| !sequence.is_paused());
+            let Some(mut sequence) = next.and_then(|idx| self.waiting.remove(idx)) else { return };
             if self.options.reuses_prefixes {
                 sequence.reuse_prefix(&mut self.pool);
             }
+            if let Some(resident) = sequence.name().and_then(|name| self.residents.take(name)) {
+                sequence.reuse_resident(resident, &mut self.pool);
+            }
             let n_tokens = sequence.n_computed() + sequence.n_pending();
             let n_missing = sequence.n_missing_blocks(n_tokens);
-            if self.pool.n_free() < n_missing && !self.running.is_empty() {
-                sequence.preempt(&mut self.pool);
-                self.waiting.push_front(sequence);
+            while self.pool.n_free() < n_missing && self.residents.evict_oldest(&mut self.pool) {}
+            if self.pool.n_free() < n_missing && self.running.iter().any(|other| !other.is_paused()) {
+                self.wait_again(sequence);
                 return;
             }
             let n_rows = sequence.n_pending().min(*budget);
@@ -78,11 +84,10 @@ impl Engine {
             }
             let place = self.running.partition_point(|other| other.key() < key);
             self.running.insert(place, sequence);
-            if self.try_reserve(place, n_rows) {
+            if self.reserve_or_preempt(key, n_rows, scheduled, budget) {
                 scheduled.push(ScheduledRows { key, n_rows });
                 *budget -= n_rows;
             } else {
-                self.preempt(place);
                 return;
             }
         }
@@ -101,12 +106,16 @@ impl Engine {
             if self.try_reserve(idx, n_rows) {
                 return true;
             }
-            let youngest = self.running.len() - 1;
-            let victim = self.running[youngest].key();
+            if self.residents.evict_oldest(&mut self.pool) {
+                continue;
+            }
+            let paused = self.running.iter().rposition(Sequence::is_paused);
+            let victim_idx = paused.unwrap_or(self.running.len() - 1);
+            let victim = self.running[victim_idx].key();
             for rows in scheduled.extract_if(.., |rows| rows.key == victim) {
                 *budget += rows.n_rows;
             }
-            self.preempt(youngest);
+            self.preempt(victim_idx);
         }
         false
     }
@@ -119,11 +128,12 @@ impl Engine {
         if self.pool.n_free() < n_missing + usize::from(needs_copy) {
             return false;
         }
-        if needs_copy && let Some(copy) = self.pool.allocate() {
-            if let Some(shared) = sequence.replace_shared_block(copy, &mut self.pool) {
-                self.backend.copy_block(shared, copy);
-                self.stats.n_block_copies += 1;
-            }
+        if needs_copy
+            && let Some(copy) = self.pool.allocate()
+            && let Some(shared) = sequence.replace_shared_block(copy, &mut self.pool)
+        {
+            self.backend.copy_block(shared, copy);
+            self.stats.n_block_copies += 1;
         }
         for _ in 0..n_missing {
             if let Some(block) = self.pool.allocate() {
@@ -133,12 +143,17 @@ impl Engine {
         true
     }
 
-    /// Takes the sequence at `idx` out of the running ones; it waits in its order of arrival.
+    /// Takes the sequence at `idx` out of the running ones.
     fn preempt(&mut self, idx: usize) {
-        let mut sequence = self.running.remove(idx);
+        let sequence = self.running.remove(idx);
+        self.wait_again(sequence);
+        self.stats.n_preemptions += 1;
+    }
+
+    /// Makes a sequence give its blocks back and wait in its order of arrival.
+    fn wait_again(&mut self, mut sequence: Sequence) {
         sequence.preempt(&mut self.pool);
         let place = self.waiting.partition_point(|other| other.key() < sequence.key());
         self.waiting.insert(place, sequence);
-        self.stats.n_preemptions += 1;
     }
 }

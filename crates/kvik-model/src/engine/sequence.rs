@@ -3,7 +3,10 @@
 use kvik_types::hash::{HashChain, KvikChain};
 use kvik_types::{BlockHash, TokenId};
 
-use super::request::{EngineEvent, FinishReason, GenerateRequest, RequestId, TokenEvent, Usage};
+use super::request::{
+    EngineEvent, FinishReason, GenerateRequest, RequestId, SubmitOptions, TokenEvent, Usage,
+};
+use super::resident::Resident;
 use crate::paging::{BLOCK_TOKENS, BlockId, BlockPool};
 use crate::sampling::{SamplerInput, SamplingParams, TokenCounts, TokenLogprobs};
 use crate::tokenizer::TextStream;
@@ -36,6 +39,12 @@ pub(super) struct Sequence {
     n_forks: u32,
     counts: Option<TokenCounts>,
     text: Option<TextStream>,
+    /// Name under which the sequence stays resident.
+    name: Option<String>,
+    /// Tokens that may still be chosen; `None`: no limit.
+    credits: Option<u32>,
+    /// Whether some of the KV in `table` came from outside; such blocks are never registered.
+    is_foreign: bool,
     is_finished: bool,
 }
 
@@ -43,6 +52,7 @@ impl Sequence {
     pub(super) fn new(
         request: RequestId,
         generate: GenerateRequest,
+        options: SubmitOptions,
         seed: u64,
         chain: KvikChain,
         text: Option<TextStream>,
@@ -63,6 +73,9 @@ impl Sequence {
             chain,
             n_cached: None,
             text,
+            name: options.name,
+            credits: options.credits,
+            is_foreign: false,
             is_finished: false,
         }
     }
@@ -101,6 +114,40 @@ impl Sequence {
         self.is_finished = true;
     }
 
+    pub(super) fn is_named(&self, name: &str) -> bool {
+        self.name.as_deref() == Some(name)
+    }
+
+    pub(super) fn name(&self) -> Option<&str> {
+        self.name.as_deref()
+    }
+
+    /// Whether the sequence has to wait for credits before it may advance.
+    pub(super) fn is_paused(&self) -> bool {
+        self.credits == Some(0)
+    }
+
+    pub(super) fn grant(&mut self, n: u32) {
+        self.credits = self.credits.map(|credits| credits.saturating_add(n));
+    }
+
+    /// The tokens whose keys and values lie in the table.
+    pub(super) fn computed_tokens(&self) -> &[TokenId] {
+        &self.tokens[..self.n_computed]
+    }
+
+    /// Tokens left to compute: of the prompt, and of the output as far as its limit.
+    pub(super) fn n_outstanding(&self, longest: usize) -> usize {
+        let end = longest.min(self.n_prompt.saturating_add(self.sampling.max_tokens as usize));
+        end.saturating_sub(self.n_computed)
+    }
+
+    /// What stays of a sequence that has ended, and its name.
+    pub(super) fn into_resident(mut self) -> (Option<String>, Resident) {
+        self.tokens.truncate(self.n_computed);
+        (self.name, Resident { tokens: self.tokens, table: self.table, is_foreign: self.is_foreign })
+    }
+
     /// Number of further choices to fork off, once.
     pub(super) fn take_forks(&mut self) -> u32 {
         std::mem::take(&mut self.n_forks)
@@ -111,16 +158,18 @@ impl Sequence {
         n_tokens.div_ceil(BLOCK_TOKENS).saturating_sub(self.table.len())
     }
 
-    /// Whether writing the next token would change a block that another sequence holds.
+    /// Whether writing the next token would change a block that another sequence holds or may find.
     pub(super) fn writes_shared_block(&self, pool: &BlockPool) -> bool {
-        self.next_block_idx()
-            .is_some_and(|idx| 1 < pool.n_holders(self.table[idx]))
+        self.next_block_idx().is_some_and(|idx| {
+            let block = self.table[idx];
+            1 < pool.n_holders(block) || pool.is_registered(block)
+        })
     }
 
     /// Index in the table of the partly filled block that the next token goes to.
     fn next_block_idx(&self) -> Option<usize> {
         let idx = self.n_computed / BLOCK_TOKENS;
-        (self.n_computed % BLOCK_TOKENS != 0 && idx < self.table.len()).then_some(idx)
+        (!self.n_computed.is_multiple_of(BLOCK_TOKENS) && idx < self.table.len()).then_some(idx)
     }
 
     /// Puts `copy` in the place of the shared block that the next token goes to; returns the block
@@ -147,6 +196,26 @@ impl Sequence {
         self.n_computed = self.table.len() * BLOCK_TOKENS;
     }
 
+    /// Starts from the blocks of `resident` as far as its tokens start this sequence, if that is
+    /// further than the registered blocks reach; gives back the blocks of the other.
+    pub(super) fn reuse_resident(&mut self, mut resident: Resident, pool: &mut BlockPool) {
+        let usable = &self.tokens[..self.tokens.len() - 1];
+        let n_common = usable.iter().zip(&resident.tokens).take_while(|(a, b)| a == b).count();
+        if n_common <= self.n_computed {
+            pool.release(&mut resident.table);
+            return;
+        }
+        let mut unused = resident.table.split_off(n_common.div_ceil(BLOCK_TOKENS));
+        pool.release(&mut unused);
+        pool.release(&mut self.table);
+        self.table = resident.table;
+        self.n_computed = n_common;
+        // Full blocks whose parents are registered are so already, or never will be.
+        self.n_registered = n_common / BLOCK_TOKENS;
+        self.is_foreign = resident.is_foreign;
+        self.hash_blocks(self.n_registered);
+    }
+
     /// Remembers, at the first admission, how much of the prompt was found; returns it then.
     pub(super) fn note_cached(&mut self) -> Option<usize> {
         if self.n_cached.is_some() {
@@ -159,6 +228,9 @@ impl Sequence {
     /// Marks `n_rows` more tokens as computed and registers the blocks that became full.
     pub(super) fn advance(&mut self, n_rows: usize, pool: &mut BlockPool) {
         self.n_computed += n_rows;
+        if self.is_foreign {
+            return;
+        }
         let n_full = self.n_computed / BLOCK_TOKENS;
         self.hash_blocks(n_full);
         for idx in self.n_registered..n_full {
@@ -172,13 +244,7 @@ impl Sequence {
     }
 
     fn hash_blocks(&mut self, n_blocks: usize) {
-        for tokens in self
-            .tokens
-            .as_chunks::<BLOCK_TOKENS>()
-            .0
-            .iter()
-            .take(n_blocks)
-            .skip(self.hashes.len())
+        for tokens in self.tokens.as_chunks::<BLOCK_TOKENS>().0.iter().take(n_blocks).skip(self.hashes.len())
         {
             self.hashes.push(self.chain.push_block(tokens));
         }
@@ -205,6 +271,9 @@ impl Sequence {
             n_forks: 0,
             counts: self.counts.clone(),
             text,
+            name: None,
+            credits: self.credits,
+            is_foreign: self.is_foreign,
             is_finished: false,
         }
     }
@@ -214,6 +283,7 @@ impl Sequence {
         pool.release(&mut self.table);
         self.n_computed = 0;
         self.n_registered = 0;
+        self.is_foreign = false;
     }
 
     /// Gives all blocks back for good.
@@ -241,25 +311,16 @@ impl Sequence {
         events: &mut Vec<EngineEvent>,
     ) {
         self.tokens.push(token);
+        self.credits = self.credits.map(|credits| credits.saturating_sub(1));
         if let Some(counts) = &mut self.counts {
             counts.push(token);
         }
-        let delta = self
-            .text
-            .as_mut()
-            .map(|text| text.push(token))
-            .unwrap_or_default();
+        let delta = self.text.as_mut().map(|text| text.push(token)).unwrap_or_default();
         let is_stop = delta.stopped.is_some()
             || self.sampling.stop_token_ids.contains(&token)
             || (is_end_token && !self.sampling.ignore_eos);
         let (request, choice) = self.key();
-        events.push(EngineEvent::Token(TokenEvent {
-            request,
-            choice,
-            token,
-            text: delta.text,
-            logprobs,
-        }));
+        events.push(EngineEvent::Token(TokenEvent { request, choice, token, text: delta.text, logprobs }));
         let n_generated = self.tokens.len() - self.n_prompt;
         let is_longest = self.sampling.max_tokens as usize <= n_generated || longest <= self.tokens.len();
         if !is_stop && !is_longest {
@@ -268,22 +329,12 @@ impl Sequence {
         self.is_finished = true;
         let text = self.text.as_mut().map(TextStream::finish).unwrap_or_default();
         let stopped_late = self.text.as_ref().is_some_and(|text| text.stopped().is_some());
-        let reason = if is_stop || stopped_late {
-            FinishReason::Stop
-        } else {
-            FinishReason::Length
-        };
+        let reason = if is_stop || stopped_late { FinishReason::Stop } else { FinishReason::Length };
         let usage = Usage {
             prompt_tokens: self.n_prompt,
             cached_tokens: self.n_cached.unwrap_or(0),
             completion_tokens: n_generated,
         };
-        events.push(EngineEvent::Finished {
-            request,
-            choice,
-            text,
-            reason,
-            usage,
-        });
+        events.push(EngineEvent::Finished { request, choice, text, reason, usage });
     }
 }

@@ -7,10 +7,11 @@ mod cpu;
 
 pub use cpu::{CpuBackend, CpuBackendOptions};
 
-use kvik_types::TokenId;
+use kvik_types::{Dtype, TokenId};
 
 use crate::config::ModelConfig;
 use crate::error::Result;
+use crate::kernels::padded;
 use crate::paging::BlockId;
 
 /// Consecutive tokens of one sequence that a forward pass computes.
@@ -30,9 +31,23 @@ pub struct SequenceRows<'a> {
 /// The logits of one forward pass, one row for each that was asked for, in order.
 #[derive(Debug, Default)]
 pub struct Logits {
-    pub(crate) values: Vec<f32>,
-    pub(crate) stride: usize,
-    pub(crate) vocab_size: usize,
+    /// Rows as the CPU kernels write them, `stride` apart.
+    values: Vec<f32>,
+    stride: usize,
+    vocab_size: usize,
+}
+
+/// Keys and values of one layer of a sequence, outside of their blocks.
+///
+/// Each is `[n_tokens, n_kv_heads, head_dim]` in the backend's KV dtype, little endian.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct LayerKv {
+    /// Number of tokens.
+    pub n_tokens: usize,
+    /// The keys, after rotation.
+    pub keys: Vec<u8>,
+    /// The values.
+    pub values: Vec<u8>,
 }
 
 /// A device that runs the model.
@@ -59,9 +74,41 @@ pub trait Backend: Send + std::fmt::Debug {
 
     /// Copies the keys and values of all layers from one block to another.
     fn copy_block(&mut self, from: BlockId, to: BlockId);
+
+    /// Type in which keys and values are kept.
+    fn kv_dtype(&self) -> Dtype;
+
+    /// The keys and values of one layer of the first `n_tokens` tokens of `block_table`.
+    ///
+    /// The caller guarantees that the table covers them and that they were computed.
+    fn export_kv(&self, layer_idx: usize, block_table: &[BlockId], n_tokens: usize) -> LayerKv;
+
+    /// Puts keys and values of one layer under the first `kv.n_tokens` tokens of `block_table`.
+    ///
+    /// The caller guarantees that the table covers them and that nobody else holds its blocks.
+    ///
+    /// # Errors
+    /// If a tensor has not `n_tokens * n_kv_heads * head_dim` elements; nothing was written then.
+    fn import_kv(&mut self, layer_idx: usize, block_table: &[BlockId], kv: &LayerKv) -> Result<()>;
 }
 
 impl Logits {
+    /// Makes room for `n_rows` rows of `vocab_size` logits, all zero; for implementations of [`Backend`].
+    pub fn reset(&mut self, n_rows: usize, vocab_size: usize) {
+        self.vocab_size = vocab_size;
+        self.stride = padded(vocab_size);
+        self.values.clear();
+        self.values.resize(n_rows * self.stride, 0.0);
+    }
+
+    /// The logits of row `row_idx`, to be written.
+    ///
+    /// # Panics
+    /// If there is no such row.
+    pub fn row_mut(&mut self, row_idx: usize) -> &mut [f32] {
+        &mut self.values[row_idx * self.stride..][..self.vocab_size]
+    }
+
     /// Number of rows.
     pub fn n_rows(&self) -> usize {
         self.values.len().checked_div(self.stride).unwrap_or(0)

@@ -150,10 +150,7 @@ impl<E: KvElement> AttendTile<'_, E> {
     #[inline(always)]
     fn visible(&self, query: usize) -> std::ops::Range<usize> {
         let position = self.tile.first_position + self.row_and_head(query).0;
-        let start = self
-            .shape
-            .window
-            .map_or(0, |window| (position + 1).saturating_sub(window));
+        let start = self.shape.window.map_or(0, |window| (position + 1).saturating_sub(window));
         start..position + 1
     }
 
@@ -313,18 +310,15 @@ impl<E: KvElement> AttendTile<'_, E> {
                 let mut value = [simd.splat(0.0); VECTORS];
                 for part in 0..VECTORS {
                     // SAFETY: `values` spans sixteen rows and `lane` is below sixteen.
-                    value[part] = E::widen(simd, unsafe {
-                        &values.get_unchecked(lane * row_vectors + part).0
-                    });
+                    value[part] =
+                        E::widen(simd, unsafe { &values.get_unchecked(lane * row_vectors + part).0 });
                 }
                 let everyone_sees = all_start <= position && position < all_end;
                 for query in 0..QUERIES {
                     if everyone_sees || self.visible(first + query).contains(&position) {
                         // SAFETY: the scores of `QUERIES * n_blocks` blocks were written.
                         let weight = unsafe {
-                            self.scores
-                                .get_unchecked(query * n_blocks + block_idx - start_block)
-                                .0[lane]
+                            self.scores.get_unchecked(query * n_blocks + block_idx - start_block).0[lane]
                         };
                         let weight = simd.splat(weight);
                         for part in 0..VECTORS {
@@ -339,17 +333,12 @@ impl<E: KvElement> AttendTile<'_, E> {
             let out_row = (self.tile.first_row + row) * self.out_stride;
             for part in 0..VECTORS {
                 let mut normalized = [0.0; LANES];
-                simd.store(
-                    simd.div(mixed[query][part], simd.splat(sums[query])),
-                    &mut normalized,
-                );
+                simd.store(simd.div(mixed[query][part], simd.splat(sums[query])), &mut normalized);
                 let dim = (vector + part) * LANES;
                 let n_dims = LANES.min(self.page_shape.head_dim - dim);
                 // SAFETY: no other task has this tile's rows and this KV head's queries.
-                let out = unsafe {
-                    self.out
-                        .slice_mut(out_row + head * self.page_shape.head_dim + dim, n_dims)
-                };
+                let out =
+                    unsafe { self.out.slice_mut(out_row + head * self.page_shape.head_dim + dim, n_dims) };
                 out.copy_from_slice(&normalized[..n_dims]);
             }
         }

@@ -9,9 +9,9 @@ use super::shared::{Aligned, SharedSlice};
 use super::simd::{Isa, Kernel, LANES, Simd};
 use super::threads::ThreadPool;
 
-/// Most rows that one tile advances together: 6 rows by 4 panels fill 24 of the 32 vector
-/// registers of AVX-512, and 6 by 1 fill 12 of the 16 of AVX2.
-const MAX_TILE_ROWS: usize = 6;
+/// Most rows that one tile advances together: 5 rows by 4 panels leave room for weights and values
+/// in the 32 vector registers of AVX-512, and 5 by 1 in the 16 of AVX2; a sixth row spills.
+const MAX_TILE_ROWS: usize = 5;
 /// Panels that one thread claims at the least; the widest tile takes this many.
 const MIN_PANELS_PER_CHUNK: usize = 8;
 /// Chunks for each thread, so that a slow thread leaves work to the others.
@@ -47,14 +47,10 @@ pub(crate) fn matmul(
     let out_stride = padded(matrix.n_outputs());
     assert!(n_rows * x_stride <= x.len(), "input rows are missing");
     assert!(n_rows * out_stride <= out.len(), "output rows are missing");
-    assert!(
-        bias.is_none_or(|bias| bias.len() == out_stride),
-        "the bias is not padded"
-    );
+    assert!(bias.is_none_or(|bias| bias.len() == out_stride), "the bias is not padded");
     let n_panels = matrix.n_panels();
-    let panels_per_chunk = n_panels
-        .div_ceil(CHUNKS_PER_THREAD * pool.n_threads())
-        .next_multiple_of(MIN_PANELS_PER_CHUNK);
+    let panels_per_chunk =
+        n_panels.div_ceil(CHUNKS_PER_THREAD * pool.n_threads()).next_multiple_of(MIN_PANELS_PER_CHUNK);
     let shared_out = SharedSlice::new(out);
     pool.run(n_panels.div_ceil(panels_per_chunk), &|chunk| {
         let first_panel = chunk * panels_per_chunk;
@@ -93,16 +89,16 @@ trait PanelChunk {
     /// Inputs that the chunk covers: one, or two.
     const N_INPUTS: usize;
 
-    /// The weights of each covered input; the second is unused where there is one.
-    fn widen<S: Simd>(&self, simd: S) -> [S::Lanes; 2];
+    /// The weights of the covered input number `step`.
+    fn widen<S: Simd>(&self, simd: S, step: usize) -> S::Lanes;
 }
 
 impl PanelChunk for Aligned<[f32; LANES]> {
     const N_INPUTS: usize = 1;
 
     #[inline(always)]
-    fn widen<S: Simd>(&self, simd: S) -> [S::Lanes; 2] {
-        [simd.load(&self.0); 2]
+    fn widen<S: Simd>(&self, simd: S, _step: usize) -> S::Lanes {
+        simd.load(&self.0)
     }
 }
 
@@ -114,8 +110,8 @@ impl PanelChunk for F16Chunk {
     const N_INPUTS: usize = 1;
 
     #[inline(always)]
-    fn widen<S: Simd>(&self, simd: S) -> [S::Lanes; 2] {
-        [simd.load_f16(&self.0.0); 2]
+    fn widen<S: Simd>(&self, simd: S, _step: usize) -> S::Lanes {
+        simd.load_f16(&self.0.0)
     }
 }
 
@@ -123,8 +119,8 @@ impl PanelChunk for Aligned<[u16; 2 * LANES]> {
     const N_INPUTS: usize = 2;
 
     #[inline(always)]
-    fn widen<S: Simd>(&self, simd: S) -> [S::Lanes; 2] {
-        simd.load_bf16_pairs(&self.0)
+    fn widen<S: Simd>(&self, simd: S, step: usize) -> S::Lanes {
+        if step == 0 { simd.load_bf16_even(&self.0) } else { simd.load_bf16_odd(&self.0) }
     }
 }
 
@@ -153,17 +149,13 @@ impl PanelsKernel<'_> {
         let mut panel = self.first_panel;
         while panel < self.end_panel {
             let n_left = self.end_panel - panel;
-            let wide = if S::HAS_WIDE_REGISTERS {
-                wide_tile(self.n_rows)
-            } else {
-                narrow_tile(self.n_rows)
-            };
+            let wide = if S::HAS_WIDE_REGISTERS { wide_tile(self.n_rows) } else { narrow_tile(self.n_rows) };
             let n_panels = if wide <= n_left { wide } else { 1 };
             let panel_chunks = &chunks[panel * chunks_per_panel..(panel + n_panels) * chunks_per_panel];
             let n_tiles = self.n_rows.div_ceil(MAX_TILE_ROWS);
             let mut row = 0;
             for tile_idx in 0..n_tiles {
-                // Rows spread evenly: 7 rows are 4 and 3, not 6 and 1.
+                // Rows spread evenly: 6 rows are 3 and 3, not 5 and 1.
                 let n_rows = (self.n_rows - row).div_ceil(n_tiles - tile_idx);
                 self.run_tile(simd, panel_chunks, panel, n_panels, row, n_rows);
                 row += n_rows;
@@ -186,19 +178,16 @@ impl PanelsKernel<'_> {
     ) {
         match (n_rows, n_panels) {
             (1, 8) => self.tile::<S, C, 1, 8>(simd, chunks, panel, row),
-            (2, 8) => self.tile::<S, C, 2, 8>(simd, chunks, panel, row),
             (1, 4) => self.tile::<S, C, 1, 4>(simd, chunks, panel, row),
             (2, 4) => self.tile::<S, C, 2, 4>(simd, chunks, panel, row),
             (3, 4) => self.tile::<S, C, 3, 4>(simd, chunks, panel, row),
             (4, 4) => self.tile::<S, C, 4, 4>(simd, chunks, panel, row),
             (5, 4) => self.tile::<S, C, 5, 4>(simd, chunks, panel, row),
-            (6, 4) => self.tile::<S, C, 6, 4>(simd, chunks, panel, row),
             (1, _) => self.tile::<S, C, 1, 1>(simd, chunks, panel, row),
             (2, _) => self.tile::<S, C, 2, 1>(simd, chunks, panel, row),
             (3, _) => self.tile::<S, C, 3, 1>(simd, chunks, panel, row),
             (4, _) => self.tile::<S, C, 4, 1>(simd, chunks, panel, row),
-            (5, _) => self.tile::<S, C, 5, 1>(simd, chunks, panel, row),
-            (_, _) => self.tile::<S, C, 6, 1>(simd, chunks, panel, row),
+            (_, _) => self.tile::<S, C, 5, 1>(simd, chunks, panel, row),
         }
     }
 
@@ -216,22 +205,23 @@ impl PanelsKernel<'_> {
         let x = &self.x[row * self.x_stride..(row + ROWS) * self.x_stride];
         let mut sums = [[simd.splat(0.0); PANELS]; ROWS];
         for chunk in 0..chunks_per_panel {
-            let mut weights = [[simd.splat(0.0); 2]; PANELS];
-            for panel_idx in 0..PANELS {
-                // SAFETY: `chunks` holds `PANELS * chunks_per_panel` chunks, asserted above.
-                let weight_chunk = unsafe { chunks.get_unchecked(panel_idx * chunks_per_panel + chunk) };
-                weights[panel_idx] = weight_chunk.widen(simd);
-            }
             for step in 0..C::N_INPUTS {
+                let mut values = [simd.splat(0.0); ROWS];
                 for row_idx in 0..ROWS {
                     // SAFETY: `x` is `ROWS` strides long and a stride holds every input, padded
                     // to the chunk, asserted above.
                     let value =
                         unsafe { *x.get_unchecked(row_idx * self.x_stride + chunk * C::N_INPUTS + step) };
-                    let value = simd.splat(value);
-                    for panel_idx in 0..PANELS {
+                    values[row_idx] = simd.splat(value);
+                }
+                // Weights are widened one panel at a time: sums and values fill the registers.
+                for panel_idx in 0..PANELS {
+                    // SAFETY: `chunks` holds `PANELS * chunks_per_panel` chunks, asserted above.
+                    let weight_chunk = unsafe { chunks.get_unchecked(panel_idx * chunks_per_panel + chunk) };
+                    let weight = weight_chunk.widen(simd, step);
+                    for row_idx in 0..ROWS {
                         sums[row_idx][panel_idx] =
-                            simd.fma(value, weights[panel_idx][step], sums[row_idx][panel_idx]);
+                            simd.fma(values[row_idx], weight, sums[row_idx][panel_idx]);
                     }
                 }
             }
@@ -266,7 +256,7 @@ impl PanelsKernel<'_> {
 /// the latency of the multiply-add.
 #[inline(always)]
 fn wide_tile(n_rows: usize) -> usize {
-    if n_rows <= 2 { 8 } else { 4 }
+    if n_rows <= 1 { 8 } else { 4 }
 }
 
 /// Panels that advance together on 16 registers of eight lanes.

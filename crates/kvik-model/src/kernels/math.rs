@@ -16,14 +16,8 @@ const LN_2_HIGH: f32 = 0.693_359_4;
 /// ln 2 less [`LN_2_HIGH`].
 const LN_2_LOW: f32 = -2.121_944_4e-4;
 /// Coefficients of `(exp(r) - 1 - r) / r^2` for `|r| <= ln 2 / 2`, highest power first.
-const EXP_POLYNOMIAL: [f32; 6] = [
-    1.987_569_1e-4,
-    1.398_199_9e-3,
-    8.333_452e-3,
-    4.166_579_6e-2,
-    1.666_666_5e-1,
-    5.000_000_1e-1,
-];
+const EXP_POLYNOMIAL: [f32; 6] =
+    [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
 
 /// `e^x` to about one unit in the last place; zero below [`EXP_LOWEST`].
 #[inline(always)]
@@ -53,7 +47,7 @@ pub(crate) fn silu<S: Simd>(simd: S, x: S::Lanes) -> S::Lanes {
 /// `x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))`, computed as `x * sigmoid(2 * inner)`.
 #[inline(always)]
 pub(crate) fn gelu_tanh<S: Simd>(simd: S, x: S::Lanes) -> S::Lanes {
-    const TWICE_SQRT_2_OVER_PI: f32 = 1.595_769_1;
+    const TWICE_SQRT_2_OVER_PI: f32 = 1.595_769;
     let cube = simd.mul(simd.mul(x, x), x);
     let inner = simd.fma(cube, simd.splat(0.044_715), x);
     let exponent = simd.mul(inner, simd.splat(-TWICE_SQRT_2_OVER_PI));

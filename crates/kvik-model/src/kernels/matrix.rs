@@ -62,9 +62,7 @@ impl PackedMatrix {
             n_outputs = padded(n_outputs) + rows;
         }
         let n_panels = n_outputs.div_ceil(LANES);
-        let dtype = sources
-            .first()
-            .map_or(WeightDtype::F32, |source| source.tensor.dtype);
+        let dtype = sources.first().map_or(WeightDtype::F32, |source| source.tensor.dtype);
         let is_uniform = sources.iter().all(|source| source.tensor.dtype == dtype);
         let panels = match dtype {
             WeightDtype::BF16 if is_uniform => {
@@ -91,11 +89,7 @@ impl PackedMatrix {
                 Panels::F32(panels)
             }
         };
-        Ok(Self {
-            n_outputs,
-            n_inputs,
-            panels,
-        })
+        Ok(Self { n_outputs, n_inputs, panels })
     }
 
     pub(crate) fn n_outputs(&self) -> usize {
@@ -125,11 +119,7 @@ impl PackedMatrix {
     /// # Panics
     /// If there is no such row or `row` is shorter than the number of inputs.
     pub(crate) fn unpack_row(&self, output: usize, row: &mut [f32]) {
-        assert!(
-            output < self.n_outputs,
-            "row {output} of a matrix of {} rows",
-            self.n_outputs
-        );
+        assert!(output < self.n_outputs, "row {output} of a matrix of {} rows", self.n_outputs);
         let (panel, lane) = (output / LANES, output % LANES);
         for (input, value) in row[..self.n_inputs].iter_mut().enumerate() {
             *value = match &self.panels {
@@ -149,28 +139,21 @@ impl PackedMatrix {
 impl MatrixSource {
     /// A source stored as `[n_outputs, n_inputs]`.
     pub(crate) fn rows(tensor: Tensor) -> Self {
-        Self {
-            tensor,
-            is_transposed: false,
-        }
+        Self { tensor, is_transposed: false }
     }
 
     /// A source stored as `[n_inputs, n_outputs]`.
     pub(crate) fn columns(tensor: Tensor) -> Self {
-        Self {
-            tensor,
-            is_transposed: true,
-        }
+        Self { tensor, is_transposed: true }
     }
 
     /// `(n_outputs, n_inputs)`.
     fn shape(&self) -> Result<(usize, usize)> {
         match (self.tensor.shape.as_slice(), self.is_transposed) {
             (&[rows, columns], false) | (&[columns, rows], true) => Ok((rows, columns)),
-            (shape, _) => Err(ModelError::weights(
-                "matrix",
-                format!("shape {shape:?} has not two dimensions"),
-            )),
+            (shape, _) => {
+                Err(ModelError::weights("matrix", format!("shape {shape:?} has not two dimensions")))
+            }
         }
     }
 
@@ -184,11 +167,8 @@ impl MatrixSource {
         let (n_outputs, n_inputs) = self.shape()?;
         for output in 0..n_outputs {
             for input in 0..n_inputs {
-                let index = if self.is_transposed {
-                    input * n_outputs + output
-                } else {
-                    output * n_inputs + input
-                };
+                let index =
+                    if self.is_transposed { input * n_outputs + output } else { output * n_inputs + input };
                 place(first_output + output, input, index);
             }
         }

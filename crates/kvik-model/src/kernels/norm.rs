@@ -8,13 +8,7 @@ use super::simd::{Isa, Kernel, LANES, Simd};
 /// # Panics
 /// If the slices are not of one length, a multiple of the vector width.
 pub(crate) fn rms_norm_row(isa: Isa, n: usize, epsilon: f32, weight: &[f32], x: &[f32], out: &mut [f32]) {
-    isa.run(RmsNorm {
-        n,
-        epsilon,
-        weight,
-        x,
-        out,
-    });
+    isa.run(RmsNorm { n, epsilon, weight, x, out });
 }
 
 /// Writes `(x - mean) / sqrt(variance + epsilon) * weight + bias` to `out`; the padding of `out`
@@ -31,14 +25,7 @@ pub(crate) fn layer_norm_row(
     x: &[f32],
     out: &mut [f32],
 ) {
-    isa.run(LayerNorm {
-        n,
-        epsilon,
-        weight,
-        bias,
-        x,
-        out,
-    });
+    isa.run(LayerNorm { n, epsilon, weight, bias, x, out });
 }
 
 struct RmsNorm<'a> {

@@ -12,11 +12,37 @@ use super::threads::ThreadPool;
 
 /// An element type of stored keys and values.
 pub(crate) trait KvElement: Copy + Send + Sync + Default + std::fmt::Debug + 'static {
+    /// Bytes of one element on the wire.
+    const N_BYTES: usize;
+
     fn from_f32(value: f32) -> Self;
+    /// Appends the element in little endian.
+    fn push_le(self, out: &mut Vec<u8>);
+    /// Reads an element of [`KvElement::N_BYTES`] bytes in little endian.
+    fn from_le(bytes: &[u8]) -> Self;
     fn widen<S: Simd>(simd: S, from: &[Self; LANES]) -> S::Lanes;
 }
 
+/// The methods that read and write an element's bytes.
+macro_rules! little_endian {
+    ($n_bytes:literal) => {
+        const N_BYTES: usize = $n_bytes;
+
+        #[inline(always)]
+        fn push_le(self, out: &mut Vec<u8>) {
+            out.extend_from_slice(&self.to_le_bytes());
+        }
+
+        #[inline(always)]
+        fn from_le(bytes: &[u8]) -> Self {
+            Self::from_le_bytes(bytes.first_chunk().copied().unwrap_or_default())
+        }
+    };
+}
+
 impl KvElement for f32 {
+    little_endian!(4);
+
     #[inline(always)]
     fn from_f32(value: f32) -> Self {
         value
@@ -31,6 +57,8 @@ impl KvElement for f32 {
 macro_rules! sixteen_bit_element {
     ($element:ty, $load:ident) => {
         impl KvElement for $element {
+            little_endian!(2);
+
             #[inline(always)]
             fn from_f32(value: f32) -> Self {
                 <$element>::from_f32(value)
@@ -91,16 +119,17 @@ pub(crate) struct KvRows<'a> {
 }
 
 impl<E: KvElement> KvPages<E> {
-    pub(crate) fn new(n_layers: usize, n_blocks: usize, shape: PageShape) -> Self {
-        let n_vectors = n_blocks * shape.vectors_per_block();
-        let layers = (0..n_layers)
-            .map(|_| vec![Aligned([E::default(); LANES]); n_vectors])
-            .collect();
-        Self {
-            layers,
-            shape,
-            n_blocks,
+    /// Pages for `n_blocks` blocks; `None` if they do not fit into the address space.
+    pub(crate) fn try_new(n_layers: usize, n_blocks: usize, shape: PageShape) -> Option<Self> {
+        let n_vectors = n_blocks.checked_mul(shape.vectors_per_block())?;
+        let mut layers = Vec::with_capacity(n_layers);
+        for _ in 0..n_layers {
+            let mut layer = Vec::new();
+            layer.try_reserve_exact(n_vectors).ok()?;
+            layer.resize(n_vectors, Aligned([E::default(); LANES]));
+            layers.push(layer);
         }
+        Some(Self { layers, shape, n_blocks })
     }
 
     pub(crate) fn n_blocks(&self) -> usize {
@@ -117,6 +146,69 @@ impl<E: KvElement> KvPages<E> {
         let source = from.index() * n_vectors;
         for layer in &mut self.layers {
             layer.copy_within(source..source + n_vectors, to.index() * n_vectors);
+        }
+    }
+
+    /// Appends the keys and values of the first `n_tokens` tokens of a block table to `keys` and
+    /// `values`, each `[n_tokens, n_kv_heads, head_dim]` in little endian.
+    pub(crate) fn export(
+        &self,
+        layer_idx: usize,
+        block_table: &[BlockId],
+        n_tokens: usize,
+        keys: &mut Vec<u8>,
+        values: &mut Vec<u8>,
+    ) {
+        let row_vectors = padded(self.shape.head_dim) / LANES;
+        for position in 0..n_tokens {
+            let lane = position % LANES;
+            let start = block_table[position / LANES].index() * self.shape.vectors_per_block();
+            let block = &self.layers[layer_idx][start..start + self.shape.vectors_per_block()];
+            for head in block.chunks_exact(self.shape.vectors_per_head()) {
+                let (key_vectors, value_vectors) = head.split_at(self.shape.head_dim);
+                for vector in key_vectors {
+                    vector.0[lane].push_le(keys);
+                }
+                for dim in 0..self.shape.head_dim {
+                    value_vectors[lane * row_vectors + dim / LANES].0[dim % LANES].push_le(values);
+                }
+            }
+        }
+    }
+
+    /// Writes the keys and values of `n_tokens` tokens, in the form that [`KvPages::export`] gives,
+    /// into the blocks of one layer.
+    ///
+    /// # Panics
+    /// If `keys` or `values` is not exactly `n_tokens` long.
+    pub(crate) fn import(
+        &mut self,
+        layer_idx: usize,
+        block_table: &[BlockId],
+        n_tokens: usize,
+        keys: &[u8],
+        values: &[u8],
+    ) {
+        let head_dim = self.shape.head_dim;
+        let token_bytes = self.shape.n_kv_heads * head_dim * E::N_BYTES;
+        assert!(keys.len() == n_tokens * token_bytes && values.len() == n_tokens * token_bytes);
+        let row_vectors = padded(head_dim) / LANES;
+        let (vectors_per_block, vectors_per_head) =
+            (self.shape.vectors_per_block(), self.shape.vectors_per_head());
+        let tokens = keys.chunks_exact(token_bytes).zip(values.chunks_exact(token_bytes));
+        for (position, (key_row, value_row)) in tokens.enumerate() {
+            let lane = position % LANES;
+            let start = block_table[position / LANES].index() * vectors_per_block;
+            let block = &mut self.layers[layer_idx][start..start + vectors_per_block];
+            for (head, vectors) in block.chunks_exact_mut(vectors_per_head).enumerate() {
+                let (key_vectors, value_vectors) = vectors.split_at_mut(head_dim);
+                for dim in 0..head_dim {
+                    let at = (head * head_dim + dim) * E::N_BYTES;
+                    key_vectors[dim].0[lane] = E::from_le(&key_row[at..at + E::N_BYTES]);
+                    value_vectors[lane * row_vectors + dim / LANES].0[dim % LANES] =
+                        E::from_le(&value_row[at..at + E::N_BYTES]);
+                }
+            }
         }
     }
 

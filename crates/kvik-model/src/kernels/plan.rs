@@ -53,12 +53,7 @@ impl<'a> RowPlan<'a> {
     /// does not cover its rows, names a block outside of `0..n_blocks`, or two spans would write
     /// one block.
     pub(crate) fn try_new(spans: &[Span<'a>], n_blocks: usize) -> Option<Self> {
-        let mut plan = Self {
-            runs: Vec::new(),
-            tiles: Vec::new(),
-            n_visible: 0,
-            n_rows: 0,
-        };
+        let mut plan = Self { runs: Vec::new(), tiles: Vec::new(), n_visible: 0, n_rows: 0 };
         for span in spans {
             let end = span.first_position + span.n_rows;
             let block_table = span.block_table.get(..end.div_ceil(LANES))?;

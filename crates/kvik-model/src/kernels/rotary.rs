@@ -13,10 +13,7 @@ pub(crate) struct RotaryTable {
 
 impl RotaryTable {
     pub(crate) fn new(inverse_frequencies: Vec<f32>) -> Self {
-        Self {
-            inverse_frequencies,
-            rotations: Vec::new(),
-        }
+        Self { inverse_frequencies, rotations: Vec::new() }
     }
 
     /// Computes the rotations of `positions`, one row each. The angle is rounded to f32 before

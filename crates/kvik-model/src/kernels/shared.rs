@@ -25,11 +25,7 @@ unsafe impl<T: Send> Sync for SharedSlice<'_, T> {}
 
 impl<'a, T> SharedSlice<'a, T> {
     pub(crate) fn new(slice: &'a mut [T]) -> Self {
-        Self {
-            start: slice.as_mut_ptr(),
-            len: slice.len(),
-            owner: PhantomData,
-        }
+        Self { start: slice.as_mut_ptr(), len: slice.len(), owner: PhantomData }
     }
 
     /// The elements `start..start + len`.
@@ -41,15 +37,9 @@ impl<'a, T> SharedSlice<'a, T> {
     /// # Panics
     /// If the range is not inside the slice.
     #[inline(always)]
-    #[expect(
-        clippy::mut_from_ref,
-        reason = "that is the purpose; the caller promises disjointness"
-    )]
+    #[expect(clippy::mut_from_ref, reason = "that is the purpose; the caller promises disjointness")]
     pub(crate) unsafe fn slice_mut(&self, start: usize, len: usize) -> &mut [T] {
-        assert!(
-            start <= self.len && len <= self.len - start,
-            "range outside of the shared slice"
-        );
+        assert!(start <= self.len && len <= self.len - start, "range outside of the shared slice");
         // SAFETY: the range is inside the slice; the caller promises that nobody else touches it.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(start), len) }
     }

@@ -57,10 +57,7 @@ pub(crate) struct ThreadPool {
 
 impl std::fmt::Debug for ThreadPool {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter
-            .debug_struct("ThreadPool")
-            .field("n_threads", &self.n_threads())
-            .finish_non_exhaustive()
+        formatter.debug_struct("ThreadPool").field("n_threads", &self.n_threads()).finish_non_exhaustive()
     }
 }
 
@@ -85,11 +82,7 @@ impl ThreadPool {
                     .name(format!("kvik-compute-{idx}"))
                     .spawn(move || shared.serve(&parked_flag))
                     .ok()?;
-                Some(Worker {
-                    thread: handle.thread().clone(),
-                    is_parked,
-                    handle: Some(handle),
-                })
+                Some(Worker { thread: handle.thread().clone(), is_parked, handle: Some(handle) })
             })
             .collect();
         Self { shared, workers }
@@ -111,6 +104,10 @@ impl ThreadPool {
             return;
         }
         let shared = &*self.shared;
+        #[expect(
+            clippy::transmute_ptr_to_ptr,
+            reason = "a cast cannot change the lifetime of a trait object"
+        )]
         // SAFETY: only the lifetime changes. The pointer is used by members of the section
         // alone, and this function does not return before the section is closed and empty.
         let erased: Work = unsafe {
@@ -237,10 +234,7 @@ impl Shared {
     fn enter(&self, section: u64) -> bool {
         let mut state = self.state.load(Ordering::Acquire);
         while state & OPEN != 0 && state / SECTION == section {
-            match self
-                .state
-                .compare_exchange_weak(state, state + 1, Ordering::AcqRel, Ordering::Acquire)
-            {
+            match self.state.compare_exchange_weak(state, state + 1, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => return true,
                 Err(current) => state = current,
             }

@@ -67,12 +67,7 @@ impl BlockPool {
     /// If `n_blocks` is not below `u32::MAX`.
     pub fn new(n_blocks: usize) -> Self {
         assert!(n_blocks < NONE as usize, "block ids are 32 bits");
-        let empty = Slot {
-            n_holders: 0,
-            content: None,
-            previous: NONE,
-            next: NONE,
-        };
+        let empty = Slot { n_holders: 0, content: None, previous: NONE, next: NONE };
         let mut pool = Self {
             slots: vec![empty; n_blocks],
             by_hash: HashMap::new(),
@@ -105,6 +100,11 @@ impl BlockPool {
     /// Number of holders of `block`.
     pub fn n_holders(&self, block: BlockId) -> u32 {
         self.slots[block.index()].n_holders
+    }
+
+    /// Whether the content of `block` can be found by its hash; it must not be changed then.
+    pub fn is_registered(&self, block: BlockId) -> bool {
+        self.slots[block.index()].content.is_some()
     }
 
     /// Takes a free block, forgetting what lay in it; `None` when every block is held.
@@ -201,11 +201,7 @@ impl BlockPool {
             return known;
         }
         self.by_hash.insert(hash, block);
-        self.slots[block.index()].content = Some(Content {
-            hash,
-            tokens: *tokens,
-            parent,
-        });
+        self.slots[block.index()].content = Some(Content { hash, tokens: *tokens, parent });
         block
     }
 

@@ -28,9 +28,6 @@ impl TokenLogprobs {
         tokens.truncate(n_top);
         tokens.sort_unstable_by(|&a, &b| rank_before(logits, a, b));
         let top = tokens.into_iter().map(|token| (token, logprob(token))).collect();
-        Self {
-            chosen: logprob(chosen),
-            top,
-        }
+        Self { chosen: logprob(chosen), top }
     }
 }

@@ -68,11 +68,7 @@ impl Default for SamplingParams {
 impl SamplingParams {
     /// The most likely token at each step.
     pub fn greedy(max_tokens: u32) -> Self {
-        Self {
-            temperature: 0.0,
-            max_tokens,
-            ..Self::default()
-        }
+        Self { temperature: 0.0, max_tokens, ..Self::default() }
     }
 
     /// Checks every field but `stop`, which [`TextStream`](crate::TextStream) checks.
@@ -103,11 +99,7 @@ fn within(field: &'static str, value: f32, lowest: f32, highest: f32) -> Result<
     if (lowest..=highest).contains(&value) {
         return Ok(());
     }
-    Err(ModelError::request(
-        field,
-        value,
-        format!("{lowest} to {highest}"),
-    ))
+    Err(ModelError::request(field, value, format!("{lowest} to {highest}")))
 }
 
 fn above_zero(field: &'static str, value: f32, highest: f32) -> Result<()> {

@@ -20,9 +20,7 @@ impl TokenCounts {
         let is_needed = params.repetition_penalty != 1.0
             || params.presence_penalty != 0.0
             || params.frequency_penalty != 0.0;
-        is_needed.then(|| Self {
-            n_in_output: prompt.iter().map(|&token| (token, 0)).collect(),
-        })
+        is_needed.then(|| Self { n_in_output: prompt.iter().map(|&token| (token, 0)).collect() })
     }
 
     /// Counts a token of the output.

@@ -29,10 +29,7 @@ mod tests {
             for counter in 0..100_000 {
                 buckets[(uniform(7, stream, counter) * 10.0) as usize] += 1;
             }
-            assert!(
-                buckets.iter().all(|&count| (9_500..10_500).contains(&count)),
-                "{buckets:?}"
-            );
+            assert!(buckets.iter().all(|&count| (9_500..10_500).contains(&count)), "{buckets:?}");
         }
     }
 

@@ -45,10 +45,7 @@ impl Sampler {
         input: SamplerInput<'_>,
     ) -> (TokenId, Option<TokenLogprobs>) {
         let token = self.choose(logits, input);
-        let logprobs = input
-            .params
-            .logprobs
-            .map(|n_top| TokenLogprobs::of(logits, token, n_top as usize));
+        let logprobs = input.params.logprobs.map(|n_top| TokenLogprobs::of(logits, token, n_top as usize));
         (token, logprobs)
     }
 
@@ -72,11 +69,7 @@ impl Sampler {
         self.select_candidates(params, largest);
         self.weights.clear();
         let adjusted = &self.adjusted;
-        self.weights.extend(
-            self.candidates
-                .iter()
-                .map(|&token| weight_of(adjusted[token as usize])),
-        );
+        self.weights.extend(self.candidates.iter().map(|&token| weight_of(adjusted[token as usize])));
         if params.top_p < 1.0 {
             keep_top_p(params.top_p, &mut self.weights);
         }
@@ -104,18 +97,15 @@ impl Sampler {
             f64::NEG_INFINITY
         };
         let tokens = 0..adjusted.len() as TokenId;
-        self.candidates
-            .extend(tokens.filter(|&token| lowest <= f64::from(adjusted[token as usize])));
+        self.candidates.extend(tokens.filter(|&token| lowest <= f64::from(adjusted[token as usize])));
         let top_k = params.top_k as usize;
         let has_top_k = 0 < top_k && top_k < self.candidates.len();
         if has_top_k {
-            self.candidates
-                .select_nth_unstable_by(top_k - 1, |&a, &b| rank_before(adjusted, a, b));
+            self.candidates.select_nth_unstable_by(top_k - 1, |&a, &b| rank_before(adjusted, a, b));
             self.candidates.truncate(top_k);
         }
         if has_top_k || params.top_p < 1.0 {
-            self.candidates
-                .sort_unstable_by(|&a, &b| rank_before(adjusted, a, b));
+            self.candidates.sort_unstable_by(|&a, &b| rank_before(adjusted, a, b));
         }
     }
 }

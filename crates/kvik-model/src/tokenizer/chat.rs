@@ -72,10 +72,7 @@ struct BoundedOutput<'a> {
 impl ChatMessage {
     /// A message of `role` that says `content`.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
-        Self {
-            role: role.into(),
-            content: content.into(),
-        }
+        Self { role: role.into(), content: content.into() }
     }
 }
 
@@ -83,10 +80,7 @@ impl ChatMessage {
 
 impl Default for ChatOptions {
     fn default() -> Self {
-        Self {
-            add_generation_prompt: true,
-            today: None,
-        }
+        Self { add_generation_prompt: true, today: None }
     }
 }
 
@@ -99,12 +93,7 @@ impl ChatTemplate {
         special_tokens: &BTreeMap<&'static str, String>,
     ) -> std::result::Result<Self, Error> {
         let mut environment = Environment::new();
-        environment.set_syntax(
-            SyntaxConfig::builder()
-                .trim_blocks(true)
-                .lstrip_blocks(true)
-                .build()?,
-        );
+        environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
         environment.set_fuel(Some(FUEL));
         environment.set_recursion_limit(RECURSION_LIMIT);
         environment.set_unknown_method_callback(pycompat::unknown_method_callback);
@@ -118,25 +107,18 @@ impl ChatTemplate {
     }
 
     pub(super) fn render(&self, messages: &[ChatMessage], options: &ChatOptions) -> Result<String> {
-        let messages: Value = messages
-            .iter()
-            .map(|message| Value::from_object(MessageObject(message.clone())))
-            .collect();
+        let messages: Value =
+            messages.iter().map(|message| Value::from_object(MessageObject(message.clone()))).collect();
         let mut context = BTreeMap::from([
             ("messages", messages),
-            (
-                "add_generation_prompt",
-                Value::from(options.add_generation_prompt),
-            ),
+            ("add_generation_prompt", Value::from(options.add_generation_prompt)),
             // Templates test these against none, which an undefined variable is not.
             ("tools", Value::from(())),
             ("documents", Value::from(())),
         ]);
         if let Some(today) = options.today {
             let format_today = move |format: &str| {
-                today
-                    .format(format)
-                    .map_err(|reason| Error::new(ErrorKind::InvalidOperation, reason))
+                today.format(format).map_err(|reason| Error::new(ErrorKind::InvalidOperation, reason))
             };
             context.insert("strftime_now", Value::from_function(format_today));
         }
@@ -182,9 +164,7 @@ impl Object for MessageObject {
 impl io::Write for BoundedOutput<'_> {
     fn write(&mut self, part: &[u8]) -> io::Result<usize> {
         if self.bytes.len() + part.len() > MAX_RENDERED_BYTES {
-            return Err(io::Error::other(format!(
-                "more than {MAX_RENDERED_BYTES} bytes of text"
-            )));
+            return Err(io::Error::other(format!("more than {MAX_RENDERED_BYTES} bytes of text")));
         }
         self.bytes.extend_from_slice(part);
         Ok(part.len())
@@ -207,9 +187,7 @@ fn to_json(value: &Value, indent: Option<Value>, arguments: Kwargs) -> std::resu
         let _: Option<Value> = arguments.get(name)?;
     }
     let json = minijinja::filters::tojson(value, indent, arguments)?;
-    Ok(Value::from(without_html_escapes(
-        json.as_str().unwrap_or_default(),
-    )))
+    Ok(Value::from(without_html_escapes(json.as_str().unwrap_or_default())))
 }
 
 fn without_html_escapes(json: &str) -> String {
@@ -244,10 +222,7 @@ fn render_error(error: &Error) -> ModelError {
     let mut cause: Option<&(dyn StdError + 'static)> = Some(error);
     while let Some(current) = cause {
         if current.is::<RaisedByTemplate>() {
-            let refusal = format!(
-                "refused by the chat template: {}",
-                error.detail().unwrap_or_default()
-            );
+            let refusal = format!("refused by the chat template: {}", error.detail().unwrap_or_default());
             return ModelError::request("messages", refusal, "a conversation that the chat template takes");
         }
         cause = current.source();

@@ -58,9 +58,7 @@ impl CalendarDate {
                 Some('b') => write!(text, "{}", &month_name[..3]),
                 Some('%') => write!(text, "%"),
                 _ => {
-                    return Err(format!(
-                        "strftime_now got {format:?}; allowed: %Y %y %m %d %B %b %%"
-                    ));
+                    return Err(format!("strftime_now got {format:?}; allowed: %Y %y %m %d %B %b %%"));
                 }
             };
             written.map_err(|error| error.to_string())?;

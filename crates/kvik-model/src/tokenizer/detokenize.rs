@@ -48,11 +48,7 @@ impl Joining {
             Some(DecoderWrapper::ByteFallback(_)) => Self::ByteFallback,
             Some(DecoderWrapper::Sequence(sequence)) => match sequence.get_decoders() {
                 [single] => Self::of(Some(single)),
-                decoders
-                    if decoders
-                        .iter()
-                        .any(|each| matches!(each, DecoderWrapper::ByteFallback(_))) =>
-                {
+                decoders if decoders.iter().any(|each| matches!(each, DecoderWrapper::ByteFallback(_))) => {
                     Self::ByteFallback
                 }
                 _ => Self::Other,
@@ -86,11 +82,7 @@ impl Detokenizer {
             }
             Joining::ByteFallback => {
                 self.window.push(token);
-                if is_byte_piece(&piece) {
-                    String::new()
-                } else {
-                    self.take_window_text()
-                }
+                if is_byte_piece(&piece) { String::new() } else { self.take_window_text() }
             }
             Joining::Other => {
                 self.window.push(token);
@@ -154,10 +146,8 @@ impl Detokenizer {
             return String::new();
         };
         let new_text = new_text.to_owned();
-        let context_text = self
-            .tokenizer
-            .decode(&self.window[self.n_context_tokens..], false)
-            .unwrap_or_default();
+        let context_text =
+            self.tokenizer.decode(&self.window[self.n_context_tokens..], false).unwrap_or_default();
         if context_text.is_empty() {
             self.context_text = text;
         } else {

@@ -57,11 +57,9 @@ impl Tokenizer {
     /// `tokenizer.json` must be there; `tokenizer_config.json`, `chat_template.jinja` and
     /// `generation_config.json` may be missing.
     pub fn open(folder: &Path) -> Result<Self> {
-        let tokenizer_json =
-            read_optional(folder, "tokenizer.json")?.ok_or_else(|| ModelError::MissingFile {
-                folder: folder.to_owned(),
-                what: "tokenizer.json".to_owned(),
-            })?;
+        let tokenizer_json = read_optional(folder, "tokenizer.json")?.ok_or_else(|| {
+            ModelError::MissingFile { folder: folder.to_owned(), what: "tokenizer.json".to_owned() }
+        })?;
         let tokenizer_config = read_optional(folder, "tokenizer_config.json")?;
         let generation_config = read_optional(folder, "generation_config.json")?;
         let chat_template =
@@ -92,9 +90,7 @@ impl Tokenizer {
             .map_err(|error| ModelError::InvalidTokenizer(format!("tokenizer.json: {error}")))?;
         // Both are left over from training; a prompt is neither cut nor filled up.
         inner.with_padding(None);
-        inner
-            .with_truncation(None)
-            .map_err(|error| ModelError::InvalidTokenizer(error.to_string()))?;
+        inner.with_truncation(None).map_err(|error| ModelError::InvalidTokenizer(error.to_string()))?;
 
         let settings = Settings::read(tokenizer_config_json, generation_config_json)?;
         let special_id = |field: &str| {
@@ -108,10 +104,8 @@ impl Tokenizer {
                 eos_token_ids.push(*id);
             }
         }
-        let chat_template = chat_template_jinja
-            .map(ToOwned::to_owned)
-            .or(settings.chat_template)
-            .map(|source| {
+        let chat_template =
+            chat_template_jinja.map(ToOwned::to_owned).or(settings.chat_template).map(|source| {
                 ChatTemplate::compile(source, &settings.special_tokens).map_err(|error| error.to_string())
             });
         let mut tokenizer = Self {
@@ -138,10 +132,7 @@ impl Tokenizer {
             .encode_fast(text, adds_special)
             .map_err(|error| ModelError::InvalidTokenizer(format!("encode: {error}")))?;
         let leading_token = self.leading_token.filter(|_| adds_special);
-        Ok(leading_token
-            .into_iter()
-            .chain(encoding.get_ids().iter().copied())
-            .collect())
+        Ok(leading_token.into_iter().chain(encoding.get_ids().iter().copied()).collect())
     }
 
     /// Returns the text of tokens; ids outside of the vocabulary give none.
@@ -182,9 +173,9 @@ impl Tokenizer {
     pub fn render_chat(&self, messages: &[ChatMessage], options: &ChatOptions) -> Result<String> {
         match &self.chat_template {
             Some(Ok(template)) => template.render(messages, options),
-            Some(Err(reason)) => Err(ModelError::InvalidTokenizer(format!(
-                "the chat template does not compile: {reason}"
-            ))),
+            Some(Err(reason)) => {
+                Err(ModelError::InvalidTokenizer(format!("the chat template does not compile: {reason}")))
+            }
             None => {
                 let allowed = "a plain prompt, because the model has no chat template";
                 Err(ModelError::request("messages", "a conversation", allowed))

@@ -7,15 +7,8 @@ use serde_json::{Map, Value};
 use crate::error::{ModelError, Result};
 
 /// Fields of `tokenizer_config.json` that name a special token and are handed to chat templates.
-const SPECIAL_TOKEN_FIELDS: [&str; 7] = [
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-];
+const SPECIAL_TOKEN_FIELDS: [&str; 7] =
+    ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
 /// The part of `tokenizer_config.json` and `generation_config.json` that the engine uses.
 #[derive(Debug, Default)]

@@ -34,29 +34,13 @@ impl StopFilter {
     pub(super) fn try_new(stops: Vec<String>, include_stop: bool) -> Result<Self> {
         if stops.len() > MAX_STOP_STRINGS {
             let allowed = format!("at most {MAX_STOP_STRINGS} strings");
-            return Err(ModelError::request(
-                "stop",
-                format!("a list of {}", stops.len()),
-                allowed,
-            ));
+            return Err(ModelError::request("stop", format!("a list of {}", stops.len()), allowed));
         }
-        if let Some(stop) = stops
-            .iter()
-            .find(|stop| stop.is_empty() || stop.len() > MAX_STOP_BYTES)
-        {
+        if let Some(stop) = stops.iter().find(|stop| stop.is_empty() || stop.len() > MAX_STOP_BYTES) {
             let allowed = format!("strings of 1 to {MAX_STOP_BYTES} bytes");
-            return Err(ModelError::request(
-                "stop",
-                format!("a string of {} bytes", stop.len()),
-                allowed,
-            ));
+            return Err(ModelError::request("stop", format!("a string of {} bytes", stop.len()), allowed));
         }
-        Ok(Self {
-            stops,
-            include_stop,
-            held: String::new(),
-            matched: None,
-        })
+        Ok(Self { stops, include_stop, held: String::new(), matched: None })
     }
 
     pub(super) fn matched(&self) -> Option<&StopMatch> {
@@ -74,16 +58,11 @@ impl StopFilter {
             .iter()
             .enumerate()
             .filter_map(|(stop_idx, stop)| {
-                self.held
-                    .find(stop)
-                    .map(|start| (start + stop.len(), start, stop_idx))
+                self.held.find(stop).map(|start| (start + stop.len(), start, stop_idx))
             })
             .min();
         if let Some((end, start, stop_idx)) = first {
-            self.matched = Some(StopMatch {
-                stop_idx,
-                text: self.stops[stop_idx].clone(),
-            });
+            self.matched = Some(StopMatch { stop_idx, text: self.stops[stop_idx].clone() });
             let mut passed = std::mem::take(&mut self.held);
             passed.truncate(if self.include_stop { end } else { start });
             return passed;
@@ -107,10 +86,7 @@ impl StopFilter {
             .map(|stop| {
                 let stop = stop.as_bytes();
                 let longest = held.len().min(stop.len() - 1);
-                (1..=longest)
-                    .rev()
-                    .find(|n_bytes| held.ends_with(&stop[..*n_bytes]))
-                    .unwrap_or(0)
+                (1..=longest).rev().find(|n_bytes| held.ends_with(&stop[..*n_bytes])).unwrap_or(0)
             })
             .max()
             .unwrap_or(0)

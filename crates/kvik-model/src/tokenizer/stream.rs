@@ -41,11 +41,7 @@ pub struct TextStream {
 
 impl Default for TextStreamOptions {
     fn default() -> Self {
-        Self {
-            skip_special: true,
-            stop: Vec::new(),
-            include_stop: false,
-        }
+        Self { skip_special: true, stop: Vec::new(), include_stop: false }
     }
 }
 
@@ -61,17 +57,11 @@ impl TextStream {
     /// Takes the next token; after a stop string matched, tokens give no text.
     pub fn push(&mut self, token: u32) -> StreamDelta {
         if self.stop_filter.matched().is_some() {
-            return StreamDelta {
-                text: String::new(),
-                stopped: self.stop_filter.matched().cloned(),
-            };
+            return StreamDelta { text: String::new(), stopped: self.stop_filter.matched().cloned() };
         }
         let text = self.detokenizer.push(token);
         let text = self.stop_filter.push(&text);
-        StreamDelta {
-            text,
-            stopped: self.stop_filter.matched().cloned(),
-        }
+        StreamDelta { text, stopped: self.stop_filter.matched().cloned() }
     }
 
     /// Returns the text that was held back, once no more tokens come.

@@ -104,10 +104,8 @@ fn stream(
 /// Cuts a whole text at the first stop string to be complete, one character after the other.
 fn cut(text: &str, stops: &[String], include_stop: bool) -> String {
     for end in (0..=text.len()).filter(|end| text.is_char_boundary(*end)) {
-        let ended = stops
-            .iter()
-            .filter(|stop| text[..end].ends_with(stop.as_str()))
-            .max_by_key(|stop| stop.len());
+        let ended =
+            stops.iter().filter(|stop| text[..end].ends_with(stop.as_str())).max_by_key(|stop| stop.len());
         if let Some(stop) = ended {
             return text[..if include_stop { end } else { end - stop.len() }].to_owned();
         }
@@ -123,11 +121,7 @@ fn golden_prompts_encode_as_the_reference_does() {
         let line: Value = serde_json::from_str(line).unwrap();
         let expected: Vec<u32> = serde_json::from_value(line["prompt_ids"].clone()).unwrap();
         let prompt = line["prompt"].as_str().unwrap();
-        assert_eq!(
-            TINY.encode(prompt, AddSpecial::Yes).unwrap(),
-            expected,
-            "{prompt}"
-        );
+        assert_eq!(TINY.encode(prompt, AddSpecial::Yes).unwrap(), expected, "{prompt}");
         let greedy_ids: Vec<u32> = serde_json::from_value(line["greedy_ids"].clone()).unwrap();
         let (text, _) = stream(&TINY, &greedy_ids, &TextStreamOptions::default());
         assert_eq!(text, TINY.decode(&greedy_ids, true).unwrap());
@@ -156,28 +150,19 @@ fn end_tokens_of_both_files_are_merged() {
 
 #[test]
 fn a_conversation_renders_with_the_bundled_template() {
-    let messages = [
-        ChatMessage::new("system", "Note 1: x."),
-        ChatMessage::new("user", "Who?"),
-    ];
+    let messages = [ChatMessage::new("system", "Note 1: x."), ChatMessage::new("user", "Who?")];
     let text = TINY.render_chat(&messages, &ChatOptions::default()).unwrap();
     assert_eq!(text, "<|bos|><|system|>Note 1: x.<|user|>Who?<|assistant|>");
     let ids = TINY.encode(&text, AddSpecial::No).unwrap();
     assert_eq!(ids.iter().filter(|id| **id == 1).count(), 1);
-    let options = ChatOptions {
-        add_generation_prompt: false,
-        today: None,
-    };
+    let options = ChatOptions { add_generation_prompt: false, today: None };
     assert!(TINY.render_chat(&messages, &options).unwrap().ends_with("Who?"));
 }
 
 #[test]
 fn json_in_templates_is_that_of_python() {
     let json = r#"[{"role": "user", "content": "a<b>'&\\u003c\n\""}]"#;
-    assert_eq!(
-        render("{{ messages | tojson(ensure_ascii=False) }}").unwrap(),
-        json
-    );
+    assert_eq!(render("{{ messages | tojson(ensure_ascii=False) }}").unwrap(), json);
 }
 
 #[test]
@@ -191,31 +176,16 @@ fn templates_know_methods_globals_and_block_trimming_of_hugging_face() {
 fn a_date_reaches_the_template_only_if_given() {
     let tokenizer = with_template("{{ strftime_now('%d %b %Y') if strftime_now is defined else 'no date' }}");
     let today = CalendarDate::try_new(2024, 2, 29);
-    let options = ChatOptions {
-        today,
-        ..ChatOptions::default()
-    };
+    let options = ChatOptions { today, ..ChatOptions::default() };
     assert_eq!(tokenizer.render_chat(&[], &options).unwrap(), "29 Feb 2024");
-    assert_eq!(
-        tokenizer.render_chat(&[], &ChatOptions::default()).unwrap(),
-        "no date"
-    );
+    assert_eq!(tokenizer.render_chat(&[], &ChatOptions::default()).unwrap(), "no date");
     assert_eq!(CalendarDate::try_new(2023, 2, 29), None);
 }
 
 #[test]
 fn a_template_that_raises_refuses_the_request_and_not_the_model() {
     let error = render("{{ raise_exception('roles must alternate') }}").unwrap_err();
-    assert!(
-        matches!(
-            error,
-            ModelError::InvalidRequest {
-                field: "messages",
-                ..
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, ModelError::InvalidRequest { field: "messages", .. }), "{error}");
     assert!(error.to_string().contains("roles must alternate"), "{error}");
 }
 
@@ -233,15 +203,9 @@ fn a_template_that_never_ends_is_stopped() {
 fn a_template_that_does_not_compile_leaves_completion_usable() {
     let tokenizer = with_template("{% if %}");
     assert!(tokenizer.encode("text", AddSpecial::Yes).is_ok());
-    let error = tokenizer
-        .render_chat(&[], &ChatOptions::default())
-        .unwrap_err()
-        .to_string();
+    let error = tokenizer.render_chat(&[], &ChatOptions::default()).unwrap_err().to_string();
     assert!(error.contains("does not compile"), "{error}");
-    let error = BYTE_FALLBACK
-        .render_chat(&[], &ChatOptions::default())
-        .unwrap_err()
-        .to_string();
+    let error = BYTE_FALLBACK.render_chat(&[], &ChatOptions::default()).unwrap_err().to_string();
     assert!(error.contains("no chat template"), "{error}");
 }
 
@@ -250,29 +214,18 @@ fn files_of_a_folder_are_found_and_the_jinja_file_wins() {
     let folder = tempfile::tempdir().unwrap();
     let error = Tokenizer::open(folder.path()).unwrap_err().to_string();
     assert!(error.ends_with("has no tokenizer.json"), "{error}");
-    fs::copy(
-        bundled_model().join("tokenizer.json"),
-        folder.path().join("tokenizer.json"),
-    )
-    .unwrap();
+    fs::copy(bundled_model().join("tokenizer.json"), folder.path().join("tokenizer.json")).unwrap();
     assert!(!Tokenizer::open(folder.path()).unwrap().has_chat_template());
     let config = json!({"chat_template": [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "d"}]});
     fs::write(folder.path().join("tokenizer_config.json"), config.to_string()).unwrap();
-    let rendered = || {
-        Tokenizer::open(folder.path())
-            .unwrap()
-            .render_chat(&[], &ChatOptions::default())
-            .unwrap()
-    };
+    let rendered =
+        || Tokenizer::open(folder.path()).unwrap().render_chat(&[], &ChatOptions::default()).unwrap();
     assert_eq!(rendered(), "d");
     fs::write(folder.path().join("chat_template.jinja"), "j").unwrap();
     assert_eq!(rendered(), "j");
     fs::write(folder.path().join("tokenizer_config.json"), "[]").unwrap();
     let error = Tokenizer::open(folder.path()).unwrap_err().to_string();
-    assert!(
-        error.contains("tokenizer_config.json is not a JSON object"),
-        "{error}"
-    );
+    assert!(error.contains("tokenizer_config.json is not a JSON object"), "{error}");
 }
 
 #[test]
@@ -289,65 +242,31 @@ fn a_character_split_over_tokens_comes_out_whole() {
 #[test]
 fn text_after_a_stop_string_never_comes_out() {
     let ids = TINY.encode("One two three four", AddSpecial::No).unwrap();
-    let options = TextStreamOptions {
-        stop: vec!["x".to_owned(), "o three".to_owned()],
-        ..Default::default()
-    };
-    let stop = StopMatch {
-        stop_idx: 1,
-        text: "o three".to_owned(),
-    };
-    assert_eq!(
-        stream(&TINY, &ids, &options),
-        ("One tw".to_owned(), Some(stop.clone()))
-    );
-    let options = TextStreamOptions {
-        include_stop: true,
-        ..options
-    };
-    assert_eq!(
-        stream(&TINY, &ids, &options),
-        ("One two three".to_owned(), Some(stop))
-    );
+    let options =
+        TextStreamOptions { stop: vec!["x".to_owned(), "o three".to_owned()], ..Default::default() };
+    let stop = StopMatch { stop_idx: 1, text: "o three".to_owned() };
+    assert_eq!(stream(&TINY, &ids, &options), ("One tw".to_owned(), Some(stop.clone())));
+    let options = TextStreamOptions { include_stop: true, ..options };
+    assert_eq!(stream(&TINY, &ids, &options), ("One two three".to_owned(), Some(stop)));
 }
 
 #[test]
 fn unusable_stop_strings_are_refused() {
-    for stop in [
-        vec![String::new()],
-        vec!["x".repeat(5000)],
-        vec!["x".to_owned(); 65],
-    ] {
-        let options = TextStreamOptions {
-            stop,
-            ..Default::default()
-        };
+    for stop in [vec![String::new()], vec!["x".repeat(5000)], vec!["x".to_owned(); 65]] {
+        let options = TextStreamOptions { stop, ..Default::default() };
         let error = TextStream::try_new(Arc::clone(&TINY), options).unwrap_err();
-        assert!(
-            matches!(error, ModelError::InvalidRequest { field: "stop", .. }),
-            "{error}"
-        );
+        assert!(matches!(error, ModelError::InvalidRequest { field: "stop", .. }), "{error}");
     }
 }
 
 fn any_stops() -> impl Strategy<Value = Vec<String>> {
-    let stop = prop_oneof![
-        "[ae ]{1,2}",
-        "[a-z]{1,3}",
-        Just("\u{fffd}".to_owned()),
-        Just("STOP".to_owned())
-    ];
+    let stop = prop_oneof!["[ae ]{1,2}", "[a-z]{1,3}", Just("\u{fffd}".to_owned()), Just("STOP".to_owned())];
     proptest::collection::vec(stop, 0..3)
 }
 
 fn any_options() -> impl Strategy<Value = TextStreamOptions> {
-    (any::<bool>(), any_stops(), any::<bool>()).prop_map(|(skip_special, stop, include_stop)| {
-        TextStreamOptions {
-            skip_special,
-            stop,
-            include_stop,
-        }
-    })
+    (any::<bool>(), any_stops(), any::<bool>())
+        .prop_map(|(skip_special, stop, include_stop)| TextStreamOptions { skip_special, stop, include_stop })
 }
 
 proptest! {

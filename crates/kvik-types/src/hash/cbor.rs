@@ -47,12 +47,10 @@ impl<'b> CborEncoder<'b> {
             self.output.extend_from_slice(&[major | ARGUMENT_BYTE, byte]);
         } else if let Ok(short) = u16::try_from(argument) {
             let [high, low] = short.to_be_bytes();
-            self.output
-                .extend_from_slice(&[major | ARGUMENT_SHORT, high, low]);
+            self.output.extend_from_slice(&[major | ARGUMENT_SHORT, high, low]);
         } else if let Ok(word) = u32::try_from(argument) {
             let [a, b, c, d] = word.to_be_bytes();
-            self.output
-                .extend_from_slice(&[major | ARGUMENT_WORD, a, b, c, d]);
+            self.output.extend_from_slice(&[major | ARGUMENT_WORD, a, b, c, d]);
         } else {
             self.output.push(major | ARGUMENT_LONG);
             self.output.extend_from_slice(&argument.to_be_bytes());
@@ -102,11 +100,7 @@ fn pack_token(token: TokenId) -> (u64, usize) {
     const HEADS: [u8; 5] = [0, ARGUMENT_BYTE, ARGUMENT_SHORT, 0, ARGUMENT_WORD];
     let n_argument_bytes =
         usize::from(token >= 24) + usize::from(token > 0xff) + 2 * usize::from(token > 0xffff);
-    let head = if n_argument_bytes == 0 {
-        token as u8
-    } else {
-        HEADS[n_argument_bytes]
-    };
+    let head = if n_argument_bytes == 0 { token as u8 } else { HEADS[n_argument_bytes] };
     // The argument's bytes, most significant first, from the low end of the word on.
     let argument = ((u64::from(token) << (32 - 8 * n_argument_bytes)) as u32).swap_bytes();
     (u64::from(head) | u64::from(argument) << 8, 1 + n_argument_bytes)
@@ -134,10 +128,7 @@ mod tests {
             (1000, &[0x19, 0x03, 0xe8]),
             (65536, &[0x1a, 0x00, 0x01, 0x00, 0x00]),
             (1_000_000, &[0x1a, 0x00, 0x0f, 0x42, 0x40]),
-            (
-                1_000_000_000_000,
-                &[0x1b, 0x00, 0x00, 0x00, 0xe8, 0xd4, 0xa5, 0x10, 0x00],
-            ),
+            (1_000_000_000_000, &[0x1b, 0x00, 0x00, 0x00, 0xe8, 0xd4, 0xa5, 0x10, 0x00]),
             (-1, &[0x20]),
             (-3, &[0x22]),
             (-100, &[0x38, 0x63]),
@@ -163,10 +154,7 @@ mod tests {
     #[test]
     fn texts_bytes_arrays_and_maps_carry_their_length() {
         assert_eq!(encoded(|encoder| encoder.text("IETF")), b"\x64IETF");
-        assert_eq!(
-            encoded(|encoder| encoder.bytes(&[1, 2, 3, 4])),
-            [0x44, 1, 2, 3, 4]
-        );
+        assert_eq!(encoded(|encoder| encoder.bytes(&[1, 2, 3, 4])), [0x44, 1, 2, 3, 4]);
         assert_eq!(encoded(|encoder| encoder.tokens(&[1, 2, 3])), [0x83, 1, 2, 3]);
         assert_eq!(encoded(|encoder| encoder.start_map(1)), [0xa1]);
         assert_eq!(encoded(|encoder| encoder.none()), [0xf6]);

@@ -26,12 +26,7 @@ impl KvikChain {
 
     /// Builds a chain that goes on after the block `parent`.
     pub fn after(parent: BlockHash, block_size: BlockSize) -> Self {
-        Self {
-            block_size,
-            first_parent: parent,
-            parent,
-            buffer: Vec::new(),
-        }
+        Self { block_size, first_parent: parent, parent, buffer: Vec::new() }
     }
 }
 
@@ -43,12 +38,7 @@ impl HashChain for KvikChain {
     }
 
     fn push_block(&mut self, tokens: &[TokenId]) -> BlockHash {
-        fill_buffer(
-            &mut self.buffer,
-            self.parent.as_bytes(),
-            tokens,
-            TokenId::to_le_bytes,
-        );
+        fill_buffer(&mut self.buffer, self.parent.as_bytes(), tokens, TokenId::to_le_bytes);
         self.parent = BlockHash::from_u128(xxh3_128(&self.buffer));
         self.parent
     }

@@ -75,13 +75,7 @@ impl LlmdChain {
                 xxh64(&buffer, 0)
             }
         };
-        Self {
-            algorithm,
-            block_size,
-            root: LlmdKey(root),
-            parent: LlmdKey(root),
-            buffer,
-        }
+        Self { algorithm, block_size, root: LlmdKey(root), parent: LlmdKey(root), buffer }
     }
 
     /// Returns the parent of the first block.
@@ -114,12 +108,7 @@ impl LlmdChain {
                 fnv1a_64(&self.buffer)
             }
             LlmdAlgorithm::Xxh64 => {
-                fill_buffer(
-                    &mut self.buffer,
-                    &self.parent.0.to_le_bytes(),
-                    tokens,
-                    TokenId::to_le_bytes,
-                );
+                fill_buffer(&mut self.buffer, &self.parent.0.to_le_bytes(), tokens, TokenId::to_le_bytes);
                 for identifier in identifiers {
                     append_sized(&mut self.buffer, identifier);
                 }
@@ -153,7 +142,5 @@ fn append_sized(buffer: &mut Vec<u8>, text: &str) {
 }
 
 fn fnv1a_64(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(FNV_OFFSET, |hash, byte| {
-        (hash ^ u64::from(*byte)).wrapping_mul(FNV_PRIME)
-    })
+    bytes.iter().fold(FNV_OFFSET, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(FNV_PRIME))
 }

@@ -64,12 +64,7 @@ impl LmcacheServerChain {
     /// Builds a chain that stands before the first chunk.
     pub fn new(chunk_size: BlockSize) -> Self {
         let none_hash = LmcacheServerHash(blake3::hash(&[0; 12]).into());
-        Self {
-            chunk_size,
-            none_hash,
-            parent: none_hash,
-            buffer: Vec::new(),
-        }
+        Self { chunk_size, none_hash, parent: none_hash, buffer: Vec::new() }
     }
 
     /// Returns the parent of the first chunk.
@@ -101,12 +96,7 @@ impl HashChain for LmcacheServerChain {
 impl LmcacheHash {
     /// Cuts a vLLM hash to the form in which `LMCache` keeps hashes: the first 8 bytes, big endian.
     pub fn from_vllm(hash: &VllmHash) -> Self {
-        Self(
-            hash.as_bytes()
-                .iter()
-                .take(8)
-                .fold(0, |value, byte| value << 8 | u64::from(*byte)),
-        )
+        Self(hash.as_bytes().iter().take(8).fold(0, |value, byte| value << 8 | u64::from(*byte)))
     }
 }
 
@@ -123,12 +113,7 @@ impl LmcacheChain {
     ///
     /// `first_parent` is [`LmcacheHash::from_vllm`] of vLLM's `NONE_HASH`, or 0 without vLLM.
     pub fn new(chunk_size: BlockSize, first_parent: LmcacheHash) -> Self {
-        Self {
-            chunk_size,
-            first_parent,
-            parent: first_parent,
-            buffer: Vec::new(),
-        }
+        Self { chunk_size, first_parent, parent: first_parent, buffer: Vec::new() }
     }
 
     /// Returns the hashes of all chunks of `tokens`, the last of which may be short.
@@ -139,9 +124,7 @@ impl LmcacheChain {
         &mut self,
         tokens: &[TokenId],
     ) -> impl ExactSizeIterator<Item = LmcacheHash> {
-        tokens
-            .chunks(self.chunk_size.get())
-            .map(|chunk| self.push_block(chunk))
+        tokens.chunks(self.chunk_size.get()).map(|chunk| self.push_block(chunk))
     }
 }
 

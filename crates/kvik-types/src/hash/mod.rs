@@ -75,10 +75,7 @@ impl<C: HashChain> Iterator for BlockHashes<'_, C> {
     fn next(&mut self) -> Option<Self::Item> {
         let window = self.tokens.get(..self.chain.window_tokens())?;
         let hash = self.chain.push_block(window);
-        self.tokens = self
-            .tokens
-            .get(self.chain.block_size().get()..)
-            .unwrap_or_default();
+        self.tokens = self.tokens.get(self.chain.block_size().get()..).unwrap_or_default();
         Some(hash)
     }
 

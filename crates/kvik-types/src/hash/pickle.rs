@@ -53,10 +53,7 @@ impl<'b> Pickler<'b> {
     /// Starts a pickle at the end of `output`.
     pub(super) fn new(output: &'b mut Vec<u8>) -> Self {
         output.extend_from_slice(&PROTO);
-        Self {
-            output,
-            frame_start: None,
-        }
+        Self { output, frame_start: None }
     }
 
     /// Ends the pickle; its bytes are complete only now.
@@ -75,8 +72,7 @@ impl<'b> Pickler<'b> {
     }
 
     fn open_frame_bytes(&self) -> usize {
-        self.frame_start
-            .map_or(0, |start| self.output.len() - start - FRAME_HEADER_BYTES)
+        self.frame_start.map_or(0, |start| self.output.len() - start - FRAME_HEADER_BYTES)
     }
 
     /// Closes the open frame if it is full; called before each value, as `CPython` does.
@@ -187,16 +183,8 @@ impl<'a> ValueSink<'a> for Pickler<'_> {
 fn pack_token(token: TokenId) -> (u64, usize) {
     const LONG_OPERATION: u64 = u64::from_le_bytes([INT_BYTES, 5, 0, 0, 0, 0, 0, 0]);
     let value = u64::from(token);
-    let (operation, n_bytes) = if token > 0xffff {
-        (INT_I32, 5)
-    } else {
-        (INT_U16, 3)
-    };
-    let (operation, n_bytes) = if token > 0xff {
-        (operation, n_bytes)
-    } else {
-        (INT_U8, 2)
-    };
+    let (operation, n_bytes) = if token > 0xffff { (INT_I32, 5) } else { (INT_U16, 3) };
+    let (operation, n_bytes) = if token > 0xff { (operation, n_bytes) } else { (INT_U8, 2) };
     if token > i32::MAX.cast_unsigned() {
         (LONG_OPERATION | value << 16, MAX_TOKEN_BYTES)
     } else {
@@ -215,11 +203,7 @@ fn append_int(output: &mut Vec<u8>, value: i64) {
         output.extend_from_slice(&[INT_I32, a, b, c, d]);
     } else {
         // The fewest bytes of two's complement that keep the sign.
-        let n_sign_bits = if value < 0 {
-            value.leading_ones()
-        } else {
-            value.leading_zeros()
-        };
+        let n_sign_bits = if value < 0 { value.leading_ones() } else { value.leading_zeros() };
         let n_bytes = (64 - n_sign_bits as usize) / 8 + 1;
         output.extend_from_slice(&[INT_BYTES, n_bytes as u8]);
         output.extend_from_slice(&value.to_le_bytes()[..n_bytes]);
@@ -241,9 +225,7 @@ mod tests {
     }
 
     fn hex(bytes: &[u8]) -> String {
-        bytes
-            .iter()
-            .fold(String::new(), |hex, byte| hex + &format!("{byte:02x}"))
+        bytes.iter().fold(String::new(), |hex, byte| hex + &format!("{byte:02x}"))
     }
 
     /// `pickle.dumps(value, protocol=5).hex()` for each value.
@@ -267,17 +249,7 @@ mod tests {
 
     #[test]
     fn packed_tokens_are_the_same_numbers() {
-        for token in [
-            0,
-            255,
-            256,
-            65_535,
-            65_536,
-            0x0102_0304,
-            0x7fff_ffff,
-            0x8000_0000,
-            u32::MAX,
-        ] {
+        for token in [0, 255, 256, 65_535, 65_536, 0x0102_0304, 0x7fff_ffff, 0x8000_0000, u32::MAX] {
             let (packed, n_bytes) = pack_token(token);
             let mut expected = Vec::new();
             append_int(&mut expected, i64::from(token));
@@ -291,10 +263,7 @@ mod tests {
         assert_eq!(hex(&pickled(|pickler| pickler.tokens(&[]))), "8005292e");
         assert_eq!(hex(&pickled(|pickler| pickler.none())), "80054e2e");
         assert_eq!(hex(&pickled(|pickler| pickler.int(7))), "80054b072e");
-        assert_eq!(
-            hex(&pickled(|pickler| pickler.tokens(&[7]))),
-            "80059505000000000000004b0785942e"
-        );
+        assert_eq!(hex(&pickled(|pickler| pickler.tokens(&[7]))), "80059505000000000000004b0785942e");
     }
 
     /// `hashlib.sha256(pickle.dumps("s" * n, protocol=5)).hexdigest()`.

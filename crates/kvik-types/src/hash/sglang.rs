@@ -55,13 +55,7 @@ impl fmt::Debug for SglangHash {
 impl SglangChain {
     /// Builds a chain that stands before the first page of an unsalted sequence.
     pub fn new(page_size: BlockSize) -> Self {
-        Self {
-            page_size,
-            bigrams: false,
-            first_parent: None,
-            parent: None,
-            buffer: Vec::new(),
-        }
+        Self { page_size, bigrams: false, first_parent: None, parent: None, buffer: Vec::new() }
     }
 
     /// Starts the chain from the parent that `SGLang` derives from the request's salt.

@@ -154,10 +154,7 @@ impl VllmAlgorithm {
 
     fn digest(self, bytes: &[u8]) -> VllmHash {
         if self.uses_sha256() {
-            VllmHash {
-                bytes: Sha256::digest(bytes).into(),
-                n_bytes: 32,
-            }
+            VllmHash { bytes: Sha256::digest(bytes).into(), n_bytes: 32 }
         } else {
             VllmHash::from_16(xxh3_128(bytes).to_be_bytes())
         }
@@ -174,16 +171,13 @@ impl std::str::FromStr for VllmAlgorithm {
     type Err = TypesError;
 
     fn from_str(text: &str) -> Result<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|algorithm| algorithm.name() == text)
-            .ok_or_else(|| {
-                TypesError::invalid(
-                    "prefix caching hash algorithm",
-                    &format!("`{text}`"),
-                    "sha256, sha256_cbor, xxhash, xxhash_cbor",
-                )
-            })
+        Self::ALL.into_iter().find(|algorithm| algorithm.name() == text).ok_or_else(|| {
+            TypesError::invalid(
+                "prefix caching hash algorithm",
+                &format!("`{text}`"),
+                "sha256, sha256_cbor, xxhash, xxhash_cbor",
+            )
+        })
     }
 }
 
@@ -253,10 +247,7 @@ fn send_block<'a>(
     } else {
         sink.start_tuple(extra_keys.len());
         for rank in 0..4 {
-            extra_keys
-                .iter()
-                .filter(|key| key.rank() == rank)
-                .for_each(|key| key.send(form, sink));
+            extra_keys.iter().filter(|key| key.rank() == rank).for_each(|key| key.send(form, sink));
         }
         sink.end_tuple(extra_keys.len());
     }
@@ -268,10 +259,7 @@ fn send_block<'a>(
 impl VllmHash {
     /// Wraps the bytes of a hash; fails unless there are 16 or 32.
     pub fn try_new(bytes: &[u8]) -> Result<Self> {
-        let mut hash = Self {
-            bytes: [0; 32],
-            n_bytes: bytes.len() as u8,
-        };
+        let mut hash = Self { bytes: [0; 32], n_bytes: bytes.len() as u8 };
         match bytes.len() {
             16 | 32 => hash.bytes[..bytes.len()].copy_from_slice(bytes),
             n_bytes => {
@@ -342,14 +330,7 @@ impl VllmChain {
             VllmSeed::Parent(bytes) => VllmHash::try_new(bytes)?,
         };
         let extra_key_form = ExtraKeyForm::default();
-        Ok(Self {
-            algorithm,
-            extra_key_form,
-            block_size,
-            none_hash,
-            parent: none_hash,
-            buffer,
-        })
+        Ok(Self { algorithm, extra_key_form, block_size, none_hash, parent: none_hash, buffer })
     }
 
     /// Sets how extra keys are written. Default: [`ExtraKeyForm::Tagged`].
@@ -376,13 +357,7 @@ impl VllmChain {
     ) -> Result<VllmHash> {
         if self.algorithm.uses_pickle() && !extra_keys.is_empty() {
             let mut finder = RepeatFinder::default();
-            send_block(
-                &mut finder,
-                self.parent.as_bytes(),
-                &[],
-                extra_keys,
-                self.extra_key_form,
-            );
+            send_block(&mut finder, self.parent.as_bytes(), &[], extra_keys, self.extra_key_form);
             if let Some(repeated) = finder.repeated {
                 return Err(TypesError::NotReproducible {
                     reason: format!(
@@ -399,23 +374,11 @@ impl VllmChain {
         let parent = self.parent;
         if self.algorithm.uses_pickle() {
             let mut pickler = Pickler::new(&mut self.buffer);
-            send_block(
-                &mut pickler,
-                parent.as_bytes(),
-                tokens,
-                extra_keys,
-                self.extra_key_form,
-            );
+            send_block(&mut pickler, parent.as_bytes(), tokens, extra_keys, self.extra_key_form);
             pickler.finish();
         } else {
             let mut encoder = CborEncoder::new(&mut self.buffer);
-            send_block(
-                &mut encoder,
-                parent.as_bytes(),
-                tokens,
-                extra_keys,
-                self.extra_key_form,
-            );
+            send_block(&mut encoder, parent.as_bytes(), tokens, extra_keys, self.extra_key_form);
         }
         self.parent = self.algorithm.digest(&self.buffer);
         self.parent

@@ -35,20 +35,13 @@ pub fn convert(
     dest: &mut [u8],
 ) -> Result<()> {
     let (source_layout, dest_layout) = (source_placement.layout(), dest_placement.layout());
-    let frame = if source_layout == KvLayout::Binary {
-        Some(BinaryFrame::decode(source)?)
-    } else {
-        None
-    };
+    let frame = if source_layout == KvLayout::Binary { Some(BinaryFrame::decode(source)?) } else { None };
     let source_is_mla = match &frame {
         Some(frame) => Some(frame.is_mla()),
         None => source_layout.is_mla(),
     };
     let is_mla = source_is_mla.or(dest_layout.is_mla()).unwrap_or(false);
-    if dest_layout
-        .is_mla()
-        .is_some_and(|dest_is_mla| dest_is_mla != is_mla)
-    {
+    if dest_layout.is_mla().is_some_and(|dest_is_mla| dest_is_mla != is_mla) {
         return Err(TypesError::IncompatibleLayouts {
             source_layout: source_layout.to_string(),
             dest_layout: dest_layout.to_string(),
@@ -57,25 +50,13 @@ pub fn convert(
     }
     let source_strides = Strides::of(source_placement, shape, is_mla)?;
     let dest_strides = Strides::of(dest_placement, shape, is_mla)?;
-    if let Some(found) = frame
-        .as_ref()
-        .map(BinaryFrame::shape)
-        .filter(|found| *found != shape)
-    {
-        return Err(TypesError::invalid(
-            "source frame",
-            &format!("{found:?}"),
-            format!("{shape:?}"),
-        ));
+    if let Some(found) = frame.as_ref().map(BinaryFrame::shape).filter(|found| *found != shape) {
+        return Err(TypesError::invalid("source frame", &format!("{found:?}"), format!("{shape:?}")));
     }
     let source_bytes = frame.as_ref().map_or(source, BinaryFrame::payload);
     check_length("source", source_bytes.len(), source_strides.n_bytes)?;
     if dest_layout == KvLayout::Binary {
-        check_length(
-            "dest",
-            dest.len(),
-            dest_strides.n_bytes.saturating_add(BINARY_HEADER_BYTES),
-        )?;
+        check_length("dest", dest.len(), dest_strides.n_bytes.saturating_add(BINARY_HEADER_BYTES))?;
         let (header, payload) = dest.split_at_mut(BINARY_HEADER_BYTES);
         copy_segments(
             shape,
@@ -95,15 +76,7 @@ pub fn convert(
 }
 
 fn check_length(field: &'static str, found: usize, expected: usize) -> Result<()> {
-    if found == expected {
-        Ok(())
-    } else {
-        Err(TypesError::BufferSize {
-            field,
-            found,
-            expected,
-        })
-    }
+    if found == expected { Ok(()) } else { Err(TypesError::BufferSize { field, found, expected }) }
 }
 
 /// Copies segment by segment; lengths and block tables have been checked against the strides.
@@ -120,11 +93,7 @@ fn copy_segments(
         let (source_start, n_source_tokens) = source_strides.token_run(source_table, token, n_tokens_left);
         let (dest_start, n_dest_tokens) = dest_strides.token_run(dest_table, token, n_tokens_left);
         let n_tokens = n_source_tokens.min(n_dest_tokens);
-        let axis = |length, source_stride, dest_stride| CopyAxis {
-            length,
-            source_stride,
-            dest_stride,
-        };
+        let axis = |length, source_stride, dest_stride| CopyAxis { length, source_stride, dest_stride };
         let mut axes = [
             axis(source_strides.n_kv, source_strides.kv, dest_strides.kv),
             axis(shape.n_layers, source_strides.layer, dest_strides.layer),
@@ -132,12 +101,7 @@ fn copy_segments(
             axis(shape.n_kv_heads, source_strides.head, dest_strides.head),
         ];
         let (n_axes, run_bytes) = fold_axes(&mut axes, shape.head_bytes());
-        copy_axes(
-            &axes[..n_axes],
-            run_bytes,
-            (source, source_start),
-            (dest, dest_start),
-        );
+        copy_axes(&axes[..n_axes], run_bytes, (source, source_start), (dest, dest_start));
         token += n_tokens;
     }
 }
@@ -190,12 +154,7 @@ fn copy_axes(
     for idx in 0..axis.length {
         let source_start = source_start + idx * axis.source_stride;
         let dest_start = dest_start + idx * axis.dest_stride;
-        copy_axes(
-            inner_axes,
-            run_bytes,
-            (source, source_start),
-            (&mut *dest, dest_start),
-        );
+        copy_axes(inner_axes, run_bytes, (source, source_start), (&mut *dest, dest_start));
     }
 }
 
@@ -208,38 +167,18 @@ mod tests {
 
     #[test]
     fn equal_dense_layouts_fold_into_one_copy() {
-        let shape = KvShape {
-            n_layers: 3,
-            n_tokens: 5,
-            n_kv_heads: 2,
-            head_dim: 4,
-            dtype: Dtype::F16,
-        };
+        let shape = KvShape { n_layers: 3, n_tokens: 5, n_kv_heads: 2, head_dim: 4, dtype: Dtype::F16 };
         let placement = KvPlacement::dense(KvLayout::Kv2Ltd).unwrap();
         let strides = Strides::of(&placement, &shape, false).unwrap();
-        let axis = |length, stride| CopyAxis {
-            length,
-            source_stride: stride,
-            dest_stride: stride,
-        };
-        let mut axes = [
-            axis(2, strides.kv),
-            axis(3, strides.layer),
-            axis(5, strides.slot),
-            axis(2, strides.head),
-        ];
+        let axis = |length, stride| CopyAxis { length, source_stride: stride, dest_stride: stride };
+        let mut axes =
+            [axis(2, strides.kv), axis(3, strides.layer), axis(5, strides.slot), axis(2, strides.head)];
         assert_eq!(fold_axes(&mut axes, shape.head_bytes()), (0, strides.n_bytes));
     }
 
     #[test]
     fn neighboring_blocks_without_a_gap_are_one_segment() {
-        let shape = KvShape {
-            n_layers: 1,
-            n_tokens: 10,
-            n_kv_heads: 1,
-            head_dim: 1,
-            dtype: Dtype::U8,
-        };
+        let shape = KvShape { n_layers: 1, n_tokens: 10, n_kv_heads: 1, head_dim: 1, dtype: Dtype::U8 };
         let table = [4, 5, 1];
         let paging = Paging::try_new(BlockSize::try_new(4).unwrap(), 6, &table).unwrap();
         let strides_of = |order| {

@@ -18,10 +18,7 @@ const BATCH_ELEMENTS: usize = 256;
 pub fn convert_dtype(source: &[u8], source_dtype: Dtype, dest: &mut [u8], dest_dtype: Dtype) -> Result<()> {
     let convertible = |dtype| matches!(dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16);
     if source_dtype != dest_dtype && !(convertible(source_dtype) && convertible(dest_dtype)) {
-        return Err(TypesError::UnsupportedDtypeConversion {
-            from: source_dtype,
-            to: dest_dtype,
-        });
+        return Err(TypesError::UnsupportedDtypeConversion { from: source_dtype, to: dest_dtype });
     }
     let (source_size, dest_size) = (source_dtype.size_bytes(), dest_dtype.size_bytes());
     let n_elements = source.len() / source_size;
@@ -34,11 +31,7 @@ pub fn convert_dtype(source: &[u8], source_dtype: Dtype, dest: &mut [u8], dest_d
     }
     if n_elements.checked_mul(dest_size) != Some(dest.len()) {
         let expected = n_elements.saturating_mul(dest_size);
-        return Err(TypesError::BufferSize {
-            field: "dest",
-            found: dest.len(),
-            expected,
-        });
+        return Err(TypesError::BufferSize { field: "dest", found: dest.len(), expected });
     }
     if source_dtype == dest_dtype {
         dest.copy_from_slice(source);
@@ -114,10 +107,7 @@ mod tests {
     fn every_half_survives_the_way_through_f32() {
         let patterns: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
         for (dtype, is_nan) in [
-            (
-                Dtype::F16,
-                (|bits| f16::from_bits(bits).is_nan()) as fn(u16) -> bool,
-            ),
+            (Dtype::F16, (|bits| f16::from_bits(bits).is_nan()) as fn(u16) -> bool),
             (Dtype::BF16, |bits| bf16::from_bits(bits).is_nan()),
         ] {
             let wide = converted(&patterns, dtype, Dtype::F32);
@@ -125,10 +115,7 @@ mod tests {
             for (before, after) in patterns.chunks_exact(2).zip(narrow.chunks_exact(2)) {
                 let bits = u16::from_le_bytes([before[0], before[1]]);
                 let bits_after = u16::from_le_bytes([after[0], after[1]]);
-                assert!(
-                    bits == bits_after || is_nan(bits) && is_nan(bits_after),
-                    "{dtype} {bits:04x}"
-                );
+                assert!(bits == bits_after || is_nan(bits) && is_nan(bits_after), "{dtype} {bits:04x}");
             }
         }
     }
@@ -141,11 +128,7 @@ mod tests {
             .collect();
         let bf16_bits = [0x3f80u16, 0x3f80, 0x3f82, 0x4974];
         let f16_bits = [0x3c00u16, 0x3c04, 0x3c0c, 0x7c00];
-        let bytes_of = |bits: [u16; 4]| {
-            bits.iter()
-                .flat_map(|bits| bits.to_le_bytes())
-                .collect::<Vec<_>>()
-        };
+        let bytes_of = |bits: [u16; 4]| bits.iter().flat_map(|bits| bits.to_le_bytes()).collect::<Vec<_>>();
         assert_eq!(converted(&source, Dtype::F32, Dtype::BF16), bytes_of(bf16_bits));
         assert_eq!(converted(&source, Dtype::F32, Dtype::F16), bytes_of(f16_bits));
     }
@@ -153,35 +136,15 @@ mod tests {
     #[test]
     fn a_conversion_that_needs_a_scale_is_refused() {
         let error = convert_dtype(&[0; 2], Dtype::F16, &mut [0; 1], Dtype::Fp8E4M3).unwrap_err();
-        assert_eq!(
-            error,
-            TypesError::UnsupportedDtypeConversion {
-                from: Dtype::F16,
-                to: Dtype::Fp8E4M3
-            }
-        );
+        assert_eq!(error, TypesError::UnsupportedDtypeConversion { from: Dtype::F16, to: Dtype::Fp8E4M3 });
         assert_eq!(converted(&[1, 2, 3], Dtype::U8, Dtype::U8), [1, 2, 3]);
     }
 
     #[test]
     fn buffers_of_another_length_are_refused() {
         let odd = convert_dtype(&[0; 3], Dtype::F16, &mut [0; 4], Dtype::F32).unwrap_err();
-        assert_eq!(
-            odd,
-            TypesError::BufferSize {
-                field: "source",
-                found: 3,
-                expected: 2
-            }
-        );
+        assert_eq!(odd, TypesError::BufferSize { field: "source", found: 3, expected: 2 });
         let short = convert_dtype(&[0; 4], Dtype::F16, &mut [0; 4], Dtype::F32).unwrap_err();
-        assert_eq!(
-            short,
-            TypesError::BufferSize {
-                field: "dest",
-                found: 4,
-                expected: 8
-            }
-        );
+        assert_eq!(short, TypesError::BufferSize { field: "dest", found: 4, expected: 8 });
     }
 }

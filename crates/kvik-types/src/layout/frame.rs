@@ -45,19 +45,11 @@ impl<'a> BinaryFrame<'a> {
     pub fn decode(bytes: &'a [u8]) -> Result<Self> {
         let Some((header, payload)) = bytes.split_first_chunk::<BINARY_HEADER_BYTES>() else {
             let allowed = format!("at least {BINARY_HEADER_BYTES} bytes");
-            return Err(TypesError::corrupt(
-                "frame",
-                &format!("{} bytes long", bytes.len()),
-                allowed,
-            ));
+            return Err(TypesError::corrupt("frame", &format!("{} bytes long", bytes.len()), allowed));
         };
         let [magic @ .., _, _, _, _] = take::<8>(header, 0);
         if magic != MAGIC {
-            return Err(TypesError::corrupt(
-                "magic",
-                &format!("{magic:02x?}"),
-                format!("{MAGIC:02x?}"),
-            ));
+            return Err(TypesError::corrupt("magic", &format!("{magic:02x?}"), format!("{MAGIC:02x?}")));
         }
         let version = u16::from_le_bytes(take(header, 4));
         if version != VERSION {
@@ -86,14 +78,10 @@ impl<'a> BinaryFrame<'a> {
                 format!("{}", payload.len()),
             ));
         }
-        let expected = KvPlacement::dense(if is_mla {
-            KvLayout::KvMlaFmt
-        } else {
-            KvLayout::Kv2Ltd
-        })
-        .and_then(|placement| Strides::of(&placement, &shape, is_mla))
-        .map_err(|error| TypesError::corrupt("shape", &format!("{shape:?}"), error.to_string()))?
-        .n_bytes;
+        let expected = KvPlacement::dense(if is_mla { KvLayout::KvMlaFmt } else { KvLayout::Kv2Ltd })
+            .and_then(|placement| Strides::of(&placement, &shape, is_mla))
+            .map_err(|error| TypesError::corrupt("shape", &format!("{shape:?}"), error.to_string()))?
+            .n_bytes;
         if payload.len() != expected {
             return Err(TypesError::corrupt(
                 "payload length",
@@ -110,11 +98,7 @@ impl<'a> BinaryFrame<'a> {
                 format!("{computed:016x}"),
             ));
         }
-        Ok(Self {
-            shape,
-            is_mla,
-            payload,
-        })
+        Ok(Self { shape, is_mla, payload })
     }
 
     /// Returns the shape that the header gives.

@@ -192,11 +192,7 @@ impl<'a> Paging<'a> {
                 "each block id once",
             ));
         }
-        Ok(Self {
-            block_size,
-            n_pool_blocks,
-            block_table,
-        })
+        Ok(Self { block_size, n_pool_blocks, block_table })
     }
 
     /// Returns the number of tokens in one block.
@@ -236,11 +232,7 @@ impl<'a> KvPlacement<'a> {
     /// Describes a buffer in a layout that is not paged; fails if `layout` is.
     pub fn dense(layout: KvLayout) -> Result<Self> {
         if layout.is_paged() {
-            return Err(TypesError::invalid(
-                "layout",
-                &layout,
-                "a layout that is not paged",
-            ));
+            return Err(TypesError::invalid("layout", &layout, "a layout that is not paged"));
         }
         Ok(Self { layout, paging: None })
     }
@@ -250,10 +242,7 @@ impl<'a> KvPlacement<'a> {
         if !layout.is_paged() {
             return Err(TypesError::invalid("layout", &layout, "a paged layout"));
         }
-        Ok(Self {
-            layout,
-            paging: Some(paging),
-        })
+        Ok(Self { layout, paging: Some(paging) })
     }
 
     /// Returns the layout.
@@ -273,11 +262,7 @@ impl<'a> KvPlacement<'a> {
     /// [`KvLayout::is_mla`] says. Fails when it is not, when the shape is invalid or does not fit the
     /// paging, or when it needs more bytes than can be addressed.
     pub fn buffer_bytes(&self, shape: &KvShape, is_mla: bool) -> Result<usize> {
-        let n_header_bytes = if self.layout == KvLayout::Binary {
-            BINARY_HEADER_BYTES
-        } else {
-            0
-        };
+        let n_header_bytes = if self.layout == KvLayout::Binary { BINARY_HEADER_BYTES } else { 0 };
         Ok(Strides::of(self, shape, is_mla)?.n_bytes + n_header_bytes)
     }
 
@@ -286,16 +271,8 @@ impl<'a> KvPlacement<'a> {
     /// Two caches with equal fingerprints and element types can be read by each other. The number of
     /// tokens and the block table are not part of it; the block size of a paged layout is.
     pub fn fingerprint(&self, shape: &KvShape) -> String {
-        let KvShape {
-            n_layers,
-            n_kv_heads,
-            head_dim,
-            ..
-        } = shape;
-        let geometry = format!(
-            "{}/layers={n_layers}/heads={n_kv_heads}/head_dim={head_dim}",
-            self.layout
-        );
+        let KvShape { n_layers, n_kv_heads, head_dim, .. } = shape;
+        let geometry = format!("{}/layers={n_layers}/heads={n_kv_heads}/head_dim={head_dim}", self.layout);
         match &self.paging {
             Some(paging) => format!("{geometry}/block={}", paging.block_size),
             None => geometry,

@@ -86,30 +86,16 @@ impl Strides {
             )
         };
         let mut strides = [0; 5];
-        let mut n_bytes = shape
-            .head_dim
-            .checked_mul(shape.dtype.size_bytes())
-            .ok_or_else(too_large)?;
+        let mut n_bytes = shape.head_dim.checked_mul(shape.dtype.size_bytes()).ok_or_else(too_large)?;
         for axis in order.into_iter().rev() {
             strides[axis as usize] = n_bytes;
-            n_bytes = n_bytes
-                .checked_mul(lengths[axis as usize])
-                .ok_or_else(too_large)?;
+            n_bytes = n_bytes.checked_mul(lengths[axis as usize]).ok_or_else(too_large)?;
         }
         if isize::try_from(n_bytes).is_err() {
             return Err(too_large());
         }
         let [kv, layer, block, slot, head] = strides;
-        Ok(Self {
-            kv,
-            layer,
-            block,
-            slot,
-            head,
-            n_kv,
-            slots_per_block,
-            n_bytes,
-        })
+        Ok(Self { kv, layer, block, slot, head, n_kv, slots_per_block, n_bytes })
     }
 
     /// Returns the first byte of a token's runs and how many tokens from there on, at most
@@ -131,9 +117,8 @@ impl Strides {
         let start = table[first_block] as usize * self.block + slot * self.slot;
         let mut n_tokens = self.slots_per_block - slot;
         if self.block == self.slots_per_block * self.slot {
-            let neighbors = table[first_block..]
-                .windows(2)
-                .take_while(|pair| pair[0].checked_add(1) == Some(pair[1]));
+            let neighbors =
+                table[first_block..].windows(2).take_while(|pair| pair[0].checked_add(1) == Some(pair[1]));
             for _ in neighbors {
                 if n_tokens >= n_tokens_left {
                     break;

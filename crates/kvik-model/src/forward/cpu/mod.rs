@@ -19,7 +19,7 @@ use crate::kernels::{
 };
 use crate::paging::BlockId;
 
-use super::{Backend, Logits, SequenceRows};
+use super::{Backend, LayerKv, Logits, SequenceRows};
 use weights::{LayerWeights, ModelWeights, NormWeights};
 
 /// Rows that one thread takes of the cheap row-by-row work.
@@ -42,12 +42,7 @@ pub struct CpuBackendOptions {
 impl Default for CpuBackendOptions {
     fn default() -> Self {
         let n_threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        Self {
-            n_blocks: 1024,
-            kv_dtype: Dtype::F32,
-            n_threads,
-            isa: Isa::detect(),
-        }
+        Self { n_blocks: 1024, kv_dtype: Dtype::F32, n_threads, isa: Isa::detect() }
     }
 }
 
@@ -89,23 +84,26 @@ impl CpuBackend {
     /// # Errors
     /// If the weights do not fit `config`, or the KV dtype is not one of f32, f16 and bf16.
     pub fn load(config: ModelConfig, checkpoint: &Checkpoint, options: &CpuBackendOptions) -> Result<Self> {
-        let shape = PageShape {
-            n_kv_heads: config.n_kv_heads,
-            head_dim: config.head_dim,
-        };
+        // First: it shows that the numbers of `config` are those of real tensors, from which the
+        // size of the pages is then computed.
+        let weights = ModelWeights::load(checkpoint, &config)?;
+        let shape = PageShape { n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
         let n_layers = config.n_layers;
         let pages = match options.kv_dtype {
-            Dtype::F32 => Pages::F32(KvPages::new(n_layers, options.n_blocks, shape)),
-            Dtype::F16 => Pages::F16(KvPages::new(n_layers, options.n_blocks, shape)),
-            Dtype::BF16 => Pages::Bf16(KvPages::new(n_layers, options.n_blocks, shape)),
+            Dtype::F32 => KvPages::try_new(n_layers, options.n_blocks, shape).map(Pages::F32),
+            Dtype::F16 => KvPages::try_new(n_layers, options.n_blocks, shape).map(Pages::F16),
+            Dtype::BF16 => KvPages::try_new(n_layers, options.n_blocks, shape).map(Pages::Bf16),
             other => return Err(ModelError::request("kv_dtype", other, "f32, f16, bf16")),
+        };
+        let Some(pages) = pages else {
+            return Err(ModelError::request("n_blocks", options.n_blocks, "as many blocks as memory holds"));
         };
         let rotary = match &config.position {
             Position::Rope(rope) => Some(RotaryTable::new(rope.inverse_frequencies(config.head_dim))),
             Position::Learned => None,
         };
         Ok(Self {
-            weights: ModelWeights::load(checkpoint, &config)?,
+            weights,
             pages,
             rotary,
             activations: Activations::default(),
@@ -125,11 +123,7 @@ impl CpuBackend {
             let end = sequence.first_position + sequence.tokens.len();
             if self.config.max_positions < end {
                 let allowed = format!("at most {} tokens", self.config.max_positions);
-                return Err(ModelError::request(
-                    "tokens",
-                    format!("{end} tokens long"),
-                    allowed,
-                ));
+                return Err(ModelError::request("tokens", format!("{end} tokens long"), allowed));
             }
             let is_outside = |&&token: &&TokenId| self.config.vocab_size <= token as usize;
             if let Some(token) = sequence.tokens.iter().find(is_outside) {
@@ -151,9 +145,7 @@ impl CpuBackend {
                 self.weights.embedding.unpack_row(token as usize, row);
                 if let Some(positions) = &self.weights.position_embedding {
                     positions.unpack_row(sequence.first_position + idx, &mut position_row);
-                    row.iter_mut()
-                        .zip(&position_row)
-                        .for_each(|(value, &position)| *value += position);
+                    row.iter_mut().zip(&position_row).for_each(|(value, &position)| *value += position);
                 }
             }
         }
@@ -175,6 +167,10 @@ impl Backend for CpuBackend {
 
     fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
         self.check(sequences)?;
+        if sequences.iter().all(|sequence| sequence.tokens.is_empty()) {
+            logits.reset(0, self.config.vocab_size);
+            return Ok(());
+        }
         let spans: Vec<Span<'_>> = sequences
             .iter()
             .map(|sequence| Span {
@@ -223,6 +219,48 @@ impl Backend for CpuBackend {
             Pages::Bf16(pages) => pages.copy_block(from, to),
         }
     }
+
+    fn kv_dtype(&self) -> Dtype {
+        match &self.pages {
+            Pages::F32(_) => Dtype::F32,
+            Pages::F16(_) => Dtype::F16,
+            Pages::Bf16(_) => Dtype::BF16,
+        }
+    }
+
+    fn export_kv(&self, layer_idx: usize, block_table: &[BlockId], n_tokens: usize) -> LayerKv {
+        let mut kv = LayerKv { n_tokens, ..LayerKv::default() };
+        match &self.pages {
+            Pages::F32(pages) => pages.export(layer_idx, block_table, n_tokens, &mut kv.keys, &mut kv.values),
+            Pages::F16(pages) => pages.export(layer_idx, block_table, n_tokens, &mut kv.keys, &mut kv.values),
+            Pages::Bf16(pages) => {
+                pages.export(layer_idx, block_table, n_tokens, &mut kv.keys, &mut kv.values);
+            }
+        }
+        kv
+    }
+
+    fn import_kv(&mut self, layer_idx: usize, block_table: &[BlockId], kv: &LayerKv) -> Result<()> {
+        let element_bytes = self.kv_dtype().size_bytes();
+        let expected = kv.n_tokens * self.config.n_kv_heads * self.config.head_dim * element_bytes;
+        for (field, tensor) in [("k", &kv.keys), ("v", &kv.values)] {
+            if tensor.len() != expected {
+                let value = format!("{} bytes long", tensor.len());
+                return Err(ModelError::request(
+                    field,
+                    value,
+                    format!("{expected} bytes for {} tokens", kv.n_tokens),
+                ));
+            }
+        }
+        let (n_tokens, keys, values) = (kv.n_tokens, &kv.keys, &kv.values);
+        match &mut self.pages {
+            Pages::F32(pages) => pages.import(layer_idx, block_table, n_tokens, keys, values),
+            Pages::F16(pages) => pages.import(layer_idx, block_table, n_tokens, keys, values),
+            Pages::Bf16(pages) => pages.import(layer_idx, block_table, n_tokens, keys, values),
+        }
+        Ok(())
+    }
 }
 
 impl Activations {
@@ -268,16 +306,7 @@ impl Pass<'_> {
         let activations = &mut *self.activations;
         let (bias, matrix) = (layer.qkv.bias.as_deref(), &layer.qkv.matrix);
         let (x, out) = (&activations.normalized, &mut activations.qkv);
-        matmul(
-            self.isa,
-            self.pool,
-            matrix,
-            bias,
-            x,
-            self.n_rows,
-            Combine::Replace,
-            out,
-        );
+        matmul(self.isa, self.pool, matrix, bias, x, self.n_rows, Combine::Replace, out);
         self.position_queries_and_keys(layer, stride, query_width);
 
         let activations = &mut *self.activations;
@@ -288,41 +317,19 @@ impl Pass<'_> {
             value_column: query_width + kv_width,
         };
         pages.write(self.pool, layer_idx, self.plan, rows);
-        let shape = AttentionShape {
-            n_query_heads: config.n_query_heads,
-            window: config.sliding_windows[layer_idx],
-        };
+        let shape =
+            AttentionShape { n_query_heads: config.n_query_heads, window: config.sliding_windows[layer_idx] };
         let (q, out) = (&activations.qkv, &mut activations.attended);
-        attend(
-            self.isa, self.pool, shape, pages, layer_idx, self.plan, q, stride, out,
-        );
+        attend(self.isa, self.pool, shape, pages, layer_idx, self.plan, q, stride, out);
         let (bias, matrix) = (layer.output.bias.as_deref(), &layer.output.matrix);
         let (x, out) = (&activations.attended, &mut activations.hidden);
-        matmul(
-            self.isa,
-            self.pool,
-            matrix,
-            bias,
-            x,
-            self.n_rows,
-            Combine::Add,
-            out,
-        );
+        matmul(self.isa, self.pool, matrix, bias, x, self.n_rows, Combine::Add, out);
 
         self.normalize(&layer.mlp_norm);
         let activations = &mut *self.activations;
         let (bias, matrix) = (layer.up.bias.as_deref(), &layer.up.matrix);
         let (x, out) = (&activations.normalized, &mut activations.up);
-        matmul(
-            self.isa,
-            self.pool,
-            matrix,
-            bias,
-            x,
-            self.n_rows,
-            Combine::Replace,
-            out,
-        );
+        matmul(self.isa, self.pool, matrix, bias, x, self.n_rows, Combine::Replace, out);
         self.activate();
         let activations = &mut *self.activations;
         let x = match config.activation {
@@ -330,16 +337,7 @@ impl Pass<'_> {
             Activation::GeluTanh => &activations.up,
         };
         let (bias, matrix) = (layer.down.bias.as_deref(), &layer.down.matrix);
-        matmul(
-            self.isa,
-            self.pool,
-            matrix,
-            bias,
-            x,
-            self.n_rows,
-            Combine::Add,
-            &mut activations.hidden,
-        );
+        matmul(self.isa, self.pool, matrix, bias, x, self.n_rows, Combine::Add, &mut activations.hidden);
     }
 
     /// Writes the normalized residual stream.
@@ -347,17 +345,12 @@ impl Pass<'_> {
         let stride = padded(self.config.hidden_size);
         let (isa, config, hidden) = (self.isa, self.config, &self.activations.hidden);
         let chunk_len = ROWS_PER_CHUNK * stride;
-        for_each_chunk_mut(
-            self.pool,
-            &mut self.activations.normalized,
-            chunk_len,
-            |chunk_idx, rows| {
-                for (row_idx, out) in rows.chunks_exact_mut(stride).enumerate() {
-                    let row = &hidden[chunk_idx * chunk_len + row_idx * stride..][..stride];
-                    normalize_row(isa, config, weights, row, out);
-                }
-            },
-        );
+        for_each_chunk_mut(self.pool, &mut self.activations.normalized, chunk_len, |chunk_idx, rows| {
+            for (row_idx, out) in rows.chunks_exact_mut(stride).enumerate() {
+                let row = &hidden[chunk_idx * chunk_len + row_idx * stride..][..stride];
+                normalize_row(isa, config, weights, row, out);
+            }
+        });
     }
 
     /// Normalizes the heads of queries and keys where the model does, and rotates them.
@@ -370,27 +363,21 @@ impl Pass<'_> {
         let n_key = config.n_kv_heads * config.head_dim;
         let rotary = self.rotary;
         let chunk_len = ROWS_PER_CHUNK * stride;
-        for_each_chunk_mut(
-            self.pool,
-            &mut self.activations.qkv,
-            chunk_len,
-            |chunk_idx, rows| {
-                for (row_idx, row) in rows.chunks_exact_mut(stride).enumerate() {
-                    let (queries, keys) = row.split_at_mut(query_width);
-                    let (queries, keys) = (&mut queries[..n_query], &mut keys[..n_key]);
-                    if let (Some((query_scale, key_scale)), Norm::Rms { epsilon }) =
-                        (&layer.qk_norm, config.norm)
-                    {
-                        normalize_heads(epsilon, query_scale, queries);
-                        normalize_heads(epsilon, key_scale, keys);
-                    }
-                    if let Some(rotary) = rotary {
-                        rotary.rotate(chunk_idx * ROWS_PER_CHUNK + row_idx, queries);
-                        rotary.rotate(chunk_idx * ROWS_PER_CHUNK + row_idx, keys);
-                    }
+        for_each_chunk_mut(self.pool, &mut self.activations.qkv, chunk_len, |chunk_idx, rows| {
+            for (row_idx, row) in rows.chunks_exact_mut(stride).enumerate() {
+                let (queries, keys) = row.split_at_mut(query_width);
+                let (queries, keys) = (&mut queries[..n_query], &mut keys[..n_key]);
+                if let (Some((query_scale, key_scale)), Norm::Rms { epsilon }) = (&layer.qk_norm, config.norm)
+                {
+                    normalize_heads(epsilon, query_scale, queries);
+                    normalize_heads(epsilon, key_scale, keys);
                 }
-            },
-        );
+                if let Some(rotary) = rotary {
+                    rotary.rotate(chunk_idx * ROWS_PER_CHUNK + row_idx, queries);
+                    rotary.rotate(chunk_idx * ROWS_PER_CHUNK + row_idx, keys);
+                }
+            }
+        });
     }
 
     /// Applies the nonlinearity to the rows of `up`.
@@ -401,18 +388,13 @@ impl Pass<'_> {
         match self.config.activation {
             Activation::SiluGated => {
                 let up = &activations.up;
-                for_each_chunk_mut(
-                    self.pool,
-                    &mut activations.activated,
-                    chunk_len,
-                    |chunk_idx, rows| {
-                        for (row_idx, out) in rows.chunks_exact_mut(intermediate).enumerate() {
-                            let start = 2 * (chunk_idx * chunk_len + row_idx * intermediate);
-                            let (gate, up) = up[start..start + 2 * intermediate].split_at(intermediate);
-                            silu_gate_rows(isa, gate, up, out);
-                        }
-                    },
-                );
+                for_each_chunk_mut(self.pool, &mut activations.activated, chunk_len, |chunk_idx, rows| {
+                    for (row_idx, out) in rows.chunks_exact_mut(intermediate).enumerate() {
+                        let start = 2 * (chunk_idx * chunk_len + row_idx * intermediate);
+                        let (gate, up) = up[start..start + 2 * intermediate].split_at(intermediate);
+                        silu_gate_rows(isa, gate, up, out);
+                    }
+                });
             }
             Activation::GeluTanh => {
                 for_each_chunk_mut(self.pool, &mut activations.up, chunk_len, |_, rows| {
@@ -438,21 +420,10 @@ impl Pass<'_> {
                 n_logits += 1;
             }
         }
-        logits.vocab_size = self.config.vocab_size;
-        logits.stride = padded(self.config.vocab_size);
-        logits.values.resize(n_logits * logits.stride, 0.0);
+        logits.reset(n_logits, self.config.vocab_size);
         let x = &activations.normalized;
         let matrix = weights.output_matrix();
-        matmul(
-            self.isa,
-            self.pool,
-            matrix,
-            None,
-            x,
-            n_logits,
-            Combine::Replace,
-            &mut logits.values,
-        );
+        matmul(self.isa, self.pool, matrix, None, x, n_logits, Combine::Replace, &mut logits.values);
     }
 }
 
@@ -469,8 +440,6 @@ fn normalize_heads(epsilon: f32, scale: &[f32], heads: &mut [f32]) {
     for head in heads.chunks_exact_mut(scale.len()) {
         let squares: f32 = head.iter().map(|value| value * value).sum();
         let factor = 1.0 / (squares / scale.len() as f32 + epsilon).sqrt();
-        head.iter_mut()
-            .zip(scale)
-            .for_each(|(value, &scale)| *value = *value * factor * scale);
+        head.iter_mut().zip(scale).for_each(|(value, &scale)| *value = *value * factor * scale);
     }
 }

@@ -54,11 +54,7 @@ impl ModelWeights {
     /// # Errors
     /// If a tensor is missing, has another shape than `config` asks for, or cannot be read.
     pub(super) fn load(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<Self> {
-        let reader = TensorReader {
-            checkpoint,
-            config,
-            prefix: detect_prefix(checkpoint, config),
-        };
+        let reader = TensorReader { checkpoint, config, prefix: detect_prefix(checkpoint, config) };
         let names = Names::of(config.architecture);
         let vocab_shape = [config.vocab_size, config.hidden_size];
         let embedding = reader.read(names.embedding, &vocab_shape)?;
@@ -107,10 +103,7 @@ impl ModelWeights {
                 .sum::<usize>()
         });
         self.embedding.size_bytes()
-            + self
-                .position_embedding
-                .as_ref()
-                .map_or(0, PackedMatrix::size_bytes)
+            + self.position_embedding.as_ref().map_or(0, PackedMatrix::size_bytes)
             + self.lm_head.as_ref().map_or(0, PackedMatrix::size_bytes)
             + layers.sum::<usize>()
     }
@@ -125,14 +118,8 @@ struct Names {
 impl Names {
     fn of(architecture: Architecture) -> Self {
         match architecture {
-            Architecture::Gpt2 => Self {
-                embedding: "wte.weight",
-                final_norm: "ln_f",
-            },
-            _ => Self {
-                embedding: "embed_tokens.weight",
-                final_norm: "norm",
-            },
+            Architecture::Gpt2 => Self { embedding: "wte.weight", final_norm: "ln_f" },
+            _ => Self { embedding: "embed_tokens.weight", final_norm: "norm" },
         }
     }
 }
@@ -144,11 +131,7 @@ fn detect_prefix(checkpoint: &Checkpoint, config: &ModelConfig) -> &'static str 
         _ => "model.",
     };
     let bare = Names::of(config.architecture).embedding;
-    if checkpoint.tensor_info(bare).is_some() {
-        ""
-    } else {
-        prefix
-    }
+    if checkpoint.tensor_info(bare).is_some() { "" } else { prefix }
 }
 
 /// Reads tensors by the names of one model.
@@ -160,8 +143,7 @@ struct TensorReader<'a> {
 
 impl TensorReader<'_> {
     fn read(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
-        self.checkpoint
-            .read_shaped(&format!("{}{name}", self.prefix), shape)
+        self.checkpoint.read_shaped(&format!("{}{name}", self.prefix), shape)
     }
 
     /// A vector as f32, padded with zeros.
@@ -191,10 +173,7 @@ impl TensorReader<'_> {
                 bias.extend(self.vector(&format!("{name}.bias"), *n_outputs)?);
             }
         }
-        Ok(Linear {
-            matrix: PackedMatrix::pack(&sources)?,
-            bias: has_bias.then_some(bias),
-        })
+        Ok(Linear { matrix: PackedMatrix::pack(&sources)?, bias: has_bias.then_some(bias) })
     }
 
     fn llama_layer(&self, layer_idx: usize) -> Result<LayerWeights> {
@@ -217,10 +196,7 @@ impl TensorReader<'_> {
         let qk_norm = if config.has_qk_norm {
             let head_scale =
                 |suffix: &str| Ok::<_, ModelError>(self.read(&name(suffix), &[config.head_dim])?.to_f32());
-            Some((
-                head_scale("self_attn.q_norm.weight")?,
-                head_scale("self_attn.k_norm.weight")?,
-            ))
+            Some((head_scale("self_attn.q_norm.weight")?, head_scale("self_attn.k_norm.weight")?))
         } else {
             None
         };
@@ -251,10 +227,7 @@ impl TensorReader<'_> {
         let columns = |suffix: &str, n_inputs: usize, n_outputs: usize| -> Result<Linear> {
             let tensor = self.read(&name(&format!("{suffix}.weight")), &[n_inputs, n_outputs])?;
             let bias = self.vector(&name(&format!("{suffix}.bias")), n_outputs)?;
-            Ok(Linear {
-                matrix: PackedMatrix::pack(&[MatrixSource::columns(tensor)])?,
-                bias: Some(bias),
-            })
+            Ok(Linear { matrix: PackedMatrix::pack(&[MatrixSource::columns(tensor)])?, bias: Some(bias) })
         };
         let fused = self.read(&name("attn.c_attn.weight"), &[hidden, 3 * hidden])?;
         let fused_bias = self.read(&name("attn.c_attn.bias"), &[3 * hidden])?.to_f32();
@@ -263,16 +236,10 @@ impl TensorReader<'_> {
             qkv_bias.extend_from_slice(part);
             qkv_bias.resize(qkv_bias.len().next_multiple_of(padded(1)), 0.0);
         }
-        let sources: Vec<_> = split_columns(&fused, 3)
-            .into_iter()
-            .map(MatrixSource::columns)
-            .collect();
+        let sources: Vec<_> = split_columns(&fused, 3).into_iter().map(MatrixSource::columns).collect();
         Ok(LayerWeights {
             attention_norm: self.norm(&name("ln_1"))?,
-            qkv: Linear {
-                matrix: PackedMatrix::pack(&sources)?,
-                bias: Some(qkv_bias),
-            },
+            qkv: Linear { matrix: PackedMatrix::pack(&sources)?, bias: Some(qkv_bias) },
             qk_norm: None,
             output: columns("attn.c_proj", hidden, hidden)?,
             mlp_norm: self.norm(&name("ln_2"))?,
@@ -294,11 +261,7 @@ fn split_columns(tensor: &Tensor, n_parts: usize) -> Vec<Tensor> {
                 .flat_map(|row| &row[part * part_bytes..(part + 1) * part_bytes])
                 .copied()
                 .collect();
-            Tensor {
-                dtype: tensor.dtype,
-                shape: vec![rows, columns / n_parts],
-                bytes: bytes.into(),
-            }
+            Tensor { dtype: tensor.dtype, shape: vec![rows, columns / n_parts], bytes: bytes.into() }
         })
         .collect()
 }

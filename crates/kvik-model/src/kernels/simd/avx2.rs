@@ -62,12 +62,7 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn load(self, from: &[f32; LANES]) -> Self::Lanes {
         // SAFETY: `self` proves the features; the array is two registers long.
-        unsafe {
-            [
-                _mm256_loadu_ps(from.as_ptr()),
-                _mm256_loadu_ps(from.as_ptr().add(HALF)),
-            ]
-        }
+        unsafe { [_mm256_loadu_ps(from.as_ptr()), _mm256_loadu_ps(from.as_ptr().add(HALF))] }
     }
 
     #[inline(always)]
@@ -104,21 +99,28 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    fn load_bf16_pairs(self, from: &[u16; 2 * LANES]) -> [Self::Lanes; 2] {
+    fn load_bf16_even(self, from: &[u16; 2 * LANES]) -> Self::Lanes {
+        // SAFETY: `self` proves the features; the array is two registers long.
+        unsafe {
+            let low = _mm256_loadu_si256(from.as_ptr().cast::<__m256i>());
+            let high = _mm256_loadu_si256(from.as_ptr().add(LANES).cast::<__m256i>());
+            [
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low)),
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    fn load_bf16_odd(self, from: &[u16; 2 * LANES]) -> Self::Lanes {
         // SAFETY: `self` proves the features; the array is two registers long.
         unsafe {
             let low = _mm256_loadu_si256(from.as_ptr().cast::<__m256i>());
             let high = _mm256_loadu_si256(from.as_ptr().add(LANES).cast::<__m256i>());
             let odd_mask = _mm256_set1_epi32(0xffff_0000_u32 as i32);
             [
-                [
-                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low)),
-                    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)),
-                ],
-                [
-                    _mm256_castsi256_ps(_mm256_and_si256(low, odd_mask)),
-                    _mm256_castsi256_ps(_mm256_and_si256(high, odd_mask)),
-                ],
+                _mm256_castsi256_ps(_mm256_and_si256(low, odd_mask)),
+                _mm256_castsi256_ps(_mm256_and_si256(high, odd_mask)),
             ]
         }
     }
@@ -146,12 +148,7 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn fma(self, a: Self::Lanes, b: Self::Lanes, c: Self::Lanes) -> Self::Lanes {
         // SAFETY: `self` proves the features.
-        unsafe {
-            [
-                _mm256_fmadd_ps(a[0], b[0], c[0]),
-                _mm256_fmadd_ps(a[1], b[1], c[1]),
-            ]
-        }
+        unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
     }
 
     #[inline(always)]

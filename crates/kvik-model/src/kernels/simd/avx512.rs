@@ -80,15 +80,17 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    fn load_bf16_pairs(self, from: &[u16; 2 * LANES]) -> [Self::Lanes; 2] {
+    fn load_bf16_even(self, from: &[u16; 2 * LANES]) -> Self::Lanes {
+        // SAFETY: `self` proves the features; the array is 64 bytes.
+        unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_loadu_si512(from.as_ptr().cast()))) }
+    }
+
+    #[inline(always)]
+    fn load_bf16_odd(self, from: &[u16; 2 * LANES]) -> Self::Lanes {
         // SAFETY: `self` proves the features; the array is 64 bytes.
         unsafe {
-            let pairs = _mm512_loadu_si512(from.as_ptr().cast());
             let high_half = _mm512_set1_epi32(0xffff_0000_u32 as i32);
-            [
-                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)),
-                _mm512_castsi512_ps(_mm512_and_si512(pairs, high_half)),
-            ]
+            _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(from.as_ptr().cast()), high_half))
         }
     }
 

@@ -8,8 +8,10 @@
 //! makes the methods safe to call.
 
 #[cfg(target_arch = "x86_64")]
+#[expect(clippy::cast_ptr_alignment, reason = "the loads are unaligned; the intrinsics' types are not")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
+#[expect(clippy::cast_ptr_alignment, reason = "the loads are unaligned; the intrinsics' types are not")]
 mod avx512;
 mod scalar;
 
@@ -31,7 +33,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Sixteen f32.
     type Lanes: Copy;
 
-    /// Whether 24 accumulators of sixteen lanes fit into registers; decides the tile of the
+    /// Whether 20 accumulators of sixteen lanes fit into registers; decides the tile of the
     /// matrix kernels, never their result.
     const HAS_WIDE_REGISTERS: bool;
 
@@ -45,8 +47,10 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn load_bf16(self, from: &[u16; LANES]) -> Self::Lanes;
     /// Widens sixteen f16, given as bits; exact.
     fn load_f16(self, from: &[u16; LANES]) -> Self::Lanes;
-    /// Widens thirty-two bf16 that lie in pairs: the even ones, then the odd ones; exact.
-    fn load_bf16_pairs(self, from: &[u16; 2 * LANES]) -> [Self::Lanes; 2];
+    /// Widens the first of each of sixteen pairs of bf16; exact.
+    fn load_bf16_even(self, from: &[u16; 2 * LANES]) -> Self::Lanes;
+    /// Widens the second of each of sixteen pairs of bf16; exact.
+    fn load_bf16_odd(self, from: &[u16; 2 * LANES]) -> Self::Lanes;
     fn add(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
     fn sub(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
     fn mul(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
@@ -83,9 +87,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     fn max_lane(self, lanes: Self::Lanes) -> f32 {
         let mut values = [0.0; LANES];
         self.store(lanes, &mut values);
-        values
-            .iter()
-            .fold(f32::NEG_INFINITY, |a, &b| if a < b { b } else { a })
+        values.iter().fold(f32::NEG_INFINITY, |a, &b| if a < b { b } else { a })
     }
 }
 
@@ -109,10 +111,7 @@ impl Isa {
 
     /// The instruction sets of this CPU, fastest first; never empty.
     pub fn available() -> Vec<Self> {
-        [Self::Avx512, Self::Avx2, Self::Scalar]
-            .into_iter()
-            .filter(|isa| isa.is_available())
-            .collect()
+        [Self::Avx512, Self::Avx2, Self::Scalar].into_iter().filter(|isa| isa.is_available()).collect()
     }
 
     #[cfg(target_arch = "x86_64")]

@@ -47,8 +47,13 @@ impl Simd for Scalar {
     }
 
     #[inline(always)]
-    fn load_bf16_pairs(self, from: &[u16; 2 * LANES]) -> [Self::Lanes; 2] {
-        [0, 1].map(|odd| std::array::from_fn(|lane| f32::from_bits(u32::from(from[2 * lane + odd]) << 16)))
+    fn load_bf16_even(self, from: &[u16; 2 * LANES]) -> Self::Lanes {
+        std::array::from_fn(|lane| f32::from_bits(u32::from(from[2 * lane]) << 16))
+    }
+
+    #[inline(always)]
+    fn load_bf16_odd(self, from: &[u16; 2 * LANES]) -> Self::Lanes {
+        std::array::from_fn(|lane| f32::from_bits(u32::from(from[2 * lane + 1]) << 16))
     }
 
     #[inline(always)]

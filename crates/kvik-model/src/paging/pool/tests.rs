@@ -1,1 +1,331 @@
+use std::collections::BTreeMap;
 
+use proptest::prelude::*;
+
+use super::*;
+
+/// Blocks as the specification sees them: slow and obvious.
+#[derive(Debug, Default)]
+struct NaivePool {
+    n_holders: BTreeMap<BlockId, u32>,
+    /// Oldest first.
+    free: Vec<BlockId>,
+    registered: BTreeMap<BlockId, Content>,
+    n_evicted: u64,
+}
+
+impl NaivePool {
+    fn new(n_blocks: u32) -> Self {
+        Self { free: (0..n_blocks).map(BlockId::new).collect(), ..Self::default() }
+    }
+
+    fn allocate(&mut self) -> Option<BlockId> {
+        if self.free.is_empty() {
+            return None;
+        }
+        let block = self.free.remove(0);
+        self.n_evicted += u64::from(self.registered.remove(&block).is_some());
+        self.n_holders.insert(block, 1);
+        Some(block)
+    }
+
+    fn retain(&mut self, block: BlockId) {
+        self.free.retain(|&free| free != block);
+        *self.n_holders.entry(block).or_default() += 1;
+    }
+
+    fn release(&mut self, block: BlockId) {
+        let count = self.n_holders.get_mut(&block).unwrap();
+        *count -= 1;
+        if *count == 0 {
+            self.n_holders.remove(&block);
+            let place = if self.registered.contains_key(&block) { self.free.len() } else { 0 };
+            self.free.insert(place, block);
+        }
+    }
+
+    fn find(&self, hash: BlockHash, tokens: &[TokenId], parent: Option<BlockId>) -> Option<BlockId> {
+        let is_it =
+            |content: &Content| content.hash == hash && content.tokens == *tokens && content.parent == parent;
+        let mut found = self.registered.iter().filter(|(_, content)| is_it(content));
+        found.next().map(|(&block, _)| block)
+    }
+}
+
+/// What the tables of an engine do to the pool.
+#[derive(Debug, Clone)]
+enum Operation {
+    /// A new sequence with the tokens of this stem takes its known prefix.
+    Start {
+        stem: usize,
+    },
+    /// A sequence computes its next block and registers it.
+    Grow {
+        table: usize,
+    },
+    /// A sequence takes a block that it does not fill.
+    GrowPartly {
+        table: usize,
+    },
+    /// Another choice of a sequence.
+    Fork {
+        table: usize,
+    },
+    /// A sequence ends.
+    End {
+        table: usize,
+    },
+    Forget,
+}
+
+fn operations() -> impl Strategy<Value = Vec<Operation>> {
+    let operation = prop_oneof![
+        3 => (0..6_usize).prop_map(|stem| Operation::Start { stem }),
+        8 => (0..8_usize).prop_map(|table| Operation::Grow { table }),
+        1 => (0..8_usize).prop_map(|table| Operation::GrowPartly { table }),
+        1 => (0..8_usize).prop_map(|table| Operation::Fork { table }),
+        3 => (0..8_usize).prop_map(|table| Operation::End { table }),
+        1 => Just(Operation::Forget),
+    ];
+    prop::collection::vec(operation, 1..120)
+}
+
+/// The tokens of block `idx` of a stem. Stems share beginnings, and every stem has its own end.
+fn block_tokens(stem: usize, idx: usize) -> [TokenId; BLOCK_TOKENS] {
+    let n_shared = stem % 3 + 1;
+    let branch = if idx < n_shared { 0 } else { stem };
+    [(idx * 10 + branch) as TokenId; BLOCK_TOKENS]
+}
+
+/// A hash with few values, so that different blocks often collide.
+fn weak_hash(stem: usize, idx: usize) -> BlockHash {
+    let tokens = block_tokens(stem, idx);
+    BlockHash::from_u128(u128::from(tokens[0]) % 23)
+}
+
+#[derive(Debug, Clone)]
+struct Table {
+    stem: usize,
+    blocks: Vec<BlockId>,
+    /// A partly filled block ends the table.
+    is_closed: bool,
+}
+
+struct Both {
+    pool: BlockPool,
+    naive: NaivePool,
+    tables: Vec<Table>,
+}
+
+impl Both {
+    fn new(n_blocks: u32) -> Self {
+        Self { pool: BlockPool::new(n_blocks as usize), naive: NaivePool::new(n_blocks), tables: Vec::new() }
+    }
+
+    fn apply(&mut self, operation: &Operation) {
+        match *operation {
+            Operation::Start { stem } => self.start(stem),
+            Operation::Grow { table } => self.grow(table, true),
+            Operation::GrowPartly { table } => self.grow(table, false),
+            Operation::Fork { table } => {
+                if let Some(table) = self.tables.get(table).cloned() {
+                    for &block in &table.blocks {
+                        self.pool.retain(block);
+                        self.naive.retain(block);
+                    }
+                    self.tables.push(table);
+                }
+            }
+            Operation::End { table } => {
+                if table < self.tables.len() {
+                    let mut table = self.tables.swap_remove(table);
+                    for &block in table.blocks.iter().rev() {
+                        self.naive.release(block);
+                    }
+                    self.pool.release(&mut table.blocks);
+                    assert!(table.blocks.is_empty());
+                }
+            }
+            Operation::Forget => {
+                self.pool.forget_free();
+                let held = &self.naive.n_holders;
+                self.naive.registered.retain(|block, _| held.contains_key(block));
+            }
+        }
+    }
+
+    fn start(&mut self, stem: usize) {
+        let n_blocks = 8;
+        let hashes: Vec<BlockHash> = (0..n_blocks).map(|idx| weak_hash(stem, idx)).collect();
+        let tokens: Vec<TokenId> = (0..n_blocks).flat_map(|idx| block_tokens(stem, idx)).collect();
+        let blocks = self.pool.match_prefix(&hashes, &tokens);
+        let mut expected: Vec<BlockId> = Vec::new();
+        for idx in 0..n_blocks {
+            let parent = expected.last().copied();
+            match self.naive.find(weak_hash(stem, idx), &block_tokens(stem, idx), parent) {
+                Some(block) => expected.push(block),
+                None => break,
+            }
+        }
+        for &block in &expected {
+            self.naive.retain(block);
+        }
+        assert_eq!(blocks, expected);
+        self.tables.push(Table { stem, blocks, is_closed: false });
+    }
+
+    fn grow(&mut self, table: usize, fills: bool) {
+        let Some(table) = self.tables.get_mut(table).filter(|table| !table.is_closed) else {
+            return;
+        };
+        let block = self.pool.allocate();
+        assert_eq!(block, self.naive.allocate());
+        let Some(block) = block else { return };
+        table.is_closed = !fills;
+        if !fills {
+            table.blocks.push(block);
+            return;
+        }
+        let (idx, parent) = (table.blocks.len(), table.blocks.last().copied());
+        let (hash, tokens) = (weak_hash(table.stem, idx), block_tokens(table.stem, idx));
+        let holder = self.pool.register(block, hash, &tokens, parent);
+        let naive = &mut self.naive;
+        let parent_is_known = parent.is_none_or(|parent| naive.registered.contains_key(&parent));
+        let is_taken = naive.registered.values().any(|content| content.hash == hash);
+        let mut expected = block;
+        if let Some(known) = naive.find(hash, &tokens, parent).filter(|_| parent_is_known) {
+            naive.retain(known);
+            naive.release(block);
+            expected = known;
+        } else if parent_is_known && !is_taken {
+            naive.registered.insert(block, Content { hash, tokens, parent });
+        }
+        assert_eq!(holder, expected);
+        table.blocks.push(holder);
+    }
+
+    fn check(&self) {
+        let stats = self.pool.stats();
+        assert_eq!(stats.n_free, self.naive.free.len());
+        assert_eq!(stats.n_registered, self.naive.registered.len());
+        assert_eq!(stats.n_evicted, self.naive.n_evicted);
+        assert_eq!(self.free_list(), self.naive.free);
+        for index in 0..stats.n_blocks as u32 {
+            let block = BlockId::new(index);
+            let n_in_tables = self.tables.iter().flat_map(|table| &table.blocks);
+            let n_in_tables = n_in_tables.filter(|&&held| held == block).count();
+            assert_eq!(self.pool.n_holders(block) as usize, n_in_tables);
+            assert_eq!(n_in_tables == 0, self.naive.free.contains(&block));
+        }
+        for (index, slot) in self.pool.slots.iter().enumerate() {
+            let Some(content) = &slot.content else { continue };
+            assert_eq!(self.pool.by_hash[&content.hash].index(), index);
+            if let Some(parent) = content.parent {
+                let parent_slot = &self.pool.slots[parent.index()];
+                assert!(parent_slot.content.is_some(), "a parent went before its child");
+            }
+        }
+    }
+
+    /// The free list from both ends.
+    fn free_list(&self) -> Vec<BlockId> {
+        let walk = |first: u32, step: fn(&Slot) -> u32| {
+            let mut found = Vec::new();
+            let mut index = first;
+            while index != NONE {
+                found.push(BlockId::new(index));
+                index = step(&self.pool.slots[index as usize]);
+            }
+            found
+        };
+        let forwards = walk(self.pool.free_head, |slot| slot.next);
+        let mut backwards = walk(self.pool.free_tail, |slot| slot.previous);
+        backwards.reverse();
+        assert_eq!(forwards, backwards);
+        forwards
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn any_operations_give_what_the_naive_pool_gives(n_blocks in 1..14_u32, operations in operations()) {
+        let mut both = Both::new(n_blocks);
+        for operation in &operations {
+            both.apply(operation);
+            both.check();
+        }
+        while !both.tables.is_empty() {
+            both.apply(&Operation::End { table: 0 });
+        }
+        both.check();
+        prop_assert_eq!(both.pool.n_free(), n_blocks as usize);
+    }
+}
+
+fn hash(value: u128) -> BlockHash {
+    BlockHash::from_u128(value)
+}
+
+#[test]
+fn a_forged_hash_with_other_tokens_or_another_parent_is_a_miss() {
+    let mut pool = BlockPool::new(4);
+    let (first, second) = (pool.allocate().unwrap(), pool.allocate().unwrap());
+    assert_eq!(pool.register(first, hash(1), &[1; BLOCK_TOKENS], None), first);
+    assert_eq!(pool.register(second, hash(2), &[2; BLOCK_TOKENS], Some(first)), second);
+    let mut tokens = vec![1; BLOCK_TOKENS];
+    tokens.extend([2; BLOCK_TOKENS]);
+    assert_eq!(pool.match_prefix(&[hash(1), hash(2)], &tokens), [first, second]);
+    tokens[BLOCK_TOKENS + 15] = 3;
+    assert_eq!(pool.match_prefix(&[hash(1), hash(2)], &tokens), [first]);
+    assert_eq!(pool.match_prefix(&[hash(2)], &[2; BLOCK_TOKENS]), []);
+    assert_eq!(pool.match_prefix(&[hash(1)], &[9; BLOCK_TOKENS]), []);
+    // Neither does the forger get the place of the registered block, nor its children one.
+    let forger = pool.allocate().unwrap();
+    assert_eq!(pool.register(forger, hash(1), &[9; BLOCK_TOKENS], None), forger);
+    let child = pool.allocate().unwrap();
+    assert_eq!(pool.register(child, hash(5), &[5; BLOCK_TOKENS], Some(forger)), child);
+    assert_eq!(pool.stats().n_registered, 2);
+}
+
+#[test]
+fn a_block_computed_twice_is_kept_once() {
+    let mut pool = BlockPool::new(2);
+    let (first, second) = (pool.allocate().unwrap(), pool.allocate().unwrap());
+    pool.register(first, hash(1), &[1; BLOCK_TOKENS], None);
+    assert_eq!(pool.register(second, hash(1), &[1; BLOCK_TOKENS], None), first);
+    assert_eq!((pool.n_holders(first), pool.n_holders(second)), (2, 0));
+    assert_eq!(pool.n_free(), 1);
+}
+
+#[test]
+fn the_least_recently_held_block_is_taken_first_and_children_before_parents() {
+    let mut pool = BlockPool::new(4);
+    let mut tables: Vec<Vec<BlockId>> = Vec::new();
+    for stem in 0..2_u32 {
+        let parent = pool.allocate().unwrap();
+        let tokens = [stem; BLOCK_TOKENS];
+        pool.register(parent, hash(u128::from(stem)), &tokens, None);
+        let child = pool.allocate().unwrap();
+        pool.register(child, hash(u128::from(10 + stem)), &tokens, Some(parent));
+        tables.push(vec![parent, child]);
+    }
+    let expected = [tables[1][1], tables[1][0], tables[0][1], tables[0][0]];
+    pool.release(&mut tables[1]);
+    pool.release(&mut tables[0]);
+    for block in expected {
+        assert_eq!(pool.allocate(), Some(block));
+    }
+    assert_eq!(pool.allocate(), None);
+    assert_eq!(pool.stats().n_evicted, 4);
+}
+
+#[test]
+#[should_panic(expected = "released twice")]
+fn a_second_release_is_a_defect_of_the_caller() {
+    let mut pool = BlockPool::new(1);
+    let block = pool.allocate().unwrap();
+    pool.release_block(block);
+    pool.release_block(block);
+}

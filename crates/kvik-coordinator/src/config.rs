@@ -1,0 +1,233 @@
+//! The configuration of a coordinator.
+//!
+//! The unit of a time is part of its field's name.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kvik_index::ring::MAX_VIRTUAL_NODES;
+use kvik_proto::coordinator::RingConfig;
+use kvik_runtime::http::TlsServerConfig;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{CoordinatorError, Result};
+
+/// Everything that can be configured.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CoordinatorConfig {
+    /// Address to listen on; port 0 takes a free one. Default: `127.0.0.1:8081`.
+    pub listen: String,
+    /// Base address that the other coordinators reach this one at, such as
+    /// `http://coordinator-0:8081`. Default: none, the address that is listened on.
+    pub advertise: Option<String>,
+    /// TLS towards workers, gateways and the other coordinators. Default: none, plain HTTP.
+    pub tls: TlsServerConfig,
+    /// TLS of the calls to the other coordinators and to etcd. Default: none, only `http://` works.
+    pub peer_tls: PeerTlsConfig,
+    /// Time between two heartbeats of a worker; one that misses three is gone. Default: 1000 ms.
+    pub heartbeat_interval_ms: u64,
+    /// Time in which a worker that joins others rises from a tenth of its weight to all of it; 0 for
+    /// none. Default: 30 000 ms.
+    pub slow_start_ms: u64,
+    /// How the ring is built.
+    pub ring: RingConfig,
+    /// Where the state is.
+    pub state: StateConfig,
+}
+
+/// Where the state is.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct StateConfig {
+    /// `embedded`: in the memory of the only coordinator. `etcd`: in etcd, for any number of
+    /// coordinators of which one leads. Default: `embedded`.
+    pub backend: StateBackendKind,
+    /// The etcd, for the backend `etcd`.
+    pub etcd: EtcdConfig,
+}
+
+/// A kind of state backend.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StateBackendKind {
+    /// In memory.
+    #[default]
+    Embedded,
+    /// In etcd.
+    Etcd,
+}
+
+/// An etcd cluster.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct EtcdConfig {
+    /// Base addresses of its members, tried in turn; their JSON gateway must be on, as it is by
+    /// default. Default: `http://127.0.0.1:2379`.
+    pub endpoints: Vec<String>,
+    /// What all keys begin with; coordinators of one system share it. Default: `/kvik`.
+    pub prefix: String,
+    /// Time after which a leader that is not heard of has lost the lead, 2 to 60. Default: 3 s.
+    pub lease_ttl_s: u64,
+}
+
+/// Files of the TLS towards other coordinators and etcd, all PEM.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PeerTlsConfig {
+    /// Authorities that sign their certificates. Default: none.
+    pub authorities: Option<PathBuf>,
+    /// The certificate chain that this coordinator shows (mTLS). Default: none.
+    pub certificate: Option<PathBuf>,
+    /// Its private key. Default: none.
+    pub key: Option<PathBuf>,
+}
+
+// === impl defaults ===
+
+impl Default for CoordinatorConfig {
+    fn default() -> Self {
+        Self {
+            listen: "127.0.0.1:8081".to_owned(),
+            advertise: None,
+            tls: TlsServerConfig::default(),
+            peer_tls: PeerTlsConfig::default(),
+            heartbeat_interval_ms: 1000,
+            slow_start_ms: 30_000,
+            ring: RingConfig::default(),
+            state: StateConfig::default(),
+        }
+    }
+}
+
+impl Default for EtcdConfig {
+    fn default() -> Self {
+        Self {
+            endpoints: vec!["http://127.0.0.1:2379".to_owned()],
+            prefix: "/kvik".to_owned(),
+            lease_ttl_s: 3,
+        }
+    }
+}
+
+// === impl CoordinatorConfig ===
+
+impl CoordinatorConfig {
+    /// Checks all values.
+    ///
+    /// # Errors
+    /// [`CoordinatorError::InvalidConfig`] for the first value that is not allowed.
+    pub fn validate(&self) -> Result<()> {
+        if let Some(advertise) = &self.advertise {
+            check(
+                is_base_address(advertise),
+                "advertise",
+                advertise,
+                "http://host:port or https://host:port",
+            )?;
+        }
+        let interval = self.heartbeat_interval_ms;
+        check((10..=60_000).contains(&interval), "heartbeat_interval_ms", &interval, "10 to 60000")?;
+        let slow_start = self.slow_start_ms;
+        check(slow_start <= 86_400_000, "slow_start_ms", &slow_start, "0 to 86400000 (a day)")?;
+        let nodes = self.ring.virtual_nodes;
+        check((1..=MAX_VIRTUAL_NODES).contains(&nodes), "ring.virtual_nodes", &nodes, "1 to 65536")?;
+        let factor = self.ring.load_factor;
+        check((0.0..=100.0).contains(&factor), "ring.load_factor", &factor, "0 to 100")?;
+        let peer = &self.peer_tls;
+        check(
+            peer.certificate.is_some() == peer.key.is_some(),
+            "peer_tls",
+            &"only one of `certificate` and `key`",
+            "both or none",
+        )?;
+        if self.state.backend == StateBackendKind::Etcd {
+            self.state.etcd.validate()?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn heartbeat_interval(&self) -> Duration {
+        Duration::from_millis(self.heartbeat_interval_ms)
+    }
+
+    pub(crate) fn slow_start(&self) -> Duration {
+        Duration::from_millis(self.slow_start_ms)
+    }
+}
+
+impl EtcdConfig {
+    fn validate(&self) -> Result<()> {
+        check(!self.endpoints.is_empty(), "state.etcd.endpoints", &"empty", "at least one address")?;
+        for endpoint in &self.endpoints {
+            let allowed = "http://host:port or https://host:port";
+            check(is_base_address(endpoint), "state.etcd.endpoints", endpoint, allowed)?;
+        }
+        let prefix = &self.prefix;
+        let fits = prefix.starts_with('/') && !prefix.ends_with('/');
+        check(fits, "state.etcd.prefix", prefix, "a path that begins and does not end with a slash")?;
+        let ttl = self.lease_ttl_s;
+        check((2..=60).contains(&ttl), "state.etcd.lease_ttl_s", &ttl, "2 to 60")
+    }
+}
+
+/// Says whether `address` is `http://host:port` or the same with TLS, without a path.
+pub(crate) fn is_base_address(address: &str) -> bool {
+    address.parse::<http::Uri>().is_ok_and(|uri| {
+        matches!(uri.scheme_str(), Some("http" | "https"))
+            && uri.host().is_some_and(|host| !host.is_empty())
+            && uri.path() == "/"
+            && uri.query().is_none()
+    })
+}
+
+fn check(
+    fits: bool,
+    field: &'static str,
+    value: &dyn std::fmt::Display,
+    allowed: &'static str,
+) -> Result<()> {
+    if fits {
+        return Ok(());
+    }
+    Err(CoordinatorError::InvalidConfig { field, value: value.to_string(), allowed })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_is_valid() {
+        CoordinatorConfig::default().validate().unwrap();
+    }
+
+    #[test]
+    fn a_bad_value_is_refused_with_its_field_and_what_is_allowed() {
+        let message = |change: fn(&mut CoordinatorConfig)| {
+            let mut config = CoordinatorConfig::default();
+            config.state.backend = StateBackendKind::Etcd;
+            change(&mut config);
+            config.validate().unwrap_err().to_string()
+        };
+        assert_eq!(
+            message(|config| config.heartbeat_interval_ms = 0),
+            "`heartbeat_interval_ms` is 0; allowed: 10 to 60000"
+        );
+        assert!(
+            message(|config| config.ring.load_factor = f64::NAN).starts_with("`ring.load_factor` is NaN")
+        );
+        assert!(message(|config| config.ring.virtual_nodes = 0).starts_with("`ring.virtual_nodes` is 0"));
+        assert!(message(|config| config.state.etcd.lease_ttl_s = 1).contains("2 to 60"));
+        assert!(message(|config| config.state.etcd.prefix = "kvik/".into()).contains("kvik/"));
+        assert!(message(|config| config.state.etcd.endpoints.clear()).contains("at least one"));
+        assert!(message(|config| config.advertise = Some("host:1/path".into())).contains("`advertise`"));
+        assert!(message(|config| config.peer_tls.key = Some("key.pem".into())).contains("both or none"));
+    }
+
+    #[test]
+    fn an_unknown_field_is_refused() {
+        let error = serde_json::from_str::<CoordinatorConfig>(r#"{"state": {"etc": {}}}"#).unwrap_err();
+        assert!(error.to_string().contains("unknown field `etc`"), "{error}");
+    }
+}

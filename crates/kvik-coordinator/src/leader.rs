@@ -1,0 +1,301 @@
+//! The task that owns the membership while this coordinator leads.
+//!
+//! All changes pass through it one by one: it applies a change, writes it down, publishes the
+//! snapshot and only then answers. If a change cannot be written down, the lead is given up and the
+//! membership with it, since the next leader may or may not know the change; the caller is told to
+//! try again.
+//!
+//! Changes are published at once; loads alone at most once a heartbeat interval, under the same
+//! version. A process that stood still for longer than two intervals heard nobody, which is not the
+//! members' fault: they get the time back.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvik_proto::coordinator::{
+    DeregisterRequest, HeartbeatRequest, RegisterRequest, RingConfig, Snapshot, WorkerState,
+};
+use kvik_runtime::shutdown::Shutdown;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::Instant;
+
+use crate::membership::{Change, Membership, Refusal};
+use crate::metrics;
+use crate::publish::Publisher;
+use crate::state::{Role, StateBackend};
+
+/// What the members and operators ask for.
+#[derive(Debug)]
+pub(crate) enum Command {
+    Register(RegisterRequest, Reply<()>),
+    Heartbeat(HeartbeatRequest, Reply<WorkerState>),
+    Deregister(DeregisterRequest, Reply<()>),
+    Drain(String, Reply<()>),
+}
+
+/// Where the answer goes, with the term it was given in.
+pub(crate) type Reply<T> = oneshot::Sender<Result<(T, u64), CommandError>>;
+
+/// Why a command was not done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum CommandError {
+    Refused(Refusal),
+    /// Another coordinator leads, or will.
+    NotLeader,
+}
+
+/// How the membership behaves.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Settings {
+    pub(crate) heartbeat_interval: Duration,
+    pub(crate) slow_start: Duration,
+    pub(crate) ring: RingConfig,
+}
+
+/// The task's state.
+#[derive(Debug)]
+pub(crate) struct Leader<B> {
+    backend: Arc<B>,
+    settings: Settings,
+    role: watch::Receiver<Role>,
+    publisher: Publisher,
+    /// Where time is counted from.
+    origin: Instant,
+    reign: Option<Reign>,
+    /// The last term that was given up here; it does not come back.
+    ended_term: Option<u64>,
+}
+
+/// A term in which this coordinator leads.
+#[derive(Debug)]
+struct Reign {
+    term: u64,
+    membership: Membership,
+    published_version: u64,
+    has_new_loads: bool,
+}
+
+// === impl Leader ===
+
+impl<B: StateBackend> Leader<B> {
+    pub(crate) fn new(
+        backend: Arc<B>,
+        settings: Settings,
+        role: watch::Receiver<Role>,
+        publisher: Publisher,
+    ) -> Self {
+        Self { backend, settings, role, publisher, origin: Instant::now(), reign: None, ended_term: None }
+    }
+
+    /// Serves `commands` until the service stops.
+    pub(crate) async fn run(mut self, mut commands: mpsc::Receiver<Command>, shutdown: Shutdown) {
+        let mut beat = tokio::time::interval(self.settings.heartbeat_interval);
+        beat.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut woke = Instant::now();
+        loop {
+            self.follow_role().await;
+            let deadline = self.next_deadline();
+            let command = tokio::select! {
+                command = commands.recv() => match command {
+                    Some(command) => Some(command),
+                    None => return,
+                },
+                changed = self.role.changed() => match changed {
+                    Ok(()) => None,
+                    Err(_) => return,
+                },
+                _ = beat.tick() => {
+                    self.publish_loads();
+                    None
+                }
+                () = sleep_until(deadline) => None,
+                () = shutdown.stopping() => return,
+            };
+            let pause = woke.elapsed();
+            woke = Instant::now();
+            if 2 * self.settings.heartbeat_interval < pause
+                && let Some(reign) = &mut self.reign
+            {
+                tracing::warn!(pause_ms = pause.as_millis() as u64, "stood still; nobody is missed for that");
+                reign.membership.excuse(pause);
+            }
+            match command {
+                Some(command) => self.handle(command).await,
+                None => self.advance().await,
+            }
+        }
+    }
+
+    /// Begins and ends reigns as the role says.
+    async fn follow_role(&mut self) {
+        let role = self.role.borrow_and_update().clone();
+        let now = Instant::now();
+        let held = self.reign.as_ref().map(|reign| reign.term);
+        match role {
+            Role::Leader { term, .. } if held == Some(term) => {
+                // The renewal is late, and the term may be over for everybody else.
+                if !role.leads(now) {
+                    tracing::warn!(term, "the lead was not renewed in time");
+                    self.give_up(term).await;
+                }
+            }
+            Role::Leader { term, .. } => {
+                self.reign = None;
+                if role.leads(now) && self.ended_term != Some(term) {
+                    self.begin(term).await;
+                }
+            }
+            Role::Follower { .. } => self.reign = None,
+        }
+    }
+
+    async fn begin(&mut self, term: u64) {
+        let records = match self.backend.load(term).await {
+            Ok(records) => records,
+            Err(error) => {
+                tracing::warn!(term, %error, "failed to take over the members");
+                self.give_up(term).await;
+                return;
+            }
+        };
+        let held = self.publisher.current();
+        let load_of = |id: &str| {
+            let members = &held.as_ref()?.snapshot.members;
+            members.iter().find(|member| member.worker.id == id).map(|member| member.load)
+        };
+        let mut membership = Membership::new(self.settings.heartbeat_interval, self.settings.slow_start);
+        tracing::info!(term, workers = records.len(), "took over the members");
+        membership.restore(records, load_of, self.now());
+        self.reign = Some(Reign { term, membership, published_version: 0, has_new_loads: false });
+        self.settle().await;
+    }
+
+    async fn handle(&mut self, command: Command) {
+        let now = self.now();
+        let is_leader = self.role.borrow().leads(Instant::now());
+        match command {
+            Command::Register(request, reply) => {
+                let outcome = self.reign.as_mut().filter(|_| is_leader).map(|reign| {
+                    reign.has_new_loads = true;
+                    reign.membership.register(request.worker, request.load, now)
+                });
+                self.answer(outcome, reply).await;
+            }
+            Command::Heartbeat(request, reply) => {
+                let outcome = self.reign.as_mut().filter(|_| is_leader).map(|reign| {
+                    metrics::heartbeat();
+                    reign.has_new_loads = true;
+                    reign.membership.heartbeat(&request.id, request.epoch, request.load, now)
+                });
+                self.answer(outcome, reply).await;
+            }
+            Command::Deregister(request, reply) => {
+                let outcome = self.reign.as_mut().filter(|_| is_leader).map(|reign| {
+                    reign.membership.deregister(&request.id, request.epoch, now);
+                    Ok(())
+                });
+                self.answer(outcome, reply).await;
+            }
+            Command::Drain(id, reply) => {
+                let reign = self.reign.as_mut().filter(|_| is_leader);
+                let outcome = reign.map(|reign| reign.membership.drain(&id, now));
+                self.answer(outcome, reply).await;
+            }
+        }
+    }
+
+    /// Settles what a command did, then answers it; `None`: this is no leader.
+    async fn answer<T>(&mut self, outcome: Option<Result<T, Refusal>>, reply: Reply<T>) {
+        self.settle().await;
+        let answer = match (outcome, &self.reign) {
+            (Some(Ok(value)), Some(reign)) => Ok((value, reign.term)),
+            (Some(Err(refusal)), Some(_)) => Err(CommandError::Refused(refusal)),
+            _ => Err(CommandError::NotLeader),
+        };
+        // A caller that is gone asks again.
+        let _ = reply.send(answer);
+    }
+
+    async fn advance(&mut self) {
+        let now = self.now();
+        if let Some(reign) = &mut self.reign {
+            reign.membership.advance(now);
+        }
+        self.settle().await;
+    }
+
+    /// Writes down and publishes what changed.
+    async fn settle(&mut self) {
+        let Some(reign) = &mut self.reign else { return };
+        let changes = reign.membership.take_changes();
+        let term = reign.term;
+        if !changes.is_empty()
+            && let Err(error) = self.backend.write(term, &changes).await
+        {
+            tracing::warn!(term, %error, "failed to write down a change; giving up the lead");
+            self.give_up(term).await;
+            return;
+        }
+        for change in &changes {
+            report(change);
+        }
+        if reign.published_version != reign.membership.version() {
+            reign.published_version = reign.membership.version();
+            self.publish();
+        }
+    }
+
+    async fn give_up(&mut self, term: u64) {
+        self.reign = None;
+        self.ended_term = Some(term);
+        self.backend.resign().await;
+    }
+
+    fn publish_loads(&mut self) {
+        if self.reign.as_ref().is_some_and(|reign| reign.has_new_loads) {
+            self.publish();
+        }
+    }
+
+    fn publish(&mut self) {
+        let Some(reign) = &mut self.reign else { return };
+        reign.has_new_loads = false;
+        self.publisher.offer(Snapshot {
+            term: reign.term,
+            version: reign.published_version,
+            ring: self.settings.ring,
+            members: reign.membership.members(),
+        });
+    }
+
+    fn next_deadline(&self) -> Option<Instant> {
+        let due = self.reign.as_ref()?.membership.next_deadline()?;
+        Some(self.origin + due)
+    }
+
+    fn now(&self) -> Duration {
+        self.origin.elapsed()
+    }
+}
+
+fn report(change: &Change) {
+    match change {
+        Change::Put(record) => {
+            let worker = &record.worker;
+            tracing::info!(worker = %worker.id, epoch = worker.epoch, state = ?record.state, "member changed");
+        }
+        Change::Delete(id) => tracing::info!(worker = %id, "member left"),
+        Change::Expire(id) => {
+            metrics::expired();
+            tracing::warn!(worker = %id, "member missed its heartbeats");
+        }
+    }
+}
+
+/// Waits until `deadline`; for ever without one. The timer counts in milliseconds.
+async fn sleep_until(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline).await,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,165 @@
+//! The coordinator: who the workers are, and the ring that gateways place requests on.
+//!
+//! Workers register and send heartbeats; gateways watch the snapshot that comes of it and route by
+//! themselves, so a coordinator that is away stops no request. Parts:
+//!
+//! * `membership`: the members as a state machine that is told the time;
+//! * `state`: who leads and what the next leader must know, in memory or in etcd;
+//! * `election`, `leader`, `mirror`: the tasks that keep the lead, own the membership while it is
+//!   held, and follow another leader while it is not;
+//! * `publish`: the snapshot held, with its ring; `api`: the calls.
+//!
+//! Invariants:
+//!
+//! * Only the leader changes the membership, and every change is written down before it is shown or
+//!   answered. A term that is over can write nothing.
+//! * Snapshots of one coordinator rise in `(term, version)`.
+//! * A watcher costs one snapshot, however slowly it reads.
+//!
+//! ```no_run
+//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+//! use kvik_coordinator::{Coordinator, CoordinatorConfig};
+//! use kvik_runtime::shutdown::Shutdown;
+//!
+//! let shutdown = Shutdown::new();
+//! let config = CoordinatorConfig { listen: "127.0.0.1:0".to_owned(), ..CoordinatorConfig::default() };
+//! let running = Coordinator::start(config, &shutdown).await?;
+//! println!("coordinator at {}", running.base);
+//! shutdown.finish().await;
+//! # Ok(())
+//! # }
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod api;
+mod config;
+mod election;
+mod error;
+mod leader;
+mod membership;
+mod metrics;
+mod mirror;
+mod publish;
+mod state;
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+
+use kvik_index::ring::MAX_VIRTUAL_NODES;
+use kvik_proto::client::{HttpClient, TlsClientConfig, http_client};
+use kvik_runtime::http::{listen, serve, tls_acceptor};
+use kvik_runtime::shutdown::Shutdown;
+use tokio::sync::{mpsc, watch};
+
+pub use config::{CoordinatorConfig, EtcdConfig, PeerTlsConfig, StateBackendKind, StateConfig};
+pub use error::{CoordinatorError, Result};
+
+use crate::api::Api;
+use crate::leader::{Leader, Settings};
+use crate::publish::Publisher;
+use crate::state::{EmbeddedState, EtcdState, Role, StateBackend};
+
+/// Calls that wait for the leader's task; more wait in their connections.
+const MAX_WAITING_COMMANDS: usize = 1024;
+
+/// A coordinator.
+#[derive(Debug)]
+pub struct Coordinator;
+
+/// A coordinator that runs.
+#[derive(Debug, Clone)]
+pub struct Running {
+    /// The address that it listens on.
+    pub address: SocketAddr,
+    /// The base address that it tells others: `advertise`, else `http://` and [`Running::address`].
+    pub base: String,
+}
+
+impl Coordinator {
+    /// Starts a coordinator; it listens when this returns. Its tasks belong to `shutdown`: it gives
+    /// up its lead and closes when that drains.
+    ///
+    /// # Errors
+    /// If the configuration is not valid, a file of it cannot be used, or the address cannot be
+    /// listened on. An etcd that cannot be reached is no error: the coordinator goes on trying.
+    pub async fn start(config: CoordinatorConfig, shutdown: &Shutdown) -> Result<Running> {
+        config.validate()?;
+        let http = peer_client(&config.peer_tls)?;
+        let acceptor = tls_acceptor(&config.tls)?;
+        let listener = listen(&config.listen).await?;
+        let address = listener.local_addr().map_err(|source| kvik_runtime::RuntimeError::Listen {
+            address: config.listen.clone(),
+            source,
+        })?;
+        let scheme = if acceptor.is_some() { "https" } else { "http" };
+        let base = config.advertise.clone().unwrap_or_else(|| format!("{scheme}://{address}"));
+        let base = base.trim_end_matches('/').to_owned();
+
+        metrics::describe();
+        let api = match config.state.backend {
+            StateBackendKind::Embedded => spawn(EmbeddedState::new(), &config, http, shutdown),
+            StateBackendKind::Etcd => {
+                let backend = EtcdState::new(http.clone(), &config.state.etcd, base.clone());
+                spawn(backend, &config, http, shutdown)
+            }
+        };
+        if config.state.backend == StateBackendKind::Embedded {
+            // There is nobody to wait for: the first call finds a leader. An error means that the
+            // service ends already.
+            let _ = api.publisher.subscribe().wait_for(Option::is_some).await;
+        }
+        let (router, server) = (api::router(api), shutdown.clone());
+        shutdown.spawn(async move {
+            serve(listener, router, acceptor, server.draining(), &server).await;
+        });
+        tracing::info!(%address, %base, backend = ?config.state.backend, "coordinator listens");
+        Ok(Running { address, base })
+    }
+}
+
+/// Starts the tasks of a coordinator on `backend`.
+fn spawn(
+    backend: impl StateBackend,
+    config: &CoordinatorConfig,
+    http: HttpClient,
+    shutdown: &Shutdown,
+) -> Api {
+    let backend = Arc::new(backend);
+    let publisher = Publisher::new();
+    let (role_sender, role) = watch::channel(Role::Follower { leader: None });
+    let (commands, command_receiver) = mpsc::channel(MAX_WAITING_COMMANDS);
+    let settings = Settings {
+        heartbeat_interval: config.heartbeat_interval(),
+        slow_start: config.slow_start(),
+        ring: config.ring,
+    };
+    let leader = Leader::new(Arc::clone(&backend), settings, role.clone(), publisher.clone());
+    shutdown.spawn(leader.run(command_receiver, shutdown.clone()));
+    shutdown.spawn(election::run(backend, role_sender, shutdown.clone()));
+    if config.state.backend != StateBackendKind::Embedded {
+        shutdown.spawn(mirror::run(http.clone(), role.clone(), publisher.clone(), shutdown.clone()));
+    }
+    Api {
+        publisher,
+        commands,
+        role,
+        http,
+        heartbeat_interval_ms: config.heartbeat_interval_ms,
+        max_weight: f64::from(MAX_VIRTUAL_NODES) / f64::from(config.ring.virtual_nodes),
+        shutdown: shutdown.clone(),
+    }
+}
+
+fn peer_client(tls: &PeerTlsConfig) -> Result<HttpClient> {
+    let read = |path: &Path| {
+        std::fs::read(path).map_err(|source| CoordinatorError::Io { path: path.to_owned(), source })
+    };
+    let authorities_pem = tls.authorities.as_deref().map(read).transpose()?.unwrap_or_default();
+    let identity_pem = match (&tls.certificate, &tls.key) {
+        (Some(certificate), Some(key)) => Some((read(certificate)?, read(key)?)),
+        _ => None,
+    };
+    Ok(http_client(&TlsClientConfig { authorities_pem, identity_pem })?)
+}

@@ -1,0 +1,254 @@
+//! State in etcd, for any number of coordinators.
+//!
+//! Under the prefix lie two kinds of keys:
+//!
+//! | key | value | lease |
+//! |---|---|---|
+//! | `/leader` | the leader's base address | `lease_ttl_s`, renewed four times in it |
+//! | `/workers/<id>` | a member | [`RECORD_TTL_S`], renewed with the other one |
+//!
+//! Whoever creates `/leader` leads, and the revision at which it was created is the term: it rises
+//! with every leader and everything the leader writes depends on it. The leader counts its time from
+//! before it asked for the renewal, so it stops before etcd gives the lead to another one.
+//!
+//! Members hang on a lease so that nothing stays behind when all coordinators are gone for good. It
+//! is long because it must outlive any change of leaders; who missed heartbeats is the leader's to
+//! say. A new leader puts all members under a lease of its own.
+
+mod api;
+
+use std::time::{Duration, SystemTime};
+
+use kvik_proto::client::HttpClient;
+use kvik_proto::coordinator::{WorkerInfo, WorkerState};
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
+
+use self::api::EtcdApi;
+use super::{Role, StateBackend, StateError};
+use crate::config::EtcdConfig;
+use crate::membership::{Change, Record};
+
+/// Time that members are kept while no coordinator lives, in seconds: longer than a rollout of all
+/// coordinators takes.
+const RECORD_TTL_S: u64 = 300;
+/// Time between two looks at a leader by those who would follow it.
+const FOLLOWER_INTERVAL: Duration = Duration::from_millis(250);
+/// Changes in one transaction; etcd takes 128 operations by default.
+const MAX_TXN_CHANGES: usize = 100;
+
+/// Leader and members in etcd.
+#[derive(Debug)]
+pub(crate) struct EtcdState {
+    api: EtcdApi,
+    leader_key: String,
+    /// With a slash at the end.
+    workers_prefix: String,
+    lease_ttl_s: u64,
+    /// Base address of this coordinator.
+    address: String,
+    session: Mutex<Option<Session>>,
+}
+
+/// A lead that is held.
+#[derive(Debug, Clone, Copy)]
+struct Session {
+    /// Creation revision of the leader's key.
+    term: i64,
+    lease: i64,
+    records_lease: i64,
+}
+
+/// A member as it is written down.
+#[derive(Debug, Serialize, Deserialize)]
+struct StoredRecord {
+    worker: WorkerInfo,
+    state: WorkerState,
+    /// Milliseconds since 1970. Clocks of coordinators may differ by what a slow start can bear.
+    joined_unix_ms: u64,
+    ramps: bool,
+}
+
+// === impl EtcdState ===
+
+impl EtcdState {
+    /// The state in the cluster of `config`, for the coordinator at `address`.
+    pub(crate) fn new(http: HttpClient, config: &EtcdConfig, address: String) -> Self {
+        // Several tries fit into the time of a lead.
+        let timeout = Duration::from_secs(config.lease_ttl_s) / 3;
+        Self {
+            api: EtcdApi::new(http, &config.endpoints, timeout.min(Duration::from_secs(2))),
+            leader_key: format!("{}/leader", config.prefix),
+            workers_prefix: format!("{}/workers/", config.prefix),
+            lease_ttl_s: config.lease_ttl_s,
+            address,
+            session: Mutex::new(None),
+        }
+    }
+
+    /// Renews the lead; `None` if it is lost.
+    async fn renew(&self, session: Session) -> Result<Option<Role>, StateError> {
+        let sent = Instant::now();
+        let lease = self.api.keep_alive(session.lease).await?;
+        let records = self.api.keep_alive(session.records_lease).await?;
+        // A lease that lives is not enough: somebody may have removed the key by hand.
+        let key = self.api.get(&self.leader_key).await?;
+        let is_ours = key.is_some_and(|key| key.create_revision == session.term);
+        if lease.ttl_s == 0 || records.ttl_s == 0 || !is_ours {
+            return Ok(None);
+        }
+        Ok(Some(self.leader(session, sent)))
+    }
+
+    /// Tries to become leader.
+    async fn campaign(&self) -> Result<Role, StateError> {
+        if let Some(key) = self.api.get(&self.leader_key).await? {
+            return Ok(self.follower(&key.value));
+        }
+        let sent = Instant::now();
+        let lease = self.api.grant(self.lease_ttl_s).await?;
+        let records_lease = self.api.grant(RECORD_TTL_S).await?;
+        let create = api::put(&self.leader_key, self.address.as_bytes(), lease.id);
+        let answer = self.api.txn_if_created_at(&self.leader_key, 0, &[create]).await?;
+        let (term, value) = if answer.succeeded {
+            (answer.revision(), Vec::new())
+        } else {
+            // A lost answer to a try that succeeded looks like a failure: the key has our lease.
+            match answer.into_key_value() {
+                Some(key) if key.lease == lease.id => (key.create_revision, Vec::new()),
+                Some(key) => (0, key.value),
+                None => (0, Vec::new()),
+            }
+        };
+        if term == 0 {
+            self.release(lease.id).await;
+            self.release(records_lease.id).await;
+            return Ok(self.follower(&value));
+        }
+        let session = Session { term, lease: lease.id, records_lease: records_lease.id };
+        *self.session.lock() = Some(session);
+        Ok(self.leader(session, sent))
+    }
+
+    fn leader(&self, session: Session, sent: Instant) -> Role {
+        let until = sent + Duration::from_secs(self.lease_ttl_s);
+        Role::Leader { term: session.term as u64, until: Some(until) }
+    }
+
+    fn follower(&self, leader: &[u8]) -> Role {
+        let leader = String::from_utf8_lossy(leader).into_owned();
+        // Our own name is what is left of a lead that we gave up or of an earlier life.
+        let is_other = !leader.is_empty() && leader != self.address;
+        Role::Follower { leader: is_other.then_some(leader) }
+    }
+
+    /// Ends a lease; one that cannot be ended runs out by itself.
+    async fn release(&self, lease: i64) {
+        if let Err(error) = self.api.revoke(lease).await {
+            tracing::debug!(%error, "failed to revoke a lease");
+        }
+    }
+
+    fn operation(&self, change: &Change, records_lease: i64) -> Result<serde_json::Value, StateError> {
+        match change {
+            Change::Put(record) => {
+                let stored = serde_json::to_vec(&StoredRecord::from_record(record, unix_ms()))
+                    .map_err(|error| StateError::Unavailable(format!("write a member: {error}")))?;
+                Ok(api::put(&format!("{}{}", self.workers_prefix, record.worker.id), &stored, records_lease))
+            }
+            Change::Delete(id) | Change::Expire(id) => {
+                Ok(api::delete(&format!("{}{id}", self.workers_prefix)))
+            }
+        }
+    }
+}
+
+impl StateBackend for EtcdState {
+    fn elect_interval(&self, role: &Role) -> Duration {
+        match role {
+            Role::Leader { .. } => Duration::from_secs(self.lease_ttl_s) / 4,
+            Role::Follower { .. } => FOLLOWER_INTERVAL,
+        }
+    }
+
+    async fn elect(&self) -> Result<Role, StateError> {
+        let session = *self.session.lock();
+        if let Some(session) = session {
+            match self.renew(session).await? {
+                Some(role) => return Ok(role),
+                None => self.resign().await,
+            }
+        }
+        self.campaign().await
+    }
+
+    async fn resign(&self) {
+        let session = self.session.lock().take();
+        // The members stay: the next leader takes them over.
+        if let Some(session) = session {
+            self.release(session.lease).await;
+        }
+    }
+
+    async fn load(&self, term: u64) -> Result<Vec<Record>, StateError> {
+        let now_ms = unix_ms();
+        let mut records = Vec::new();
+        for key_value in self.api.list(&self.workers_prefix).await? {
+            match serde_json::from_slice::<StoredRecord>(&key_value.value) {
+                Ok(stored) => records.push(stored.into_record(now_ms)),
+                Err(error) => tracing::warn!(%error, "passed over a member that cannot be read"),
+            }
+        }
+        let puts: Vec<Change> = records.iter().map(|record| Change::Put(Box::new(record.clone()))).collect();
+        self.write(term, &puts).await?;
+        Ok(records)
+    }
+
+    async fn write(&self, term: u64, changes: &[Change]) -> Result<(), StateError> {
+        let session = *self.session.lock();
+        let Some(session) = session.filter(|session| session.term as u64 == term) else {
+            return Err(StateError::Fenced);
+        };
+        for changes in changes.chunks(MAX_TXN_CHANGES) {
+            let operations = last_of_each_member(changes)
+                .map(|change| self.operation(change, session.records_lease))
+                .collect::<Result<Vec<_>, _>>()?;
+            let answer = self.api.txn_if_created_at(&self.leader_key, session.term, &operations).await?;
+            if !answer.succeeded {
+                return Err(StateError::Fenced);
+            }
+        }
+        Ok(())
+    }
+}
+
+// === impl StoredRecord ===
+
+impl StoredRecord {
+    fn from_record(record: &Record, now_ms: u64) -> Self {
+        Self {
+            worker: record.worker.clone(),
+            state: record.state,
+            joined_unix_ms: now_ms.saturating_sub(record.age.as_millis() as u64),
+            ramps: record.ramps,
+        }
+    }
+
+    fn into_record(self, now_ms: u64) -> Record {
+        let age = Duration::from_millis(now_ms.saturating_sub(self.joined_unix_ms));
+        Record { worker: self.worker, state: self.state, age, ramps: self.ramps }
+    }
+}
+
+/// The last change of each member: etcd refuses a transaction that changes a key twice.
+fn last_of_each_member(changes: &[Change]) -> impl Iterator<Item = &Change> {
+    changes.iter().enumerate().filter_map(|(place, change)| {
+        let is_last = changes[place + 1..].iter().all(|later| later.id() != change.id());
+        is_last.then_some(change)
+    })
+}
+
+fn unix_ms() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis() as u64
+}

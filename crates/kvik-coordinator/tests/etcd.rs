@@ -1,0 +1,360 @@
+//! Three coordinators on a real etcd.
+
+#![expect(clippy::unwrap_used, reason = "a helper that cannot go on fails its test")]
+
+mod support;
+
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use kvik_coordinator::{Coordinator, CoordinatorConfig, EtcdConfig, Running, StateBackendKind, StateConfig};
+use kvik_proto::client::ClientError;
+use kvik_proto::coordinator::{DeregisterRequest, WorkerState};
+use kvik_runtime::shutdown::Shutdown;
+use parking_lot::Mutex;
+use serde_json::json;
+use support::{beat, call, client, config, eventually, ids, registration};
+use tokio::runtime::Runtime;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const WORKERS: [&str; 8] = ["w0", "w1", "w2", "w3", "w4", "w5", "w6", "w7"];
+
+/// An etcd of its own on free ports, killed with the test.
+struct Etcd {
+    process: Child,
+    url: String,
+    peer: String,
+    folder: tempfile::TempDir,
+}
+
+/// A coordinator on a runtime of its own, so that it can die without a word.
+struct Node {
+    runtime: Option<Runtime>,
+    running: Running,
+    shutdown: Shutdown,
+}
+
+impl Etcd {
+    async fn start() -> Self {
+        // Between the choice of a free port and its use another process can take it.
+        for _ in 0..5 {
+            let folder = tempfile::tempdir().unwrap();
+            let (url, peer) = (free_url(), free_url());
+            let process = spawn(&folder, &url, &peer);
+            let mut etcd = Self { process, url, peer, folder };
+            if etcd.answers().await {
+                return etcd;
+            }
+        }
+        panic!("etcd does not start");
+    }
+
+    fn kill(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+
+    async fn restart(&mut self) {
+        self.process = spawn(&self.folder, &self.url, &self.peer);
+        assert!(self.answers().await, "etcd does not start again");
+    }
+
+    async fn answers(&mut self) -> bool {
+        let began = Instant::now();
+        while began.elapsed() < PATIENCE && self.process.try_wait().unwrap().is_none() {
+            if let Ok((200, body)) = call("GET", &format!("{}/health", self.url), "").await
+                && body["health"] == "true"
+            {
+                return true;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        false
+    }
+
+    async fn leader(&self) -> Option<String> {
+        let body = json!({ "key": STANDARD.encode("/kvik/leader") }).to_string();
+        let (_, answer) = call("POST", &format!("{}/v3/kv/range", self.url), &body).await.ok()?;
+        let value = STANDARD.decode(answer["kvs"][0]["value"].as_str()?).unwrap();
+        Some(String::from_utf8(value).unwrap())
+    }
+
+    async fn remove_leader_key(&self) {
+        let body = json!({ "key": STANDARD.encode("/kvik/leader") }).to_string();
+        let (code, answer) = call("POST", &format!("{}/v3/kv/deleterange", self.url), &body).await.unwrap();
+        assert_eq!((code, &answer["deleted"]), (200, &json!("1")));
+    }
+
+    fn config(&self) -> CoordinatorConfig {
+        let etcd = EtcdConfig { endpoints: vec![self.url.clone()], lease_ttl_s: 2, ..EtcdConfig::default() };
+        CoordinatorConfig { state: StateConfig { backend: StateBackendKind::Etcd, etcd }, ..config() }
+    }
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+impl Node {
+    async fn start(config: CoordinatorConfig) -> Self {
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let shutdown = Shutdown::new();
+        let starting = {
+            let shutdown = shutdown.clone();
+            runtime.spawn(async move { Coordinator::start(config, &shutdown).await })
+        };
+        let running = starting.await.unwrap().unwrap();
+        Self { runtime: Some(runtime), running, shutdown }
+    }
+
+    /// Ends the coordinator as a kill does: nothing is released, connections break.
+    fn kill(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+
+    fn base(&self) -> &str {
+        &self.running.base
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+fn spawn(folder: &tempfile::TempDir, url: &str, peer: &str) -> Child {
+    Command::new("etcd")
+        .arg("--data-dir")
+        .arg(folder.path())
+        .args(["--listen-client-urls", url, "--advertise-client-urls", url])
+        .args(["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer])
+        .args(["--initial-cluster", &format!("default={peer}"), "--unsafe-no-fsync"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap_or_else(|error| panic!("run etcd: {error}; install the Debian package etcd-server"))
+}
+
+fn free_url() -> String {
+    format!("http://{}", TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap())
+}
+
+async fn three(config: CoordinatorConfig) -> Vec<Node> {
+    let mut nodes = Vec::new();
+    for _ in 0..3 {
+        nodes.push(Node::start(config.clone()).await);
+    }
+    for node in &nodes {
+        eventually(PATIENCE, "every coordinator can be asked", async || {
+            client(node.base()).workers().await.ok()
+        })
+        .await;
+    }
+    nodes
+}
+
+/// Takes the leader out of the nodes.
+async fn take_leader(etcd: &Etcd, nodes: &mut Vec<Node>) -> Node {
+    let leader = etcd.leader().await.unwrap();
+    let place = nodes.iter().position(|node| node.base() == leader).unwrap();
+    nodes.swap_remove(place)
+}
+
+/// Registers all workers through the nodes in turn and waits until every node knows all of them.
+async fn register_all(nodes: &[Node]) {
+    for (id, node) in WORKERS.iter().zip(nodes.iter().cycle()) {
+        client(node.base()).register(&registration(id, 1)).await.unwrap();
+    }
+    everybody_knows_all(nodes).await;
+}
+
+async fn everybody_knows_all(nodes: &[Node]) {
+    for node in nodes {
+        eventually(PATIENCE, "every coordinator knows every worker", async || {
+            let snapshot = client(node.base()).workers().await.ok()?;
+            (ids(&snapshot) == WORKERS).then_some(())
+        })
+        .await;
+    }
+}
+
+/// What workers do: heartbeats to any coordinator that answers. Collects refusals.
+fn heartbeats(bases: Vec<String>, refusals: Arc<Mutex<Vec<String>>>) -> tokio::task::JoinHandle<()> {
+    tokio::spawn(async move {
+        let clients: Vec<_> = bases.iter().map(|base| client(base)).collect();
+        loop {
+            for id in WORKERS {
+                for client in &clients {
+                    match client.heartbeat(&beat(id, 1, 0)).await {
+                        Ok(_) => break,
+                        Err(ClientError::Refused { status, message, .. }) if status != 503 => {
+                            refusals.lock().push(format!("{id}: {status} {message}"));
+                        }
+                        Err(_) => {}
+                    }
+                }
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    })
+}
+
+#[tokio::test]
+async fn any_coordinator_can_be_asked() {
+    let etcd = Etcd::start().await;
+    let nodes = three(etcd.config()).await;
+    register_all(&nodes).await;
+    for node in &nodes {
+        let client = client(node.base());
+        assert_eq!(client.heartbeat(&beat("w0", 1, 0)).await.unwrap().state, WorkerState::Ready);
+        let error = client.heartbeat(&beat("unknown", 1, 0)).await.unwrap_err();
+        assert!(
+            matches!(&error, ClientError::Refused { status: 404, message, .. } if message.contains("unknown"))
+        );
+        let routed = call("GET", &format!("{}/route?seq_id=seq-1", node.base()), "").await.unwrap().1;
+        let first = call("GET", &format!("{}/route?seq_id=seq-1", nodes[0].base()), "").await.unwrap().1;
+        assert_eq!(routed, first, "all coordinators place a key alike");
+    }
+    for (id, node) in WORKERS.iter().zip(&nodes) {
+        let (code, _) = call("POST", &format!("{}/workers/{id}/drain", node.base()), "").await.unwrap();
+        assert_eq!(code, 204);
+        client(node.base()).deregister(&DeregisterRequest { id: (*id).to_owned(), epoch: 1 }).await.unwrap();
+    }
+    for node in &nodes {
+        eventually(PATIENCE, "the workers that left are gone everywhere", async || {
+            let snapshot = client(node.base()).workers().await.ok()?;
+            (ids(&snapshot) == WORKERS[3..]).then_some(())
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn a_killed_leader_is_replaced_within_five_seconds_and_no_registration_is_lost() {
+    let etcd = Etcd::start().await;
+    let mut nodes = three(CoordinatorConfig { heartbeat_interval_ms: 500, ..etcd.config() }).await;
+    register_all(&nodes).await;
+    let refusals = Arc::new(Mutex::new(Vec::new()));
+    let beating =
+        heartbeats(nodes.iter().map(|node| node.base().to_owned()).collect(), Arc::clone(&refusals));
+    let before = client(nodes[0].base()).workers().await.unwrap();
+
+    let leader = take_leader(&etcd, &mut nodes).await;
+    leader.kill();
+    let began = Instant::now();
+    for node in &nodes {
+        let client = client(node.base());
+        assert_eq!(ids(&client.workers().await.unwrap()), WORKERS, "reads go on without a leader");
+        eventually(PATIENCE, "a new leader answers", async || {
+            let answer = client.heartbeat(&beat("w0", 1, 0)).await.ok()?;
+            (answer.term > before.term).then_some(())
+        })
+        .await;
+    }
+    let took = began.elapsed();
+    println!("a new leader answered after {} ms", took.as_millis());
+    assert!(took < Duration::from_secs(5), "{took:?}");
+
+    everybody_knows_all(&nodes).await;
+    // Longer than members would live if their heartbeats did not reach the new leader.
+    let until = Instant::now() + Duration::from_secs(2);
+    while Instant::now() < until {
+        let snapshot = client(nodes[0].base()).workers().await.unwrap();
+        assert_eq!(ids(&snapshot), WORKERS);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    beating.abort();
+    assert_eq!(*refusals.lock(), Vec::<String>::new());
+}
+
+#[tokio::test]
+async fn a_leader_that_ends_in_order_is_replaced_at_once() {
+    let etcd = Etcd::start().await;
+    let mut nodes = three(etcd.config()).await;
+    register_all(&nodes).await;
+    let before = client(nodes[0].base()).workers().await.unwrap();
+    let leader = take_leader(&etcd, &mut nodes).await;
+    leader.shutdown.finish().await;
+    let ((), took) = eventually(PATIENCE, "a new leader answers", async || {
+        let answer = client(nodes[0].base()).heartbeat(&beat("w0", 1, 0)).await.ok()?;
+        (answer.term > before.term).then_some(())
+    })
+    .await;
+    assert!(took < Duration::from_secs(2), "less than the lease: {took:?}");
+    everybody_knows_all(&nodes).await;
+}
+
+#[tokio::test]
+async fn members_outlive_all_coordinators() {
+    let etcd = Etcd::start().await;
+    let nodes = three(etcd.config()).await;
+    register_all(&nodes).await;
+    let (code, _) = call("POST", &format!("{}/workers/w3/drain", nodes[0].base()), "").await.unwrap();
+    assert_eq!(code, 204);
+    let before = client(nodes[0].base()).workers().await.unwrap();
+    for node in nodes {
+        node.kill();
+    }
+    let node = Node::start(etcd.config()).await;
+    let (after, _) =
+        eventually(PATIENCE, "the new coordinator leads", async || client(node.base()).workers().await.ok())
+            .await;
+    assert!(after.term > before.term);
+    assert_eq!(ids(&after), WORKERS);
+    assert_eq!(after.members[3].state, WorkerState::Draining);
+}
+
+#[tokio::test]
+async fn a_leader_that_lost_its_key_does_not_write_under_its_old_term() {
+    let etcd = Etcd::start().await;
+    let nodes = three(etcd.config()).await;
+    register_all(&nodes).await;
+    let before = client(nodes[0].base()).workers().await.unwrap();
+    etcd.remove_leader_key().await;
+    // The first write after the loss is taken by a later leader or by nobody.
+    let (answer, _) = eventually(PATIENCE, "a leader takes a registration", async || {
+        client(nodes[0].base()).register(&registration("late", 1)).await.ok()
+    })
+    .await;
+    assert!(answer.term > before.term);
+    for node in &nodes {
+        eventually(PATIENCE, "every coordinator has the new term", async || {
+            let snapshot = client(node.base()).workers().await.ok()?;
+            (snapshot.term >= answer.term && ids(&snapshot).contains(&"late")).then_some(())
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn without_etcd_reads_go_on_and_writes_wait_for_it() {
+    let mut etcd = Etcd::start().await;
+    let nodes = three(etcd.config()).await;
+    register_all(&nodes).await;
+    etcd.kill();
+    let error = client(nodes[0].base()).register(&registration("late", 1)).await.unwrap_err();
+    assert!(error.is_retryable(), "{error}");
+    for node in &nodes {
+        assert_eq!(client(node.base()).workers().await.unwrap().members.len(), WORKERS.len());
+    }
+    etcd.restart().await;
+    eventually(PATIENCE, "the registration is taken", async || {
+        client(nodes[0].base()).register(&registration("late", 1)).await.ok()
+    })
+    .await;
+}

@@ -1,0 +1,198 @@
+//! One worker as the gateway sees it: address, load, breaker.
+//!
+//! The load is what this gateway itself has sent and not yet seen end, in estimated tokens; it is
+//! never scraped, so it cannot lag. A [`LoadGuard`] holds a request's part of it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use http::{HeaderValue, Uri};
+use metrics::Gauge;
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use crate::api::Route;
+use crate::breaker::{Breaker, Outcome, State};
+use crate::config::BreakerConfig;
+use crate::metrics::{BREAKER_STATE, OUTSTANDING_TOKENS};
+
+/// Which APIs a backend has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum BackendKind {
+    /// A worker of kvik: the `OpenAI` API and its own.
+    Worker,
+    /// Another engine: the `OpenAI` API only.
+    OpenAi,
+}
+
+/// A worker or engine that takes requests.
+#[derive(Debug)]
+pub(crate) struct Backend {
+    /// A worker's id; the address of another engine.
+    pub(crate) id: String,
+    pub(crate) kind: BackendKind,
+    /// One life of a worker; 0 for other engines.
+    pub(crate) epoch: u64,
+    /// Without a slash at the end.
+    pub(crate) base: String,
+    /// Where each route goes; `None` if the address cannot be used.
+    uris: Option<Box<[Uri; Route::ALL.len()]>>,
+    /// Its id as answers show it.
+    pub(crate) header: Option<HeaderValue>,
+    outstanding_tokens: AtomicU64,
+    breaker: Mutex<Breaker>,
+    /// Copy of the breaker's state that is read without its lock.
+    is_closed: AtomicBool,
+    /// Health questions in a row that were not answered.
+    n_silent: AtomicU32,
+    pub(crate) is_probed: AtomicBool,
+    next_probe: Mutex<Instant>,
+    /// Wakes requests that wait for this backend when it is found not to answer at all.
+    pub(crate) unresponsive: Notify,
+    tokens_gauge: Gauge,
+    breaker_gauge: Gauge,
+}
+
+/// A request's part of a backend's load; given back when dropped.
+#[derive(Debug)]
+pub(crate) struct LoadGuard {
+    pub(crate) backend: Arc<Backend>,
+    n_tokens: u64,
+}
+
+// === impl Backend ===
+
+impl Backend {
+    pub(crate) fn new(id: String, kind: BackendKind, epoch: u64, address: &str) -> Self {
+        let now = Instant::now();
+        let base = address.trim_end_matches('/').to_owned();
+        let uris = Route::ALL
+            .iter()
+            .map(|route| format!("{base}{}", route.upstream_path(kind)).parse())
+            .collect::<Result<Vec<Uri>, _>>()
+            .ok()
+            .and_then(|uris| Box::try_from(uris).ok());
+        if uris.is_none() {
+            tracing::warn!(worker = %id, %address, "the worker's address cannot be used");
+        }
+        Self {
+            tokens_gauge: metrics::gauge!(OUTSTANDING_TOKENS, "worker" => id.clone()),
+            breaker_gauge: metrics::gauge!(BREAKER_STATE, "worker" => id.clone()),
+            header: HeaderValue::from_str(&id).ok(),
+            id,
+            kind,
+            epoch,
+            base,
+            uris,
+            outstanding_tokens: AtomicU64::new(0),
+            breaker: Mutex::new(Breaker::new(now)),
+            is_closed: AtomicBool::new(true),
+            n_silent: AtomicU32::new(0),
+            is_probed: AtomicBool::new(false),
+            next_probe: Mutex::new(now),
+            unresponsive: Notify::new(),
+        }
+    }
+
+    /// Where `route` goes.
+    pub(crate) fn uri(&self, route: Route) -> Option<&Uri> {
+        self.uris.as_ref().map(|uris| &uris[route as usize])
+    }
+
+    /// Whether it may get requests.
+    pub(crate) fn is_usable(&self) -> bool {
+        // Relaxed: a request that slips through while the breaker opens is like one before it.
+        self.uris.is_some() && self.is_closed.load(Ordering::Relaxed)
+    }
+
+    /// Estimated tokens of the requests it has.
+    pub(crate) fn outstanding_tokens(&self) -> u64 {
+        // Relaxed: choices are made under a lock of their own; ends may come at any time.
+        self.outstanding_tokens.load(Ordering::Relaxed)
+    }
+
+    /// Adds a request to its load.
+    pub(crate) fn load(self: &Arc<Self>, n_tokens: u64) -> LoadGuard {
+        self.outstanding_tokens.fetch_add(n_tokens, Ordering::Relaxed);
+        self.tokens_gauge.increment(n_tokens as f64);
+        LoadGuard { backend: Arc::clone(self), n_tokens }
+    }
+
+    /// Tells the breaker how a request ended.
+    pub(crate) fn record(&self, outcome: Outcome, config: &BreakerConfig) {
+        self.change_breaker(|breaker| breaker.record(outcome, config, Instant::now()));
+    }
+
+    /// Time until it may get requests again.
+    pub(crate) fn time_to_probe(&self) -> Duration {
+        self.breaker.lock().time_to_probe(Instant::now())
+    }
+
+    /// The breaker's state.
+    pub(crate) fn breaker_state(&self) -> State {
+        self.breaker.lock().state()
+    }
+
+    /// Whether its health should be asked now, because its breaker or the interval says so.
+    pub(crate) fn is_probe_due(&self, now: Instant) -> bool {
+        let is_half_open = self.change_breaker(|breaker| breaker.start_probe(now));
+        is_half_open || *self.next_probe.lock() <= now
+    }
+
+    /// Takes the answer to a question for its health. After `max_silent` missing answers in a row it
+    /// counts as unresponsive: its breaker opens, and requests that wait for it are woken.
+    pub(crate) fn end_probe(
+        &self,
+        is_healthy: bool,
+        max_silent: u32,
+        interval: Duration,
+        config: &BreakerConfig,
+    ) {
+        let now = Instant::now();
+        *self.next_probe.lock() = now + interval;
+        // Relaxed: only one probe of a backend runs at a time.
+        let n_silent = if is_healthy { 0 } else { self.n_silent.load(Ordering::Relaxed).saturating_add(1) };
+        self.n_silent.store(n_silent, Ordering::Relaxed);
+        let is_unresponsive = max_silent <= n_silent;
+        self.change_breaker(|breaker| {
+            breaker.end_probe(is_healthy, config, now);
+            if is_unresponsive {
+                breaker.trip(config, now);
+            }
+        });
+        if is_unresponsive {
+            self.unresponsive.notify_waiters();
+        }
+    }
+
+    fn change_breaker<T>(&self, change: impl FnOnce(&mut Breaker) -> T) -> T {
+        let mut breaker = self.breaker.lock();
+        let before = breaker.state();
+        let value = change(&mut breaker);
+        let after = breaker.state();
+        if before != after {
+            self.is_closed.store(after == State::Closed, Ordering::Relaxed);
+            let number = match after {
+                State::Closed => 0.0,
+                State::HalfOpen => 1.0,
+                State::Open => 2.0,
+            };
+            self.breaker_gauge.set(number);
+            match (before, after) {
+                (State::Closed, State::Open) => tracing::warn!(worker = %self.id, "breaker opened"),
+                (_, State::Closed) => tracing::info!(worker = %self.id, "breaker closed"),
+                _ => {}
+            }
+        }
+        value
+    }
+}
+
+impl Drop for LoadGuard {
+    fn drop(&mut self) {
+        self.backend.outstanding_tokens.fetch_sub(self.n_tokens, Ordering::Relaxed);
+        self.backend.tokens_gauge.decrement(self.n_tokens as f64);
+    }
+}

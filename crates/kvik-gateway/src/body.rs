@@ -1,0 +1,338 @@
+//! The body of an answer on its way to the client.
+//!
+//! Frames pass as they come, and only when the client takes them: nothing is buffered here, so a
+//! slow client slows its worker down and costs no memory. The body owns the request's [`Record`];
+//! when the client goes away the body is dropped, and with it the connection to the worker.
+//!
+//! A stream of events never ends in silence. If the worker breaks off, the client gets one last
+//! event that says so. For that to be an event of its own, half an event at the end of a frame is
+//! held back until its rest arrives.
+
+use std::io;
+use std::pin::Pin;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http_body::{Body, Frame, SizeHint};
+use kvik_proto::openai::ErrorBody;
+use tokio::time::{Instant, Sleep};
+
+use crate::record::{Ending, Record};
+
+/// Longest half event that is held back, in bytes; a longer one passes as it comes.
+const MAX_HELD_BYTES: usize = 64 << 10;
+const DONE_EVENT: &[u8] = b"data: [DONE]\n\n";
+
+/// An answer's body with everything that ends with it.
+#[derive(Debug)]
+pub(crate) struct GuardedBody<B> {
+    inner: B,
+    record: Record,
+    events: Option<Events>,
+    clock: Clock,
+    is_ended: bool,
+}
+
+/// What a stream of events looks like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Dialect {
+    /// Chunks of the `OpenAI` API.
+    OpenAi,
+    /// `GenerateEvent`s of `/generate`; always ends with `[DONE]` unless it fails.
+    Generate,
+}
+
+/// Passes whole events.
+#[derive(Debug)]
+pub(crate) struct Events {
+    dialect: Dialect,
+    /// Whether only `[DONE]` tells a complete stream from a broken one: the answer has neither a
+    /// length nor chunks.
+    needs_done: bool,
+    /// Half an event.
+    held: Bytes,
+    /// What was passed last.
+    last: Bytes,
+}
+
+/// The times that a body has.
+#[derive(Debug)]
+pub(crate) struct Clock {
+    deadline: Instant,
+    max_silence: Duration,
+    /// Started when the body first has to wait.
+    sleep: Option<Pin<Box<Sleep>>>,
+    /// Whom the sleep wakes.
+    waker: Option<Waker>,
+    n_frames: u64,
+    /// Frames when the sleep was started: a clock is read only when it rings.
+    n_frames_before: u64,
+}
+
+// === impl GuardedBody ===
+
+impl<B: Body<Data = Bytes> + Unpin> GuardedBody<B> {
+    /// Guards `inner`; `events` for a stream of events.
+    pub(crate) fn new(inner: B, record: Record, events: Option<Events>, clock: Clock) -> Self {
+        Self { inner, record, events, clock, is_ended: false }
+    }
+
+    fn end(&mut self, ending: Ending) {
+        self.is_ended = true;
+        self.record.end(ending);
+    }
+
+    fn complete(&mut self) -> Option<Bytes> {
+        let Some(events) = &mut self.events else {
+            self.end(Ending::Complete);
+            return None;
+        };
+        if events.needs_done && !events.is_done() {
+            return self.fail(Ending::UpstreamBroke).ok();
+        }
+        let rest = events.finish();
+        self.end(Ending::Complete);
+        rest
+    }
+
+    /// Ends a body that cannot go on: with a last event, or by breaking the connection.
+    fn fail(&mut self, ending: Ending) -> io::Result<Bytes> {
+        self.end(ending);
+        match &self.events {
+            Some(events) => Ok(events.failure(ending)),
+            None => Err(io::Error::new(io::ErrorKind::ConnectionAborted, ending.as_str())),
+        }
+    }
+}
+
+impl<B: Body<Data = Bytes> + Unpin> Body for GuardedBody<B> {
+    type Data = Bytes;
+    type Error = io::Error;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+        let this = self.get_mut();
+        if this.is_ended {
+            return Poll::Ready(None);
+        }
+        loop {
+            let data = match Pin::new(&mut this.inner).poll_frame(context) {
+                Poll::Pending => match this.clock.poll(context) {
+                    Poll::Pending => return Poll::Pending,
+                    Poll::Ready(ending) => return Poll::Ready(Some(this.fail(ending).map(Frame::data))),
+                },
+                Poll::Ready(Some(Ok(frame))) => match frame.into_data() {
+                    Ok(data) => data,
+                    // Trailers belong to one connection.
+                    Err(_) => continue,
+                },
+                Poll::Ready(Some(Err(_))) => {
+                    return Poll::Ready(Some(this.fail(Ending::UpstreamBroke).map(Frame::data)));
+                }
+                Poll::Ready(None) => return Poll::Ready(this.complete().map(|rest| Ok(Frame::data(rest)))),
+            };
+            this.clock.n_frames += 1;
+            this.record.count(data.len());
+            let Some(events) = &mut this.events else {
+                // The server does not ask for more once it has as many bytes as were announced.
+                if this.inner.is_end_stream() {
+                    this.end(Ending::Complete);
+                }
+                return Poll::Ready(Some(Ok(Frame::data(data))));
+            };
+            if let Some(whole) = events.pass(data) {
+                return Poll::Ready(Some(Ok(Frame::data(whole))));
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.is_ended
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        if self.events.is_none() { self.inner.size_hint() } else { SizeHint::default() }
+    }
+}
+
+// === impl Events ===
+
+impl Events {
+    pub(crate) fn new(dialect: Dialect, needs_done: bool) -> Self {
+        Self { dialect, needs_done, held: Bytes::new(), last: Bytes::new() }
+    }
+
+    /// Returns the whole events that `data` completes and holds back the rest.
+    fn pass(&mut self, data: Bytes) -> Option<Bytes> {
+        let data = if self.held.is_empty() { data } else { join(&[&self.held, &data]) };
+        let mut n_whole = whole_events(&data);
+        if MAX_HELD_BYTES < data.len() - n_whole {
+            n_whole = data.len();
+        }
+        let mut whole = data;
+        self.held = whole.split_off(n_whole);
+        if whole.is_empty() {
+            return None;
+        }
+        self.last = whole.clone();
+        Some(whole)
+    }
+
+    /// What is left to send after a complete stream.
+    fn finish(&mut self) -> Option<Bytes> {
+        let rest = std::mem::take(&mut self.held);
+        let is_done = self.is_done() || self.last.windows(14).any(|window| window == b"\"type\":\"error\"");
+        let rest = match self.dialect {
+            Dialect::Generate if !is_done => join(&[&rest, DONE_EVENT]),
+            Dialect::Generate | Dialect::OpenAi => rest,
+        };
+        (!rest.is_empty()).then_some(rest)
+    }
+
+    fn is_done(&self) -> bool {
+        self.last.trim_ascii_end().ends_with(b"[DONE]")
+    }
+
+    /// The last event of a stream that cannot go on.
+    fn failure(&self, ending: Ending) -> Bytes {
+        let message = match ending {
+            Ending::DeadlinePassed => "the answer was not complete within the request's time",
+            Ending::UpstreamSilent => "the worker fell silent before the answer was complete",
+            _ => "the worker broke off before the answer was complete",
+        };
+        failure_event(self.dialect, message)
+    }
+}
+
+/// An event that says that a stream failed.
+pub(crate) fn failure_event(dialect: Dialect, message: &str) -> Bytes {
+    let error = serde_json::to_value(ErrorBody::server(message)).unwrap_or_default();
+    let event = match dialect {
+        Dialect::OpenAi => error,
+        // Readable as a `GenerateEvent` and as an error of the OpenAI API.
+        Dialect::Generate => {
+            serde_json::json!({ "type": "error", "message": message, "error": error["error"] })
+        }
+    };
+    Bytes::from(format!("data: {event}\n\n"))
+}
+
+/// Length of the whole events at the start of `data`.
+fn whole_events(data: &[u8]) -> usize {
+    let ends_event =
+        |head: &[u8]| head.ends_with(b"\n\n") || head.ends_with(b"\r\n\r\n") || head.ends_with(b"\r\r");
+    // Nearly always a frame is one event and the first look suffices.
+    let mut end = data.len();
+    while 0 < end && !ends_event(&data[..end]) {
+        end -= 1;
+    }
+    end
+}
+
+fn join(parts: &[&[u8]]) -> Bytes {
+    let mut joined = BytesMut::with_capacity(parts.iter().map(|part| part.len()).sum());
+    for part in parts {
+        joined.extend_from_slice(part);
+    }
+    joined.freeze()
+}
+
+// === impl Clock ===
+
+impl Clock {
+    pub(crate) fn new(deadline: Instant, max_silence: Duration) -> Self {
+        Self { deadline, max_silence, sleep: None, waker: None, n_frames: 0, n_frames_before: 0 }
+    }
+
+    /// Ready with how the body ends once its time is over.
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Ending> {
+        let Self { deadline, max_silence, .. } = *self;
+        let start = || Box::pin(tokio::time::sleep_until(deadline.min(Instant::now() + max_silence)));
+        let sleep = self.sleep.get_or_insert_with(start);
+        // Polled at every frame, so neither the clock nor the timer is asked without need.
+        let is_awaited = self.waker.as_ref().is_some_and(|waker| waker.will_wake(context.waker()));
+        if is_awaited && !sleep.is_elapsed() {
+            return Poll::Pending;
+        }
+        while sleep.as_mut().poll(context).is_ready() {
+            let now = Instant::now();
+            if self.deadline <= now {
+                return Poll::Ready(Ending::DeadlinePassed);
+            }
+            if self.n_frames == self.n_frames_before {
+                return Poll::Ready(Ending::UpstreamSilent);
+            }
+            self.n_frames_before = self.n_frames;
+            sleep.as_mut().reset(self.deadline.min(now + self.max_silence));
+        }
+        self.waker = Some(context.waker().clone());
+        Poll::Pending
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn events_pass_byte_for_byte_and_only_whole_ones(
+            events in prop::collection::vec("data: [a-z\n]{0,12}", 0..9),
+            cut in 1..20_usize,
+        ) {
+            let stream: Vec<u8> = events.iter().flat_map(|event| [event.as_bytes(), b"\n\n"].concat()).collect();
+            let mut filter = Events::new(Dialect::OpenAi, false);
+            let mut passed = Vec::new();
+            for piece in stream.chunks(cut) {
+                if let Some(whole) = filter.pass(Bytes::copy_from_slice(piece)) {
+                    prop_assert!(whole.ends_with(b"\n\n"));
+                    passed.extend_from_slice(&whole);
+                }
+            }
+            if let Some(rest) = filter.finish() {
+                passed.extend_from_slice(&rest);
+            }
+            prop_assert_eq!(passed, stream);
+        }
+    }
+
+    #[test]
+    fn an_event_without_end_does_not_fill_the_memory() {
+        let mut filter = Events::new(Dialect::OpenAi, false);
+        let mut n_passed = 0;
+        for _ in 0..200 {
+            n_passed += filter.pass(Bytes::from_static(&[b'x'; 1000])).map_or(0, |whole| whole.len());
+            assert!(filter.held.len() <= MAX_HELD_BYTES);
+        }
+        assert!(0 < n_passed);
+    }
+
+    #[test]
+    fn a_generate_stream_always_ends_with_done() {
+        let mut filter = Events::new(Dialect::Generate, false);
+        filter.pass(Bytes::from_static(b"data: {}\n\n"));
+        assert_eq!(filter.finish().unwrap(), DONE_EVENT);
+        filter.pass(Bytes::from_static(b"data: {}\n\ndata: [DONE]\n\n"));
+        assert_eq!(filter.finish(), None);
+        filter.pass(Bytes::from_static(b"data: {\"type\":\"error\",\"message\":\"no\"}\n\n"));
+        assert_eq!(filter.finish(), None);
+    }
+
+    #[test]
+    fn a_failure_can_be_read_in_both_dialects() {
+        for dialect in [Dialect::OpenAi, Dialect::Generate] {
+            let event = failure_event(dialect, "gone");
+            let data = std::str::from_utf8(&event).unwrap().strip_prefix("data: ").unwrap();
+            let body: ErrorBody = serde_json::from_str(data).unwrap();
+            assert_eq!(body.error.message, "gone");
+        }
+        let event = failure_event(Dialect::Generate, "gone");
+        let parsed: kvik_proto::worker::GenerateEvent = serde_json::from_slice(&event[6..]).unwrap();
+        assert!(matches!(parsed, kvik_proto::worker::GenerateEvent::Error { message } if message == "gone"));
+    }
+}

@@ -1,0 +1,367 @@
+//! The configuration of a gateway.
+//!
+//! Times are in milliseconds and sizes in bytes; the unit is part of a field's name. `listen`,
+//! `tls` and `backend_tls` take effect at the start only, everything else also at a reload.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kvik_proto::coordinator::RingConfig;
+use kvik_runtime::http::TlsServerConfig;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{GatewayError, Result};
+
+/// Fields that a reload cannot change.
+pub(crate) const FIXED_FIELDS: &[&str] = &["backend_tls.", "listen", "tls."];
+
+/// Everything that can be configured.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GatewayConfig {
+    /// Address to listen on; port 0 takes a free one. Default: `127.0.0.1:8080`.
+    pub listen: String,
+    /// TLS towards clients. Default: none, plain HTTP.
+    pub tls: TlsServerConfig,
+    /// Base addresses of the coordinators, tried in turn. Default: none.
+    pub coordinators: Vec<String>,
+    /// Engines that speak the `OpenAI` API and do not register with a coordinator. Default: none.
+    pub backends: Vec<BackendConfig>,
+    /// TLS towards workers, backends and coordinators. Default: none, only `http://` works.
+    pub backend_tls: BackendTlsConfig,
+    /// Keys that clients may show. Default: none; everybody may ask.
+    pub api_keys: Vec<ApiKeyConfig>,
+    /// Whether the client's `Authorization` header goes on to the worker. Default: false.
+    pub forward_authorization: bool,
+    /// Whether answers name the worker in `x-kvik-worker`. Default: true.
+    pub expose_worker: bool,
+    /// Largest request body, in bytes. Default: 16 MiB.
+    pub max_body_bytes: usize,
+    /// How many requests run and wait.
+    pub admission: AdmissionConfig,
+    /// How long things may take.
+    pub timeouts: TimeoutConfig,
+    /// When a request is tried on another worker.
+    pub retry: RetryConfig,
+    /// When a worker gets no more requests.
+    pub breaker: BreakerConfig,
+    /// How workers are asked for their health.
+    pub health: HealthConfig,
+    /// How requests are placed.
+    pub routing: RoutingConfig,
+}
+
+/// An engine given by its address.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BackendConfig {
+    /// Base address: `http://host:port`, without `/v1`.
+    pub url: String,
+    /// The model it serves. Default: what its `/v1/models` lists.
+    #[serde(default)]
+    pub model: Option<String>,
+    /// Share of the ring relative to other backends, above 0 and at most 100. Default: 1.
+    #[serde(default)]
+    pub weight: Option<f64>,
+}
+
+/// Files of the TLS towards workers, all PEM.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct BackendTlsConfig {
+    /// Authorities that sign the workers' certificates. Default: none.
+    pub authorities: Option<PathBuf>,
+    /// The certificate chain that the gateway shows (mTLS). Default: none.
+    pub certificate: Option<PathBuf>,
+    /// Its private key. Default: none.
+    pub key: Option<PathBuf>,
+}
+
+/// A key that clients may show as `Authorization: Bearer <key>`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ApiKeyConfig {
+    /// Whose key it is, for people.
+    pub name: String,
+    /// SHA-256 of the key, 64 hexadecimal digits: `printf %s KEY | sha256sum`.
+    pub sha256: String,
+}
+
+/// How many requests run and wait.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AdmissionConfig {
+    /// Requests that run at once; more wait. Default: 1024.
+    pub max_running: usize,
+    /// Requests that wait; more are refused with 429. Default: 4096.
+    pub max_waiting: usize,
+    /// Bytes of the bodies of waiting requests; more are refused with 429. Default: 256 MiB.
+    pub max_waiting_bytes: usize,
+    /// Time that a request waits at most; then 503. Default: 30 000 ms.
+    pub max_wait_ms: u64,
+}
+
+/// How long things may take.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TimeoutConfig {
+    /// A whole request; the largest value that a client can ask for with
+    /// `x-request-timeout-ms`. Default: 600 000 ms.
+    pub request_ms: u64,
+    /// From the request until the head of the answer, for streams; other answers begin only when
+    /// they are complete and have the time of the whole request. Default: 60 000 ms.
+    pub response_header_ms: u64,
+    /// Silence within a stream, measured coarsely: up to twice this may pass. Default: 120 000 ms.
+    pub stream_idle_ms: u64,
+}
+
+/// When a request is tried on another worker; always before the first byte of an answer.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RetryConfig {
+    /// Tries of one request, the first included, 1 to 10. Default: 2.
+    pub max_attempts: u32,
+    /// Retries for each request that arrives, 0 to 1. Default: 0.1.
+    pub budget_ratio: f64,
+    /// Retries that can be saved up. Default: 100.
+    pub budget_burst: u32,
+}
+
+/// When a worker gets no more requests. Failures are connection errors, answers 500 to 599
+/// (503 with `Retry-After` excepted), missing answers and streams that break.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct BreakerConfig {
+    /// Failures in a row that open the breaker, at least 1. Default: 3.
+    pub consecutive_failures: u32,
+    /// Share of failures in a window that opens it, above 0 to 1. Default: 0.5.
+    pub error_ratio: f64,
+    /// Requests in a window before the share counts. Default: 20.
+    pub min_requests: u32,
+    /// Length of a window. Default: 10 000 ms.
+    pub window_ms: u64,
+    /// Time until the first probe; doubles with each opening in a row. Default: 1000 ms.
+    pub open_ms: u64,
+    /// Longest time until a probe. Default: 10 000 ms.
+    pub max_open_ms: u64,
+}
+
+/// How workers are asked for their health.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct HealthConfig {
+    /// Time between two questions. Default: 1000 ms.
+    pub interval_ms: u64,
+    /// Time for an answer. Default: 2000 ms.
+    pub timeout_ms: u64,
+    /// Missing answers in a row after which a worker counts as unresponsive. Default: 3.
+    pub failures: u32,
+    /// Time that members which a new coordinator does not know are kept while they answer.
+    /// Default: 60 000 ms.
+    pub retain_members_ms: u64,
+}
+
+/// How requests are placed.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RoutingConfig {
+    /// Tokens that a request without a limit of its own is expected to generate. Default: 256.
+    pub default_max_tokens: u64,
+    /// The ring when there is no coordinator; a coordinator's snapshot brings its own.
+    pub ring: RingConfig,
+}
+
+// === impl defaults ===
+
+impl Default for GatewayConfig {
+    fn default() -> Self {
+        Self {
+            listen: "127.0.0.1:8080".to_owned(),
+            tls: TlsServerConfig::default(),
+            coordinators: Vec::new(),
+            backends: Vec::new(),
+            backend_tls: BackendTlsConfig::default(),
+            api_keys: Vec::new(),
+            forward_authorization: false,
+            expose_worker: true,
+            max_body_bytes: 16 << 20,
+            admission: AdmissionConfig::default(),
+            timeouts: TimeoutConfig::default(),
+            retry: RetryConfig::default(),
+            breaker: BreakerConfig::default(),
+            health: HealthConfig::default(),
+            routing: RoutingConfig::default(),
+        }
+    }
+}
+
+impl Default for AdmissionConfig {
+    fn default() -> Self {
+        Self { max_running: 1024, max_waiting: 4096, max_waiting_bytes: 256 << 20, max_wait_ms: 30_000 }
+    }
+}
+
+impl Default for TimeoutConfig {
+    fn default() -> Self {
+        Self { request_ms: 600_000, response_header_ms: 60_000, stream_idle_ms: 120_000 }
+    }
+}
+
+impl Default for RetryConfig {
+    fn default() -> Self {
+        Self { max_attempts: 2, budget_ratio: 0.1, budget_burst: 100 }
+    }
+}
+
+impl Default for BreakerConfig {
+    fn default() -> Self {
+        Self {
+            consecutive_failures: 3,
+            error_ratio: 0.5,
+            min_requests: 20,
+            window_ms: 10_000,
+            open_ms: 1000,
+            max_open_ms: 10_000,
+        }
+    }
+}
+
+impl Default for HealthConfig {
+    fn default() -> Self {
+        Self { interval_ms: 1000, timeout_ms: 2000, failures: 3, retain_members_ms: 60_000 }
+    }
+}
+
+impl Default for RoutingConfig {
+    fn default() -> Self {
+        Self { default_max_tokens: 256, ring: RingConfig::default() }
+    }
+}
+
+// === impl validation ===
+
+impl GatewayConfig {
+    /// Checks every value.
+    ///
+    /// # Errors
+    /// [`GatewayError::InvalidConfig`] names the first field that cannot be used.
+    pub fn validate(&self) -> Result<()> {
+        for (index, url) in self.coordinators.iter().enumerate() {
+            check_url(&format!("coordinators[{index}]"), url)?;
+        }
+        for (index, backend) in self.backends.iter().enumerate() {
+            check_url(&format!("backends[{index}].url"), &backend.url)?;
+            let weight = backend.weight.unwrap_or(1.0);
+            let is_weight = weight.is_finite() && 0.0 < weight && weight <= 100.0;
+            check(is_weight, &format!("backends[{index}].weight"), weight, "above 0 and at most 100")?;
+            let is_first = !self.backends[..index].iter().any(|before| same_url(&before.url, &backend.url));
+            check(is_first, &format!("backends[{index}].url"), &backend.url, "each address once")?;
+        }
+        for (index, key) in self.api_keys.iter().enumerate() {
+            let is_digest = key.sha256.len() == 64 && key.sha256.bytes().all(|byte| byte.is_ascii_hexdigit());
+            // A key pasted here by mistake must not reach a log.
+            check(is_digest, &format!("api_keys[{index}].sha256"), "(hidden)", "64 hexadecimal digits")?;
+        }
+        let positive = [
+            ("max_body_bytes", self.max_body_bytes as u64),
+            ("admission.max_running", self.admission.max_running as u64),
+            ("admission.max_wait_ms", self.admission.max_wait_ms),
+            ("timeouts.request_ms", self.timeouts.request_ms),
+            ("timeouts.response_header_ms", self.timeouts.response_header_ms),
+            ("timeouts.stream_idle_ms", self.timeouts.stream_idle_ms),
+            ("breaker.consecutive_failures", u64::from(self.breaker.consecutive_failures)),
+            ("breaker.window_ms", self.breaker.window_ms),
+            ("breaker.open_ms", self.breaker.open_ms),
+            ("health.interval_ms", self.health.interval_ms),
+            ("health.timeout_ms", self.health.timeout_ms),
+            ("health.failures", u64::from(self.health.failures)),
+            ("routing.ring.virtual_nodes", u64::from(self.routing.ring.virtual_nodes)),
+        ];
+        for (field, value) in positive {
+            check(0 < value && value <= MAX_VALUE, field, value, "1 to 2^40")?;
+        }
+        let running = self.admission.max_running;
+        check(running <= MAX_RUNNING, "admission.max_running", running, "1 to 1 000 000")?;
+        let attempts = self.retry.max_attempts;
+        check((1..=10).contains(&attempts), "retry.max_attempts", attempts, "1 to 10")?;
+        let ratio = self.retry.budget_ratio;
+        check((0.0..=1.0).contains(&ratio), "retry.budget_ratio", ratio, "0 to 1")?;
+        let ratio = self.breaker.error_ratio;
+        check(0.0 < ratio && ratio <= 1.0, "breaker.error_ratio", ratio, "above 0 and at most 1")?;
+        let (open, longest) = (self.breaker.open_ms, self.breaker.max_open_ms);
+        check(
+            (open..=MAX_VALUE).contains(&longest),
+            "breaker.max_open_ms",
+            longest,
+            "at least breaker.open_ms",
+        )?;
+        let factor = self.routing.ring.load_factor;
+        check(factor.is_finite() && 0.0 <= factor, "routing.ring.load_factor", factor, "0 or more")
+    }
+}
+
+/// Largest number in the configuration: milliseconds of decades, bytes of a terabyte.
+const MAX_VALUE: u64 = 1 << 40;
+/// More connections than one process can have.
+const MAX_RUNNING: usize = 1_000_000;
+
+/// Milliseconds of the configuration as a duration.
+pub(crate) fn millis(value: u64) -> Duration {
+    Duration::from_millis(value)
+}
+
+/// Whether two addresses are one backend.
+pub(crate) fn same_url(left: &str, right: &str) -> bool {
+    left.trim_end_matches('/') == right.trim_end_matches('/')
+}
+
+fn check_url(field: &str, url: &str) -> Result<()> {
+    let is_base = url.parse::<http::Uri>().is_ok_and(|uri| {
+        matches!(uri.scheme_str(), Some("http" | "https"))
+            && uri.authority().is_some()
+            && uri.query().is_none()
+    });
+    check(is_base, field, url, "http://host:port or https://host:port")
+}
+
+fn check(holds: bool, field: &str, value: impl std::fmt::Display, allowed: &str) -> Result<()> {
+    if holds {
+        return Ok(());
+    }
+    Err(GatewayError::InvalidConfig {
+        field: field.to_owned(),
+        value: value.to_string(),
+        allowed: allowed.to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_defaults_are_valid() {
+        GatewayConfig::default().validate().unwrap();
+    }
+
+    #[test]
+    fn an_error_names_the_field_the_value_and_what_is_allowed() {
+        let mut config = GatewayConfig::default();
+        config.backends.push(BackendConfig { url: "ftp://x".to_owned(), ..BackendConfig::default() });
+        let message = config.validate().unwrap_err().to_string();
+        assert_eq!(message, "`backends[0].url` is ftp://x; allowed: http://host:port or https://host:port");
+    }
+
+    #[test]
+    fn a_key_in_place_of_its_digest_is_not_repeated() {
+        let mut config = GatewayConfig::default();
+        config.api_keys.push(ApiKeyConfig { name: "me".to_owned(), sha256: "sk-secret".to_owned() });
+        assert!(!config.validate().unwrap_err().to_string().contains("sk-secret"));
+    }
+
+    #[test]
+    fn unknown_fields_are_refused() {
+        let outcome = serde_json::from_str::<GatewayConfig>(r#"{"retry":{"max_atempts":3}}"#);
+        assert!(outcome.unwrap_err().to_string().contains("max_atempts"));
+    }
+}

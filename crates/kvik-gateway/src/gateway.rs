@@ -1,0 +1,246 @@
+//! The life of a gateway: start, reload, drain.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use kvik_proto::client::{TlsClientConfig, http_client};
+use kvik_runtime::config::{Effective, FieldChange, Sources};
+use kvik_runtime::http::{listen, serve, tls_acceptor};
+use kvik_runtime::shutdown::Shutdown;
+use kvik_runtime::telemetry;
+use serde_json::Value;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+use crate::api;
+use crate::breaker::State;
+use crate::config::{BackendTlsConfig, FIXED_FIELDS, GatewayConfig};
+use crate::error::{GatewayError, Result};
+use crate::probe;
+use crate::state::Shared;
+use crate::watch;
+
+/// Time between two looks at the configuration file.
+const FILE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// A handle on a gateway; clones are the same one.
+#[derive(Debug, Clone)]
+pub struct Gateway {
+    shared: Arc<Shared>,
+}
+
+/// A gateway that serves.
+#[derive(Debug)]
+pub struct Running {
+    gateway: Gateway,
+    address: SocketAddr,
+    finished: CancellationToken,
+}
+
+/// A backend as the gateway sees it now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WorkerStatus {
+    /// The worker's id or the engine's address.
+    pub id: String,
+    /// Estimated tokens of the requests it has from this gateway.
+    pub outstanding_tokens: u64,
+    /// Whether its breaker lets requests through.
+    pub is_usable: bool,
+    /// `closed`, `half_open` or `open`.
+    pub breaker: &'static str,
+}
+
+// === impl Gateway ===
+
+impl Gateway {
+    /// Starts a gateway: listens, follows the coordinators, asks backends for their health. All
+    /// tasks run on `shutdown`; when it drains nothing new is accepted and open streams finish.
+    ///
+    /// # Errors
+    /// If the configuration is not valid, the address is taken or a certificate cannot be used.
+    pub async fn start(config: GatewayConfig, shutdown: &Shutdown) -> Result<Running> {
+        config.validate()?;
+        telemetry::start_metrics()?;
+        let http = http_client(&client_tls(&config.backend_tls)?)?;
+        let tls = tls_acceptor(&config.tls)?;
+        let listener = listen(&config.listen).await?;
+        let address = listener.local_addr().map_err(|source| kvik_runtime::RuntimeError::Listen {
+            address: config.listen.clone(),
+            source,
+        })?;
+        let shared = Arc::new(Shared::new(config, http, shutdown.clone()));
+        shutdown.spawn(watch::run(Arc::clone(&shared)));
+        shutdown.spawn(probe::run(Arc::clone(&shared)));
+        let finished = CancellationToken::new();
+        let (router, serving, guard) =
+            (api::router(Arc::clone(&shared)), shutdown.clone(), finished.clone().drop_guard());
+        shutdown.spawn(async move {
+            serve(listener, router, tls, serving.draining(), &serving).await;
+            drop(guard);
+        });
+        tracing::info!(%address, "gateway listens");
+        Ok(Running { gateway: Self { shared }, address, finished })
+    }
+
+    /// Checks `config` and puts it in place of the current one; members, loads and breakers stay.
+    /// Returns and logs the fields that differ. Those that only count at the start keep their effect
+    /// until then.
+    ///
+    /// # Errors
+    /// If the configuration is not valid; nothing has changed then.
+    pub fn reload(&self, config: GatewayConfig) -> Result<Vec<FieldChange>> {
+        config.validate()?;
+        let before = self.shared.view();
+        let mut changes = effective(&config)?.changes_since(&effective(&before.config)?);
+        changes.iter_mut().for_each(hide_digests);
+        for change in &changes {
+            let FieldChange { field, before, after } = change;
+            let is_fixed = FIXED_FIELDS.iter().any(|fixed| field.starts_with(fixed));
+            if is_fixed {
+                tracing::warn!(%field, %before, %after, "changed in the configuration; takes effect after a restart");
+            } else {
+                tracing::info!(%field, %before, %after, "configuration changed");
+            }
+        }
+        self.shared.replace_config(config);
+        Ok(changes)
+    }
+
+    /// Calls `load` and reloads what it returns on each SIGHUP and, if a `file` is given, whenever
+    /// that changes. A configuration that cannot be loaded is reported and the current one stays.
+    pub fn reload_on_change<E>(
+        &self,
+        file: Option<PathBuf>,
+        load: impl Fn() -> std::result::Result<GatewayConfig, E> + Send + Sync + 'static,
+    ) where
+        E: std::fmt::Display + Send + 'static,
+    {
+        let gateway = self.clone();
+        let shutdown = self.shared.shutdown.clone();
+        self.shared.shutdown.spawn(async move {
+            let mut hangup = signal(SignalKind::hangup()).ok();
+            let mut seen = file.as_deref().and_then(modified);
+            loop {
+                tokio::select! {
+                    () = next_hangup(hangup.as_mut()) => {}
+                    () = tokio::time::sleep(FILE_INTERVAL), if file.is_some() => {
+                        let now = file.as_deref().and_then(modified);
+                        // A file that is gone is about to be replaced.
+                        if now.is_none() || now == seen {
+                            continue;
+                        }
+                        seen = now;
+                    }
+                    () = shutdown.stopping() => return,
+                }
+                match load().map_err(|error| error.to_string()) {
+                    Err(error) => {
+                        tracing::error!(%error, "failed to load the configuration; the current one stays");
+                    }
+                    Ok(config) => match gateway.reload(config) {
+                        Err(error) => {
+                            tracing::error!(%error, "failed to reload; the current configuration stays");
+                        }
+                        Ok(changes) => tracing::info!(n_changes = changes.len(), "configuration reloaded"),
+                    },
+                }
+            }
+        });
+    }
+
+    /// All backends, by id.
+    pub fn workers(&self) -> Vec<WorkerStatus> {
+        let backends = self.shared.read_members(crate::members::MemberBook::backends);
+        let mut workers: Vec<WorkerStatus> = backends
+            .iter()
+            .map(|backend| WorkerStatus {
+                id: backend.id.clone(),
+                outstanding_tokens: backend.outstanding_tokens(),
+                is_usable: backend.is_usable(),
+                breaker: match backend.breaker_state() {
+                    State::Closed => "closed",
+                    State::HalfOpen => "half_open",
+                    State::Open => "open",
+                },
+            })
+            .collect();
+        workers.sort_by(|left, right| left.id.cmp(&right.id));
+        workers
+    }
+
+    /// Requests that wait for their turn.
+    pub fn n_waiting(&self) -> usize {
+        self.shared.admission.n_waiting()
+    }
+}
+
+// === impl Running ===
+
+impl Running {
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// A handle on it.
+    pub fn gateway(&self) -> &Gateway {
+        &self.gateway
+    }
+
+    /// Waits until it has drained: nothing is accepted and no connection is open. Cancel safe.
+    pub async fn finished(&self) {
+        self.finished.cancelled().await;
+    }
+}
+
+fn client_tls(config: &BackendTlsConfig) -> Result<TlsClientConfig> {
+    let read = |path: &Path| {
+        std::fs::read(path).map_err(|source| GatewayError::Io { path: path.to_owned(), source })
+    };
+    let identity_pem = match (&config.certificate, &config.key) {
+        (None, None) => None,
+        (Some(certificate), Some(key)) => Some((read(certificate)?, read(key)?)),
+        _ => {
+            return Err(GatewayError::InvalidConfig {
+                field: "backend_tls".to_owned(),
+                value: "one of `certificate` and `key`".to_owned(),
+                allowed: "both or none".to_owned(),
+            });
+        }
+    };
+    let authorities_pem = config.authorities.as_deref().map(read).transpose()?.unwrap_or_default();
+    Ok(TlsClientConfig { authorities_pem, identity_pem })
+}
+
+/// A configuration field by field.
+fn effective(config: &GatewayConfig) -> Result<Effective<GatewayConfig>> {
+    let flags = serde_json::to_value(config).unwrap_or_default();
+    Ok(Sources::default().with_flags(flags).load("gateway")?)
+}
+
+/// A difference is printed, and digests are nobody's business.
+fn hide_digests(change: &mut FieldChange) {
+    if change.field != "api_keys" {
+        return;
+    }
+    for value in [&mut change.before, &mut change.after] {
+        let names = value.as_array().into_iter().flatten().map(|key| key["name"].clone());
+        *value = Value::Array(names.collect());
+    }
+}
+
+fn modified(path: &Path) -> Option<SystemTime> {
+    std::fs::metadata(path).and_then(|metadata| metadata.modified()).ok()
+}
+
+async fn next_hangup(hangup: Option<&mut tokio::signal::unix::Signal>) {
+    match hangup {
+        Some(hangup) => {
+            hangup.recv().await;
+        }
+        None => std::future::pending().await,
+    }
+}

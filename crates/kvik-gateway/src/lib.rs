@@ -1,0 +1,66 @@
+//! The gateway: one address for all models, an OpenAI-compatible API, and a worker for each request.
+//!
+//! A streaming proxy that never rewrites a body. It looks at a request for what routing needs,
+//! chooses the worker that most likely has the prompt's KV, and passes the answer on frame by
+//! frame. Workers come from a coordinator's snapshots; other engines that speak the `OpenAI` API are
+//! configured by their address.
+//!
+//! Parts, in the order a request meets them: `api` (routes), `keys`, `peek` (a look at the body),
+//! `admission` (who runs, who waits), `routing` (key, ring, loads), `proxy` (the way to a worker and
+//! back), `body` (the answer on its way), `record` (what a request holds and tells when it ends).
+//! Beside them: `members` (who serves what), `watch` (the coordinator), `probe` (health), `breaker`,
+//! `retry`.
+//!
+//! Invariants:
+//!
+//! * Load, permit and gauges belong to guards that live in the answer's body: they are back to zero
+//!   when no request is open, however requests end.
+//! * A request is tried again only before the first byte of its answer.
+//! * A stream of events ends complete or with an event that says why not.
+//! * Nothing here depends on the coordinator being there; only changes of members do.
+//! * Neither prompts nor keys are logged.
+//!
+//! ```no_run
+//! use kvik_gateway::{Gateway, GatewayConfig};
+//! use kvik_runtime::shutdown::Shutdown;
+//!
+//! # async fn example() -> kvik_gateway::Result<()> {
+//! let mut config = GatewayConfig::default();
+//! config.coordinators.push("http://127.0.0.1:8081".to_owned());
+//! let running = Gateway::start(config, &Shutdown::new()).await?;
+//! println!("listening on {}", running.address());
+//! # Ok(())
+//! # }
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod admission;
+mod api;
+mod backend;
+mod body;
+mod breaker;
+mod config;
+mod error;
+mod gateway;
+mod generate;
+mod headers;
+mod keys;
+mod members;
+mod metrics;
+mod peek;
+mod probe;
+mod proxy;
+mod record;
+mod retry;
+mod routing;
+mod state;
+mod watch;
+
+pub use api::OPENAPI;
+pub use config::{
+    AdmissionConfig, ApiKeyConfig, BackendConfig, BackendTlsConfig, BreakerConfig, GatewayConfig,
+    HealthConfig, RetryConfig, RoutingConfig, TimeoutConfig,
+};
+pub use error::{GatewayError, Result};
+pub use gateway::{Gateway, Running, WorkerStatus};

@@ -1,0 +1,328 @@
+//! Who serves which model.
+//!
+//! Workers come from the coordinator's snapshots, other engines from the configuration.
+//!
+//! A snapshot of a lower or equal `(term, version)` than the one held is ignored. Members that a
+//! newer one of the same term lacks have left and are dropped. But a coordinator of a new term may
+//! have lost its memory, and one that lists nobody at all may have been cut off from everybody: the
+//! members that such a snapshot lacks are retained. A retained member keeps its place on the ring
+//! until it is listed again, does not answer `/ready`, or the time for retaining is over, in which
+//! every worker that lives has long registered again. So a coordinator that restarts empty moves no
+//! key, and a worker that is gone leaves within a few seconds.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvik_index::ring::{Ring, RingHash};
+use kvik_proto::coordinator::{self, Member, RingConfig, Snapshot, WorkerState};
+use tokio::time::Instant;
+
+use crate::backend::{Backend, BackendKind};
+use crate::config::{BackendConfig, GatewayConfig, same_url};
+use crate::routing::{Fleet, ModelGroup, Seat};
+
+/// Largest weight on the ring; a message cannot make the ring larger.
+const MAX_WEIGHT: f64 = 100.0;
+/// Models remembered after their last worker has gone, so that they are unavailable and not
+/// unknown.
+const MAX_KNOWN_MODELS: usize = 1024;
+
+/// The members of all sources.
+#[derive(Debug, Default)]
+pub(crate) struct MemberBook {
+    snapshot: Option<Snapshot>,
+    /// By id: members that the snapshot lacks, and until when they are kept.
+    retained: BTreeMap<String, (Member, Instant)>,
+    engines: Vec<Engine>,
+    /// By id; loads and breakers live here through all changes.
+    backends: HashMap<String, Arc<Backend>>,
+    known_models: BTreeSet<String>,
+}
+
+/// An engine of the configuration.
+#[derive(Debug, Clone, PartialEq)]
+struct Engine {
+    /// Without a slash at the end; its id.
+    url: String,
+    weight: f64,
+    /// Whether the configuration names the model.
+    is_model_given: bool,
+    models: Vec<String>,
+}
+
+impl MemberBook {
+    /// Takes a snapshot; returns whether the fleet differs.
+    pub(crate) fn apply(&mut self, snapshot: Snapshot, retain: Duration, now: Instant) -> bool {
+        let held = self.snapshot.take();
+        let is_new_term = held.as_ref().is_none_or(|held| held.term < snapshot.term);
+        if let Some(held) = held {
+            if (snapshot.term, snapshot.version) <= (held.term, held.version) {
+                self.snapshot = Some(held);
+                return false;
+            }
+            if is_same_fleet(&held, &snapshot) && self.retained.is_empty() {
+                self.snapshot = Some(snapshot);
+                return false;
+            }
+            if is_new_term || snapshot.members.is_empty() {
+                for member in held.members {
+                    self.retained.insert(member.worker.id.clone(), (member, now + retain));
+                }
+            }
+        }
+        for member in &snapshot.members {
+            self.retained.remove(&member.worker.id);
+        }
+        if !self.retained.is_empty() {
+            let n_retained = self.retained.len();
+            tracing::info!(
+                term = snapshot.term,
+                n_retained,
+                "keeping members that the coordinator does not list"
+            );
+        }
+        self.snapshot = Some(snapshot);
+        true
+    }
+
+    /// Drops a retained member; returns whether there was one.
+    pub(crate) fn drop_retained(&mut self, id: &str) -> bool {
+        self.retained.remove(id).is_some()
+    }
+
+    /// Drops retained members whose time is over; returns whether there were any.
+    pub(crate) fn expire_retained(&mut self, now: Instant) -> bool {
+        let n_before = self.retained.len();
+        self.retained.retain(|_, (_, until)| now < *until);
+        n_before != self.retained.len()
+    }
+
+    /// Id and address of the retained members.
+    pub(crate) fn retained(&self) -> Vec<(String, String)> {
+        self.retained
+            .values()
+            .map(|(member, _)| (member.worker.id.clone(), member.worker.address.clone()))
+            .collect()
+    }
+
+    /// Replaces the engines of the configuration; what was learned about those that stay is kept.
+    pub(crate) fn set_backends(&mut self, backends: &[BackendConfig]) {
+        let before = std::mem::take(&mut self.engines);
+        for backend in backends {
+            let learned = before.iter().find(|engine| same_url(&engine.url, &backend.url));
+            let learned = learned.filter(|engine| !engine.is_model_given).map(|engine| engine.models.clone());
+            self.engines.push(Engine {
+                url: backend.url.trim_end_matches('/').to_owned(),
+                weight: backend.weight.unwrap_or(1.0),
+                is_model_given: backend.model.is_some(),
+                models: backend.model.clone().map_or(learned.unwrap_or_default(), |model| vec![model]),
+            });
+        }
+    }
+
+    /// Addresses of engines whose models are to be asked for, and whether they are known.
+    pub(crate) fn engines_to_ask(&self) -> Vec<(String, bool)> {
+        let asked = self.engines.iter().filter(|engine| !engine.is_model_given);
+        asked.map(|engine| (engine.url.clone(), !engine.models.is_empty())).collect()
+    }
+
+    /// Takes what an engine lists; returns whether the fleet differs.
+    pub(crate) fn learn_models(&mut self, url: &str, models: Vec<String>) -> bool {
+        let asked = self.engines.iter_mut().find(|engine| engine.url == url && !engine.is_model_given);
+        let Some(engine) = asked else { return false };
+        let is_new = engine.models != models;
+        engine.models = models;
+        is_new
+    }
+
+    /// The fleet of all sources; backends that are no longer in it are forgotten.
+    pub(crate) fn fleet(&mut self, config: &GatewayConfig) -> Fleet {
+        let ring = self.snapshot.as_ref().map_or(config.routing.ring, |snapshot| snapshot.ring);
+        let mut before = std::mem::take(&mut self.backends);
+        let mut by_model: BTreeMap<String, Vec<(Seat, f64)>> = BTreeMap::new();
+        let listed = self.snapshot.iter().flat_map(|snapshot| &snapshot.members);
+        let members: Vec<&Member> = listed.chain(self.retained.values().map(|(member, _)| member)).collect();
+        for member in members {
+            let worker = &member.worker;
+            let backend = adopt(&mut before, &worker.id, BackendKind::Worker, worker.epoch, &worker.address);
+            let seat =
+                Seat { backend: Arc::clone(&backend), takes_requests: member.state == WorkerState::Ready };
+            by_model.entry(worker.model.clone()).or_default().push((seat, member.ring_weight));
+            self.backends.insert(worker.id.clone(), backend);
+        }
+        for engine in &self.engines {
+            let backend = adopt(&mut before, &engine.url, BackendKind::OpenAi, 0, &engine.url);
+            for model in &engine.models {
+                let seat = Seat { backend: Arc::clone(&backend), takes_requests: true };
+                by_model.entry(model.clone()).or_default().push((seat, engine.weight));
+            }
+            self.backends.insert(engine.url.clone(), backend);
+        }
+        for model in by_model.keys() {
+            if self.known_models.len() < MAX_KNOWN_MODELS {
+                self.known_models.insert(model.clone());
+            }
+        }
+        for model in &self.known_models {
+            by_model.entry(model.clone()).or_default();
+        }
+        let groups = by_model.into_iter().map(|(model, seats)| Arc::new(group(model, seats, ring)));
+        Fleet { groups: groups.collect() }
+    }
+
+    /// All backends.
+    pub(crate) fn backends(&self) -> Vec<Arc<Backend>> {
+        self.backends.values().map(Arc::clone).collect()
+    }
+}
+
+/// Takes the backend that is there if it is the same life at the same address, or makes a new one.
+fn adopt(
+    before: &mut HashMap<String, Arc<Backend>>,
+    id: &str,
+    kind: BackendKind,
+    epoch: u64,
+    address: &str,
+) -> Arc<Backend> {
+    before
+        .remove(id)
+        .filter(|backend| backend.kind == kind && backend.epoch == epoch && same_url(&backend.base, address))
+        .unwrap_or_else(|| Arc::new(Backend::new(id.to_owned(), kind, epoch, address)))
+}
+
+fn group(model: String, mut seats: Vec<(Seat, f64)>, ring_config: RingConfig) -> ModelGroup {
+    let hash = match ring_config.hash {
+        coordinator::RingHash::Xxh3 => RingHash::Xxh3,
+        coordinator::RingHash::Md5 => RingHash::Md5,
+    };
+    seats.sort_by(|left, right| left.0.backend.id.cmp(&right.0.backend.id));
+    seats.dedup_by(|left, right| left.0.backend.id == right.0.backend.id);
+    let weights: Vec<(&str, f64)> =
+        seats.iter().map(|(seat, weight)| (seat.backend.id.as_str(), sane_weight(*weight))).collect();
+    let ring = Ring::build(hash, ring_config.virtual_nodes.clamp(1, 640), &weights);
+    let ring = ring.or_else(|error| {
+        // Weights are clamped and ids are distinct.
+        tracing::error!(%model, %error, "the ring cannot be built; no worker of the model is used");
+        Ring::build::<&str>(hash, 1, &[])
+    });
+    let weights: Vec<f64> = weights.iter().map(|(_, weight)| *weight).collect();
+    ModelGroup {
+        model,
+        ring: ring.expect("an empty ring has no weight that could be wrong"),
+        seats: seats.into_iter().map(|(seat, _)| seat).collect(),
+        weights,
+        load_factor: ring_config.load_factor,
+    }
+}
+
+fn sane_weight(weight: f64) -> f64 {
+    if weight.is_finite() { weight.clamp(0.0, MAX_WEIGHT) } else { 1.0 }
+}
+
+/// Whether two snapshots route alike: everything but the loads, which this gateway counts itself.
+fn is_same_fleet(left: &Snapshot, right: &Snapshot) -> bool {
+    let is_same_member = |(left, right): (&Member, &Member)| {
+        left.worker == right.worker
+            && left.state == right.state
+            && left.ring_weight.to_bits() == right.ring_weight.to_bits()
+    };
+    left.ring == right.ring
+        && left.members.len() == right.members.len()
+        && left.members.iter().zip(&right.members).all(is_same_member)
+}
+
+#[cfg(test)]
+mod tests {
+    use kvik_proto::coordinator::{WorkerInfo, WorkerLoad};
+
+    use super::*;
+
+    const RETAIN: Duration = Duration::from_mins(1);
+
+    fn member(id: &str, epoch: u64) -> Member {
+        let worker = WorkerInfo {
+            id: id.to_owned(),
+            epoch,
+            address: format!("http://{id}:1"),
+            model: "m".to_owned(),
+            capacity_tokens: 1000,
+            weight: 1.0,
+        };
+        Member { worker, state: WorkerState::Ready, load: WorkerLoad::default(), ring_weight: 1.0 }
+    }
+
+    fn snapshot(term: u64, version: u64, ids: &[&str]) -> Snapshot {
+        let members = ids.iter().map(|id| member(id, 1)).collect();
+        Snapshot { term, version, ring: RingConfig::default(), members }
+    }
+
+    fn ids(book: &mut MemberBook) -> Vec<String> {
+        let fleet = book.fleet(&GatewayConfig::default());
+        fleet.group("m").map_or(Vec::new(), |group| group.ring.members().to_vec())
+    }
+
+    #[test]
+    fn stale_snapshots_are_ignored() {
+        let (mut book, now) = (MemberBook::default(), Instant::now());
+        assert!(book.apply(snapshot(2, 5, &["a", "b"]), RETAIN, now));
+        assert!(!book.apply(snapshot(2, 4, &["a"]), RETAIN, now));
+        assert!(!book.apply(snapshot(2, 5, &["a"]), RETAIN, now));
+        assert!(!book.apply(snapshot(1, 9, &["a"]), RETAIN, now));
+        assert_eq!(ids(&mut book), ["a", "b"]);
+        assert!(book.apply(snapshot(2, 6, &["a"]), RETAIN, now));
+        assert_eq!(ids(&mut book), ["a"]);
+    }
+
+    #[test]
+    fn a_coordinator_that_restarts_empty_moves_nobody() {
+        let (mut book, now) = (MemberBook::default(), Instant::now());
+        book.apply(snapshot(1, 5, &["a", "b", "c"]), RETAIN, now);
+        book.apply(snapshot(2, 1, &[]), RETAIN, now);
+        assert_eq!(ids(&mut book), ["a", "b", "c"]);
+        book.apply(snapshot(2, 2, &["b"]), RETAIN, now);
+        assert_eq!(ids(&mut book), ["a", "b", "c"]);
+        assert!(book.drop_retained("c"));
+        assert_eq!(ids(&mut book), ["a", "b"]);
+        assert!(book.expire_retained(now + RETAIN));
+        assert_eq!(ids(&mut book), ["b"]);
+    }
+
+    #[test]
+    fn a_backend_lives_through_changes_and_ends_with_its_epoch() {
+        let (mut book, now) = (MemberBook::default(), Instant::now());
+        let backend = |book: &mut MemberBook| {
+            let fleet = book.fleet(&GatewayConfig::default());
+            Arc::clone(&fleet.group("m").unwrap().seats[0].backend)
+        };
+        book.apply(snapshot(1, 1, &["a"]), RETAIN, now);
+        let first = backend(&mut book);
+        book.apply(snapshot(1, 2, &["a", "b"]), RETAIN, now);
+        assert!(Arc::ptr_eq(&first, &backend(&mut book)));
+        let mut later = snapshot(1, 3, &["a", "b"]);
+        later.members[0].worker.epoch = 2;
+        book.apply(later, RETAIN, now);
+        assert!(!Arc::ptr_eq(&first, &backend(&mut book)));
+    }
+
+    #[test]
+    fn a_model_whose_workers_are_gone_is_known_and_has_nobody() {
+        let (mut book, now) = (MemberBook::default(), Instant::now());
+        book.apply(snapshot(1, 1, &["a"]), RETAIN, now);
+        assert_eq!(ids(&mut book), ["a"]);
+        book.apply(snapshot(1, 2, &[]), RETAIN, now);
+        book.expire_retained(now + RETAIN);
+        let fleet = book.fleet(&GatewayConfig::default());
+        assert!(fleet.group("m").is_some_and(|group| group.seats.is_empty()) && !fleet.is_usable());
+    }
+
+    #[test]
+    fn loads_alone_change_nothing() {
+        let (mut book, now) = (MemberBook::default(), Instant::now());
+        book.apply(snapshot(1, 1, &["a"]), RETAIN, now);
+        let mut busier = snapshot(1, 2, &["a"]);
+        busier.members[0].load.running = 9;
+        assert!(!book.apply(busier, RETAIN, now));
+        assert!(!book.apply(snapshot(1, 1, &["b"]), RETAIN, now));
+    }
+}

@@ -1,0 +1,109 @@
+//! The gateway's metrics.
+//!
+//! | name | labels | meaning |
+//! |---|---|---|
+//! | `kvik_gateway_requests_total` | `route`, `status` | requests that ended |
+//! | `kvik_gateway_request_seconds` | `route` | from the request's head to the end of the answer's body |
+//! | `kvik_gateway_ttft_seconds` | `route` | from the request's head to the first byte of the answer's body, streams only |
+//! | `kvik_gateway_outstanding_requests` | | requests that have not ended |
+//! | `kvik_gateway_outstanding_tokens` | `worker` | estimated tokens of the requests that a worker has |
+//! | `kvik_gateway_route_decisions_total` | `reason` | choices of a worker: `owner`, `bound`, `unusable`, `least_loaded` |
+//! | `kvik_gateway_retries_total` | | requests tried on another worker |
+//! | `kvik_gateway_breaker_state` | `worker` | 0 closed, 1 half open, 2 open |
+//! | `kvik_gateway_queue_length` | | requests that wait for their turn |
+//! | `kvik_gateway_queue_wait_seconds` | | time waited by those that had to |
+//! | `kvik_gateway_rejected_total` | `reason` | requests that the gateway itself refused |
+//! | `kvik_gateway_coordinator_connected` | | 1 while a coordinator is watched |
+//!
+//! A request ends when its answer's body does, and everything is measured there. `status` is the
+//! one in the answer's head; a stream that broke later is in the access log.
+
+use kvik_index::ring::Reason;
+use metrics::{Counter, Gauge, Histogram};
+
+use crate::api::Route;
+
+pub(crate) const QUEUE_LENGTH: &str = "kvik_gateway_queue_length";
+pub(crate) const OUTSTANDING_TOKENS: &str = "kvik_gateway_outstanding_tokens";
+pub(crate) const BREAKER_STATE: &str = "kvik_gateway_breaker_state";
+const REQUESTS: &str = "kvik_gateway_requests_total";
+const REQUEST_SECONDS: &str = "kvik_gateway_request_seconds";
+const TTFT_SECONDS: &str = "kvik_gateway_ttft_seconds";
+const OUTSTANDING_REQUESTS: &str = "kvik_gateway_outstanding_requests";
+const ROUTE_DECISIONS: &str = "kvik_gateway_route_decisions_total";
+const RETRIES: &str = "kvik_gateway_retries_total";
+const QUEUE_WAIT_SECONDS: &str = "kvik_gateway_queue_wait_seconds";
+const REJECTED: &str = "kvik_gateway_rejected_total";
+const COORDINATOR_CONNECTED: &str = "kvik_gateway_coordinator_connected";
+
+/// Handles that are looked up once: a lookup by name and labels costs more than a measurement.
+pub(crate) struct Metrics {
+    routes: [RouteMetrics; Route::ALL.len()],
+    decisions: [Counter; REASONS.len()],
+    pub(crate) outstanding_requests: Gauge,
+    pub(crate) retries: Counter,
+    pub(crate) queue_wait_seconds: Histogram,
+    pub(crate) coordinator_connected: Gauge,
+}
+
+pub(crate) struct RouteMetrics {
+    name: &'static str,
+    ok: Counter,
+    pub(crate) seconds: Histogram,
+    pub(crate) ttft_seconds: Histogram,
+}
+
+const REASONS: [Reason; 4] = [Reason::Owner, Reason::Bound, Reason::Unusable, Reason::LeastLoaded];
+
+impl Metrics {
+    /// Looks the handles up; the process' recorder must be in place.
+    pub(crate) fn new() -> Self {
+        Self {
+            routes: Route::ALL.map(|route| {
+                let name = route.name();
+                RouteMetrics {
+                    name,
+                    ok: metrics::counter!(REQUESTS, "route" => name, "status" => "200"),
+                    seconds: metrics::histogram!(REQUEST_SECONDS, "route" => name),
+                    ttft_seconds: metrics::histogram!(TTFT_SECONDS, "route" => name),
+                }
+            }),
+            decisions: REASONS.map(|reason| metrics::counter!(ROUTE_DECISIONS, "reason" => reason.as_str())),
+            outstanding_requests: metrics::gauge!(OUTSTANDING_REQUESTS),
+            retries: metrics::counter!(RETRIES),
+            queue_wait_seconds: metrics::histogram!(QUEUE_WAIT_SECONDS),
+            coordinator_connected: metrics::gauge!(COORDINATOR_CONNECTED),
+        }
+    }
+
+    pub(crate) fn route(&self, route: Route) -> &RouteMetrics {
+        &self.routes[route as usize]
+    }
+
+    pub(crate) fn decision(&self, reason: Reason) {
+        if let Some(place) = REASONS.iter().position(|&known| known == reason) {
+            self.decisions[place].increment(1);
+        }
+    }
+
+    pub(crate) fn rejected(reason: &'static str) {
+        metrics::counter!(REJECTED, "reason" => reason).increment(1);
+    }
+}
+
+impl std::fmt::Debug for Metrics {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Metrics").finish_non_exhaustive()
+    }
+}
+
+impl RouteMetrics {
+    /// Counts a request that ended with `status`.
+    pub(crate) fn ended(&self, status: u16) {
+        if status == 200 {
+            self.ok.increment(1);
+        } else {
+            metrics::counter!(REQUESTS, "route" => self.name, "status" => status.to_string()).increment(1);
+        }
+    }
+}

@@ -1,0 +1,393 @@
+//! The way of a request to a worker and of the answer back.
+//!
+//! Key, body, peek, turn, worker: each step can refuse, and what was taken by then goes back with
+//! the [`Record`]. A request is tried on another worker only while no byte of an answer has been
+//! seen: after a connection error, a missing head, or a 502 or 503, each worker at most once, and
+//! only as the retry budget allows. The worker's answer is then the client's, whatever it says.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::Request;
+use axum::response::{IntoResponse as _, Response};
+use bytes::Bytes;
+use http::header;
+use http::{HeaderMap, Method, StatusCode};
+use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
+use hyper::body::Incoming;
+use tokio::time::Instant;
+
+use crate::admission::{NotAdmitted, Permit};
+use crate::api::{self, Route};
+use crate::backend::{Backend, BackendKind};
+use crate::body::{Clock, Dialect, Events, GuardedBody};
+use crate::breaker::Outcome;
+use crate::config::{GatewayConfig, millis};
+use crate::error::Refusal;
+use crate::generate::{self, TranslatedBody};
+use crate::headers::{
+    REQUEST_ID, WORKER, clean_connection_headers, clean_request_headers, request_id, request_timeout,
+};
+use crate::metrics::Metrics;
+use crate::peek::Peek;
+use crate::record::{Ending, Record};
+use crate::routing::{Fleet, ModelGroup, Placed, estimated_tokens, routing_key};
+use crate::state::View;
+
+/// Time in which the rest of a body that is too large is thrown away: a client that is still
+/// sending reads no answer.
+const DISCARD_TIME: Duration = Duration::from_secs(1);
+
+/// What a worker answered.
+struct Answer {
+    response: http::Response<Incoming>,
+    deadline: Instant,
+    max_silence: Duration,
+    expose_worker: bool,
+    /// Whether the chunks become events of `/generate`.
+    is_translated: bool,
+}
+
+/// What a request sends, to whichever worker.
+struct Outgoing<'a> {
+    route: Route,
+    headers: HeaderMap,
+    query: Option<&'a str>,
+    body: Bytes,
+    is_stream: bool,
+    deadline: Instant,
+}
+
+/// Why there is no answer that could be passed on.
+enum Failure {
+    /// The worker asks to be left alone, or a proxy before it failed.
+    Unavailable(http::Response<Incoming>),
+    /// No connection, or it broke.
+    Broke,
+    /// No answer in time, though there is time left for another worker.
+    Silent,
+    /// The request's time is over.
+    DeadlinePassed,
+    /// The request is wrong, for this kind of worker.
+    Refused(Refusal),
+}
+
+/// Forwards a request.
+pub(crate) async fn forward(shared: Arc<crate::state::Shared>, route: Route, request: Request) -> Response {
+    let request_id = request_id(request.headers());
+    let mut record = Record::new(shared, route, request_id);
+    match ask(&mut record, route, request).await {
+        Ok(answer) => deliver(record, route, answer),
+        Err(refusal) => {
+            record.status = refusal.status.as_u16();
+            record.end(Ending::Refused);
+            Metrics::rejected(refusal.reason);
+            let mut response = refusal.into_response();
+            response.headers_mut().insert(REQUEST_ID, record.request_id.clone());
+            response
+        }
+    }
+}
+
+async fn ask(record: &mut Record, route: Route, request: Request) -> Result<Answer, Refusal> {
+    let view = record.shared().view();
+    let config = &*view.config;
+    let (mut parts, body) = request.into_parts();
+    if !view.keys.accepts(&parts.headers) {
+        return Err(Refusal::unauthorized(api::WRONG_KEY));
+    }
+    let deadline = record.started() + request_timeout(&parts.headers, config)?;
+    let body = read_body(body, &parts.headers, config.max_body_bytes, deadline).await?;
+    let peek = Peek::read(&body).map_err(|error| Refusal::invalid(error.message, error.param))?;
+    let group = Arc::clone(find_group(&view.fleet, &peek)?);
+    record.group = Some(Arc::clone(&group));
+    record.is_stream = peek.is_stream || route == Route::Generate;
+    let n_tokens = expected_tokens(route, &peek, config);
+    let key = routing_key(&peek, &parts.headers).into_owned();
+
+    record.permit = Some(wait_for_turn(record, body.len(), config, deadline).await?);
+    record.shared().retry_budget.deposit(&config.retry);
+    clean_request_headers(&mut parts.headers, config.forward_authorization);
+    parts.headers.insert(REQUEST_ID, record.request_id.clone());
+    let outgoing = Outgoing {
+        route,
+        headers: parts.headers,
+        query: parts.uri.query(),
+        is_stream: record.is_stream,
+        body: body.clone(),
+        deadline,
+    };
+    try_workers(record, &view, &group, &key, n_tokens, &outgoing).await
+}
+
+/// Sends the request to one worker after the other until one answers.
+async fn try_workers(
+    record: &mut Record,
+    view: &View,
+    group: &ModelGroup,
+    key: &[u8],
+    n_tokens: u64,
+    outgoing: &Outgoing<'_>,
+) -> Result<Answer, Refusal> {
+    let config = &*view.config;
+    let shared = Arc::clone(record.shared());
+    let mut tried: Vec<Arc<Backend>> = Vec::new();
+    let place = |tried: &[Arc<Backend>]| shared.placement.place(group, key, n_tokens, tried);
+    let Some(mut placed) = place(&tried) else {
+        return Err(Refusal::no_backend(group.time_to_probe().as_secs() + 1));
+    };
+    loop {
+        let Placed { load, reason } = placed;
+        shared.metrics.decision(reason);
+        let backend = Arc::clone(&load.backend);
+        record.load = Some(load);
+        let failure = match send(&shared.http, &backend, group, outgoing, config).await {
+            Ok((response, is_translated)) => {
+                return Ok(Answer {
+                    response,
+                    deadline: outgoing.deadline,
+                    max_silence: millis(config.timeouts.stream_idle_ms),
+                    expose_worker: config.expose_worker,
+                    is_translated,
+                });
+            }
+            Err(failure) => failure,
+        };
+        if let Failure::Refused(refusal) = failure {
+            return Err(refusal);
+        }
+        tried.push(Arc::clone(&backend));
+        let may_retry =
+            tried.len() < config.retry.max_attempts as usize && !matches!(failure, Failure::DeadlinePassed);
+        // The worker that is tried next is found before an answer that could be passed on is lost.
+        let next = if may_retry { place(&tried) } else { None };
+        let next = next.filter(|_| shared.retry_budget.withdraw());
+        let Some(next) = next else {
+            return give_up(record, &backend, failure, outgoing, config);
+        };
+        backend.record(failure.outcome(), &config.breaker);
+        shared.metrics.retries.increment(1);
+        record.n_retries += 1;
+        tracing::debug!(worker = %backend.id, next = %next.load.backend.id, "trying another worker");
+        placed = next;
+    }
+}
+
+/// Passes on what there is after the last try.
+fn give_up(
+    record: &mut Record,
+    backend: &Backend,
+    failure: Failure,
+    outgoing: &Outgoing<'_>,
+    config: &GatewayConfig,
+) -> Result<Answer, Refusal> {
+    let outcome = failure.outcome();
+    let refusal = match failure {
+        Failure::Unavailable(response) => {
+            return Ok(Answer {
+                response,
+                deadline: outgoing.deadline,
+                max_silence: millis(config.timeouts.stream_idle_ms),
+                expose_worker: config.expose_worker,
+                is_translated: false,
+            });
+        }
+        Failure::Broke => Refusal::upstream(),
+        Failure::Silent | Failure::DeadlinePassed => Refusal::deadline(),
+        Failure::Refused(refusal) => refusal,
+    };
+    backend.record(outcome, &config.breaker);
+    // The log line names the worker; the breaker has heard of it.
+    record.head_outcome = Outcome::Neutral;
+    Err(refusal)
+}
+
+/// Sends the request to `backend` and waits for the head of its answer.
+async fn send(
+    http: &kvik_proto::client::HttpClient,
+    backend: &Backend,
+    group: &ModelGroup,
+    outgoing: &Outgoing<'_>,
+    config: &GatewayConfig,
+) -> Result<(http::Response<Incoming>, bool), Failure> {
+    let is_translated = outgoing.route == Route::Generate && backend.kind == BackendKind::OpenAi;
+    let (route, body) = if is_translated {
+        generate::translate_request(&outgoing.body, &group.model).map_err(Failure::Refused)?
+    } else {
+        (outgoing.route, outgoing.body.clone())
+    };
+    let Some(uri) = backend.uri(route) else { return Err(Failure::Broke) };
+    let mut request = http::Request::new(Full::new(body));
+    *request.method_mut() = Method::POST;
+    *request.uri_mut() = match outgoing.query {
+        None => uri.clone(),
+        Some(query) => format!("{uri}?{query}").parse().map_err(|_| Failure::Broke)?,
+    };
+    *request.headers_mut() = outgoing.headers.clone();
+
+    // An answer that is no stream has no head before it is complete.
+    let until = if outgoing.is_stream {
+        outgoing.deadline.min(Instant::now() + millis(config.timeouts.response_header_ms))
+    } else {
+        outgoing.deadline
+    };
+    let response = tokio::select! {
+        biased;
+        response = http.request(request) => response.map_err(|error| {
+            tracing::debug!(worker = %backend.id, %error, "the worker did not answer");
+            Failure::Broke
+        })?,
+        () = backend.unresponsive.notified() => return Err(Failure::Silent),
+        () = tokio::time::sleep_until(until) => {
+            let is_over = outgoing.deadline <= Instant::now();
+            return Err(if is_over { Failure::DeadlinePassed } else { Failure::Silent });
+        }
+    };
+    match response.status() {
+        StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE => Err(Failure::Unavailable(response)),
+        _ => Ok((response, is_translated)),
+    }
+}
+
+/// Makes the worker's answer the client's.
+fn deliver(mut record: Record, route: Route, answer: Answer) -> Response {
+    let (mut parts, body) = answer.response.into_parts();
+    record.status = parts.status.as_u16();
+    record.head_outcome = outcome_of(parts.status, &parts.headers);
+    let is_stream = parts
+        .headers
+        .get(header::CONTENT_TYPE)
+        .is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"));
+    record.is_stream = is_stream;
+    let is_delimited = parts.headers.contains_key(header::CONTENT_LENGTH)
+        || parts.headers.contains_key(header::TRANSFER_ENCODING);
+    clean_connection_headers(&mut parts.headers);
+    parts.headers.insert(REQUEST_ID, record.request_id.clone());
+    if answer.expose_worker
+        && let Some(load) = &record.load
+        && let Some(name) = &load.backend.header
+    {
+        parts.headers.insert(WORKER, name.clone());
+    }
+    let events = is_stream.then(|| {
+        // A last event may come on top.
+        parts.headers.remove(header::CONTENT_LENGTH);
+        let is_generate = route == Route::Generate && !answer.is_translated;
+        Events::new(if is_generate { Dialect::Generate } else { Dialect::OpenAi }, !is_delimited)
+    });
+    let clock = Clock::new(answer.deadline, answer.max_silence);
+    let body = GuardedBody::new(body, record, events, clock);
+    let body = if answer.is_translated && is_stream {
+        axum::body::Body::new(TranslatedBody::new(body))
+    } else {
+        axum::body::Body::new(body)
+    };
+    Response::from_parts(parts, body)
+}
+
+/// What the head of an answer says about the worker.
+fn outcome_of(status: StatusCode, headers: &HeaderMap) -> Outcome {
+    match status {
+        StatusCode::TOO_MANY_REQUESTS => Outcome::Neutral,
+        StatusCode::SERVICE_UNAVAILABLE if headers.contains_key(header::RETRY_AFTER) => Outcome::Neutral,
+        status if status.is_server_error() => Outcome::Failure,
+        _ => Outcome::Success,
+    }
+}
+
+impl Failure {
+    fn outcome(&self) -> Outcome {
+        match self {
+            Self::Unavailable(response) => outcome_of(response.status(), response.headers()),
+            Self::Broke | Self::Silent => Outcome::Failure,
+            // A short deadline is the client's choice; the worker may be fine.
+            Self::DeadlinePassed | Self::Refused(_) => Outcome::Neutral,
+        }
+    }
+}
+
+async fn wait_for_turn(
+    record: &Record,
+    n_bytes: usize,
+    config: &GatewayConfig,
+    deadline: Instant,
+) -> Result<Permit, Refusal> {
+    let shared = record.shared();
+    if let Some(permit) = shared.admission.try_admit() {
+        return Ok(permit);
+    }
+    let start = Instant::now();
+    let turn = shared.admission.admit(n_bytes, &config.admission);
+    let permit = tokio::time::timeout_at(deadline, turn).await.map_err(|_| Refusal::deadline())?;
+    shared.metrics.queue_wait_seconds.record(start.elapsed().as_secs_f64());
+    permit.map_err(|error| match error {
+        NotAdmitted::Full { retry_after } => Refusal::queue_full(retry_after),
+        NotAdmitted::TooLate { retry_after } => Refusal::queue_timeout(retry_after),
+    })
+}
+
+fn find_group<'a>(fleet: &'a Fleet, peek: &Peek<'_>) -> Result<&'a Arc<ModelGroup>, Refusal> {
+    if fleet.groups.is_empty() {
+        return Err(Refusal::no_backend(1));
+    }
+    match &peek.model {
+        Some(model) => fleet.group(model).ok_or_else(|| Refusal::unknown_model(model)),
+        None => fleet.only_group().ok_or_else(|| {
+            Refusal::invalid(
+                "`model` is missing; it must be given where several models are served",
+                Some("model"),
+            )
+        }),
+    }
+}
+
+fn expected_tokens(route: Route, peek: &Peek<'_>, config: &GatewayConfig) -> u64 {
+    let default = if route.is_generation() { config.routing.default_max_tokens } else { 0 };
+    let max_tokens = peek.max_tokens.or_else(|| generate::max_tokens(peek.sampling));
+    estimated_tokens(peek.n_prompt_bytes(), max_tokens, default)
+}
+
+async fn read_body(
+    body: axum::body::Body,
+    headers: &HeaderMap,
+    max_bytes: usize,
+    deadline: Instant,
+) -> Result<Bytes, Refusal> {
+    let announced =
+        headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<usize>().ok());
+    if announced.is_some_and(|announced| max_bytes < announced) {
+        discard(body, max_bytes).await;
+        return Err(Refusal::too_large(max_bytes));
+    }
+    let reading = Limited::new(body, max_bytes).collect();
+    match tokio::time::timeout_at(deadline, reading).await {
+        Err(_) => Err(Refusal::slow_body()),
+        Ok(Ok(body)) => Ok(body.to_bytes()),
+        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(Refusal::too_large(max_bytes)),
+        Ok(Err(error)) => Err(Refusal::invalid(format!("the body cannot be read: {error}"), None)),
+    }
+}
+
+/// Reads and forgets up to `max_bytes` of a body.
+async fn discard(body: axum::body::Body, max_bytes: usize) {
+    let mut body = Limited::new(body, max_bytes);
+    let reading = async { while let Some(Ok(_)) = body.frame().await {} };
+    // Either way the answer follows.
+    let _ = tokio::time::timeout(DISCARD_TIME, reading).await;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn back_pressure_and_refusals_are_no_failures() {
+        let none = HeaderMap::new();
+        let busy = HeaderMap::from_iter([(header::RETRY_AFTER, http::HeaderValue::from_static("1"))]);
+        assert_eq!(outcome_of(StatusCode::BAD_REQUEST, &none), Outcome::Success);
+        assert_eq!(outcome_of(StatusCode::TOO_MANY_REQUESTS, &none), Outcome::Neutral);
+        assert_eq!(outcome_of(StatusCode::SERVICE_UNAVAILABLE, &busy), Outcome::Neutral);
+        assert_eq!(outcome_of(StatusCode::SERVICE_UNAVAILABLE, &none), Outcome::Failure);
+        assert_eq!(outcome_of(StatusCode::INTERNAL_SERVER_ERROR, &none), Outcome::Failure);
+    }
+}

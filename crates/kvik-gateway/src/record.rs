@@ -1,0 +1,162 @@
+//! The record of one request: what it holds and what is told about it when it ends.
+//!
+//! A record is a guard. It begins with the request's head, moves into the answer's body, and ends
+//! with it, in whatever way: load and permit go back, the breaker hears of it, the metrics count it
+//! and one line goes to the access log (target `access`). A record that is dropped before its end
+//! belongs to a client that has left.
+
+use std::sync::Arc;
+
+use http::HeaderValue;
+use tokio::time::Instant;
+
+use crate::admission::Permit;
+use crate::api::Route;
+use crate::backend::LoadGuard;
+use crate::breaker::Outcome;
+use crate::routing::ModelGroup;
+use crate::state::Shared;
+
+/// How a request ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ending {
+    /// The answer is complete.
+    Complete,
+    /// The gateway refused it.
+    Refused,
+    /// The client went away.
+    ClientLeft,
+    /// The worker's answer broke off.
+    UpstreamBroke,
+    /// The worker's answer fell silent.
+    UpstreamSilent,
+    /// Its time was over.
+    DeadlinePassed,
+}
+
+/// Everything about one request.
+#[derive(Debug)]
+pub(crate) struct Record {
+    shared: Arc<Shared>,
+    route: Route,
+    pub(crate) request_id: HeaderValue,
+    started: Instant,
+    pub(crate) group: Option<Arc<ModelGroup>>,
+    pub(crate) permit: Option<Permit>,
+    pub(crate) load: Option<LoadGuard>,
+    /// In the answer's head; 0 before there is one.
+    pub(crate) status: u16,
+    /// What the answer's head says about the worker.
+    pub(crate) head_outcome: Outcome,
+    pub(crate) is_stream: bool,
+    pub(crate) n_retries: u32,
+    n_bytes: u64,
+    first_byte: Option<Instant>,
+    is_ended: bool,
+}
+
+impl Record {
+    /// A request that has just arrived.
+    pub(crate) fn new(shared: Arc<Shared>, route: Route, request_id: HeaderValue) -> Self {
+        shared.metrics.outstanding_requests.increment(1.0);
+        Self {
+            shared,
+            route,
+            request_id,
+            started: Instant::now(),
+            group: None,
+            permit: None,
+            load: None,
+            status: 0,
+            head_outcome: Outcome::Neutral,
+            is_stream: false,
+            n_retries: 0,
+            n_bytes: 0,
+            first_byte: None,
+            is_ended: false,
+        }
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
+    pub(crate) fn started(&self) -> Instant {
+        self.started
+    }
+
+    /// Counts bytes of the answer's body.
+    pub(crate) fn count(&mut self, n_bytes: usize) {
+        self.n_bytes += n_bytes as u64;
+        if self.first_byte.is_none() && 0 < n_bytes {
+            self.first_byte = Some(Instant::now());
+        }
+    }
+
+    /// Ends the request; only the first end counts.
+    pub(crate) fn end(&mut self, ending: Ending) {
+        if self.is_ended {
+            return;
+        }
+        self.is_ended = true;
+        let now = Instant::now();
+        let duration = now - self.started;
+        let ttft = self.first_byte.map(|first_byte| first_byte - self.started);
+
+        let metrics = self.shared.metrics.route(self.route);
+        metrics.ended(if ending == Ending::ClientLeft && self.status == 0 { 499 } else { self.status });
+        metrics.seconds.record(duration.as_secs_f64());
+        if let Some(ttft) = ttft
+            && self.is_stream
+        {
+            metrics.ttft_seconds.record(ttft.as_secs_f64());
+        }
+        self.shared.metrics.outstanding_requests.decrement(1.0);
+
+        let load = self.load.take();
+        tracing::info!(
+            target: "access",
+            request_id = self.request_id.to_str().unwrap_or_default(),
+            route = self.route.name(),
+            model = self.group.as_ref().map_or("", |group| group.model.as_str()),
+            worker = load.as_ref().map_or("", |load| load.backend.id.as_str()),
+            status = self.status,
+            bytes = self.n_bytes,
+            ttft_ms = ttft.map(|ttft| ttft.as_secs_f64() * 1e3),
+            duration_ms = duration.as_secs_f64() * 1e3,
+            retries = self.n_retries,
+            outcome = ending.as_str(),
+            "request ended"
+        );
+        if let Some(load) = &load {
+            let outcome = match ending {
+                Ending::Complete => self.head_outcome,
+                Ending::UpstreamBroke | Ending::UpstreamSilent => Outcome::Failure,
+                Ending::Refused | Ending::ClientLeft | Ending::DeadlinePassed => Outcome::Neutral,
+            };
+            load.backend.record(outcome, &self.shared.view().config.breaker);
+        }
+        drop(load);
+        self.permit = None;
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        self.end(Ending::ClientLeft);
+    }
+}
+
+impl Ending {
+    /// The word for it in logs.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Complete => "complete",
+            Self::Refused => "refused",
+            Self::ClientLeft => "client_left",
+            Self::UpstreamBroke => "upstream_broke",
+            Self::UpstreamSilent => "upstream_silent",
+            Self::DeadlinePassed => "deadline_passed",
+        }
+    }
+}

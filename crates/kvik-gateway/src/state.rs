@@ -1,0 +1,94 @@
+//! What all requests and tasks of a gateway share.
+
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use kvik_proto::client::HttpClient;
+use kvik_runtime::shutdown::Shutdown;
+use parking_lot::Mutex;
+use tokio::time::Instant;
+
+use crate::admission::Admission;
+use crate::config::GatewayConfig;
+use crate::keys::ApiKeys;
+use crate::members::MemberBook;
+use crate::metrics::Metrics;
+use crate::retry::RetryBudget;
+use crate::routing::{Fleet, Placement};
+
+/// The state of one gateway.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    /// Read once by each request.
+    view: ArcSwap<View>,
+    /// Writers of the view hold this lock.
+    book: Mutex<MemberBook>,
+    pub(crate) http: HttpClient,
+    pub(crate) admission: Arc<Admission>,
+    pub(crate) placement: Placement,
+    pub(crate) retry_budget: RetryBudget,
+    pub(crate) metrics: Metrics,
+    pub(crate) shutdown: Shutdown,
+}
+
+/// What a request is decided by; immutable, replaced as a whole.
+#[derive(Debug)]
+pub(crate) struct View {
+    pub(crate) config: Arc<GatewayConfig>,
+    pub(crate) keys: Arc<ApiKeys>,
+    pub(crate) fleet: Arc<Fleet>,
+}
+
+impl Shared {
+    /// The state of a gateway that knows no worker yet.
+    pub(crate) fn new(config: GatewayConfig, http: HttpClient, shutdown: Shutdown) -> Self {
+        let mut book = MemberBook::default();
+        book.set_backends(&config.backends);
+        let fleet = Arc::new(book.fleet(&config));
+        let admission = Arc::new(Admission::new(&config.admission, Instant::now()));
+        let retry_budget = RetryBudget::new(&config.retry);
+        let keys = Arc::new(ApiKeys::new(&config.api_keys));
+        Self {
+            view: ArcSwap::from_pointee(View { config: Arc::new(config), keys, fleet }),
+            book: Mutex::new(book),
+            http,
+            admission,
+            placement: Placement::default(),
+            retry_budget,
+            metrics: Metrics::new(),
+            shutdown,
+        }
+    }
+
+    /// The view now.
+    pub(crate) fn view(&self) -> Arc<View> {
+        self.view.load_full()
+    }
+
+    /// Changes the members and publishes the fleet that follows, if `change` says that it differs.
+    pub(crate) fn change_members(&self, change: impl FnOnce(&mut MemberBook) -> bool) {
+        let mut book = self.book.lock();
+        if change(&mut book) {
+            let view = self.view.load_full();
+            let fleet = Arc::new(book.fleet(&view.config));
+            let (config, keys) = (Arc::clone(&view.config), Arc::clone(&view.keys));
+            self.view.store(Arc::new(View { config, keys, fleet }));
+        }
+    }
+
+    /// Looks at the members.
+    pub(crate) fn read_members<T>(&self, read: impl FnOnce(&MemberBook) -> T) -> T {
+        read(&self.book.lock())
+    }
+
+    /// Replaces the configuration by a validated one; workers keep their loads and breakers.
+    pub(crate) fn replace_config(&self, config: GatewayConfig) {
+        let mut book = self.book.lock();
+        let before = self.view.load_full();
+        book.set_backends(&config.backends);
+        self.admission.resize(before.config.admission.max_running, config.admission.max_running);
+        let fleet = Arc::new(book.fleet(&config));
+        let keys = Arc::new(ApiKeys::new(&config.api_keys));
+        self.view.store(Arc::new(View { config: Arc::new(config), keys, fleet }));
+    }
+}

@@ -1,0 +1,229 @@
+//! Workers that come from a coordinator, and a coordinator that goes away.
+
+use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
+
+use axum::Router;
+use axum::routing::get;
+use bytes::Bytes;
+use http_body::Frame;
+use http_body_util::{BodyExt as _, StreamBody};
+use kvik_gateway::GatewayConfig;
+use kvik_proto::coordinator::{
+    Member, RingConfig, Snapshot, WatchEvent, WorkerInfo, WorkerLoad, WorkerState,
+};
+use kvik_runtime::http::{listen, serve};
+use kvik_runtime::shutdown::Shutdown;
+use tokio::sync::watch;
+
+use crate::mock::{Behavior, MockWorker};
+use crate::support::{TestGateway, config_for, until};
+
+const BODY: &str = r#"{"model":"m","prompt":"hi","seq_id":"s"}"#;
+
+/// Publishes snapshots.
+struct MockCoordinator {
+    address: SocketAddr,
+    snapshots: watch::Sender<Snapshot>,
+    shutdown: Shutdown,
+}
+
+impl MockCoordinator {
+    async fn start(address: &str, snapshot: Snapshot) -> Self {
+        let listener = listen(address).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (snapshots, receiver) = watch::channel(snapshot);
+        let shutdown = Shutdown::new();
+        let events = move || {
+            let mut receiver = receiver.clone();
+            receiver.mark_changed();
+            async move { http::Response::new(axum::body::Body::new(body(receiver))) }
+        };
+        let router = Router::new().route("/watch", get(events));
+        let serving = shutdown.clone();
+        shutdown.spawn(async move { serve(listener, router, None, serving.stopping(), &serving).await });
+        Self { address, snapshots, shutdown }
+    }
+
+    fn publish(&self, snapshot: Snapshot) {
+        self.snapshots.send(snapshot).unwrap();
+    }
+
+    async fn stop(self) {
+        self.shutdown.finish().await;
+    }
+}
+
+fn body(
+    mut receiver: watch::Receiver<Snapshot>,
+) -> impl http_body::Body<Data = Bytes, Error = std::io::Error> + Send + 'static {
+    let (sender, frames) = tokio::sync::mpsc::channel::<Bytes>(1);
+    tokio::spawn(async move {
+        while receiver.changed().await.is_ok() {
+            let snapshot = receiver.borrow_and_update().clone();
+            let event = serde_json::to_string(&WatchEvent::Snapshot(snapshot)).unwrap();
+            if sender.send(Bytes::from(format!("data: {event}\n\n"))).await.is_err() {
+                return;
+            }
+        }
+    });
+    Frames(frames).boxed_frames()
+}
+
+struct Frames(tokio::sync::mpsc::Receiver<Bytes>);
+
+impl Frames {
+    fn boxed_frames(self) -> impl http_body::Body<Data = Bytes, Error = std::io::Error> + Send + 'static {
+        let mut frames = self.0;
+        StreamBody::new(futures_stream(move |context| {
+            frames.poll_recv(context).map(|frame| frame.map(|bytes| Ok(Frame::data(bytes))))
+        }))
+        .boxed_unsync()
+    }
+}
+
+/// A stream of what `poll` gives.
+fn futures_stream<T>(
+    poll: impl FnMut(&mut std::task::Context<'_>) -> std::task::Poll<Option<T>> + Unpin,
+) -> impl futures_util::Stream<Item = T> {
+    futures_util::stream::poll_fn(poll)
+}
+
+fn snapshot(term: u64, version: u64, workers: &[&MockWorker]) -> Snapshot {
+    let mut members: Vec<Member> = workers
+        .iter()
+        .map(|worker| Member {
+            worker: WorkerInfo {
+                id: format!("worker-{}", worker.address.port()),
+                epoch: 1,
+                address: worker.url(),
+                model: "m".to_owned(),
+                capacity_tokens: 1000,
+                weight: 1.0,
+            },
+            state: WorkerState::Ready,
+            load: WorkerLoad::default(),
+            ring_weight: 1.0,
+        })
+        .collect();
+    members.sort_by(|left, right| left.worker.id.cmp(&right.worker.id));
+    Snapshot { term, version, ring: RingConfig::default(), members }
+}
+
+fn config(coordinator: &MockCoordinator) -> GatewayConfig {
+    let mut config = config_for(&[]);
+    config.coordinators.push(format!("http://{}", coordinator.address));
+    config
+}
+
+fn n_workers(gateway: &TestGateway) -> usize {
+    gateway.gateway().workers().len()
+}
+
+#[tokio::test]
+async fn members_come_and_go_with_the_snapshots() {
+    let (left, right) = (MockWorker::start("m").await, MockWorker::start("m").await);
+    let coordinator = MockCoordinator::start("127.0.0.1:0", snapshot(1, 1, &[&left])).await;
+    let gateway = TestGateway::start(config(&coordinator)).await;
+    gateway.wait_until_usable(1).await;
+    assert!(gateway.complete(BODY).await.worker().starts_with("worker-"));
+    coordinator.publish(snapshot(1, 2, &[&left, &right]));
+    gateway.wait_until_usable(2).await;
+    let mut draining = snapshot(1, 3, &[&left, &right]);
+    let drained = draining.members[0].worker.id.clone();
+    draining.members[0].state = WorkerState::Draining;
+    coordinator.publish(draining);
+    gateway.wait_until_usable(1).await;
+    for number in 0..20 {
+        let body = format!(r#"{{"model":"m","prompt":"x","seq_id":"{number}"}}"#);
+        assert_ne!(gateway.complete(&body).await.worker(), drained);
+    }
+    coordinator.publish(snapshot(1, 4, &[&right]));
+    until("the member is gone", async || n_workers(&gateway) == 1).await;
+}
+
+#[tokio::test]
+async fn generate_goes_to_a_workers_own_route_and_ends_with_done() {
+    let worker = MockWorker::start("m").await;
+    let coordinator = MockCoordinator::start("127.0.0.1:0", snapshot(1, 1, &[&worker])).await;
+    let gateway = TestGateway::start(config(&coordinator)).await;
+    gateway.wait_until_usable(1).await;
+    let event = "data: {\"type\":\"token\",\"choice\":0,\"token\":5,\"text\":\"a\"}\n\n";
+    worker.behave(Behavior::Stream(Behavior::stream(&[event])));
+    let answer = gateway.post("/generate", &[], r#"{"prompt":"hi","seq_id":"s","x":1}"#).await;
+    assert_eq!(answer.body, format!("{event}data: [DONE]\n\n"));
+    let seen = worker.state.seen.lock()[0].clone();
+    assert_eq!(
+        (seen.path.as_str(), &seen.body[..]),
+        ("/inference/generate", &br#"{"prompt":"hi","seq_id":"s","x":1}"#[..])
+    );
+    worker.behave(Behavior::StreamAndDie(Behavior::stream(&[event])));
+    let answer = gateway.post("/generate", &[], r#"{"prompt":"hi"}"#).await;
+    let text = String::from_utf8(answer.body.to_vec()).unwrap();
+    assert!(text.contains(r#""type":"error""#) && !text.contains("[DONE]"), "{text}");
+}
+
+#[tokio::test]
+async fn routing_goes_on_without_a_coordinator_and_follows_it_when_it_is_back() {
+    let (left, right) = (MockWorker::start("m").await, MockWorker::start("m").await);
+    let coordinator = MockCoordinator::start("127.0.0.1:0", snapshot(1, 7, &[&left, &right])).await;
+    let gateway = TestGateway::start(config(&coordinator)).await;
+    gateway.wait_until_usable(2).await;
+    let owner = gateway.complete(BODY).await.worker();
+    let address = coordinator.address.to_string();
+    coordinator.stop().await;
+    for _ in 0..10 {
+        assert_eq!(gateway.complete(BODY).await.worker(), owner);
+    }
+    // It comes back having forgotten everybody, and hears of them one by one.
+    let coordinator = MockCoordinator::start(&address, snapshot(2, 1, &[])).await;
+    let is_heard = || coordinator.snapshots.receiver_count() > 1;
+    until("the gateway is back", async || is_heard()).await;
+    assert_eq!(gateway.complete(BODY).await.worker(), owner, "a coordinator that forgot moves nobody");
+    coordinator.publish(snapshot(2, 2, &[&left]));
+    assert_eq!(gateway.complete(BODY).await.worker(), owner);
+    let mut draining = snapshot(2, 3, &[&left, &right]);
+    draining.members[0].state = WorkerState::Draining;
+    coordinator.publish(draining);
+    gateway.wait_until_usable(1).await;
+    coordinator.publish(snapshot(2, 4, &[&left]));
+    until("who leaves is dropped", async || n_workers(&gateway) == 1).await;
+    coordinator.stop().await;
+}
+
+#[tokio::test]
+async fn a_member_that_a_new_coordinator_does_not_know_is_dropped_when_it_is_not_ready() {
+    let (left, right) = (MockWorker::start("m").await, MockWorker::start("m").await);
+    let coordinator = MockCoordinator::start("127.0.0.1:0", snapshot(1, 1, &[&left, &right])).await;
+    let gateway = TestGateway::start({
+        let mut config = config(&coordinator);
+        config.health.timeout_ms = 200;
+        config
+    })
+    .await;
+    gateway.wait_until_usable(2).await;
+    right.state.is_ready.store(false, Ordering::SeqCst);
+    coordinator.publish(snapshot(2, 1, &[]));
+    until("only the ready one stays", async || n_workers(&gateway) == 1).await;
+    assert_eq!(gateway.complete(BODY).await.status, 200);
+    assert_eq!(left.n_seen(), 1);
+}
+
+#[tokio::test]
+async fn stale_snapshots_of_an_old_leader_are_ignored() {
+    let (left, right) = (MockWorker::start("m").await, MockWorker::start("m").await);
+    let coordinator = MockCoordinator::start("127.0.0.1:0", snapshot(5, 5, &[&left])).await;
+    let gateway = TestGateway::start(config(&coordinator)).await;
+    gateway.wait_until_usable(1).await;
+    coordinator.publish(snapshot(4, 9, &[&left, &right]));
+    coordinator.publish(snapshot(5, 4, &[&left, &right]));
+    let worker = MockWorker::start("other").await;
+    let mut newest = snapshot(5, 6, &[&left, &worker]);
+    newest.members.iter_mut().for_each(|member| member.worker.model = "n".to_owned());
+    coordinator.publish(newest);
+    until("the newest counts", async || {
+        gateway.complete(r#"{"model":"n","prompt":"x"}"#).await.status == 200
+    })
+    .await;
+    assert_eq!(right.n_seen(), 0);
+}

@@ -1,0 +1,124 @@
+//! Refusals: keys, sizes, queues, deadlines, nonsense.
+
+use kvik_gateway::{ApiKeyConfig, GatewayConfig};
+
+use crate::mock::{Behavior, MockWorker};
+use crate::support::{TestGateway, until, whole};
+
+const BODY: &str = r#"{"model":"m","prompt":"hi"}"#;
+const STREAM: &str = r#"{"model":"m","prompt":"hi","stream":true}"#;
+/// `printf %s secret | sha256sum`
+const SECRET: &str = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b";
+
+#[tokio::test]
+async fn only_known_keys_may_ask() {
+    let worker = MockWorker::start("m").await;
+    let key = ApiKeyConfig { name: "me".to_owned(), sha256: SECRET.to_owned() };
+    let gateway = TestGateway::before(&[&worker], |config| config.api_keys.push(key)).await;
+    for headers in [&[][..], &[("authorization", "Bearer wrong")]] {
+        gateway.post("/v1/completions", headers, BODY).await.assert_error(401, Some("invalid_api_key"));
+    }
+    gateway.get("/v1/models").await.assert_error(401, Some("invalid_api_key"));
+    let answer = gateway.post("/v1/completions", &[("authorization", "Bearer secret")], BODY).await;
+    assert_eq!(answer.status, 200);
+    assert_eq!(worker.n_seen(), 1);
+    assert!(!worker.state.seen.lock()[0].headers.contains_key("authorization"));
+    for open in ["/health", "/ready", "/metrics", "/openapi.json"] {
+        assert_eq!(gateway.get(open).await.status, 200, "{open}");
+    }
+}
+
+#[tokio::test]
+async fn a_body_that_is_too_large_is_refused() {
+    let worker = MockWorker::start("m").await;
+    let gateway = TestGateway::before(&[&worker], |config| config.max_body_bytes = 1000).await;
+    let body = format!(r#"{{"model":"m","prompt":"{}"}}"#, "x".repeat(1000));
+    gateway.complete(&body).await.assert_error(413, None);
+    assert_eq!(worker.n_seen(), 0);
+    assert_eq!(gateway.complete(BODY).await.status, 200);
+}
+
+#[tokio::test]
+async fn nonsense_is_refused_and_the_field_is_named() {
+    let worker = MockWorker::start("m").await;
+    let gateway = TestGateway::before(&[&worker], |_| {}).await;
+    for (body, param) in [
+        ("{", None),
+        ("", None),
+        ("[1]", None),
+        (r#"{"model":"m","stream":"yes"}"#, Some("stream")),
+        (r#"{"model":"m","max_tokens":-1}"#, Some("max_tokens")),
+        (r#"{"model":7}"#, Some("model")),
+    ] {
+        let error = gateway.complete(body).await.assert_error(400, None);
+        assert_eq!(error["param"].as_str(), param, "{error}");
+    }
+    let headers = [("x-request-timeout-ms", "soon")];
+    gateway.post("/v1/completions", &headers, BODY).await.assert_error(400, None);
+    gateway.get("/nothing").await.assert_error(404, None);
+    gateway.get("/v1/completions").await.assert_error(405, None);
+    assert_eq!(worker.n_seen(), 0);
+}
+
+#[tokio::test]
+async fn a_full_queue_refuses_with_the_time_to_come_back() {
+    let worker = MockWorker::start("m").await;
+    let gateway = TestGateway::before(&[&worker], |config| {
+        config.admission.max_running = 1;
+        config.admission.max_waiting = 1;
+    })
+    .await;
+    worker.behave(Behavior::StreamAndHang(Behavior::stream(&["data: 1\n\n"])));
+    let running = gateway.open("/v1/completions", &[], STREAM).await;
+    let waiting = gateway.open("/v1/completions", &[], BODY);
+    let refused = async {
+        until("one waits", async || gateway.gateway().n_waiting() == 1).await;
+        let refused = gateway.complete(BODY).await;
+        refused.assert_error(429, Some("rate_limit_exceeded"));
+        let retry_after: u64 = refused.headers["retry-after"].to_str().unwrap().parse().unwrap();
+        assert!((1..=60).contains(&retry_after));
+        worker.behave(Behavior::answer(200, "{}"));
+        drop(running);
+    };
+    let (waited, ()) = tokio::join!(waiting, refused);
+    assert_eq!(whole(waited).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_request_that_waits_too_long_is_told_to_come_back() {
+    let worker = MockWorker::start("m").await;
+    let gateway = TestGateway::before(&[&worker], |config| {
+        config.admission.max_running = 1;
+        config.admission.max_wait_ms = 50;
+    })
+    .await;
+    worker.behave(Behavior::StreamAndHang(Behavior::stream(&["data: 1\n\n"])));
+    let _running = gateway.open("/v1/completions", &[], STREAM).await;
+    let refused = gateway.complete(BODY).await;
+    refused.assert_error(503, None);
+    assert!(refused.headers.contains_key("retry-after"));
+}
+
+#[tokio::test]
+async fn the_deadline_is_the_clients_up_to_the_configured_one() {
+    let worker = MockWorker::start("m").await;
+    let gateway = TestGateway::before(&[&worker], |config| config.timeouts.request_ms = 300).await;
+    worker.behave(Behavior::Hang);
+    for timeout_ms in ["50", "999999"] {
+        let headers = [("x-request-timeout-ms", timeout_ms)];
+        gateway.post("/v1/completions", &headers, BODY).await.assert_error(504, None);
+    }
+    until("the worker is let go", async || worker.n_cancelled() == 2).await;
+    assert_eq!(gateway.breaker(&worker), "closed");
+}
+
+#[tokio::test]
+async fn without_a_backend_requests_are_unavailable_and_the_gateway_is_not_ready() {
+    let gateway = TestGateway::start(GatewayConfig::default()).await;
+    let refused = gateway.complete(BODY).await;
+    refused.assert_error(503, None);
+    assert!(refused.headers.contains_key("retry-after"));
+    assert_eq!(gateway.get("/ready").await.status, 503);
+    assert_eq!(gateway.get("/health").await.status, 200);
+    assert_eq!(gateway.get("/v1/models").await.json()["data"], serde_json::json!([]));
+}

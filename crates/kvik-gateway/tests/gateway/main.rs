@@ -1,0 +1,17 @@
+//! The gateway over real sockets, in front of workers that do as they are told.
+
+#![forbid(unsafe_code)]
+#![expect(clippy::unwrap_used, reason = "the helpers of tests fail like tests")]
+
+mod api;
+mod breaker;
+mod coordinator;
+mod disconnect;
+mod limits;
+mod mock;
+mod reload;
+mod retry;
+mod routing;
+mod streaming;
+mod support;
+mod tls;

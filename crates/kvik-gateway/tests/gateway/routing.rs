@@ -1,0 +1,92 @@
+//! Which worker gets a request.
+
+use std::collections::HashSet;
+use std::sync::atomic::Ordering;
+
+use crate::mock::{Behavior, MockWorker};
+use crate::support::TestGateway;
+
+async fn workers(n_workers: usize) -> Vec<MockWorker> {
+    let mut workers = Vec::new();
+    for _ in 0..n_workers {
+        workers.push(MockWorker::start("m").await);
+    }
+    workers
+}
+
+#[tokio::test]
+async fn one_seq_id_stays_on_one_worker_and_many_use_all() {
+    let workers = workers(4).await;
+    let gateway = TestGateway::before(&workers.iter().collect::<Vec<_>>(), |_| {}).await;
+    let mut used = HashSet::new();
+    for number in 0..60 {
+        let body = format!(r#"{{"model":"m","prompt":"x","seq_id":"s{number}"}}"#);
+        let first = gateway.complete(&body).await.worker();
+        let second = gateway.post("/v1/chat/completions", &[], &body).await.worker();
+        assert_eq!(first, second);
+        used.insert(first);
+    }
+    assert_eq!(used.len(), 4);
+}
+
+#[tokio::test]
+async fn a_session_header_counts_where_there_is_no_seq_id() {
+    let workers = workers(4).await;
+    let gateway = TestGateway::before(&workers.iter().collect::<Vec<_>>(), |_| {}).await;
+    let mut used = HashSet::new();
+    for number in 0..40 {
+        let session = format!("session-{number}");
+        let headers = [("x-session-id", session.as_str())];
+        let first = gateway.post("/v1/completions", &headers, r#"{"model":"m","prompt":"a"}"#).await.worker();
+        let second =
+            gateway.post("/v1/completions", &headers, r#"{"model":"m","prompt":"b"}"#).await.worker();
+        assert_eq!(first, second);
+        used.insert(first);
+    }
+    assert_eq!(used.len(), 4);
+}
+
+#[tokio::test]
+async fn a_hot_key_spills_over_to_the_next_worker_and_no_bound_is_passed() {
+    let workers = workers(4).await;
+    let gateway = TestGateway::before(&workers.iter().collect::<Vec<_>>(), |_| {}).await;
+    for worker in &workers {
+        worker.behave(Behavior::StreamAndHang(Behavior::stream(&["data: 1\n\n"])));
+    }
+    let body = r#"{"model":"m","prompt":"x","seq_id":"hot","max_tokens":100,"stream":true}"#;
+    let mut open = Vec::new();
+    for _ in 0..40 {
+        open.push(gateway.open("/v1/completions", &[], body).await);
+        let loads: Vec<u64> =
+            gateway.gateway().workers().iter().map(|worker| worker.outstanding_tokens).collect();
+        // A request does not split: where none has room the least loaded one takes it.
+        let bound = (1.25 * loads.iter().sum::<u64>() as f64 / 4.0).ceil() + 101.0;
+        assert!(loads.iter().all(|&load| load as f64 <= bound), "{loads:?}");
+    }
+    assert!(workers.iter().all(|worker| 0 < worker.state.n_open.load(Ordering::SeqCst)));
+}
+
+#[tokio::test]
+async fn models_of_all_backends_are_listed_and_requests_go_by_model() {
+    let (first, second) = (MockWorker::start("org/one").await, MockWorker::start("two").await);
+    let gateway = TestGateway::before(&[&first, &second], |_| {}).await;
+    let models = gateway.get("/v1/models").await.json();
+    let ids: Vec<&str> =
+        models["data"].as_array().unwrap().iter().map(|model| model["id"].as_str().unwrap()).collect();
+    assert_eq!(ids, ["org/one", "two"]);
+    assert_eq!(gateway.get("/v1/models/org/one").await.json()["id"], "org/one");
+    gateway.get("/v1/models/three").await.assert_error(404, Some("model_not_found"));
+    for (model, worker) in [("org/one", &first), ("two", &second)] {
+        for path in ["/v1/completions", "/tokenize", "/detokenize"] {
+            let answer = gateway.post(path, &[], &format!(r#"{{"model":"{model}","prompt":"x"}}"#)).await;
+            assert_eq!(answer.worker(), worker.url());
+        }
+    }
+    let error = gateway
+        .complete(r#"{"model":"three","prompt":"x"}"#)
+        .await
+        .assert_error(404, Some("model_not_found"));
+    assert_eq!(error["param"], "model");
+    let error = gateway.complete(r#"{"prompt":"x"}"#).await.assert_error(400, None);
+    assert_eq!(error["param"], "model");
+}

@@ -1,0 +1,242 @@
+//! `/v1/completions`.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::worker::Sampling;
+
+/// What is completed: one text or several, as text or as tokens.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "a string, a list of strings, a list of tokens or a list of lists of tokens")]
+pub enum Prompt {
+    /// One text.
+    Text(String),
+    /// Several texts; also the empty list.
+    Texts(Vec<String>),
+    /// One text as tokens.
+    Tokens(Vec<u32>),
+    /// Several texts as tokens.
+    TokenLists(Vec<Vec<u32>>),
+}
+
+/// Texts that end an output.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "a string or a list of strings")]
+pub enum Stop {
+    /// One.
+    One(String),
+    /// Several.
+    Many(Vec<String>),
+}
+
+/// How a stream is told.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct StreamOptions {
+    /// Whether a last chunk without choices tells the usage. Default: false.
+    pub include_usage: Option<bool>,
+}
+
+/// Asks for completions of one or several prompts.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CompletionRequest {
+    /// The model. Default: the one that is served.
+    #[serde(default)]
+    pub model: Option<String>,
+    /// What is completed.
+    pub prompt: Prompt,
+    /// Most tokens of an output. Default: 16.
+    #[serde(default)]
+    pub max_tokens: Option<u32>,
+    /// See [`Sampling`].
+    #[serde(default)]
+    pub temperature: Option<f32>,
+    /// See [`Sampling`].
+    #[serde(default)]
+    pub top_p: Option<f32>,
+    /// Outputs for each prompt. Default: 1.
+    #[serde(default)]
+    pub n: Option<u32>,
+    /// Outputs made to choose `n` from; only `n` itself is honored.
+    #[serde(default)]
+    pub best_of: Option<u32>,
+    /// Whether the answer is a stream. Default: false.
+    #[serde(default)]
+    pub stream: Option<bool>,
+    /// How the stream is told.
+    #[serde(default)]
+    pub stream_options: Option<StreamOptions>,
+    /// Number of most likely tokens reported with each token. Default: none.
+    #[serde(default)]
+    pub logprobs: Option<u32>,
+    /// Whether the prompt comes before the output. Default: false.
+    #[serde(default)]
+    pub echo: Option<bool>,
+    /// Texts that end an output.
+    #[serde(default)]
+    pub stop: Option<Stop>,
+    /// See [`Sampling`].
+    #[serde(default)]
+    pub presence_penalty: Option<f32>,
+    /// See [`Sampling`].
+    #[serde(default)]
+    pub frequency_penalty: Option<f32>,
+    /// Fixes the random choices.
+    #[serde(default)]
+    pub seed: Option<i64>,
+    /// Text after the output; not honored.
+    #[serde(default)]
+    pub suffix: Option<String>,
+    /// Changes of single logits; not honored.
+    #[serde(default)]
+    pub logit_bias: Option<serde_json::Value>,
+    /// Who asks; a routing key.
+    #[serde(default)]
+    pub user: Option<String>,
+    /// Extension: see [`Sampling`]; negative for all tokens, as 0.
+    #[serde(default)]
+    pub top_k: Option<i64>,
+    /// Extension: see [`Sampling`].
+    #[serde(default)]
+    pub min_p: Option<f32>,
+    /// Extension: see [`Sampling`].
+    #[serde(default)]
+    pub repetition_penalty: Option<f32>,
+    /// Extension: whether end tokens are ordinary ones.
+    #[serde(default)]
+    pub ignore_eos: Option<bool>,
+    /// Extension: tokens that end an output.
+    #[serde(default)]
+    pub stop_token_ids: Option<Vec<u32>>,
+    /// Extension: whether text prompts get the special tokens that the tokenizer adds. Default: true.
+    #[serde(default)]
+    pub add_special_tokens: Option<bool>,
+    /// Extension: whether choices carry their tokens. Default: false.
+    #[serde(default)]
+    pub return_token_ids: Option<bool>,
+    /// Extension: names the sequence, so that the next turn continues it.
+    #[serde(default)]
+    pub seq_id: Option<String>,
+}
+
+/// The answer, or a chunk of a stream.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CompletionResponse {
+    /// Unique; all chunks of a stream share it.
+    pub id: String,
+    /// Always `text_completion`.
+    pub object: String,
+    /// Unix time in seconds.
+    pub created: u64,
+    /// The model.
+    pub model: String,
+    /// What the answer depends on besides the request.
+    #[serde(default)]
+    pub system_fingerprint: Option<String>,
+    /// The outputs, or what they grew by.
+    pub choices: Vec<CompletionChoice>,
+    /// Tokens used; in streams only in the last chunk, if asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub usage: Option<Usage>,
+}
+
+/// An output, or what it grew by.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct CompletionChoice {
+    /// Which one: the outputs of the first prompt come first.
+    pub index: u32,
+    /// The text.
+    pub text: String,
+    /// Log probabilities, if asked for.
+    #[serde(default)]
+    pub logprobs: Option<CompletionLogprobs>,
+    /// `stop` or `length`; none while the output grows.
+    #[serde(default)]
+    pub finish_reason: Option<String>,
+    /// Extension: the tokens, if asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub token_ids: Option<Vec<u32>>,
+}
+
+/// Log probabilities of the tokens of a choice, field by field.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct CompletionLogprobs {
+    /// The tokens.
+    pub tokens: Vec<String>,
+    /// Their log probabilities.
+    pub token_logprobs: Vec<Option<f32>>,
+    /// The most likely tokens at each place.
+    pub top_logprobs: Vec<Option<BTreeMap<String, f32>>>,
+    /// Where each token starts, in characters.
+    pub text_offset: Vec<usize>,
+}
+
+/// Tokens that a request used.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Usage {
+    /// Tokens of the prompts.
+    pub prompt_tokens: usize,
+    /// Tokens of the outputs.
+    pub completion_tokens: usize,
+    /// Both.
+    pub total_tokens: usize,
+    /// More about the prompts.
+    #[serde(default)]
+    pub prompt_tokens_details: PromptTokensDetails,
+}
+
+/// What the tokens of prompts cost.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PromptTokensDetails {
+    /// Tokens whose KV was there already.
+    #[serde(default)]
+    pub cached_tokens: usize,
+}
+
+impl Stop {
+    /// All of them.
+    pub fn into_vec(self) -> Vec<String> {
+        match self {
+            Self::One(text) => vec![text],
+            Self::Many(texts) => texts,
+        }
+    }
+}
+
+impl CompletionRequest {
+    /// How tokens are chosen, in the worker's own words. `max_tokens` is as given.
+    pub fn sampling(&self) -> Sampling {
+        Sampling {
+            temperature: self.temperature,
+            top_k: self.top_k.map(top_k),
+            top_p: self.top_p,
+            min_p: self.min_p,
+            repetition_penalty: self.repetition_penalty,
+            presence_penalty: self.presence_penalty,
+            frequency_penalty: self.frequency_penalty,
+            seed: self.seed.map(i64::cast_unsigned),
+            stop: self.stop.clone().map(Stop::into_vec).unwrap_or_default(),
+            stop_token_ids: self.stop_token_ids.clone().unwrap_or_default(),
+            ignore_eos: self.ignore_eos.unwrap_or(false),
+            logprobs: self.logprobs,
+            n: self.n,
+            max_tokens: self.max_tokens,
+        }
+    }
+}
+
+impl Usage {
+    /// Adds one prompt and its outputs.
+    pub fn add(&mut self, prompt_tokens: usize, cached_tokens: usize, completion_tokens: usize) {
+        self.prompt_tokens += prompt_tokens;
+        self.completion_tokens += completion_tokens;
+        self.total_tokens += prompt_tokens + completion_tokens;
+        self.prompt_tokens_details.cached_tokens += cached_tokens;
+    }
+}
+
+/// Negative numbers mean all tokens, as 0 does.
+pub(super) fn top_k(given: i64) -> u32 {
+    u32::try_from(given.max(0)).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,246 @@
+//! The worker's own API, beside the OpenAI-compatible one.
+//!
+//! | call | body | answer |
+//! |---|---|---|
+//! | `POST /inference/init` | [`InitRequest`] | [`InitResponse`] after the prompt is computed |
+//! | `POST /inference/step` | [`StepRequest`] | [`StepResponse`] |
+//! | `POST /inference/generate` | [`GenerateRequest`] | server-sent [`GenerateEvent`]s |
+//! | `POST /inference/finish` | [`FinishRequest`] | [`FinishResponse`] |
+//! | `POST /kv/put?seq_id=..&layer=..&mode=append\|replace` | safetensors: `k`, `v`, `token_ids` | [`KvPutResponse`] |
+//! | `GET /kv/get?seq_id=..&layer=..` | none | safetensors: `k`, `v`, `token_ids` |
+//! | `GET /kv/stats` | none | [`KvStats`] |
+//! | `POST /drain` | none | 202 |
+//!
+//! `k` and `v` are `[seq_len, kv_heads, head_dim]` in the worker's KV dtype.
+
+use serde::{Deserialize, Serialize};
+
+/// One message of a conversation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    /// Who speaks.
+    pub role: String,
+    /// What is said.
+    pub content: String,
+}
+
+/// What a sequence starts from; exactly one of the three.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PromptInput {
+    /// Text; special tokens are added as the tokenizer does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prompt: Option<String>,
+    /// Tokens, taken as they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub token_ids: Option<Vec<u32>>,
+    /// A conversation, rendered by the model's chat template.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub messages: Option<Vec<Message>>,
+}
+
+/// How tokens are chosen and when an output ends; absent fields have the engine's defaults.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Sampling {
+    /// See the engine's `SamplingParams`; 0 takes the most likely token.
+    pub temperature: Option<f32>,
+    /// Most likely tokens considered.
+    pub top_k: Option<u32>,
+    /// Probability mass considered.
+    pub top_p: Option<f32>,
+    /// Lowest probability relative to the most likely token.
+    pub min_p: Option<f32>,
+    /// Penalty on tokens of prompt and output.
+    pub repetition_penalty: Option<f32>,
+    /// Penalty on tokens of the output.
+    pub presence_penalty: Option<f32>,
+    /// Penalty on tokens of the output for each occurrence.
+    pub frequency_penalty: Option<f32>,
+    /// Fixes the random choices.
+    pub seed: Option<u64>,
+    /// Texts that end the output.
+    pub stop: Vec<String>,
+    /// Tokens that end the output.
+    pub stop_token_ids: Vec<u32>,
+    /// Whether end tokens are ordinary ones.
+    pub ignore_eos: bool,
+    /// Alternatives reported with each token.
+    pub logprobs: Option<u32>,
+    /// Number of outputs; only `/inference/generate` takes more than one.
+    pub n: Option<u32>,
+    /// Most tokens of an output.
+    pub max_tokens: Option<u32>,
+}
+
+/// Starts a sequence that is stepped by its client.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct InitRequest {
+    /// Names the sequence; a resident one of this name whose tokens start the prompt is continued.
+    pub seq_id: String,
+    /// What it starts from.
+    #[serde(flatten)]
+    pub input: PromptInput,
+    /// How tokens are chosen.
+    #[serde(default)]
+    pub sampling: Sampling,
+}
+
+/// A sequence is ready to be stepped.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct InitResponse {
+    /// The sequence.
+    pub seq_id: String,
+    /// Always `ready`.
+    pub status: String,
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Of these, tokens whose KV was there already.
+    pub cached_tokens: usize,
+    /// The output so far: its first token.
+    pub tokens_so_far: Vec<u32>,
+    /// Text of the output so far, as far as it is final.
+    pub text: String,
+    /// Whether the output has ended.
+    pub finished: bool,
+    /// Why, if it has.
+    pub finish_reason: Option<String>,
+}
+
+/// Grants decode steps.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StepRequest {
+    /// The sequence.
+    pub seq_id: String,
+    /// Tokens to decode. Default: 1.
+    #[serde(default = "one_step")]
+    pub n: u32,
+    /// Number of tokens of the output before this step; a step that was already made is answered
+    /// with the same tokens again. Default: the current number.
+    #[serde(default)]
+    pub step_index: Option<u64>,
+}
+
+/// The tokens of a step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StepResponse {
+    /// The sequence.
+    pub seq_id: String,
+    /// Number of tokens of the output before the first one here.
+    pub step_index: u64,
+    /// The tokens; fewer than asked for where the output ended.
+    pub tokens: Vec<u32>,
+    /// Text that became final.
+    pub text: String,
+    /// Whether the output has ended.
+    pub finished: bool,
+    /// Why, if it has.
+    pub finish_reason: Option<String>,
+}
+
+/// Generates an output as a stream.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct GenerateRequest {
+    /// Names the sequence, for continuation; without it nothing stays resident under a name.
+    #[serde(default)]
+    pub seq_id: Option<String>,
+    /// What it starts from.
+    #[serde(flatten)]
+    pub input: PromptInput,
+    /// How tokens are chosen.
+    #[serde(default)]
+    pub sampling: Sampling,
+}
+
+/// A piece of a generated stream.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum GenerateEvent {
+    /// The output grew.
+    Token {
+        /// Which output, from 0.
+        choice: u32,
+        /// The token.
+        token: u32,
+        /// Text that became final.
+        text: String,
+    },
+    /// An output ended.
+    Finished {
+        /// Which output, from 0.
+        choice: u32,
+        /// Text that was held back.
+        text: String,
+        /// `stop` or `length`.
+        finish_reason: String,
+        /// Tokens of the prompt.
+        prompt_tokens: usize,
+        /// Of these, tokens whose KV was there already.
+        cached_tokens: usize,
+        /// Tokens of the output.
+        completion_tokens: usize,
+    },
+    /// The stream cannot go on; its last event.
+    Error {
+        /// What happened.
+        message: String,
+    },
+}
+
+/// Ends a sequence.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FinishRequest {
+    /// The sequence.
+    pub seq_id: String,
+    /// Whether its KV may be forgotten at once instead of staying resident. Default: false.
+    #[serde(default)]
+    pub forget: bool,
+}
+
+/// A sequence has ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FinishResponse {
+    /// The sequence.
+    pub seq_id: String,
+    /// Tokens, prompt and output, whose KV stays resident.
+    pub resident_tokens: usize,
+}
+
+/// KV of a sequence was taken.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KvPutResponse {
+    /// The sequence.
+    pub seq_id: String,
+    /// Tokens of this layer.
+    pub seq_len: usize,
+    /// Whether every layer has this many tokens, so that the sequence can be continued.
+    pub is_complete: bool,
+}
+
+/// The state of a worker's KV.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct KvStats {
+    /// Tokens in a block.
+    pub block_tokens: usize,
+    /// All blocks.
+    pub blocks: usize,
+    /// Blocks that nobody holds.
+    pub free_blocks: usize,
+    /// Blocks findable by their hash, held or not.
+    pub registered_blocks: usize,
+    /// Registered blocks whose place was taken, since the start.
+    pub evicted_blocks: u64,
+    /// Sequences in the batch.
+    pub running_sequences: usize,
+    /// Sequences that wait for admission.
+    pub waiting_sequences: usize,
+    /// Ended sequences that are still resident.
+    pub resident_sequences: usize,
+    /// Bytes of KV of one token.
+    pub bytes_per_token: usize,
+    /// Type of a KV element.
+    pub dtype: String,
+}
+
+fn one_step() -> u32 {
+    1
+}

@@ -1,0 +1,98 @@
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use super::*;
+use crate::RuntimeError;
+
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Example {
+    port: u16,
+    name: Option<String>,
+    limits: Limits,
+    peers: Vec<String>,
+}
+
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Limits {
+    body_bytes: u64,
+    ratio: f64,
+}
+
+impl Default for Example {
+    fn default() -> Self {
+        Self { port: 8080, name: None, limits: Limits { body_bytes: 100, ratio: 0.25 }, peers: Vec::new() }
+    }
+}
+
+fn sources(yaml: &str, environment: &[(&str, &str)], flags: Value) -> Sources {
+    Sources {
+        file: Some(("kvik.yaml".to_owned(), serde_saphyr::from_str(yaml).unwrap())),
+        environment: environment.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect(),
+        flags,
+    }
+}
+
+#[test]
+fn a_later_layer_wins_and_every_value_knows_its_origin() {
+    let sources = sources(
+        "example: {port: 1, name: file, limits: {ratio: 0.5}, peers: [a, b]}",
+        &[("KVIK_EXAMPLE_PORT", "2"), ("KVIK_EXAMPLE_LIMITS_BODY_BYTES", "7"), ("KVIK_OTHER_PORT", "9")],
+        json!({"port": 3}),
+    );
+    let effective = sources.load::<Example>("example").unwrap();
+    let expected = Example {
+        port: 3,
+        name: Some("file".into()),
+        limits: Limits { body_bytes: 7, ratio: 0.5 },
+        peers: vec!["a".into(), "b".into()],
+    };
+    assert_eq!(effective.value, expected);
+    assert_eq!(effective.fields["port"].1, Origin::Flag);
+    assert_eq!(effective.fields["name"].1.to_string(), "file kvik.yaml");
+    assert_eq!(
+        effective.fields["limits.body_bytes"].1.to_string(),
+        "environment KVIK_EXAMPLE_LIMITS_BODY_BYTES"
+    );
+}
+
+#[test]
+fn no_source_gives_the_defaults() {
+    let effective = Sources::default().load::<Example>("example").unwrap();
+    assert_eq!(effective.value, Example::default());
+    assert!(effective.fields.values().all(|(_, origin)| *origin == Origin::Default));
+}
+
+#[test]
+fn an_unknown_field_is_refused_with_the_known_ones() {
+    let error =
+        sources("example: {limits: {ratoi: 1}}", &[], Value::Null).load::<Example>("example").unwrap_err();
+    let message = error.to_string();
+    assert_eq!(message, "file kvik.yaml: `limits.ratoi` is unknown; allowed: body_bytes, ratio");
+}
+
+#[test]
+fn a_value_of_the_wrong_type_names_field_value_and_origin() {
+    let sources = sources("{}", &[("KVIK_EXAMPLE_PORT", "eighty")], Value::Null);
+    let error = sources.load::<Example>("example").unwrap_err();
+    let RuntimeError::InvalidField { origin, field, value, .. } = &error else { panic!("{error}") };
+    assert_eq!(
+        (origin.as_str(), field.as_str(), value.as_str()),
+        ("environment KVIK_EXAMPLE_PORT", "port", "\"eighty\"")
+    );
+}
+
+#[test]
+fn a_scalar_where_a_map_belongs_is_refused() {
+    let error = sources("example: {limits: 3}", &[], Value::Null).load::<Example>("example").unwrap_err();
+    assert_eq!(error.to_string(), "file kvik.yaml: `limits` is 3; allowed: a map of body_bytes, ratio");
+}
+
+#[test]
+fn a_reload_lists_what_changed() {
+    let before = sources("example: {port: 1}", &[], Value::Null).load::<Example>("example").unwrap();
+    let after = sources("example: {port: 2}", &[], Value::Null).load::<Example>("example").unwrap();
+    let changes = after.changes_since(&before);
+    assert_eq!(changes, [FieldChange { field: "port".into(), before: json!(1), after: json!(2) }]);
+}

@@ -1,0 +1,54 @@
+//! The errors of the shared parts.
+
+use std::path::PathBuf;
+
+/// Result of this crate's operations.
+pub type Result<T, E = RuntimeError> = std::result::Result<T, E>;
+
+/// Why a service could not be set up.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RuntimeError {
+    /// A file could not be read.
+    #[error("read {}", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// A file of the configuration is not YAML.
+    #[error("{}: {reason}", path.display())]
+    InvalidFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A field of the configuration has a value that it cannot have, or does not exist.
+    #[error("{origin}: `{field}` is {value}; allowed: {allowed}")]
+    InvalidField {
+        /// Where the value comes from.
+        origin: String,
+        /// The field's path.
+        field: String,
+        /// The value.
+        value: String,
+        /// What it may be.
+        allowed: String,
+    },
+    /// An address could not be listened on.
+    #[error("listen on {address}")]
+    Listen {
+        /// The address.
+        address: String,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// A certificate or key cannot be used.
+    #[error("TLS: {0}")]
+    Tls(String),
+    /// Telemetry could not be set up.
+    #[error("telemetry: {0}")]
+    Telemetry(String),
+}

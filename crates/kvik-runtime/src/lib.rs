@@ -1,0 +1,27 @@
+//! What every service of kvik shares.
+//!
+//! - [`config`]: one struct a service, filled from its defaults, a YAML file, the environment and
+//!   flags, in this order; every value knows where it came from. The only place that reads the
+//!   environment.
+//! - [`telemetry`]: logs and metrics.
+//! - [`shutdown`]: drain, then stop; every task has an owner that waits for it.
+//! - [`http`]: the server loop, plain or TLS, that lets connections finish.
+//!
+//! ```
+//! use kvik_runtime::shutdown::Shutdown;
+//!
+//! let shutdown = Shutdown::new();
+//! assert!(!shutdown.is_draining());
+//! shutdown.drain();
+//! assert!(shutdown.is_draining() && !shutdown.is_stopping());
+//! ```
+
+#![forbid(unsafe_code)]
+
+pub mod config;
+pub mod error;
+pub mod http;
+pub mod shutdown;
+pub mod telemetry;
+
+pub use error::{Result, RuntimeError};

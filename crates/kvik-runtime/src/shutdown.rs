@@ -1,0 +1,105 @@
+//! The end of a service: drain, then stop.
+//!
+//! Draining means: nothing new is taken, what runs is finished. Stopping means: end now. The first
+//! signal drains and a second one stops. Tasks are spawned on the [`Shutdown`], which waits for them.
+
+use std::future::Future;
+use std::time::Duration;
+
+use tokio_util::sync::{CancellationToken, WaitForCancellationFuture};
+use tokio_util::task::TaskTracker;
+
+/// The state of a service's end; clones share it.
+#[derive(Debug, Clone, Default)]
+pub struct Shutdown {
+    draining: CancellationToken,
+    stopping: CancellationToken,
+    tasks: TaskTracker,
+}
+
+impl Shutdown {
+    /// A service that runs.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Starts draining; does nothing if it has begun.
+    pub fn drain(&self) {
+        self.draining.cancel();
+    }
+
+    /// Ends everything now.
+    pub fn stop(&self) {
+        self.draining.cancel();
+        self.stopping.cancel();
+    }
+
+    /// Whether nothing new is taken.
+    pub fn is_draining(&self) -> bool {
+        self.draining.is_cancelled()
+    }
+
+    /// Whether everything ends now.
+    pub fn is_stopping(&self) -> bool {
+        self.stopping.is_cancelled()
+    }
+
+    /// Waits until draining begins. Cancel safe.
+    pub fn draining(&self) -> WaitForCancellationFuture<'_> {
+        self.draining.cancelled()
+    }
+
+    /// Waits until everything ends. Cancel safe.
+    pub fn stopping(&self) -> WaitForCancellationFuture<'_> {
+        self.stopping.cancelled()
+    }
+
+    /// Runs `task` until it ends by itself; [`Shutdown::finish`] waits for it. The task MUST end
+    /// when [`Shutdown::stopping`] does.
+    pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        self.tasks.spawn(task);
+    }
+
+    /// Drains on the first SIGTERM or SIGINT, stops on the second or `grace` after the first.
+    pub fn listen_for_signals(&self, grace: Duration) {
+        let shutdown = self.clone();
+        self.spawn(async move {
+            tokio::select! {
+                () = next_signal() => {}
+                () = shutdown.draining() => {}
+                () = shutdown.stopping() => return,
+            }
+            tracing::info!(grace_s = grace.as_secs(), "draining; a second signal ends at once");
+            shutdown.drain();
+            tokio::select! {
+                () = next_signal() => tracing::info!("ending at once"),
+                () = tokio::time::sleep(grace) => tracing::warn!("the grace period is over"),
+                () = shutdown.stopping() => {}
+            }
+            shutdown.stop();
+        });
+    }
+
+    /// Ends the service and waits for all its tasks.
+    pub async fn finish(&self) {
+        self.stop();
+        self.tasks.close();
+        self.tasks.wait().await;
+    }
+}
+
+/// Waits for SIGTERM or SIGINT.
+async fn next_signal() {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (Ok(mut terminate), Ok(mut interrupt)) =
+        (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
+    else {
+        tracing::warn!("signals cannot be received; the service ends only by force");
+        std::future::pending::<()>().await;
+        return;
+    };
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+}

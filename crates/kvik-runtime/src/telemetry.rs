@@ -1,0 +1,84 @@
+//! Logs and metrics.
+
+use std::sync::OnceLock;
+
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
+use serde::{Deserialize, Serialize};
+use tracing_subscriber::EnvFilter;
+
+use crate::error::{Result, RuntimeError};
+
+/// Bounds of latency histograms in seconds: from a routing decision to a long answer.
+const LATENCY_BUCKETS: &[f64] = &[
+    0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
+    120.0,
+];
+
+static METRICS: OnceLock<PrometheusHandle> = OnceLock::new();
+
+/// How logs are written.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TelemetryConfig {
+    /// Which logs: a level, or directives such as `info,kvik_gateway=debug`. Default: `info`.
+    pub log: String,
+    /// `text` for people or `json` for machines. Default: `text`.
+    pub log_format: LogFormat,
+}
+
+/// The form of log lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LogFormat {
+    /// For people.
+    Text,
+    /// One JSON object a line.
+    Json,
+}
+
+impl Default for TelemetryConfig {
+    fn default() -> Self {
+        Self { log: "info".to_owned(), log_format: LogFormat::Text }
+    }
+}
+
+/// Starts logging to standard error; once a process.
+///
+/// # Errors
+/// If the directives cannot be read or logging has been started.
+pub fn start_logging(config: &TelemetryConfig) -> Result<()> {
+    let filter = EnvFilter::try_new(&config.log)
+        .map_err(|error| RuntimeError::Telemetry(format!("`log` is {}: {error}", config.log)))?;
+    let builder =
+        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(true);
+    let outcome = match config.log_format {
+        LogFormat::Text => builder.try_init(),
+        LogFormat::Json => builder.json().flatten_event(true).try_init(),
+    };
+    outcome.map_err(|error| RuntimeError::Telemetry(error.to_string()))
+}
+
+/// Starts collecting metrics; all roles of a process share one registry.
+///
+/// # Errors
+/// If another registry is in place.
+pub fn start_metrics() -> Result<()> {
+    if METRICS.get().is_some() {
+        return Ok(());
+    }
+    let handle = PrometheusBuilder::new()
+        .set_buckets_for_metric(Matcher::Suffix("_seconds".to_owned()), LATENCY_BUCKETS)
+        .and_then(PrometheusBuilder::install_recorder)
+        .map_err(|error| RuntimeError::Telemetry(error.to_string()))?;
+    // Lost only if another thread has just started them.
+    let _ = METRICS.set(handle);
+    Ok(())
+}
+
+/// All metrics in Prometheus' text format; empty before [`start_metrics`].
+pub fn render_metrics() -> String {
+    METRICS.get().map_or_else(String::new, |handle| {
+        handle.run_upkeep();
+        handle.render()
+    })
+}

@@ -1,0 +1,183 @@
+//! `POST /v1/chat/completions`.
+
+use std::sync::Arc;
+
+use axum::extract::{Request, State};
+use http::StatusCode;
+use kvik_model::SamplingParams;
+use kvik_proto::openai::{
+    ChatChoice, ChatChunk, ChatChunkChoice, ChatDelta, ChatMessage, ChatRequest, ChatResponse, Usage,
+};
+use kvik_proto::sse;
+use serde_json::Value;
+
+use super::logprobs::chat_logprobs;
+use super::request::{chat_messages, refuse, sampling_params, start, unsupported};
+use super::stream::{Outcome, Renderer, add_usage, collect, push_error, push_json, respond, total_usage};
+use super::{Answer, Shared, json, read_json};
+use crate::clock::unix_seconds;
+use crate::error::Refusal;
+use crate::generation::Event;
+use crate::state::Loaded;
+
+/// What all chunks of an answer share.
+#[derive(Debug)]
+struct Head {
+    loaded: Arc<Loaded>,
+    id: String,
+    created: u64,
+    returns_tokens: bool,
+    has_logprobs: bool,
+}
+
+/// Writes chunks.
+#[derive(Debug)]
+struct ChunkRenderer {
+    head: Head,
+    includes_usage: bool,
+    usage: Usage,
+    /// For each choice: whether it has been told who speaks.
+    has_role: Vec<bool>,
+}
+
+/// Serves the request.
+pub(super) async fn handle(State(state): Shared, request: Request) -> Answer {
+    let request: ChatRequest = read_json(&state, request).await?;
+    let loaded = state.ready()?;
+    loaded.check_model(request.model.as_deref())?;
+    let sampling = check(&request, loaded)?;
+    let messages = chat_messages(request.messages)?;
+    let prompt = loaded.encode_chat(&messages, request.add_generation_prompt.unwrap_or(true)).await?;
+    loaded.check_prompt("messages", &prompt)?;
+    let generation = start(&state, loaded, vec![prompt], &sampling, request.seq_id.as_deref()).await?;
+    let head = Head {
+        loaded: Arc::clone(loaded),
+        id: state.new_id("chatcmpl-"),
+        created: unix_seconds(),
+        returns_tokens: request.return_token_ids.unwrap_or(false),
+        has_logprobs: sampling.logprobs.is_some(),
+    };
+    if request.stream.unwrap_or(false) {
+        let includes_usage =
+            request.stream_options.is_some_and(|options| options.include_usage == Some(true));
+        let has_role = vec![false; sampling.n as usize];
+        let renderer = ChunkRenderer { head, includes_usage, usage: Usage::default(), has_role };
+        return Ok(respond(generation, renderer));
+    }
+    let outcomes = collect(generation, 1, sampling.n as usize).await?;
+    let usage = total_usage(&outcomes);
+    let choices = outcomes.into_iter().flatten().enumerate();
+    let response = ChatResponse {
+        object: "chat.completion".to_owned(),
+        created: head.created,
+        model: loaded.model_name.clone(),
+        system_fingerprint: Some(loaded.fingerprint.clone()),
+        choices: choices.map(|(choice, outcome)| head.whole_choice(choice as u32, outcome)).collect(),
+        usage,
+        id: head.id,
+    };
+    Ok(json(StatusCode::OK, &response))
+}
+
+/// Refuses what is not honored and returns the rest.
+fn check(request: &ChatRequest, loaded: &Loaded) -> Result<SamplingParams, Refusal> {
+    refuse(&[
+        ("tools", request.tools.as_ref()),
+        ("functions", request.functions.as_ref()),
+        ("audio", request.audio.as_ref()),
+        ("logit_bias", request.logit_bias.as_ref()),
+    ])?;
+    let is_text = |format: &Value| format.is_null() || format.get("type").is_some_and(|kind| kind == "text");
+    if request.response_format.as_ref().is_some_and(|format| !is_text(format)) {
+        return Err(unsupported("response_format"));
+    }
+    let is_free = |choice: &Value| choice.is_null() || choice == "none" || choice == "auto";
+    if request.tool_choice.as_ref().is_some_and(|choice| !is_free(choice)) {
+        return Err(unsupported("tool_choice"));
+    }
+    let is_only_text =
+        |kinds: &Value| kinds.as_array().is_none_or(|kinds| kinds.iter().all(|kind| kind == "text"));
+    if request.modalities.as_ref().is_some_and(|kinds| !is_only_text(kinds)) {
+        return Err(unsupported("modalities"));
+    }
+    if request.top_logprobs.is_some_and(|n| 0 < n) && !request.logprobs.unwrap_or(false) {
+        return Err(Refusal::field("top_logprobs", "given without `logprobs`", "with `logprobs`: true"));
+    }
+    if request.stream_options.is_some() && !request.stream.unwrap_or(false) {
+        return Err(Refusal::field("stream_options", "given without `stream`", "with `stream`: true"));
+    }
+    let longest = u32::try_from(loaded.max_tokens).unwrap_or(u32::MAX);
+    sampling_params(&request.sampling(), longest, "top_logprobs")
+}
+
+impl Head {
+    fn chunk(&self, choices: Vec<ChatChunkChoice>) -> ChatChunk {
+        ChatChunk {
+            id: self.id.clone(),
+            object: "chat.completion.chunk".to_owned(),
+            created: self.created,
+            model: self.loaded.model_name.clone(),
+            system_fingerprint: Some(self.loaded.fingerprint.clone()),
+            choices,
+            usage: None,
+        }
+    }
+
+    fn whole_choice(&self, choice: u32, outcome: Outcome) -> ChatChoice {
+        let tokens = outcome.tokens.iter().copied().zip(&outcome.logprobs);
+        ChatChoice {
+            index: choice,
+            logprobs: self.has_logprobs.then(|| chat_logprobs(&self.loaded, tokens)),
+            message: ChatMessage::text("assistant", outcome.text),
+            finish_reason: Some(outcome.finish_reason.to_owned()),
+            token_ids: self.returns_tokens.then_some(outcome.tokens),
+        }
+    }
+}
+
+impl Renderer for ChunkRenderer {
+    fn render(&mut self, _part_idx: usize, event: Event, out: &mut Vec<u8>) {
+        let choice = match event {
+            Event::Token(token) => {
+                let Some(has_role) = self.has_role.get_mut(token.choice as usize) else { return };
+                if !std::mem::replace(has_role, true) {
+                    let delta =
+                        ChatDelta { role: Some("assistant".to_owned()), content: Some(String::new()) };
+                    let first = ChatChunkChoice { index: token.choice, delta, ..ChatChunkChoice::default() };
+                    push_json(&self.head.chunk(vec![first]), out);
+                }
+                let logprobs = token.logprobs.map(|at| chat_logprobs(&self.head.loaded, [(token.id, &at)]));
+                let token_ids = self.head.returns_tokens.then(|| vec![token.id]);
+                // Text that is held back comes with a later token; there is nothing to tell yet.
+                if token.text.is_empty() && logprobs.is_none() && token_ids.is_none() {
+                    return;
+                }
+                let delta = ChatDelta { role: None, content: Some(token.text) };
+                ChatChunkChoice { index: token.choice, delta, logprobs, finish_reason: None, token_ids }
+            }
+            Event::Finished { choice, text, reason, usage } => {
+                add_usage(&mut self.usage, choice, usage);
+                let content = (!text.is_empty()).then_some(text);
+                ChatChunkChoice {
+                    index: choice,
+                    delta: ChatDelta { role: None, content },
+                    finish_reason: Some(reason.as_str().to_owned()),
+                    ..ChatChunkChoice::default()
+                }
+            }
+            Event::Failed(message) => return push_error(&message, out),
+            Event::Rejected(error) => return push_error(&error.to_string(), out),
+            Event::Accepted | Event::Admitted { .. } => return,
+        };
+        push_json(&self.head.chunk(vec![choice]), out);
+    }
+
+    fn end(&mut self, out: &mut Vec<u8>) {
+        if self.includes_usage {
+            let mut last = self.head.chunk(Vec::new());
+            last.usage = Some(self.usage);
+            push_json(&last, out);
+        }
+        sse::encode("[DONE]", out);
+    }
+}

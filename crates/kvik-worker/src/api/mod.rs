@@ -1,0 +1,132 @@
+//! What a worker serves.
+//!
+//! | path | module |
+//! |---|---|
+//! | `/v1/completions` | [`completions`] |
+//! | `/v1/chat/completions` | [`chat`] |
+//! | `/v1/models`, `/tokenize`, `/detokenize` | [`tokenize`] |
+//! | `/inference/init`, `step`, `generate`, `finish` | [`inference`] |
+//! | `/kv/put`, `/kv/get`, `/kv/stats` | [`kv`] |
+//! | `/health`, `/ready`, `/metrics`, `/drain` | [`admin`] |
+
+mod admin;
+mod chat;
+mod completions;
+mod inference;
+mod kv;
+mod logprobs;
+mod request;
+mod stream;
+mod tokenize;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse as _, Response};
+use axum::routing::{get, post};
+use bytes::Bytes;
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
+use http::{HeaderValue, StatusCode};
+use http_body_util::{BodyExt as _, LengthLimitError, Limited};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::error::Refusal;
+use crate::state::WorkerState;
+
+/// Time for a request's body to arrive.
+const BODY_TIMEOUT: Duration = Duration::from_mins(1);
+
+/// The state as handlers get it.
+type Shared = State<Arc<WorkerState>>;
+/// What handlers give.
+type Answer = Result<Response, Refusal>;
+
+/// All paths.
+pub(crate) fn router(state: Arc<WorkerState>) -> Router {
+    Router::new()
+        .route("/v1/completions", post(completions::handle))
+        .route("/v1/chat/completions", post(chat::handle))
+        .route("/v1/models", get(tokenize::models))
+        .route("/v1/models/{*id}", get(tokenize::model))
+        .route("/tokenize", post(tokenize::tokenize))
+        .route("/detokenize", post(tokenize::detokenize))
+        .route("/inference/init", post(inference::init))
+        .route("/inference/step", post(inference::step))
+        .route("/inference/generate", post(inference::generate))
+        .route("/inference/finish", post(inference::finish))
+        .route("/kv/put", post(kv::put))
+        .route("/kv/get", get(kv::get))
+        .route("/kv/stats", get(kv::stats))
+        .route("/health", get(admin::health))
+        .route("/ready", get(admin::ready))
+        .route("/metrics", get(admin::metrics))
+        .route("/drain", post(admin::drain))
+        .fallback(async || Refusal::not_found("there is nothing at this path", None))
+        .method_not_allowed_fallback(async || Refusal::wrong_method())
+        .layer(middleware::from_fn_with_state(Arc::clone(&state), count_refusals))
+        .with_state(state)
+}
+
+async fn count_refusals(State(state): Shared, request: Request, next: Next) -> Response {
+    let response = next.run(request).await;
+    let status = response.status();
+    if (status.is_client_error() || status.is_server_error())
+        && let Ok(loaded) = state.loaded()
+    {
+        loaded.metrics.refused(status.as_u16());
+    }
+    response
+}
+
+/// Reads the body of a request.
+async fn read_body(state: &WorkerState, request: Request) -> Result<Bytes, Refusal> {
+    let limit = state.config.body_limit_bytes;
+    let length = request.headers().get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
+    if length.is_some_and(|length: usize| limit < length) {
+        return Err(Refusal::too_large(limit));
+    }
+    let reading = Limited::new(request.into_body(), limit).collect();
+    match tokio::time::timeout(BODY_TIMEOUT, reading).await {
+        Ok(Ok(body)) => Ok(body.to_bytes()),
+        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(Refusal::too_large(limit)),
+        Ok(Err(_)) => Err(Refusal::invalid("the request's body broke off", None)),
+        Err(_) => Err(Refusal::slow_body()),
+    }
+}
+
+/// Reads a request's JSON; an error names the field.
+async fn read_json<T: DeserializeOwned>(state: &WorkerState, request: Request) -> Result<T, Refusal> {
+    let body = read_body(state, request).await?;
+    let mut json = serde_json::Deserializer::from_slice(&body);
+    let value = serde_path_to_error::deserialize(&mut json).map_err(|error| {
+        let path = error.path().to_string();
+        let field = (path != "." && path != "?").then_some(path);
+        let reason = error.into_inner();
+        match field {
+            Some(field) => Refusal::invalid(format!("`{field}`: {reason}"), Some(&field)),
+            None => Refusal::invalid(format!("the request cannot be read: {reason}"), None),
+        }
+    })?;
+    json.end().map_err(|error| Refusal::invalid(format!("the request cannot be read: {error}"), None))?;
+    Ok(value)
+}
+
+/// Answers with JSON.
+fn json(status: StatusCode, value: &impl Serialize) -> Response {
+    match serde_json::to_vec(value) {
+        Ok(body) => typed(status, "application/json", Body::from(body)),
+        Err(error) => Refusal::failed(error.to_string()).into_response(),
+    }
+}
+
+fn typed(status: StatusCode, content_type: &'static str, body: Body) -> Response {
+    let mut response = Response::new(body);
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+    response
+}

@@ -1,0 +1,165 @@
+//! From a request's fields to the engine.
+
+use kvik_model::{AddSpecial, ChatMessage, GenerateRequest, SamplingParams};
+use kvik_proto::openai;
+use kvik_proto::worker::{PromptInput, Sampling};
+use serde_json::Value;
+
+use std::sync::Arc;
+
+use crate::admission::Permit;
+use crate::error::Refusal;
+use crate::generation::Generation;
+use crate::state::{Loaded, WorkerState};
+
+/// Most alternatives reported with a token: as many as the most generous of the public APIs.
+const MAX_LOGPROBS: u32 = 20;
+/// Longest name of a sequence, in bytes.
+const MAX_SEQ_ID_BYTES: usize = 512;
+
+/// The engine's parameters; `max_tokens` where the request has none.
+pub(super) fn sampling_params(
+    given: &Sampling,
+    max_tokens: u32,
+    logprobs_field: &'static str,
+) -> Result<SamplingParams, Refusal> {
+    if let Some(n) = given.logprobs.filter(|&n| MAX_LOGPROBS < n) {
+        return Err(Refusal::field(logprobs_field, n, &format!("0 to {MAX_LOGPROBS}")));
+    }
+    let default = SamplingParams::default();
+    let params = SamplingParams {
+        temperature: given.temperature.unwrap_or(default.temperature),
+        top_k: given.top_k.unwrap_or(default.top_k),
+        top_p: given.top_p.unwrap_or(default.top_p),
+        min_p: given.min_p.unwrap_or(default.min_p),
+        repetition_penalty: given.repetition_penalty.unwrap_or(default.repetition_penalty),
+        presence_penalty: given.presence_penalty.unwrap_or(default.presence_penalty),
+        frequency_penalty: given.frequency_penalty.unwrap_or(default.frequency_penalty),
+        seed: given.seed,
+        stop: given.stop.clone(),
+        stop_token_ids: given.stop_token_ids.clone(),
+        ignore_eos: given.ignore_eos,
+        logprobs: given.logprobs,
+        n: given.n.unwrap_or(default.n),
+        max_tokens: given.max_tokens.unwrap_or(max_tokens),
+    };
+    params.validate()?;
+    Ok(params)
+}
+
+/// The tokens that a sequence of the worker's own API starts from.
+pub(super) async fn input_tokens(loaded: &Arc<Loaded>, input: PromptInput) -> Result<Vec<u32>, Refusal> {
+    let (field, tokens) = match (input.prompt, input.token_ids, input.messages) {
+        (Some(text), None, None) => ("prompt", loaded.encode(text, AddSpecial::Yes).await?),
+        (None, Some(tokens), None) => ("token_ids", tokens),
+        (None, None, Some(messages)) => {
+            let messages: Vec<ChatMessage> =
+                messages.into_iter().map(|message| ChatMessage::new(message.role, message.content)).collect();
+            ("messages", loaded.encode_chat(&messages, true).await?)
+        }
+        _ => {
+            let message = "exactly one of `prompt`, `token_ids` and `messages` must be given";
+            return Err(Refusal::invalid(message, Some("prompt")));
+        }
+    };
+    loaded.check_prompt(field, &tokens)?;
+    Ok(tokens)
+}
+
+/// The messages of an OpenAI request, with their text parts joined.
+pub(super) fn chat_messages(messages: Vec<openai::ChatMessage>) -> Result<Vec<ChatMessage>, Refusal> {
+    let message = |(idx, message): (usize, openai::ChatMessage)| {
+        let field = format!("messages[{idx}].content");
+        if message.tool_calls.is_some_and(|calls| asks(&calls)) {
+            return Err(unsupported(&format!("messages[{idx}].tool_calls")));
+        }
+        let content = match message.content {
+            Some(openai::MessageContent::Text(text)) => text,
+            Some(openai::MessageContent::Parts(parts)) => {
+                if let Some(part) = parts.iter().find(|part| part.kind != "text") {
+                    return Err(Refusal::field(
+                        &field,
+                        format!("a part of type `{}`", part.kind),
+                        "type `text`",
+                    ));
+                }
+                parts.into_iter().filter_map(|part| part.text).collect()
+            }
+            None => return Err(Refusal::field(&field, "missing", "a string or a list of text parts")),
+        };
+        Ok(ChatMessage::new(message.role, content))
+    };
+    messages.into_iter().enumerate().map(message).collect()
+}
+
+/// Takes places and starts the outputs of `prompts`.
+pub(super) async fn start(
+    state: &WorkerState,
+    loaded: &Loaded,
+    prompts: Vec<Vec<u32>>,
+    sampling: &SamplingParams,
+    seq_id: Option<&str>,
+) -> Result<Generation, Refusal> {
+    if let Some(seq_id) = seq_id {
+        check_seq_id(seq_id)?;
+        if 1 < prompts.len() {
+            return Err(Refusal::field("seq_id", "given with several prompts", "one prompt"));
+        }
+        if loaded.sequences.is_active(seq_id) {
+            let message = format!("`seq_id` is `{seq_id}`, which is being stepped; finish it first");
+            return Err(Refusal::conflict(message, Some("seq_id")));
+        }
+    }
+    let permit = admit(state, loaded, prompts.len().saturating_mul(sampling.n as usize))?;
+    let request = |prompt| GenerateRequest { prompt, sampling: sampling.clone() };
+    let requests = prompts.into_iter().map(request).collect();
+    Generation::start(&loaded.engine, requests, seq_id, permit).await
+}
+
+/// Takes places for `n` outputs.
+pub(super) fn admit(state: &WorkerState, loaded: &Loaded, n: usize) -> Result<Permit, Refusal> {
+    let n_places = state.admission.n_places();
+    if n_places < n {
+        return Err(Refusal::field("n", format!("{n} outputs in all"), &format!("at most {n_places}")));
+    }
+    state.admission.try_take(n).ok_or_else(|| {
+        let message = format!("all {n_places} places are taken; try again later");
+        Refusal::too_many(message, loaded.engine.last_snapshot().retry_after())
+    })
+}
+
+pub(super) fn check_seq_id(seq_id: &str) -> Result<(), Refusal> {
+    if (1..=MAX_SEQ_ID_BYTES).contains(&seq_id.len()) {
+        return Ok(());
+    }
+    let allowed = format!("1 to {MAX_SEQ_ID_BYTES} bytes");
+    Err(Refusal::field("seq_id", format!("{} bytes long", seq_id.len()), &allowed))
+}
+
+/// Refuses fields that ask for what the worker does not do.
+pub(super) fn refuse(fields: &[(&str, Option<&Value>)]) -> Result<(), Refusal> {
+    for (field, value) in fields {
+        if value.is_some_and(asks) {
+            return Err(unsupported(field));
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn unsupported(field: &str) -> Refusal {
+    Refusal::invalid(
+        format!("`{field}` is given, which this worker does not support; allowed: none"),
+        Some(field),
+    )
+}
+
+/// Whether a value asks for something: empty ones are what some clients send by default.
+fn asks(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => false,
+        Value::Array(values) => !values.is_empty(),
+        Value::Object(fields) => !fields.is_empty(),
+        Value::String(text) => !text.is_empty(),
+        _ => true,
+    }
+}

@@ -1,0 +1,244 @@
+//! The configuration of a worker.
+//!
+//! The unit of a time or size is part of its field's name.
+
+use std::fmt::Display;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kvik_runtime::http::TlsServerConfig;
+use kvik_types::Dtype;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Result, WorkerError};
+
+/// Most blocks that can be asked for; block ids have 32 bits.
+const MAX_KV_BLOCKS: usize = 1 << 30;
+
+/// Everything that can be configured.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct WorkerConfig {
+    /// Address to listen on; port 0 takes a free one. Default: `127.0.0.1:8082`.
+    pub listen: String,
+    /// Base address that gateways reach the worker at, such as `http://worker-0:8082`. Default: none,
+    /// the address that is listened on, or the host's name if that is a wildcard.
+    pub advertise: Option<String>,
+    /// Name of the worker, unique among the live ones. Default: none, the host's name and the port.
+    pub id: Option<String>,
+    /// Folder of the model. Default: none, the model that the binary carries.
+    pub model: Option<PathBuf>,
+    /// Name that clients ask for the model under. Default: none, the folder's name.
+    pub served_model_name: Option<String>,
+    /// Blocks of 16 tokens for keys and values. Default: 1024.
+    pub kv_blocks: usize,
+    /// Type in which keys and values are kept: `f32`, `f16` or `bf16`. Default: `f32`.
+    pub kv_dtype: String,
+    /// Threads that compute; 0 for the number of cores. Default: 0.
+    pub threads: usize,
+    /// Most token rows in one forward pass. Default: 512.
+    pub max_batched_tokens: usize,
+    /// Most sequences that are computed at a time. Default: 64.
+    pub max_sequences: usize,
+    /// Most outputs that wait for their turn; beyond, requests get 429. Default: 256.
+    pub max_waiting: usize,
+    /// Largest body of a request. Default: 67 108 864 bytes (64 MiB).
+    pub body_limit_bytes: usize,
+    /// Most KV that waits for its other layers, of all sequences together. Default: 268 435 456 bytes
+    /// (256 MiB).
+    pub kv_staging_bytes: usize,
+    /// Time after which an output that waits for its client to read is ended. Default: 60 s.
+    pub slow_client_timeout_s: u64,
+    /// Time after which a stepped sequence, or KV that waits for its other layers, counts as
+    /// abandoned. Default: 600 s.
+    pub idle_timeout_s: u64,
+    /// Time for running requests to finish when the worker drains. Default: 120 s.
+    pub drain_grace_s: u64,
+    /// Base addresses of coordinators, tried in order. Default: none, the worker stands alone.
+    pub coordinators: Vec<String>,
+    /// Share of the ring relative to other workers. Default: 1.
+    pub weight: f64,
+    /// Longest pause between two attempts to reach a coordinator. Default: 5000 ms.
+    pub coordinator_backoff_ms: u64,
+    /// TLS towards clients. Default: none, plain HTTP.
+    pub tls: TlsServerConfig,
+    /// TLS towards coordinators. Default: none, only `http://` works.
+    pub coordinator_tls: CoordinatorTlsConfig,
+}
+
+/// Files of the TLS towards coordinators, all PEM.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct CoordinatorTlsConfig {
+    /// Authorities that sign their certificates. Default: none.
+    pub authorities: Option<PathBuf>,
+    /// The certificate chain that this worker shows (mTLS). Default: none.
+    pub certificate: Option<PathBuf>,
+    /// Its private key. Default: none.
+    pub key: Option<PathBuf>,
+}
+
+impl Default for WorkerConfig {
+    fn default() -> Self {
+        Self {
+            listen: "127.0.0.1:8082".to_owned(),
+            advertise: None,
+            id: None,
+            model: None,
+            served_model_name: None,
+            kv_blocks: 1024,
+            kv_dtype: "f32".to_owned(),
+            threads: 0,
+            max_batched_tokens: 512,
+            max_sequences: 64,
+            max_waiting: 256,
+            body_limit_bytes: 64 << 20,
+            kv_staging_bytes: 256 << 20,
+            slow_client_timeout_s: 60,
+            idle_timeout_s: 600,
+            drain_grace_s: 120,
+            coordinators: Vec::new(),
+            weight: 1.0,
+            coordinator_backoff_ms: 5000,
+            tls: TlsServerConfig::default(),
+            coordinator_tls: CoordinatorTlsConfig::default(),
+        }
+    }
+}
+
+impl WorkerConfig {
+    /// Checks all values.
+    ///
+    /// # Errors
+    /// [`WorkerError::InvalidConfig`] for the first value that is not allowed.
+    pub fn validate(&self) -> Result<()> {
+        const BASE: &str = "http://host:port or https://host:port";
+        if let Some(advertise) = &self.advertise {
+            check(is_base_address(advertise), "advertise", advertise, BASE)?;
+        }
+        for coordinator in &self.coordinators {
+            check(is_base_address(coordinator), "coordinators", coordinator, BASE)?;
+        }
+        for (field, name) in [("id", &self.id), ("served_model_name", &self.served_model_name)] {
+            if let Some(name) = name {
+                let fits = (1..=256).contains(&name.len()) && !name.chars().any(char::is_control);
+                check(fits, field, name, "1 to 256 bytes without control characters")?;
+            }
+        }
+        self.dtype()?;
+        let blocks = self.kv_blocks;
+        check((1..=MAX_KV_BLOCKS).contains(&blocks), "kv_blocks", &blocks, "1 to 1073741824")?;
+        check(self.threads <= 1024, "threads", &self.threads, "0 to 1024")?;
+        let rows = self.max_batched_tokens;
+        check((1..=1 << 20).contains(&rows), "max_batched_tokens", &rows, "1 to 1048576")?;
+        let sequences = self.max_sequences;
+        check((1..=65536).contains(&sequences), "max_sequences", &sequences, "1 to 65536")?;
+        check(self.max_waiting <= 1 << 20, "max_waiting", &self.max_waiting, "0 to 1048576")?;
+        let body = self.body_limit_bytes;
+        check(1024 <= body, "body_limit_bytes", &body, "at least 1024")?;
+        for (field, seconds) in
+            [("slow_client_timeout_s", self.slow_client_timeout_s), ("idle_timeout_s", self.idle_timeout_s)]
+        {
+            check((1..=86_400).contains(&seconds), field, &seconds, "1 to 86400 (a day)")?;
+        }
+        check(self.drain_grace_s <= 86_400, "drain_grace_s", &self.drain_grace_s, "0 to 86400 (a day)")?;
+        check((0.001..=1000.0).contains(&self.weight), "weight", &self.weight, "0.001 to 1000")?;
+        let backoff = self.coordinator_backoff_ms;
+        check((10..=600_000).contains(&backoff), "coordinator_backoff_ms", &backoff, "10 to 600000")?;
+        let tls = &self.coordinator_tls;
+        check(
+            tls.certificate.is_some() == tls.key.is_some(),
+            "coordinator_tls",
+            "only one of `certificate` and `key`",
+            "both or none",
+        )
+    }
+
+    pub(crate) fn dtype(&self) -> Result<Dtype> {
+        match self.kv_dtype.parse() {
+            Ok(dtype @ (Dtype::F32 | Dtype::F16 | Dtype::BF16)) => Ok(dtype),
+            _ => Err(WorkerError::InvalidConfig {
+                field: "kv_dtype",
+                value: self.kv_dtype.clone(),
+                allowed: "f32, f16 or bf16",
+            }),
+        }
+    }
+
+    pub(crate) fn slow_client_timeout(&self) -> Duration {
+        Duration::from_secs(self.slow_client_timeout_s)
+    }
+
+    pub(crate) fn idle_timeout(&self) -> Duration {
+        Duration::from_secs(self.idle_timeout_s)
+    }
+
+    pub(crate) fn drain_grace(&self) -> Duration {
+        Duration::from_secs(self.drain_grace_s)
+    }
+
+    pub(crate) fn coordinator_backoff(&self) -> Duration {
+        Duration::from_millis(self.coordinator_backoff_ms)
+    }
+}
+
+/// Says whether `address` is `http://host:port` or the same with TLS, without a path.
+fn is_base_address(address: &str) -> bool {
+    address.parse::<http::Uri>().is_ok_and(|uri| {
+        matches!(uri.scheme_str(), Some("http" | "https"))
+            && uri.host().is_some_and(|host| !host.is_empty())
+            && uri.path() == "/"
+            && uri.query().is_none()
+    })
+}
+
+fn check(
+    fits: bool,
+    field: &'static str,
+    value: &(impl Display + ?Sized),
+    allowed: &'static str,
+) -> Result<()> {
+    if fits {
+        return Ok(());
+    }
+    Err(WorkerError::InvalidConfig { field, value: value.to_string(), allowed })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_is_valid_and_reads_back() {
+        let config = WorkerConfig::default();
+        config.validate().unwrap();
+        let text = serde_json::to_string(&config).unwrap();
+        assert_eq!(serde_json::from_str::<WorkerConfig>(&text).unwrap(), config);
+    }
+
+    #[test]
+    fn a_bad_value_is_refused_with_its_field_and_what_is_allowed() {
+        let message = |change: fn(&mut WorkerConfig)| {
+            let mut config = WorkerConfig::default();
+            change(&mut config);
+            config.validate().unwrap_err().to_string()
+        };
+        assert_eq!(message(|config| config.kv_blocks = 0), "`kv_blocks` is 0; allowed: 1 to 1073741824");
+        assert_eq!(
+            message(|config| config.kv_dtype = "fp8".into()),
+            "`kv_dtype` is fp8; allowed: f32, f16 or bf16"
+        );
+        assert!(message(|config| config.coordinators = vec!["host:1".into()]).contains("`coordinators`"));
+        assert!(message(|config| config.advertise = Some("http://h/x".into())).contains("`advertise`"));
+        assert!(message(|config| config.weight = f64::NAN).contains("`weight` is NaN"));
+        assert!(message(|config| config.id = Some(String::new())).contains("`id`"));
+        assert!(message(|config| config.idle_timeout_s = 0).contains("a day"));
+        assert!(message(|config| config.coordinator_tls.key = Some("k".into())).contains("both or none"));
+    }
+
+    #[test]
+    fn an_unknown_field_is_refused() {
+        let error = serde_json::from_str::<WorkerConfig>(r#"{"kv_block": 1}"#).unwrap_err();
+        assert!(error.to_string().contains("unknown field `kv_block`"), "{error}");
+    }
+}

@@ -1,0 +1,67 @@
+//! The end of a worker without the loss of a request.
+//!
+//! Draining begins with a signal, `POST /drain` or the coordinator's wish. From then on new requests
+//! get 503 and the worker is not ready. First it leaves its coordinator, so that gateways send
+//! nothing more; then it waits until the engine is done with every request, but no longer than the
+//! grace; what still runs then fails with an error event. Last the server closes: answers that are on
+//! their way get some more seconds to be read. Sequences that their clients step count as running
+//! until they end, are finished or are abandoned.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvik_runtime::shutdown::Shutdown;
+use tokio_util::sync::CancellationToken;
+
+use crate::engine_thread::EngineHandle;
+use crate::state::WorkerState;
+
+/// Time for clients to read what was sent: longer than a stall of a network, shorter than anyone
+/// waits for a worker that is done.
+const READ_GRACE: Duration = Duration::from_secs(10);
+
+/// What has to end, in this order.
+#[derive(Debug)]
+pub(crate) struct Drain {
+    pub(crate) engine: EngineHandle,
+    /// Cancelled when the coordinators have been left.
+    pub(crate) unregistered: CancellationToken,
+    /// Makes the server take no more connections and finish those that are there.
+    pub(crate) closing: CancellationToken,
+    /// Ends the connections.
+    pub(crate) connections: Shutdown,
+    /// Cancelled when the server has ended.
+    pub(crate) served: CancellationToken,
+}
+
+impl Drain {
+    /// Waits for the drain and performs it.
+    pub(crate) async fn run(self, state: Arc<WorkerState>, shutdown: Shutdown) {
+        tokio::select! {
+            () = state.draining.cancelled() => {}
+            () = shutdown.draining() => state.draining.cancel(),
+        }
+        tracing::info!(worker = %state.id, "worker drains");
+        let finish = async {
+            self.unregistered.cancelled().await;
+            state.admission.idle().await;
+        };
+        tokio::select! {
+            () = finish => tracing::info!(worker = %state.id, "worker has drained"),
+            () = tokio::time::sleep(state.config.drain_grace()) => {
+                tracing::warn!(worker = %state.id, "the grace period is over; what still runs fails");
+                self.engine.stop();
+            }
+            () = shutdown.stopping() => {}
+        }
+        self.closing.cancel();
+        tokio::select! {
+            () = self.served.cancelled() => {}
+            () = tokio::time::sleep(READ_GRACE) => {
+                tracing::warn!(worker = %state.id, "closed connections whose answers were not read");
+                self.connections.stop();
+            }
+            () = shutdown.stopping() => {}
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! The requests that the engine has, as its thread sees them.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use kvik_model::RequestId;
+
+use super::Origin;
+use crate::generation::Event;
+
+/// A request that the engine has.
+#[derive(Debug)]
+pub(super) struct Entry {
+    pub(super) id: RequestId,
+    pub(super) origin: Origin,
+    /// For each choice: tokens sent and when the last one was.
+    choices: Vec<Choice>,
+    n_live_choices: usize,
+    n_granted: u64,
+    /// When the client last read or the output last grew.
+    progressed: Instant,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Choice {
+    n_sent: u64,
+    last_sent: Option<Instant>,
+}
+
+/// All of them, by ticket and by the engine's id.
+#[derive(Debug, Default)]
+pub(super) struct Entries {
+    by_ticket: HashMap<u64, Entry>,
+    tickets: HashMap<RequestId, u64>,
+}
+
+/// How long a token took.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum TokenTime {
+    /// Since the request arrived: its first token.
+    First(Duration),
+    /// Since the token before it in its output.
+    Next(Duration),
+    /// The first token of another choice, which was chosen together with that of the first.
+    Unmeasured,
+}
+
+impl Entry {
+    pub(super) fn new(id: RequestId, origin: Origin, n_choices: usize) -> Self {
+        Self {
+            id,
+            choices: vec![Choice { n_sent: 0, last_sent: None }; n_choices],
+            n_live_choices: n_choices,
+            n_granted: u64::from(origin.credits),
+            progressed: origin.arrived,
+            origin,
+        }
+    }
+
+    /// Gives its place back, and then sends its last event: who has that finds the place free.
+    pub(super) fn send_last(self, event: Event) {
+        let Origin { part_idx, events, permit, .. } = self.origin;
+        drop(permit);
+        let _ = events.send((part_idx, event));
+    }
+
+    /// Sends an event; one that nobody receives any more is followed by the request's end.
+    pub(super) fn send(&self, event: Event) {
+        let _ = self.origin.events.send((self.origin.part_idx, event));
+    }
+
+    pub(super) fn has_first_token(&self) -> bool {
+        self.choices.first().is_some_and(|choice| 0 < choice.n_sent)
+    }
+
+    pub(super) fn grant(&mut self, n: u32, now: Instant) {
+        self.n_granted += u64::from(n);
+        self.progressed = now;
+    }
+
+    /// Whether an output waits for its client since before `deadline`.
+    pub(super) fn is_stalled_since(&self, deadline: Instant) -> bool {
+        let is_paused = self.choices.iter().any(|choice| self.n_granted <= choice.n_sent);
+        !self.origin.is_stepped && is_paused && self.progressed < deadline
+    }
+
+    pub(super) fn note_token(&mut self, choice: u32, now: Instant) -> TokenTime {
+        self.progressed = now;
+        let arrived = self.origin.arrived;
+        let Some(state) = self.choices.get_mut(choice as usize) else { return TokenTime::Unmeasured };
+        state.n_sent += 1;
+        match state.last_sent.replace(now) {
+            Some(before) => TokenTime::Next(now - before),
+            None if choice == 0 => TokenTime::First(now - arrived),
+            None => TokenTime::Unmeasured,
+        }
+    }
+
+    /// Notes the end of an output; the time since the request's arrival after the last one.
+    pub(super) fn note_finished(&mut self, now: Instant) -> Option<Duration> {
+        self.n_live_choices = self.n_live_choices.saturating_sub(1);
+        (self.n_live_choices == 0).then(|| now - self.origin.arrived)
+    }
+}
+
+impl Entries {
+    pub(super) fn insert(&mut self, entry: Entry) {
+        self.tickets.insert(entry.id, entry.origin.ticket);
+        self.by_ticket.insert(entry.origin.ticket, entry);
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.by_ticket.is_empty()
+    }
+
+    pub(super) fn get_mut(&mut self, ticket: u64) -> Option<&mut Entry> {
+        self.by_ticket.get_mut(&ticket)
+    }
+
+    pub(super) fn of_request(&mut self, id: RequestId) -> Option<(u64, &mut Entry)> {
+        let ticket = *self.tickets.get(&id)?;
+        Some((ticket, self.by_ticket.get_mut(&ticket)?))
+    }
+
+    pub(super) fn remove(&mut self, ticket: u64) -> Option<Entry> {
+        let entry = self.by_ticket.remove(&ticket)?;
+        self.tickets.remove(&entry.id);
+        Some(entry)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u64, &Entry)> {
+        self.by_ticket.iter().map(|(&ticket, entry)| (ticket, entry))
+    }
+
+    pub(super) fn drain(&mut self) -> impl Iterator<Item = Entry> {
+        self.tickets.clear();
+        self.by_ticket.drain().map(|(_, entry)| entry)
+    }
+}

@@ -1,0 +1,242 @@
+//! The thread that owns the engine.
+//!
+//! The engine computes for milliseconds at a time and must not sit on a thread that serves sockets;
+//! one plain thread owns it and everything else sends commands. Commands are taken between two
+//! steps, events go out after each step, and neither ever waits for a client: see
+//! [`generation`](crate::generation) for how slow ones are held.
+//!
+//! If the thread panics, everything that it owns is dropped: requests see their events end, commands
+//! see their channel closed, and [`EngineHandle::is_alive`] turns false.
+
+mod entries;
+mod run;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use kvik_model::{Engine, EngineStats, GenerateRequest, ModelError, PoolStats, SequenceKv};
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+
+use crate::admission::Permit;
+use crate::error::{Refusal, Result, WorkerError};
+use crate::generation::EventSender;
+use crate::metrics::WorkerMetrics;
+
+use run::EngineThread;
+
+/// A request for the engine.
+#[derive(Debug)]
+pub(crate) struct Submission {
+    pub(crate) origin: Origin,
+    pub(crate) request: GenerateRequest,
+}
+
+/// Where a request comes from.
+#[derive(Debug)]
+pub(crate) struct Origin {
+    /// Names the request towards the thread.
+    pub(crate) ticket: u64,
+    /// The prompt's place among those of its client's request.
+    pub(crate) part_idx: usize,
+    /// Name that the sequence stays resident under.
+    pub(crate) name: Option<String>,
+    /// Tokens that may be chosen before a grant.
+    pub(crate) credits: u32,
+    /// Whether its client advances it: it may wait for credits for long, and its client is told
+    /// when the prompt is admitted.
+    pub(crate) is_stepped: bool,
+    pub(crate) arrived: Instant,
+    /// Its place, given back when the engine is done with it: a client that does not read its
+    /// answer holds none. All prompts of a request share one.
+    pub(crate) permit: Arc<Permit>,
+    pub(crate) events: EventSender,
+}
+
+/// What the thread is asked to do.
+pub(super) enum Command {
+    Submit(Box<Submission>),
+    Grant { ticket: u64, n: u32 },
+    Abandon { ticket: u64 },
+    Finish { ticket: Option<u64>, name: String, forgets: bool, reply: oneshot::Sender<usize> },
+    Export { name: String, layers: Range<usize>, reply: oneshot::Sender<Option<SequenceKv>> },
+    Import { name: String, kv: SequenceKv, reply: oneshot::Sender<Result<(), ModelError>> },
+    Stats { reply: oneshot::Sender<Snapshot> },
+    Stop,
+}
+
+/// The engine's state between two steps.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Snapshot {
+    pub(crate) n_running: usize,
+    pub(crate) n_waiting: usize,
+    pub(crate) n_residents: usize,
+    pub(crate) outstanding_tokens: usize,
+    pub(crate) pool: PoolStats,
+    pub(crate) stats: EngineStats,
+    /// Token rows computed in a second of computing; 0 before the first.
+    pub(crate) tokens_per_second: f64,
+}
+
+/// Sends commands to the thread; clones share it.
+#[derive(Debug, Clone)]
+pub(crate) struct EngineHandle {
+    commands: mpsc::Sender<Command>,
+    shared: Arc<Shared>,
+}
+
+/// What both sides see.
+#[derive(Debug)]
+struct Shared {
+    is_alive: AtomicBool,
+    n_tickets: AtomicU64,
+    snapshot: Mutex<Snapshot>,
+}
+
+// === impl Command ===
+
+impl std::fmt::Debug for Command {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str(match self {
+            Self::Submit(_) => "Submit",
+            Self::Grant { .. } => "Grant",
+            Self::Abandon { .. } => "Abandon",
+            Self::Finish { .. } => "Finish",
+            Self::Export { .. } => "Export",
+            Self::Import { .. } => "Import",
+            Self::Stats { .. } => "Stats",
+            Self::Stop => "Stop",
+        })
+    }
+}
+
+// === impl Snapshot ===
+
+impl Snapshot {
+    /// Held share of the blocks, 0 to 1.
+    pub(crate) fn kv_usage(&self) -> f64 {
+        let n_blocks = self.pool.n_blocks.max(1);
+        1.0 - self.pool.n_free as f64 / n_blocks as f64
+    }
+
+    /// Seconds, 1 to 60, until about half of what is outstanding is done.
+    pub(crate) fn retry_after(&self) -> u64 {
+        if self.tokens_per_second <= 0.0 {
+            return 1;
+        }
+        let seconds = self.outstanding_tokens as f64 / 2.0 / self.tokens_per_second;
+        (seconds.ceil() as u64).clamp(1, 60)
+    }
+}
+
+// === impl EngineHandle ===
+
+impl EngineHandle {
+    /// Starts the thread of `engine`.
+    ///
+    /// # Errors
+    /// If the operating system gives no thread.
+    pub(crate) fn spawn(
+        engine: Engine,
+        metrics: WorkerMetrics,
+        slow_client_timeout: Duration,
+    ) -> Result<(Self, JoinHandle<()>)> {
+        let (sender, receiver) = mpsc::channel();
+        let shared = Arc::new(Shared {
+            is_alive: AtomicBool::new(true),
+            n_tickets: AtomicU64::new(0),
+            snapshot: Mutex::new(Snapshot::default()),
+        });
+        let thread = EngineThread::new(engine, receiver, Arc::clone(&shared), metrics, slow_client_timeout);
+        let thread =
+            std::thread::Builder::new()
+                .name("kvik-engine".to_owned())
+                .spawn(move || thread.run())
+                .map_err(|source| WorkerError::Io { what: "start the engine's thread".to_owned(), source })?;
+        Ok((Self { commands: sender, shared }, thread))
+    }
+
+    /// Whether the thread runs.
+    pub(crate) fn is_alive(&self) -> bool {
+        self.shared.is_alive.load(Ordering::Acquire)
+    }
+
+    /// The state after the last step, without waiting for the thread.
+    pub(crate) fn last_snapshot(&self) -> Snapshot {
+        *self.shared.snapshot.lock()
+    }
+
+    pub(crate) fn next_ticket(&self) -> u64 {
+        // Relaxed: a ticket needs uniqueness only.
+        self.shared.n_tickets.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Hands a request over; its first event says what became of it.
+    pub(crate) fn submit(&self, submission: Submission) -> Result<(), Refusal> {
+        self.send(Command::Submit(Box::new(submission)))
+    }
+
+    /// Lets the outputs of a request choose `n` more tokens each.
+    pub(crate) fn grant(&self, ticket: u64, n: u32) {
+        // A thread that has ended has told the request so by ending its events.
+        let _ = self.send(Command::Grant { ticket, n });
+    }
+
+    /// Ends a request that nobody waits for; a named sequence stays resident.
+    pub(crate) fn abandon(&self, ticket: u64) {
+        let _ = self.send(Command::Abandon { ticket });
+    }
+
+    /// Ends the request `ticket`, if any; returns the tokens of `name` that stay resident.
+    pub(crate) async fn finish(
+        &self,
+        ticket: Option<u64>,
+        name: &str,
+        forgets: bool,
+    ) -> Result<usize, Refusal> {
+        let name = name.to_owned();
+        self.ask(|reply| Command::Finish { ticket, name, forgets, reply }).await
+    }
+
+    /// The KV of a named sequence in some layers.
+    pub(crate) async fn export_kv(
+        &self,
+        name: &str,
+        layers: Range<usize>,
+    ) -> Result<Option<SequenceKv>, Refusal> {
+        let name = name.to_owned();
+        self.ask(|reply| Command::Export { name, layers, reply }).await
+    }
+
+    /// Makes `kv` the resident `name`.
+    pub(crate) async fn import_kv(&self, name: &str, kv: SequenceKv) -> Result<(), Refusal> {
+        let name = name.to_owned();
+        self.ask(|reply| Command::Import { name, kv, reply }).await?.map_err(Refusal::from)
+    }
+
+    /// The state now, after all commands that were sent before.
+    pub(crate) async fn snapshot(&self) -> Result<Snapshot, Refusal> {
+        self.ask(|reply| Command::Stats { reply }).await
+    }
+
+    /// Ends the thread; requests that run fail.
+    pub(crate) fn stop(&self) {
+        let _ = self.send(Command::Stop);
+    }
+
+    fn send(&self, command: Command) -> Result<(), Refusal> {
+        self.commands.send(command).map_err(|_| Refusal::engine_gone())
+    }
+
+    async fn ask<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Result<T, Refusal> {
+        let (reply, answer) = oneshot::channel();
+        self.send(command(reply))?;
+        answer.await.map_err(|_| Refusal::engine_gone())
+    }
+}

@@ -1,0 +1,153 @@
+//! The thread with engines that fail.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvik_model::{
+    Backend, BlockId, CpuBackend, CpuBackendOptions, Engine, EngineOptions, GenerateRequest, LayerKv, Logits,
+    Model, ModelConfig, ModelError, Result, SamplingParams, SequenceRows,
+};
+use kvik_types::Dtype;
+
+use super::EngineHandle;
+use crate::admission::Admission;
+use crate::error::Refusal;
+use crate::generation::{Event, Generation, WINDOW};
+use crate::metrics::WorkerMetrics;
+
+/// The real backend, until a pass has a token that it does not like.
+#[derive(Debug)]
+struct Fragile {
+    inner: CpuBackend,
+    panics_on: u32,
+    fails_on: u32,
+}
+
+impl Backend for Fragile {
+    fn config(&self) -> &ModelConfig {
+        self.inner.config()
+    }
+
+    fn n_blocks(&self) -> usize {
+        self.inner.n_blocks()
+    }
+
+    fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
+        let has = |token: u32| sequences.iter().any(|rows| rows.tokens.contains(&token));
+        assert!(!has(self.panics_on), "as the test asks");
+        if has(self.fails_on) {
+            return Err(ModelError::NotFinite { position: 0 });
+        }
+        self.inner.forward(sequences, logits)
+    }
+
+    fn copy_block(&mut self, from: BlockId, to: BlockId) {
+        self.inner.copy_block(from, to);
+    }
+
+    fn kv_dtype(&self) -> Dtype {
+        self.inner.kv_dtype()
+    }
+
+    fn export_kv(&self, layer_idx: usize, block_table: &[BlockId], n_tokens: usize) -> LayerKv {
+        self.inner.export_kv(layer_idx, block_table, n_tokens)
+    }
+
+    fn import_kv(&mut self, layer_idx: usize, block_table: &[BlockId], kv: &LayerKv) -> Result<()> {
+        self.inner.import_kv(layer_idx, block_table, kv)
+    }
+}
+
+const PANICS_ON: u32 = 4000;
+const FAILS_ON: u32 = 4001;
+
+fn start(slow_client_timeout: Duration) -> (EngineHandle, std::thread::JoinHandle<()>) {
+    let model = Model::bundled().unwrap();
+    let mut options = CpuBackendOptions::default();
+    options.n_blocks = 64;
+    options.n_threads = 1;
+    let inner = CpuBackend::load(model.config().clone(), model.checkpoint(), &options).unwrap();
+    let namespace = model.namespace(Dtype::F32);
+    let backend = Box::new(Fragile { inner, panics_on: PANICS_ON, fails_on: FAILS_ON });
+    let tokenizer = Some(Arc::clone(model.tokenizer()));
+    let engine = Engine::new(backend, tokenizer, &namespace, EngineOptions::default()).unwrap();
+    EngineHandle::spawn(engine, WorkerMetrics::new("m", "w"), slow_client_timeout).unwrap()
+}
+
+fn request(prompt: &[u32], max_tokens: u32) -> GenerateRequest {
+    let mut sampling = SamplingParams::greedy(max_tokens);
+    sampling.ignore_eos = true;
+    GenerateRequest { prompt: prompt.to_vec(), sampling }
+}
+
+async fn begin(engine: &EngineHandle, requests: Vec<GenerateRequest>) -> Result<Generation, Refusal> {
+    let permit = Admission::new(1).try_take(1).unwrap();
+    Generation::start(engine, requests, None, permit).await
+}
+
+async fn last_event(mut generation: Generation) -> Event {
+    let mut last = None;
+    while let Some((_, event)) = generation.next().await {
+        last = Some(event);
+    }
+    last.unwrap()
+}
+
+#[tokio::test]
+async fn a_panic_ends_requests_with_an_error_and_nothing_hangs() {
+    let (engine, thread) = start(Duration::from_mins(1));
+    let running = begin(&engine, vec![request(&[1, 70, 80], 4000)]).await.unwrap();
+    // Accepted, then the pass panics.
+    let fatal = begin(&engine, vec![request(&[1, PANICS_ON], 5)]).await.unwrap();
+    assert!(matches!(last_event(fatal).await, Event::Failed(_)));
+    assert!(matches!(last_event(running).await, Event::Failed(_)));
+    assert!(thread.join().is_err());
+    assert!(!engine.is_alive());
+    assert!(begin(&engine, vec![request(&[1, 70], 5)]).await.is_err());
+    assert!(engine.snapshot().await.is_err());
+}
+
+#[tokio::test]
+async fn a_batch_that_the_backend_refuses_fails_its_requests_and_the_engine_goes_on() {
+    let (engine, _thread) = start(Duration::from_mins(1));
+    let failing = begin(&engine, vec![request(&[1, FAILS_ON], 5)]).await.unwrap();
+    assert!(matches!(last_event(failing).await, Event::Failed(message) if message.contains("failed")));
+    let next = begin(&engine, vec![request(&[1, 70], 5)]).await.unwrap();
+    assert!(matches!(last_event(next).await, Event::Finished { .. }));
+    assert_eq!(engine.snapshot().await.unwrap().n_running, 0);
+}
+
+#[tokio::test]
+async fn an_output_that_is_not_read_pauses_at_the_window_and_is_ended_after_its_time() {
+    let (engine, _thread) = start(Duration::from_millis(1));
+    let mut slow = begin(&engine, vec![request(&[1, 70], 900)]).await.unwrap();
+    // Not read at all: the engine itself gets it out of the way.
+    while 0 < engine.snapshot().await.unwrap().n_running {
+        tokio::task::yield_now().await;
+    }
+    let mut n_tokens = 0;
+    let mut end = None;
+    while let Some((_, event)) = slow.next().await {
+        match event {
+            Event::Token(_) => n_tokens += 1,
+            other => end = Some(other),
+        }
+    }
+    assert_eq!(n_tokens, WINDOW);
+    assert!(matches!(end, Some(Event::Failed(message)) if message.contains("did not read")));
+}
+
+#[tokio::test]
+async fn an_output_that_is_read_goes_past_the_window() {
+    let (engine, _thread) = start(Duration::from_mins(1));
+    let mut sampling = SamplingParams::greedy(WINDOW * 2 + 40);
+    sampling.ignore_eos = true;
+    sampling.n = 2;
+    let request = GenerateRequest { prompt: vec![1, 70], sampling };
+    let mut generation = begin(&engine, vec![request]).await.unwrap();
+    let mut n_tokens = 0;
+    while let Some((_, event)) = generation.next().await {
+        n_tokens += u32::from(matches!(event, Event::Token(_)));
+    }
+    assert_eq!(n_tokens, 2 * (WINDOW * 2 + 40));
+}

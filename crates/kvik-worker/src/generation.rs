@@ -1,0 +1,220 @@
+//! One request to the engine, of one or several prompts.
+//!
+//! A reader that is slow must neither stop the engine nor fill the memory. So every output may run
+//! [`WINDOW`] tokens ahead of its reader and pauses there; reading gives it credits for more. The
+//! engine's thread ends an output that stays paused longer than the configured time.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+use kvik_model::{FinishReason, GenerateRequest, ModelError, TokenLogprobs, Usage};
+use tokio::sync::mpsc;
+
+use crate::admission::Permit;
+use crate::engine_thread::{EngineHandle, Origin, Submission};
+use crate::error::Refusal;
+
+/// Tokens that an output may be ahead of its reader: at 50 tokens/s and 100 bytes an event, five
+/// seconds of a stalled network in 25 KB.
+pub(crate) const WINDOW: u32 = 256;
+/// Tokens read before more are granted: few enough messages to the engine not to matter.
+const GRANT: u32 = WINDOW / 2;
+
+/// Something that happened to a request.
+#[derive(Debug)]
+pub(crate) enum Event {
+    /// The engine took it; always the first event but for [`Event::Rejected`].
+    Accepted,
+    /// The engine refused it; the last event.
+    Rejected(ModelError),
+    /// Its prompt was admitted; told to those who asked for it.
+    Admitted {
+        /// Prompt tokens whose KV was there already.
+        cached_tokens: usize,
+    },
+    /// An output grew.
+    Token(Token),
+    /// An output ended.
+    Finished {
+        /// Which output, from 0.
+        choice: u32,
+        /// Text that was held back.
+        text: String,
+        reason: FinishReason,
+        usage: Usage,
+    },
+    /// It cannot go on; the last event.
+    Failed(String),
+}
+
+/// A token of an output.
+#[derive(Debug)]
+pub(crate) struct Token {
+    /// Which output, from 0.
+    pub(crate) choice: u32,
+    pub(crate) id: u32,
+    /// Text that became final.
+    pub(crate) text: String,
+    pub(crate) logprobs: Option<TokenLogprobs>,
+}
+
+/// Where the events of a request go, with the prompt's place in the request.
+pub(crate) type EventSender = mpsc::UnboundedSender<(usize, Event)>;
+
+/// A request to the engine; dropping it ends it there.
+#[derive(Debug)]
+pub(crate) struct Generation {
+    engine: EngineHandle,
+    /// One for each prompt.
+    parts: Vec<Part>,
+    events: mpsc::UnboundedReceiver<(usize, Event)>,
+    /// Events that came before the last prompt was accepted.
+    early: VecDeque<(usize, Event)>,
+    n_live_choices: usize,
+    has_failed: bool,
+}
+
+/// One prompt of a request.
+#[derive(Debug)]
+struct Part {
+    ticket: u64,
+    /// For each choice: tokens read, `None` after its end.
+    n_read: Vec<Option<u32>>,
+    n_granted: u32,
+}
+
+impl Generation {
+    /// Submits `requests` under `name` and waits until the engine has taken all of them; `permit` is
+    /// their place.
+    ///
+    /// # Errors
+    /// If it refuses one; nothing stays behind then.
+    pub(crate) async fn start(
+        engine: &EngineHandle,
+        requests: Vec<GenerateRequest>,
+        name: Option<&str>,
+        permit: Permit,
+    ) -> Result<Self, Refusal> {
+        let permit = Arc::new(permit);
+        let (sender, events) = mpsc::unbounded_channel();
+        let mut generation = Self {
+            engine: engine.clone(),
+            parts: Vec::with_capacity(requests.len()),
+            events,
+            early: VecDeque::new(),
+            n_live_choices: requests.iter().map(|request| request.sampling.n as usize).sum(),
+            has_failed: false,
+        };
+        for (part_idx, request) in requests.into_iter().enumerate() {
+            let ticket = engine.next_ticket();
+            let n_read = vec![Some(0); request.sampling.n as usize];
+            generation.parts.push(Part { ticket, n_read, n_granted: WINDOW });
+            let origin = Origin {
+                ticket,
+                part_idx,
+                name: name.map(str::to_owned),
+                credits: WINDOW,
+                is_stepped: false,
+                arrived: Instant::now(),
+                permit: Arc::clone(&permit),
+                events: sender.clone(),
+            };
+            engine.submit(Submission { origin, request })?;
+        }
+        drop((sender, permit));
+        let mut n_accepted = 0;
+        while n_accepted < generation.parts.len() {
+            match generation.events.recv().await {
+                Some((_, Event::Accepted)) => n_accepted += 1,
+                Some((_, Event::Rejected(error))) => return Err(error.into()),
+                Some((_, Event::Failed(message))) => return Err(Refusal::unavailable(message, 1)),
+                // The first prompts may run before the last is taken.
+                Some(event) => generation.early.push_back(event),
+                None => return Err(Refusal::engine_gone()),
+            }
+        }
+        Ok(generation)
+    }
+
+    /// The next event; `None` after the end of all outputs or a failure. Cancel safe.
+    pub(crate) async fn next(&mut self) -> Option<(usize, Event)> {
+        if self.n_live_choices == 0 || self.has_failed {
+            return None;
+        }
+        let event = match self.early.pop_front() {
+            Some(event) => Some(event),
+            None => self.events.recv().await,
+        };
+        Some(self.note(event))
+    }
+
+    /// The next event if it is there already.
+    pub(crate) fn try_next(&mut self) -> Option<(usize, Event)> {
+        if self.n_live_choices == 0 || self.has_failed {
+            return None;
+        }
+        if let Some(event) = self.early.pop_front() {
+            return Some(self.note(Some(event)));
+        }
+        match self.events.try_recv() {
+            Ok(event) => Some(self.note(Some(event))),
+            Err(mpsc::error::TryRecvError::Empty) => None,
+            Err(mpsc::error::TryRecvError::Disconnected) => Some(self.note(None)),
+        }
+    }
+
+    fn note(&mut self, event: Option<(usize, Event)>) -> (usize, Event) {
+        let Some((part_idx, event)) = event else {
+            self.has_failed = true;
+            return (0, Event::Failed("the engine has ended".to_owned()));
+        };
+        match &event {
+            Event::Token(token) => self.note_read(part_idx, token.choice),
+            Event::Finished { choice, .. } => {
+                self.n_live_choices -= 1;
+                if let Some(n_read) = self.choice_mut(part_idx, *choice) {
+                    *n_read = None;
+                }
+                self.grant(part_idx);
+            }
+            Event::Failed(_) | Event::Rejected(_) => self.has_failed = true,
+            Event::Accepted | Event::Admitted { .. } => {}
+        }
+        (part_idx, event)
+    }
+
+    fn choice_mut(&mut self, part_idx: usize, choice: u32) -> Option<&mut Option<u32>> {
+        self.parts.get_mut(part_idx)?.n_read.get_mut(choice as usize)
+    }
+
+    fn note_read(&mut self, part_idx: usize, choice: u32) {
+        if let Some(Some(n_read)) = self.choice_mut(part_idx, choice) {
+            *n_read += 1;
+        }
+        self.grant(part_idx);
+    }
+
+    /// Lets the choices of a prompt run as far ahead of the slowest of them as the window is wide.
+    fn grant(&mut self, part_idx: usize) {
+        let Some(part) = self.parts.get_mut(part_idx) else { return };
+        let Some(n_read) = part.n_read.iter().flatten().min() else { return };
+        let allowed = n_read.saturating_add(WINDOW);
+        let n_new = allowed.saturating_sub(part.n_granted);
+        if GRANT <= n_new {
+            part.n_granted = allowed;
+            self.engine.grant(part.ticket, n_new);
+        }
+    }
+}
+
+impl Drop for Generation {
+    fn drop(&mut self) {
+        if self.n_live_choices == 0 {
+            return;
+        }
+        for part in &self.parts {
+            self.engine.abandon(part.ticket);
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! The metrics of a worker: vLLM's names where they exist, so that its dashboards and the
+//! autoscalers that read it work unchanged.
+//!
+//! All have the labels `model_name` and `engine`, which is the worker's id: the roles of one process
+//! share a registry.
+//!
+//! | name | kind | meaning |
+//! |---|---|---|
+//! | `vllm:num_requests_running` | gauge | sequences in the batch |
+//! | `vllm:num_requests_waiting` | gauge | sequences that wait for admission |
+//! | `vllm:kv_cache_usage_perc` | gauge | held share of the KV blocks, 0 to 1 |
+//! | `vllm:prefix_cache_queries_total` | counter | prompt tokens looked up |
+//! | `vllm:prefix_cache_hits_total` | counter | of these, tokens whose KV was there |
+//! | `vllm:prompt_tokens_total` | counter | prompt tokens of accepted requests |
+//! | `vllm:generation_tokens_total` | counter | tokens chosen |
+//! | `vllm:request_success_total{finished_reason}` | counter | outputs that ended |
+//! | `vllm:num_preemptions_total` | counter | times a sequence gave its blocks back |
+//! | `vllm:time_to_first_token_seconds` | histogram | from a request's arrival to its first token |
+//! | `vllm:inter_token_latency_seconds` | histogram | between two tokens of an output |
+//! | `vllm:e2e_request_latency_seconds` | histogram | from a request's arrival to its last token |
+//! | `kvik_worker_outstanding_tokens` | gauge | tokens left to compute |
+//! | `kvik_worker_resident_sequences` | gauge | ended sequences whose KV stays |
+//! | `kvik_worker_computed_tokens_total` | counter | token rows computed |
+//! | `kvik_worker_steps_total` | counter | forward passes |
+//! | `kvik_worker_cancelled_total{reason}` | counter | requests ended early: `client`, `slow_client`, `failure` |
+//! | `kvik_worker_refused_total{status}` | counter | requests that were refused |
+//! | `kvik_worker_registered` | gauge | 1 while a coordinator knows the worker |
+
+use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
+
+use crate::engine_thread::Snapshot;
+
+/// Handles that are looked up once.
+#[derive(Clone)]
+pub(crate) struct WorkerMetrics {
+    labels: [(&'static str, String); 2],
+    running: Gauge,
+    waiting: Gauge,
+    kv_usage: Gauge,
+    prefix_hits: Counter,
+    prefix_queries: Counter,
+    prompt_tokens: Counter,
+    generation_tokens: Counter,
+    preemptions: Counter,
+    outstanding_tokens: Gauge,
+    residents: Gauge,
+    computed_tokens: Counter,
+    steps: Counter,
+    pub(crate) first_token_seconds: Histogram,
+    pub(crate) inter_token_seconds: Histogram,
+    pub(crate) request_seconds: Histogram,
+    pub(crate) registered: Gauge,
+}
+
+impl std::fmt::Debug for WorkerMetrics {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("WorkerMetrics").field("labels", &self.labels).finish_non_exhaustive()
+    }
+}
+
+impl WorkerMetrics {
+    /// Looks the handles up; the process' recorder must be in place.
+    pub(crate) fn new(model_name: &str, worker_id: &str) -> Self {
+        let labels = [("model_name", model_name.to_owned()), ("engine", worker_id.to_owned())];
+        Self {
+            running: gauge!("vllm:num_requests_running", &labels),
+            waiting: gauge!("vllm:num_requests_waiting", &labels),
+            kv_usage: gauge!("vllm:kv_cache_usage_perc", &labels),
+            prefix_hits: counter!("vllm:prefix_cache_hits_total", &labels),
+            prefix_queries: counter!("vllm:prefix_cache_queries_total", &labels),
+            prompt_tokens: counter!("vllm:prompt_tokens_total", &labels),
+            generation_tokens: counter!("vllm:generation_tokens_total", &labels),
+            preemptions: counter!("vllm:num_preemptions_total", &labels),
+            outstanding_tokens: gauge!("kvik_worker_outstanding_tokens", &labels),
+            residents: gauge!("kvik_worker_resident_sequences", &labels),
+            computed_tokens: counter!("kvik_worker_computed_tokens_total", &labels),
+            steps: counter!("kvik_worker_steps_total", &labels),
+            first_token_seconds: histogram!("vllm:time_to_first_token_seconds", &labels),
+            inter_token_seconds: histogram!("vllm:inter_token_latency_seconds", &labels),
+            request_seconds: histogram!("vllm:e2e_request_latency_seconds", &labels),
+            registered: gauge!("kvik_worker_registered", &labels),
+            labels,
+        }
+    }
+
+    /// The engine's state after a step.
+    pub(crate) fn snapshot(&self, snapshot: &Snapshot) {
+        self.running.set(snapshot.n_running as f64);
+        self.waiting.set(snapshot.n_waiting as f64);
+        self.kv_usage.set(snapshot.kv_usage());
+        self.outstanding_tokens.set(snapshot.outstanding_tokens as f64);
+        self.residents.set(snapshot.n_residents as f64);
+        self.prefix_hits.absolute(snapshot.stats.n_cached_tokens);
+        self.generation_tokens.absolute(snapshot.stats.n_generated_tokens);
+        self.preemptions.absolute(snapshot.stats.n_preemptions);
+        self.computed_tokens.absolute(snapshot.stats.n_computed_tokens);
+        self.steps.absolute(snapshot.stats.n_steps);
+    }
+
+    /// A request was accepted.
+    pub(crate) fn accepted(&self, n_prompt_tokens: usize) {
+        self.prompt_tokens.increment(n_prompt_tokens as u64);
+        self.prefix_queries.increment(n_prompt_tokens as u64);
+    }
+
+    /// An output ended for `reason`.
+    pub(crate) fn finished(&self, reason: &'static str) {
+        self.count("vllm:request_success_total", "finished_reason", reason.to_owned());
+    }
+
+    /// A request ended early because of `reason`.
+    pub(crate) fn cancelled(&self, reason: &'static str) {
+        self.count("kvik_worker_cancelled_total", "reason", reason.to_owned());
+    }
+
+    /// A request was refused.
+    pub(crate) fn refused(&self, status: u16) {
+        self.count("kvik_worker_refused_total", "status", status.to_string());
+    }
+
+    fn count(&self, name: &'static str, label: &'static str, value: String) {
+        let [model, engine] = self.labels.clone();
+        let labels = [model, engine, (label, value)];
+        counter!(name, &labels).increment(1);
+    }
+}

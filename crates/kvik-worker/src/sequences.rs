@@ -1,0 +1,330 @@
+//! Outputs that their clients advance step by step.
+//!
+//! A sequence starts with the first token of its output. A step grants the engine credits for more
+//! and waits for the tokens. Every token that was ever chosen is kept until the sequence ends, so a
+//! step that is asked for again, because its answer was lost, is answered with the same tokens and
+//! advances nothing. Steps of one sequence wait for each other.
+//!
+//! Nothing here is lost if a handler is dropped half way: credits are counted when they are granted
+//! and tokens when they are received.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvik_model::{GenerateRequest, Usage};
+use kvik_proto::worker::{InitResponse, StepResponse};
+use kvik_runtime::shutdown::Shutdown;
+use parking_lot::Mutex;
+use tokio::sync::{Mutex as AsyncMutex, mpsc};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use crate::admission::Permit;
+use crate::engine_thread::{EngineHandle, Origin, Submission};
+use crate::error::Refusal;
+use crate::generation::Event;
+use crate::state::{Loaded, WorkerState};
+
+/// Most tokens of one step; what a client may not read is bounded by it.
+pub(crate) const MAX_STEP: u32 = 4096;
+
+/// The sequences that clients step.
+#[derive(Debug, Default)]
+pub(crate) struct Sequences {
+    by_id: Mutex<HashMap<String, Arc<AsyncMutex<Stepped>>>>,
+}
+
+/// One of them.
+#[derive(Debug)]
+struct Stepped {
+    seq_id: String,
+    engine: EngineHandle,
+    ticket: u64,
+    events: mpsc::UnboundedReceiver<(usize, Event)>,
+    n_granted: u64,
+    prompt_tokens: usize,
+    cached_tokens: usize,
+    /// Each with the text that became final with it.
+    tokens: Vec<(u32, String)>,
+    /// Tokens that steps have been answered with.
+    n_answered: u64,
+    end: Option<End>,
+    last_use: Instant,
+    /// Whether the engine has nothing of it any more.
+    is_released: bool,
+}
+
+/// Why an output ended.
+#[derive(Debug, Clone)]
+enum End {
+    Finished { text: String, reason: &'static str },
+    Failed(String),
+}
+
+impl Sequences {
+    /// Whether a sequence of this name is being stepped.
+    pub(crate) fn is_active(&self, seq_id: &str) -> bool {
+        let Some(sequence) = self.by_id.lock().get(seq_id).map(Arc::clone) else { return false };
+        // One that is locked is at work.
+        sequence.try_lock().map_or(true, |sequence| sequence.end.is_none())
+    }
+
+    /// Starts a sequence and waits for the first token of its output.
+    pub(crate) async fn init(
+        &self,
+        engine: &EngineHandle,
+        seq_id: &str,
+        request: GenerateRequest,
+        permit: Permit,
+    ) -> Result<InitResponse, Refusal> {
+        let (sender, events) = mpsc::unbounded_channel();
+        let ticket = engine.next_ticket();
+        let prompt_tokens = request.prompt.len();
+        let stepped = Stepped {
+            seq_id: seq_id.to_owned(),
+            engine: engine.clone(),
+            ticket,
+            events,
+            n_granted: 1,
+            prompt_tokens,
+            cached_tokens: 0,
+            tokens: Vec::new(),
+            n_answered: 0,
+            end: None,
+            last_use: Instant::now(),
+            is_released: false,
+        };
+        let sequence = Arc::new(AsyncMutex::new(stepped));
+        self.insert(seq_id, &sequence)?;
+        let origin = Origin {
+            ticket,
+            part_idx: 0,
+            name: Some(seq_id.to_owned()),
+            credits: 1,
+            is_stepped: true,
+            arrived: std::time::Instant::now(),
+            permit: Arc::new(permit),
+            events: sender,
+        };
+        let mut stepped = sequence.lock().await;
+        let started = match engine.submit(Submission { origin, request }) {
+            Ok(()) => stepped.receive(1).await,
+            Err(refusal) => Err(refusal),
+        };
+        if let Err(refusal) = started {
+            drop(stepped);
+            self.remove(seq_id, &sequence);
+            return Err(refusal);
+        }
+        Ok(stepped.init_response())
+    }
+
+    /// Advances a sequence to `n` tokens after `step_index`, by default after the last answer.
+    pub(crate) async fn step(
+        &self,
+        seq_id: &str,
+        step_index: Option<u64>,
+        n: u32,
+    ) -> Result<StepResponse, Refusal> {
+        let sequence = self.get(seq_id)?;
+        let mut stepped = sequence.lock().await;
+        stepped.last_use = Instant::now();
+        let first = step_index.unwrap_or(stepped.n_answered);
+        let n_known = stepped.tokens.len() as u64;
+        if n_known < first {
+            let message = format!(
+                "`step_index` is {first}; allowed: 0 to {n_known}, the number of tokens of the output"
+            );
+            return Err(Refusal::conflict(message, Some("step_index")));
+        }
+        let wanted = first + u64::from(n);
+        if stepped.end.is_none() && stepped.n_granted < wanted {
+            let n_new = wanted - stepped.n_granted;
+            stepped.n_granted = wanted;
+            stepped.engine.grant(stepped.ticket, u32::try_from(n_new).unwrap_or(u32::MAX));
+        }
+        stepped.receive(wanted).await?;
+        stepped.last_use = Instant::now();
+        Ok(stepped.step_response(first, wanted))
+    }
+
+    /// Ends a sequence; returns its tokens that stay resident. A sequence that is resident only can
+    /// be ended too, which matters if it is forgotten.
+    pub(crate) async fn finish(
+        &self,
+        engine: &EngineHandle,
+        seq_id: &str,
+        forgets: bool,
+    ) -> Result<usize, Refusal> {
+        let Ok(sequence) = self.get(seq_id) else {
+            let is_resident = engine.export_kv(seq_id, 0..0).await?.is_some();
+            if !is_resident {
+                return Err(unknown(seq_id));
+            }
+            return engine.finish(None, seq_id, forgets).await;
+        };
+        let mut stepped = sequence.lock().await;
+        self.remove(seq_id, &sequence);
+        stepped.is_released = true;
+        stepped.engine.finish(Some(stepped.ticket), seq_id, forgets).await
+    }
+
+    /// Ends the sequences that nobody has used for `idle`; they stay resident.
+    fn end_idle(&self, idle: Duration) {
+        let mut abandoned = Vec::new();
+        self.by_id.lock().retain(|_, sequence| {
+            let is_idle = sequence.try_lock().is_ok_and(|stepped| idle <= stepped.last_use.elapsed());
+            if is_idle {
+                abandoned.push(Arc::clone(sequence));
+            }
+            !is_idle
+        });
+        if !abandoned.is_empty() {
+            tracing::info!(sequences = abandoned.len(), "ended abandoned sequences");
+        }
+    }
+
+    fn get(&self, seq_id: &str) -> Result<Arc<AsyncMutex<Stepped>>, Refusal> {
+        self.by_id.lock().get(seq_id).map(Arc::clone).ok_or_else(|| unknown(seq_id))
+    }
+
+    /// Adds a sequence, in the place of one of the same name whose output has ended.
+    fn insert(&self, seq_id: &str, sequence: &Arc<AsyncMutex<Stepped>>) -> Result<(), Refusal> {
+        let mut by_id = self.by_id.lock();
+        if let Some(before) = by_id.get(seq_id)
+            && before.try_lock().map_or(true, |before| before.end.is_none())
+        {
+            let message = format!("`seq_id` is `{seq_id}`, which is being stepped; finish it first");
+            return Err(Refusal::conflict(message, Some("seq_id")));
+        }
+        by_id.insert(seq_id.to_owned(), Arc::clone(sequence));
+        Ok(())
+    }
+
+    fn remove(&self, seq_id: &str, sequence: &Arc<AsyncMutex<Stepped>>) {
+        let mut by_id = self.by_id.lock();
+        if by_id.get(seq_id).is_some_and(|held| Arc::ptr_eq(held, sequence)) {
+            by_id.remove(seq_id);
+        }
+    }
+}
+
+impl Stepped {
+    /// Receives until the output has `wanted` tokens or has ended. Cancel safe.
+    async fn receive(&mut self, wanted: u64) -> Result<(), Refusal> {
+        while self.end.is_none() && (self.tokens.len() as u64) < wanted {
+            match self.events.recv().await.map(|(_, event)| event) {
+                Some(event) => self.note(event)?,
+                None => self.set_end(End::Failed("the engine has ended".to_owned())),
+            }
+        }
+        // The end comes right behind the last token: a step that takes that one tells it.
+        while self.end.is_none()
+            && let Ok((_, event)) = self.events.try_recv()
+        {
+            self.note(event)?;
+        }
+        match &self.end {
+            Some(End::Failed(message)) => Err(Refusal::failed(message.clone())),
+            _ => Ok(()),
+        }
+    }
+
+    fn note(&mut self, event: Event) -> Result<(), Refusal> {
+        match event {
+            Event::Accepted => {}
+            Event::Rejected(error) => {
+                self.set_end(End::Failed(error.to_string()));
+                return Err(error.into());
+            }
+            Event::Admitted { cached_tokens } => self.cached_tokens = cached_tokens,
+            Event::Token(token) => self.tokens.push((token.id, token.text)),
+            Event::Finished { text, reason, usage, .. } => {
+                let Usage { cached_tokens, .. } = usage;
+                self.cached_tokens = cached_tokens;
+                self.set_end(End::Finished { text, reason: reason.as_str() });
+            }
+            Event::Failed(message) => self.set_end(End::Failed(message)),
+        }
+        Ok(())
+    }
+
+    fn set_end(&mut self, end: End) {
+        self.end = Some(end);
+        self.is_released = true;
+    }
+
+    fn init_response(&mut self) -> InitResponse {
+        let n_tokens = self.tokens.len() as u64;
+        let step = self.step_response(0, n_tokens);
+        InitResponse {
+            seq_id: step.seq_id,
+            status: "ready".to_owned(),
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: self.cached_tokens,
+            tokens_so_far: step.tokens,
+            text: step.text,
+            finished: step.finished,
+            finish_reason: step.finish_reason,
+        }
+    }
+
+    /// The answer to a step from `first` up to `wanted` tokens.
+    fn step_response(&mut self, first: u64, wanted: u64) -> StepResponse {
+        let n_tokens = self.tokens.len();
+        let until = n_tokens.min(usize::try_from(wanted).unwrap_or(usize::MAX));
+        let range = usize::try_from(first).unwrap_or(n_tokens).min(until)..until;
+        self.n_answered = self.n_answered.max(until as u64);
+        let mut text: String = self.tokens[range.clone()].iter().map(|(_, text)| text.as_str()).collect();
+        let mut finish_reason = None;
+        if let Some(End::Finished { text: rest, reason }) = &self.end
+            && until == n_tokens
+        {
+            text.push_str(rest);
+            finish_reason = Some((*reason).to_owned());
+        }
+        StepResponse {
+            seq_id: self.seq_id.clone(),
+            step_index: first,
+            tokens: self.tokens[range].iter().map(|(token, _)| *token).collect(),
+            text,
+            finished: finish_reason.is_some(),
+            finish_reason,
+        }
+    }
+}
+
+impl Drop for Stepped {
+    fn drop(&mut self) {
+        if !self.is_released {
+            self.engine.abandon(self.ticket);
+        }
+    }
+}
+
+/// Ends abandoned sequences and abandoned KV until the worker closes.
+pub(crate) async fn reap(
+    state: Arc<WorkerState>,
+    loaded: Arc<Loaded>,
+    closing: CancellationToken,
+    shutdown: Shutdown,
+) {
+    let idle = state.config.idle_timeout();
+    // Nobody is kept much longer than configured, and looking costs nothing.
+    let mut interval = tokio::time::interval((idle / 4).min(Duration::from_secs(10)));
+    loop {
+        tokio::select! {
+            _ = interval.tick() => {}
+            () = closing.cancelled() => return,
+            () = shutdown.stopping() => return,
+        }
+        loaded.sequences.end_idle(idle);
+        loaded.staging.end_idle(idle);
+    }
+}
+
+fn unknown(seq_id: &str) -> Refusal {
+    let shown: String = seq_id.chars().take(200).collect();
+    Refusal::not_found(format!("`seq_id` is `{shown}`, which is not known here"), Some("seq_id"))
+}

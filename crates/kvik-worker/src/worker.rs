@@ -1,0 +1,230 @@
+//! The life of a worker: start, serve, end.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use kvik_model::{CpuBackendOptions, Engine, EngineOptions, Model};
+use kvik_proto::client::{CoordinatorClient, TlsClientConfig, http_client};
+use kvik_runtime::http::{listen, serve, tls_acceptor};
+use kvik_runtime::shutdown::Shutdown;
+use tokio_util::sync::CancellationToken;
+
+use crate::config::{CoordinatorTlsConfig, WorkerConfig};
+use crate::drain::Drain;
+use crate::engine_thread::EngineHandle;
+use crate::error::{Result, WorkerError};
+use crate::metrics::WorkerMetrics;
+use crate::registration::Registration;
+use crate::sequences::{self, Sequences};
+use crate::staging::Staging;
+use crate::state::{KvShape, Loaded, WorkerState, random_seed};
+use crate::{api, clock};
+
+/// Starts workers.
+#[derive(Debug)]
+pub struct Worker;
+
+/// A worker that serves.
+#[derive(Debug)]
+pub struct Running {
+    address: SocketAddr,
+    id: String,
+    model_name: String,
+    draining: CancellationToken,
+    closed: CancellationToken,
+}
+
+impl Worker {
+    /// Listens, loads the model and registers with the coordinators; returns when the model is
+    /// loaded. While it loads, `/health` answers and `/ready` says no.
+    ///
+    /// All tasks run on `shutdown`: the worker drains when it does and ends when it stops.
+    ///
+    /// # Errors
+    /// If the configuration is wrong, the address is taken or the model cannot be loaded; nothing
+    /// runs then.
+    pub async fn start(config: WorkerConfig, shutdown: &Shutdown) -> Result<Running> {
+        config.validate()?;
+        let tls = tls_acceptor(&config.tls)?;
+        let clients = coordinator_clients(&config)?;
+        let epoch = clock::unix_nanoseconds();
+        let listener = listen(&config.listen).await?;
+        let address = listener
+            .local_addr()
+            .map_err(|source| WorkerError::Io { what: format!("listen on {}", config.listen), source })?;
+        let host = host_name();
+        let id = config.id.clone().unwrap_or_else(|| format!("{host}-{}", address.port()));
+        let base = config.advertise.clone().unwrap_or_else(|| {
+            let scheme = if tls.is_some() { "https" } else { "http" };
+            if address.ip().is_unspecified() {
+                format!("{scheme}://{host}:{}", address.port())
+            } else {
+                format!("{scheme}://{address}")
+            }
+        });
+        let state = Arc::new(WorkerState::new(config, id.clone()));
+        let (closing, closed) = (CancellationToken::new(), CancellationToken::new());
+        // Of their own, because a worker may have to close them while the rest of the process goes on.
+        let connections = Shutdown::new();
+        let served = CancellationToken::new();
+        let server = {
+            let (router, shutdown, closing) =
+                (api::router(Arc::clone(&state)), shutdown.clone(), closing.clone());
+            let (connections, served) = (connections.clone(), served.clone());
+            async move {
+                tokio::select! {
+                    () = serve(listener, router, tls, closing.cancelled_owned(), &connections) => {}
+                    () = shutdown.stopping() => {}
+                }
+                connections.finish().await;
+                served.cancel();
+            }
+        };
+        shutdown.spawn(server);
+
+        // Ends the server if anything below fails.
+        let starting = closing.clone().drop_guard();
+        let (loaded, thread) = load(&state, shutdown).await?;
+        starting.disarm();
+
+        let (engine, ended, server_ended) = (loaded.engine.clone(), closed.clone(), served.clone());
+        shutdown.spawn(async move {
+            server_ended.cancelled().await;
+            engine.stop();
+            // A thread that panicked has said so.
+            let _ = tokio::task::spawn_blocking(move || thread.join()).await;
+            ended.cancel();
+        });
+        let unregistered = CancellationToken::new();
+        if clients.is_empty() {
+            unregistered.cancel();
+        } else {
+            let registration = Registration::new(clients, &state, &loaded, epoch, base.trim_end_matches('/'));
+            shutdown.spawn(registration.run(shutdown.clone(), unregistered.clone().drop_guard()));
+        }
+        shutdown.spawn(sequences::reap(
+            Arc::clone(&state),
+            Arc::clone(&loaded),
+            closing.clone(),
+            shutdown.clone(),
+        ));
+        let drain = Drain { engine: loaded.engine.clone(), unregistered, closing, connections, served };
+        shutdown.spawn(drain.run(Arc::clone(&state), shutdown.clone()));
+        tracing::info!(worker = %id, %address, model = %loaded.model_name, "worker serves");
+        let model_name = loaded.model_name.clone();
+        Ok(Running { address, id, model_name, draining: state.draining.clone(), closed })
+    }
+}
+
+impl Running {
+    /// The address that is listened on.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The worker's name.
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// The name that clients ask for the model under.
+    pub fn model_name(&self) -> &str {
+        &self.model_name
+    }
+
+    /// Takes nothing new from now on; the worker ends when its requests have.
+    pub fn drain(&self) {
+        self.draining.cancel();
+    }
+
+    /// Waits until the worker has ended. Cancel safe.
+    pub async fn closed(&self) {
+        self.closed.cancelled().await;
+    }
+}
+
+/// Loads the model and starts its engine, on threads that may block.
+async fn load(
+    state: &Arc<WorkerState>,
+    shutdown: &Shutdown,
+) -> Result<(Arc<Loaded>, std::thread::JoinHandle<()>)> {
+    let config = state.config.clone();
+    let loading = tokio::task::spawn_blocking(move || load_engine(&config));
+    let (model, engine) = tokio::select! {
+        loaded = loading => loaded.map_err(|_| WorkerError::Stopped)??,
+        () = shutdown.stopping() => return Err(WorkerError::Stopped),
+    };
+    let config = &state.config;
+    let model_name = config.served_model_name.clone().unwrap_or_else(|| model.name().to_owned());
+    let metrics = WorkerMetrics::new(&model_name, &state.id);
+    let shape = KvShape {
+        n_layers: engine.config().n_layers,
+        n_kv_heads: engine.config().n_kv_heads,
+        head_dim: engine.config().head_dim,
+        dtype: engine.kv_dtype(),
+        vocab_size: engine.config().vocab_size,
+    };
+    let max_tokens = engine.max_sequence_tokens();
+    let (engine, thread) = EngineHandle::spawn(engine, metrics.clone(), config.slow_client_timeout())?;
+    let loaded = Loaded {
+        engine,
+        tokenizer: Arc::clone(model.tokenizer()),
+        metrics,
+        sequences: Sequences::default(),
+        staging: Staging::new(config.kv_staging_bytes),
+        max_tokens,
+        // Everything that decides the bits of an answer, given its request.
+        fingerprint: format!("kvik-{}-{}", env!("CARGO_PKG_VERSION"), shape.dtype),
+        model_name,
+        shape,
+    };
+    Ok((state.set_loaded(loaded), thread))
+}
+
+fn load_engine(config: &WorkerConfig) -> Result<(Model, Engine)> {
+    let model = match &config.model {
+        Some(folder) => Model::open(folder)?,
+        None => Model::bundled()?,
+    };
+    let mut backend = CpuBackendOptions::default();
+    backend.n_blocks = config.kv_blocks;
+    backend.kv_dtype = config.dtype()?;
+    if config.threads != 0 {
+        backend.n_threads = config.threads;
+    }
+    let mut options = EngineOptions::default();
+    options.max_batched_tokens = config.max_batched_tokens;
+    options.max_sequences = config.max_sequences;
+    // Requests without a seed must differ from those of other workers and earlier lives.
+    options.seed = random_seed();
+    let engine = model.cpu_engine(&backend, options)?;
+    Ok((model, engine))
+}
+
+fn coordinator_clients(config: &WorkerConfig) -> Result<Vec<CoordinatorClient>> {
+    if config.coordinators.is_empty() {
+        return Ok(Vec::new());
+    }
+    let http = http_client(&read_tls(&config.coordinator_tls)?)?;
+    Ok(config.coordinators.iter().map(|base| CoordinatorClient::new(http.clone(), base)).collect())
+}
+
+fn read_tls(config: &CoordinatorTlsConfig) -> Result<TlsClientConfig> {
+    let read = |path: &std::path::Path| {
+        std::fs::read(path)
+            .map_err(|source| WorkerError::Io { what: format!("read {}", path.display()), source })
+    };
+    let authorities_pem = config.authorities.as_deref().map(read).transpose()?.unwrap_or_default();
+    let identity_pem = match (&config.certificate, &config.key) {
+        (Some(certificate), Some(key)) => Some((read(certificate)?, read(key)?)),
+        _ => None,
+    };
+    Ok(TlsClientConfig { authorities_pem, identity_pem })
+}
+
+/// The host's name, as the kernel tells it.
+fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let name = name.trim();
+    if name.is_empty() { "worker".to_owned() } else { name.to_owned() }
+}

@@ -1,0 +1,12 @@
+//! A worker, asked over real sockets.
+
+#![expect(clippy::unwrap_used, reason = "a helper that cannot go on fails its test")]
+
+mod chat;
+mod completions;
+mod errors;
+mod kv;
+mod lifecycle;
+mod registration;
+mod sequences;
+mod support;

@@ -1,0 +1,4 @@
+//! Measurements: one file a subject, and the report that all of them give.
+
+pub(crate) mod engine;
+pub(crate) mod report;

@@ -1,0 +1,386 @@
+//! The arguments of every command, with their defaults and units.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::builder::styling::{AnsiColor, Styles};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use kvik_types::Dtype;
+
+const STYLES: Styles = Styles::styled()
+    .header(AnsiColor::Green.on_default().bold())
+    .usage(AnsiColor::Green.on_default().bold())
+    .literal(AnsiColor::Cyan.on_default().bold())
+    .placeholder(AnsiColor::Cyan.on_default());
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0  all was done
+  1  the work failed
+  2  the command line is wrong
+  3  the input was refused: the prompt, an option's value or the model folder";
+
+/// Most threads that may be asked for; far above every machine, low enough to be started.
+const MAX_THREADS: u64 = 1024;
+
+/// The KV cache platform for large language models, with a built-in engine.
+#[derive(Debug, Parser)]
+#[command(
+    name = "kvik",
+    version,
+    after_help = EXIT_CODES,
+    styles = STYLES,
+    max_term_width = 100,
+    disable_help_subcommand = true
+)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Continue a prompt with a model, on this machine's CPU
+    Generate(Box<GenerateArguments>),
+    /// Look at models
+    #[command(subcommand)]
+    Models(ModelsCommand),
+    /// Measure speed
+    #[command(subcommand)]
+    Bench(BenchCommand),
+    /// Run the whole service in one process: gateway, coordinator and workers
+    Up(UpArguments),
+    /// Run a worker: the built-in engine behind HTTP
+    Worker(WorkerArguments),
+    /// Run a coordinator: who the workers are
+    Coordinator(CoordinatorArguments),
+    /// Run a gateway: the address that clients talk to
+    Gateway(GatewayArguments),
+    /// Print the effective configuration of every role and where each value comes from
+    Config(ConfigArguments),
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ModelsCommand {
+    /// Print a model's architecture, sizes and KV bytes per token
+    Inspect(InspectArguments),
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchCommand {
+    /// Measure the built-in engine: prefill and decode tokens per second
+    Engine(BenchEngineArguments),
+}
+
+/// Text is streamed to standard output as it is made. Statistics go to standard error if that is a terminal.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct GenerateArguments {
+    /// Model folder: config.json, safetensors, tokenizer.json [default: the bundled kvik-tiny]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// Text to continue; `-` reads standard input, less one line break at its end
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    pub(crate) prompt: OsString,
+
+    /// Take the prompt as a user's message and render it with the model's chat template
+    #[arg(long)]
+    pub(crate) chat: bool,
+
+    /// System message before the prompt [default: none]
+    #[arg(long, value_name = "TEXT", requires = "chat", allow_hyphen_values = true)]
+    pub(crate) system: Option<OsString>,
+
+    /// Print one JSON object at the end instead of streaming text
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    #[command(flatten)]
+    pub(crate) sampling: SamplingArguments,
+
+    #[command(flatten)]
+    pub(crate) engine: EngineArguments,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Sampling")]
+pub(crate) struct SamplingArguments {
+    /// Most tokens to make, at least 1
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    pub(crate) max_tokens: u32,
+
+    /// Randomness, 0 to 100; 0: the most likely token, always the same text
+    #[arg(long, value_name = "T", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub(crate) temperature: f32,
+
+    /// Consider only the K most likely tokens; 0: all
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    pub(crate) top_k: u32,
+
+    /// Consider only the likeliest tokens that sum up to P, above 0 to 1
+    #[arg(long, value_name = "P", default_value_t = 1.0, allow_negative_numbers = true)]
+    pub(crate) top_p: f32,
+
+    /// Consider only tokens at least P times as likely as the likeliest, 0 to 1
+    #[arg(long, value_name = "P", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub(crate) min_p: f32,
+
+    /// Divide the logits of tokens seen in prompt or output, above 0 to 100; 1: off
+    #[arg(long, value_name = "X", default_value_t = 1.0, allow_negative_numbers = true)]
+    pub(crate) repetition_penalty: f32,
+
+    /// Subtract from the logits of tokens in the output, -2 to 2
+    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub(crate) presence_penalty: f32,
+
+    /// Like --presence-penalty, but once for each occurrence, -2 to 2
+    #[arg(long, value_name = "X", default_value_t = 0.0, allow_negative_numbers = true)]
+    pub(crate) frequency_penalty: f32,
+
+    /// Seed of the random choices [default: a random one, which is reported]
+    #[arg(long, value_name = "S")]
+    pub(crate) seed: Option<u64>,
+
+    /// End the output before this text; may be given up to 64 times [default: none]
+    #[arg(long, value_name = "STR", allow_hyphen_values = true)]
+    pub(crate) stop: Vec<OsString>,
+
+    /// Report the N most likely tokens at each step, 0 to 1024; needs --json [default: none]
+    #[arg(long, value_name = "N", requires = "json")]
+    pub(crate) logprobs: Option<u32>,
+
+    /// Number of independent outputs, 1 to 128
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) n: u32,
+
+    /// Go on after the model's end tokens
+    #[arg(long)]
+    pub(crate) ignore_eos: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Engine")]
+pub(crate) struct EngineArguments {
+    /// Type in which keys and values are kept
+    #[arg(long, value_name = "TYPE", value_enum, default_value_t = KvDtype::F32)]
+    pub(crate) kv_dtype: KvDtype,
+
+    /// Threads that compute, 1 to 1024 [default: the cores this process may use]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MAX_THREADS))]
+    pub(crate) threads: Option<u64>,
+
+    /// Blocks for keys and values, 16 tokens each [default: what this run needs]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) kv_blocks: Option<u32>,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct InspectArguments {
+    /// Model folder: config.json, safetensors, tokenizer.json [default: the bundled kvik-tiny]
+    #[arg(value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Every value is the median of at least three repeats after a warm-up.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct BenchEngineArguments {
+    /// Model folder: config.json, safetensors, tokenizer.json [default: the bundled kvik-tiny]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// Batch sizes in sequences, 1 to 1024, separated by commas
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,4,16",
+          value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) batch: Vec<u32>,
+
+    /// Prompt length of the prefill measurement, in tokens
+    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) prefill_tokens: u32,
+
+    /// Tokens that each sequence decodes in one repeat
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) decode_tokens: u32,
+
+    /// Prompt length of the decode measurement, in tokens
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) context: u32,
+
+    /// Seconds for which each measurement is repeated, 0 to 3600
+    #[arg(long, value_name = "S", default_value_t = 2, value_parser = clap::value_parser!(u64).range(..=3600))]
+    pub(crate) seconds: u64,
+
+    /// Type in which keys and values are kept
+    #[arg(long, value_name = "TYPE", value_enum, default_value_t = KvDtype::F32)]
+    pub(crate) kv_dtype: KvDtype,
+
+    /// Threads that compute, 1 to 1024 [default: the cores this process may use]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MAX_THREADS))]
+    pub(crate) threads: Option<u64>,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// The types in which the engine can keep keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum KvDtype {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl KvDtype {
+    /// Every type, in the order in which they are listed to users.
+    pub(crate) const ALL: [Self; 3] = [Self::F32, Self::F16, Self::Bf16];
+}
+
+impl From<KvDtype> for Dtype {
+    fn from(kv_dtype: KvDtype) -> Self {
+        match kv_dtype {
+            KvDtype::F32 => Self::F32,
+            KvDtype::F16 => Self::F16,
+            KvDtype::Bf16 => Self::BF16,
+        }
+    }
+}
+
+/// Options of every service. Each field of the configuration can be set in the file, by
+/// KVIK_<ROLE>_<FIELD> in the environment, or by --set; `kvik config` lists all of them.
+#[derive(Debug, Args)]
+pub(crate) struct ServiceArguments {
+    /// YAML file with a section for each role [default: none]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+
+    /// Set a field of the role's configuration, such as `--set retry.max_attempts=3`
+    #[arg(long, value_name = "FIELD=VALUE")]
+    pub(crate) set: Vec<String>,
+
+    /// Which logs: a level, or directives such as `info,kvik_gateway=debug` [default: info; up: warn]
+    #[arg(long, value_name = "DIRECTIVES")]
+    pub(crate) log: Option<String>,
+
+    /// Form of the log lines: `text` for people, `json` for machines
+    #[arg(long, value_name = "FORM", default_value = "text")]
+    pub(crate) log_format: LogForm,
+}
+
+/// The form of log lines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LogForm {
+    Text,
+    Json,
+}
+
+/// Everything runs on loopback in this process. The first Ctrl-C drains, a second one ends at once.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct UpArguments {
+    /// Number of workers
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) workers: u16,
+
+    /// Model folder [default: the bundled kvik-tiny]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// Port of the gateway; 0 takes a free one
+    #[arg(long, value_name = "PORT", default_value_t = 8080)]
+    pub(crate) port: u16,
+
+    #[command(flatten)]
+    pub(crate) service: ServiceArguments,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct WorkerArguments {
+    /// Address to listen on [default: 127.0.0.1:8082]
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) listen: Option<String>,
+
+    /// Base address that others reach it at, such as http://worker-0:8082 [default: the one listened on]
+    #[arg(long, value_name = "URL")]
+    pub(crate) advertise: Option<String>,
+
+    /// Name of the worker [default: host name and port]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) id: Option<String>,
+
+    /// Model folder [default: the bundled kvik-tiny]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// Coordinator to register with; may be repeated [default: none]
+    #[arg(long, value_name = "URL")]
+    pub(crate) coordinator: Vec<String>,
+
+    /// Threads that compute [default: the number of cores]
+    #[arg(long, value_name = "N")]
+    pub(crate) threads: Option<usize>,
+
+    /// Blocks of 16 tokens for keys and values [default: 1024]
+    #[arg(long, value_name = "N")]
+    pub(crate) kv_blocks: Option<usize>,
+
+    #[command(flatten)]
+    pub(crate) service: ServiceArguments,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct CoordinatorArguments {
+    /// Address to listen on [default: 127.0.0.1:8081]
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) listen: Option<String>,
+
+    /// Base address that the other coordinators reach it at [default: the one listened on]
+    #[arg(long, value_name = "URL")]
+    pub(crate) advertise: Option<String>,
+
+    /// Keep the state in etcd at this address; may be repeated [default: in memory]
+    #[arg(long, value_name = "URL")]
+    pub(crate) etcd: Vec<String>,
+
+    #[command(flatten)]
+    pub(crate) service: ServiceArguments,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct GatewayArguments {
+    /// Address to listen on [default: 127.0.0.1:8080]
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) listen: Option<String>,
+
+    /// Coordinator to learn workers from; may be repeated [default: none]
+    #[arg(long, value_name = "URL")]
+    pub(crate) coordinator: Vec<String>,
+
+    /// Engine that speaks the `OpenAI` API, such as vLLM; may be repeated [default: none]
+    #[arg(long, value_name = "URL")]
+    pub(crate) backend: Vec<String>,
+
+    #[command(flatten)]
+    pub(crate) service: ServiceArguments,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct ConfigArguments {
+    /// YAML file with a section for each role [default: none]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}

@@ -1,0 +1,68 @@
+//! `kvik bench`: measurements with a progress bar, as a table or as JSON.
+
+use std::io::Write;
+use std::time::Duration;
+
+use anyhow::Context;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use super::{check_kv_blocks, open_model, print_json};
+use crate::bench::engine::{EngineBench, EngineBenchOptions};
+use crate::bench::report::Report;
+use crate::cli::BenchEngineArguments;
+use crate::machine::{self, Machine};
+use crate::terminal;
+
+/// Runs `kvik bench engine`.
+pub(crate) fn engine(arguments: &BenchEngineArguments) -> anyhow::Result<()> {
+    let model = open_model(arguments.model.as_deref())?;
+    let options = EngineBenchOptions {
+        batch_sizes: arguments.batch.iter().map(|&size| size as usize).collect(),
+        prefill_tokens: arguments.prefill_tokens as usize,
+        decode_tokens: arguments.decode_tokens as usize,
+        context_tokens: arguments.context as usize,
+        at_least: Duration::from_secs(arguments.seconds),
+        kv_dtype: arguments.kv_dtype.into(),
+        n_threads: arguments.threads.map_or_else(machine::n_cores, |n| n as usize),
+    };
+    options.validate(model.config()).context("read the options")?;
+    check_kv_blocks(model.config(), options.kv_dtype, options.n_blocks())
+        .context("make room for the batch")?;
+
+    let mut bench = EngineBench::try_new(&model, options).context("load the model")?;
+    let progress = progress_bar(bench.n_measurements());
+    let mut results = Vec::new();
+    while let Some(name) = bench.next_name() {
+        progress.set_message(name.clone());
+        results.extend(bench.measure_next().with_context(|| format!("measure {name}"))?);
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+
+    let report = Report {
+        bench: "engine",
+        machine: Machine::detect(),
+        settings: bench.settings(),
+        description: bench.description(),
+        results,
+    };
+    if arguments.json {
+        return print_json(&report);
+    }
+    let mut stdout = anstream::stdout().lock();
+    report.write_table(&mut stdout).and_then(|()| stdout.flush()).context("write to standard output")
+}
+
+/// A bar on standard error that shows itself only on a terminal.
+fn progress_bar(n_measurements: usize) -> ProgressBar {
+    if !terminal::stderr_is_terminal() {
+        return ProgressBar::hidden();
+    }
+    let progress = ProgressBar::with_draw_target(Some(n_measurements as u64), ProgressDrawTarget::stderr());
+    // The built-in style is as good if the template should ever be wrong.
+    if let Ok(style) = ProgressStyle::with_template("{bar:24} {pos}/{len} {msg} {elapsed}") {
+        progress.set_style(style);
+    }
+    progress.enable_steady_tick(Duration::from_millis(200));
+    progress
+}

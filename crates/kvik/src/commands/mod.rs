@@ -1,0 +1,77 @@
+//! One file a verb, and what the verbs share: how a model is opened and how its engine is sized.
+
+pub(crate) mod bench;
+pub(crate) mod config;
+pub(crate) mod generate;
+pub(crate) mod models;
+pub(crate) mod roles;
+pub(crate) mod service;
+pub(crate) mod up;
+
+use std::io::{self, Write};
+use std::path::Path;
+
+use anyhow::Context;
+use kvik_model::{BLOCK_TOKENS, Model, ModelConfig, ModelError};
+use kvik_types::{ByteSize, Dtype};
+use serde::Serialize;
+
+use crate::machine;
+
+/// Opens the model folder, or the bundled model.
+fn open_model(folder: Option<&Path>) -> anyhow::Result<Model> {
+    let model = match folder {
+        None => Model::bundled(),
+        Some(folder) => check_folder(folder).and_then(|()| Model::open(folder)),
+    };
+    model.context("open the model")
+}
+
+/// Refuses what is not a folder in words that fit better than "has no config.json".
+fn check_folder(folder: &Path) -> kvik_model::Result<()> {
+    let what = match std::fs::metadata(folder) {
+        Ok(metadata) if metadata.is_dir() => return Ok(()),
+        Ok(_) => "not a folder",
+        Err(error) if error.kind() == io::ErrorKind::NotFound => "missing",
+        Err(source) => {
+            return Err(ModelError::Io { path: folder.to_owned(), source });
+        }
+    };
+    Err(ModelError::request(
+        "model",
+        format!("{}, which is {what}", folder.display()),
+        "a folder with config.json, safetensors and tokenizer.json",
+    ))
+}
+
+/// Bytes of the keys and values of one token.
+fn kv_bytes_per_token(config: &ModelConfig, kv_dtype: Dtype) -> u64 {
+    config.kv_elements_per_token() as u64 * kv_dtype.size_bytes() as u64
+}
+
+/// Blocks that fit into the machine's memory, if the machine tells how much it has.
+fn n_blocks_in_memory(config: &ModelConfig, kv_dtype: Dtype) -> Option<u64> {
+    let block_bytes = kv_bytes_per_token(config, kv_dtype).checked_mul(BLOCK_TOKENS as u64)?;
+    machine::memory_bytes()?.checked_div(block_bytes)
+}
+
+/// Refuses more blocks than the machine's memory could hold: the allocation would end the process.
+fn check_kv_blocks(config: &ModelConfig, kv_dtype: Dtype, n_blocks: usize) -> kvik_model::Result<()> {
+    match n_blocks_in_memory(config, kv_dtype) {
+        Some(n_possible) if n_possible < n_blocks as u64 => {
+            let block = ByteSize(kv_bytes_per_token(config, kv_dtype) * BLOCK_TOKENS as u64);
+            let allowed = format!("1 to {n_possible}, which fill this machine's memory with {block} each");
+            Err(ModelError::request("kv_blocks", n_blocks, allowed))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Prints `value` as one line of JSON on standard output.
+fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
+    let mut text = serde_json::to_string(value).context("write JSON")?;
+    text.push('\n');
+    // Not through `anstream`: JSON has no styles, and its bytes must arrive as they are.
+    let mut stdout = io::stdout().lock();
+    stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).context("write to standard output")
+}

@@ -1,0 +1,87 @@
+//! `kvik worker`, `kvik coordinator`, `kvik gateway`: one role a process.
+
+use std::time::Duration;
+
+use anyhow::Context;
+use kvik_coordinator::{Coordinator, CoordinatorConfig};
+use kvik_gateway::{Gateway, GatewayConfig};
+use kvik_worker::{Worker, WorkerConfig};
+use serde_json::{Value, json};
+
+use super::service::{self, Flags};
+use crate::cli::{CoordinatorArguments, GatewayArguments, WorkerArguments};
+
+/// Time for the streams of a gateway to end after the first signal.
+const GATEWAY_GRACE: Duration = Duration::from_secs(120);
+/// Time for a coordinator to give up its lead after the first signal.
+const COORDINATOR_GRACE: Duration = Duration::from_secs(10);
+
+/// Runs a worker until it has drained.
+pub(crate) fn worker(arguments: &WorkerArguments) -> anyhow::Result<()> {
+    let flags = Flags::default()
+        .with("listen", arguments.listen.clone())
+        .with("advertise", arguments.advertise.clone())
+        .with("id", arguments.id.clone())
+        .with("model", arguments.model.as_ref().map(|folder| folder.display().to_string()))
+        .with("threads", arguments.threads)
+        .with("kv_blocks", arguments.kv_blocks)
+        .with_list("coordinators", &arguments.coordinator);
+    let common = &arguments.service;
+    let config = service::load::<WorkerConfig>("worker", common.config.as_deref(), flags, &common.set)?.value;
+    service::run(common, "info", async |shutdown| {
+        shutdown.listen_for_signals(Duration::from_secs(config.drain_grace_s));
+        let running = Worker::start(config, &shutdown).await.context("start the worker")?;
+        tracing::info!(id = running.id(), address = %running.address(), model = running.model_name(), "worker is ready");
+        running.closed().await;
+        Ok(())
+    })
+}
+
+/// Runs a coordinator until it is told to end.
+pub(crate) fn coordinator(arguments: &CoordinatorArguments) -> anyhow::Result<()> {
+    let state = (!arguments.etcd.is_empty())
+        .then(|| json!({"backend": "etcd", "etcd": {"endpoints": arguments.etcd}}));
+    let flags = Flags::default()
+        .with("listen", arguments.listen.clone())
+        .with("advertise", arguments.advertise.clone())
+        .with("state", state);
+    let common = &arguments.service;
+    let config =
+        service::load::<CoordinatorConfig>("coordinator", common.config.as_deref(), flags, &common.set)?
+            .value;
+    service::run(common, "info", async |shutdown| {
+        shutdown.listen_for_signals(COORDINATOR_GRACE);
+        let running = Coordinator::start(config, &shutdown).await.context("start the coordinator")?;
+        tracing::info!(address = %running.address, base = running.base, "coordinator is ready");
+        shutdown.draining().await;
+        Ok(())
+    })
+}
+
+/// Runs a gateway until its streams have ended.
+pub(crate) fn gateway(arguments: &GatewayArguments) -> anyhow::Result<()> {
+    let backends: Vec<Value> = arguments.backend.iter().map(|url| json!({"url": url})).collect();
+    let load = {
+        let (listen, coordinators) = (arguments.listen.clone(), arguments.coordinator.clone());
+        let (file, settings) = (arguments.service.config.clone(), arguments.service.set.clone());
+        move || {
+            let flags = Flags::default()
+                .with("listen", listen.clone())
+                .with("backends", (!backends.is_empty()).then(|| backends.clone()))
+                .with_list("coordinators", &coordinators);
+            service::load::<GatewayConfig>("gateway", file.as_deref(), flags, &settings)
+                .map(|effective| effective.value)
+        }
+    };
+    let config = load()?;
+    let file = arguments.service.config.clone();
+    service::run(&arguments.service, "info", async |shutdown| {
+        shutdown.listen_for_signals(GATEWAY_GRACE);
+        let running = Gateway::start(config, &shutdown).await.context("start the gateway")?;
+        running.gateway().reload_on_change(file, load);
+        tracing::info!(address = %running.address(), "gateway is ready");
+        shutdown.draining().await;
+        running.finished().await;
+        Ok(())
+    })
+}

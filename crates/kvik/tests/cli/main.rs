@@ -1,0 +1,11 @@
+//! Runs the binary as a user does and pins what it answers.
+
+#![expect(clippy::unwrap_used, reason = "the helpers are tests too: what they cannot do ends the test")]
+
+mod bad_input;
+mod bad_models;
+mod bench_engine;
+mod generate;
+mod help;
+mod models_inspect;
+mod support;
