@@ -70,6 +70,8 @@ pub(crate) enum ModelsCommand {
 pub(crate) enum BenchCommand {
     /// Measure the built-in engine: prefill and decode tokens per second
     Engine(BenchEngineArguments),
+    /// Measure what the gateway costs: requests through it against requests straight to mock workers
+    Gateway(BenchGatewayArguments),
 }
 
 /// Text is streamed to standard output as it is made. Statistics go to standard error if that is a terminal.
@@ -223,6 +225,23 @@ pub(crate) struct BenchEngineArguments {
     /// Threads that compute, 1 to 1024 [default: the cores this process may use]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MAX_THREADS))]
     pub(crate) threads: Option<u64>,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Clients, gateway and mock workers run in this process, on loopback. Under a minute on two cores.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct BenchGatewayArguments {
+    /// Requests over which the growth of the memory is measured, at least 1
+    #[arg(long, value_name = "N", default_value_t = 100_000, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) requests: u32,
+
+    /// Measure a few seconds only, less precisely, over a twentieth of the requests
+    #[arg(long)]
+    pub(crate) quick: bool,
 
     /// Print one JSON object instead of a table
     #[arg(long)]

@@ -53,6 +53,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Generate(arguments) => commands::generate::run(arguments),
         Command::Models(ModelsCommand::Inspect(arguments)) => commands::models::inspect(arguments),
         Command::Bench(BenchCommand::Engine(arguments)) => commands::bench::engine(arguments),
+        Command::Bench(BenchCommand::Gateway(arguments)) => commands::bench::gateway(arguments),
         Command::Up(arguments) => commands::up::run(arguments),
         Command::Worker(arguments) => commands::roles::worker(arguments),
         Command::Coordinator(arguments) => commands::roles::coordinator(arguments),

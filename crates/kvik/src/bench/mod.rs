@@ -1,4 +1,5 @@
 //! Measurements: one file a subject, and the report that all of them give.
 
 pub(crate) mod engine;
+pub(crate) mod gateway;
 pub(crate) mod report;

@@ -10,7 +10,7 @@ use crate::terminal::{self, Align, Column, Table, bar, grouped};
 /// All that one run of a bench found.
 #[derive(Debug, Serialize)]
 pub(crate) struct Report {
-    /// The subject: `engine`.
+    /// The subject: `engine` or `gateway`.
     pub(crate) bench: &'static str,
     pub(crate) machine: Machine,
     /// What was measured, so that the run can be repeated.
@@ -36,28 +36,72 @@ pub(crate) struct Measurement {
     pub(crate) repeats: usize,
     /// The same measurement of what it is compared with, if there is such.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) baseline: Option<f64>,
-    /// `value / baseline`.
+    pub(crate) baseline: Option<Baseline>,
+    /// `value` over the baseline's.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) ratio: Option<f64>,
+    /// What the value or the ratio should be, if that is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) goal: Option<Goal>,
+    /// Whether the goal is reached.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) is_reached: Option<bool>,
+}
+
+/// What a measurement is compared with.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Baseline {
+    pub(crate) name: &'static str,
+    /// The median of the repeats, in the measurement's unit.
+    pub(crate) value: f64,
+}
+
+/// What a measurement should show.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Goal {
+    /// The largest value.
+    AtMost(f64),
+    /// The smallest ratio.
+    RatioAtLeast(f64),
 }
 
 impl Measurement {
     /// The median of `repeats`; `None` if there are none.
     pub(crate) fn from_repeats(name: String, unit: &'static str, mut repeats: Vec<f64>) -> Option<Self> {
-        repeats.sort_by(f64::total_cmp);
-        let upper = *repeats.get(repeats.len() / 2)?;
-        let lower = *repeats.get((repeats.len() - 1) / 2)?;
+        let median = median(&mut repeats)?;
         Some(Self {
             name,
-            value: rounded(f64::midpoint(lower, upper)),
+            value: rounded(median),
             unit,
             lowest: rounded(*repeats.first()?),
             highest: rounded(*repeats.last()?),
             repeats: repeats.len(),
             baseline: None,
             ratio: None,
+            goal: None,
+            is_reached: None,
         })
+    }
+
+    /// Adds what the value is compared with and what it should be.
+    pub(crate) fn compared_with(mut self, baseline: Baseline, goal: Goal) -> Self {
+        let ratio = self.value / baseline.value;
+        self.is_reached = Some(match goal {
+            Goal::AtMost(largest) => self.value <= largest,
+            Goal::RatioAtLeast(smallest) => smallest <= ratio,
+        });
+        self.ratio = ratio.is_finite().then_some((ratio * 1e4).round() / 1e4);
+        self.baseline = Some(baseline);
+        self.goal = Some(goal);
+        self
+    }
+}
+
+impl Baseline {
+    /// The median of `repeats`; not a number if there are none.
+    pub(crate) fn new(name: &'static str, mut repeats: Vec<f64>) -> Self {
+        Self { name, value: rounded(median(&mut repeats).unwrap_or(f64::NAN)) }
     }
 }
 
@@ -74,6 +118,9 @@ impl Report {
         )?;
         writeln!(output, "  {dimmed}{}{dimmed:#}\n", self.description)?;
 
+        if self.results.iter().any(|result| result.baseline.is_some()) {
+            return self.comparison().write(output);
+        }
         let mut table = Table::new(vec![
             Column::new("measurement", Align::Left),
             Column::new("median", Align::Right).with_style(terminal::TITLE),
@@ -95,6 +142,45 @@ impl Report {
         }
         table.write(output)
     }
+
+    /// The results beside what they are compared with; values of many units, so there are no bars.
+    fn comparison(&self) -> Table {
+        let mut table = Table::new(vec![
+            Column::new("measurement", Align::Left),
+            Column::new("median", Align::Right).with_style(terminal::TITLE),
+            Column::new("unit", Align::Left),
+            Column::new("range", Align::Left).with_style(terminal::DIMMED),
+            Column::new("baseline", Align::Left),
+            Column::new("ratio", Align::Right),
+            Column::new("goal", Align::Left),
+        ]);
+        for result in &self.results {
+            let baseline = result.baseline.as_ref();
+            let goal = result.goal.map(|goal| match goal {
+                Goal::AtMost(largest) => format!("at most {}", whole(largest)),
+                Goal::RatioAtLeast(smallest) => format!("ratio at least {smallest:.2}"),
+            });
+            let word = if result.is_reached == Some(true) { "reached" } else { "missed" };
+            table.push([
+                result.name.clone(),
+                whole(result.value),
+                result.unit.to_owned(),
+                format!("{} to {}", whole(result.lowest), whole(result.highest)),
+                baseline.map_or_else(String::new, |known| format!("{} {}", whole(known.value), known.name)),
+                result.ratio.map_or_else(String::new, |ratio| format!("{ratio:.2}")),
+                goal.map_or_else(String::new, |goal| format!("{goal}: {word}")),
+            ]);
+        }
+        table
+    }
+}
+
+/// The median of `values`, which are sorted; `None` if there are none.
+fn median(values: &mut [f64]) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    let upper = *values.get(values.len() / 2)?;
+    let lower = *values.get((values.len() - 1) / 2)?;
+    Some(f64::midpoint(lower, upper))
 }
 
 /// Small values keep a digit after the point.
@@ -121,5 +207,18 @@ mod tests {
         assert_eq!(texts(&[3.0, 1.0, 2.0]), ["1", "2", "3"]);
         assert_eq!(texts(&[4.0, 1.0]), ["1", "2.5", "4"]);
         assert!(of(&[]).is_none());
+    }
+
+    #[test]
+    fn a_comparison_says_whether_its_goal_is_reached() {
+        let compared = |value: f64, goal: Goal| {
+            let result = Measurement::from_repeats("x".to_owned(), "s", vec![value]).unwrap();
+            result.compared_with(Baseline::new("direct", vec![10.0, 30.0]), goal)
+        };
+        let slow = compared(15.0, Goal::RatioAtLeast(0.8));
+        assert_eq!((slow.ratio, slow.is_reached), (Some(0.75), Some(false)));
+        assert_eq!(compared(16.0, Goal::RatioAtLeast(0.8)).is_reached, Some(true));
+        assert_eq!(compared(60.0, Goal::AtMost(60.0)).is_reached, Some(true));
+        assert_eq!(compared(-1.0, Goal::AtMost(0.0)).is_reached, Some(true));
     }
 }

@@ -8,8 +8,9 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::{check_kv_blocks, open_model, print_json};
 use crate::bench::engine::{EngineBench, EngineBenchOptions};
+use crate::bench::gateway::{GatewayBench, GatewayBenchOptions, Kind};
 use crate::bench::report::Report;
-use crate::cli::BenchEngineArguments;
+use crate::cli::{BenchEngineArguments, BenchGatewayArguments};
 use crate::machine::{self, Machine};
 use crate::terminal;
 
@@ -46,8 +47,38 @@ pub(crate) fn engine(arguments: &BenchEngineArguments) -> anyhow::Result<()> {
         description: bench.description(),
         results,
     };
-    if arguments.json {
-        return print_json(&report);
+    print(&report, arguments.json)
+}
+
+/// Runs `kvik bench gateway`.
+pub(crate) fn gateway(arguments: &BenchGatewayArguments) -> anyhow::Result<()> {
+    let requests = if arguments.quick { arguments.requests.div_ceil(20) } else { arguments.requests };
+    let options = GatewayBenchOptions { memory_requests: requests as usize, is_quick: arguments.quick };
+    let bench = GatewayBench::try_new(options)?;
+    let progress = progress_bar(Kind::ALL.len());
+    let mut results = Vec::new();
+    for kind in Kind::ALL {
+        let name = bench.name(kind);
+        progress.set_message(name.clone());
+        results.extend(bench.measure(kind).with_context(|| format!("measure {name}"))?);
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+
+    let report = Report {
+        bench: "gateway",
+        machine: Machine::detect(),
+        settings: bench.settings(),
+        description: bench.description(),
+        results,
+    };
+    bench.finish();
+    print(&report, arguments.json)
+}
+
+fn print(report: &Report, is_json: bool) -> anyhow::Result<()> {
+    if is_json {
+        return print_json(report);
     }
     let mut stdout = anstream::stdout().lock();
     report.write_table(&mut stdout).and_then(|()| stdout.flush()).context("write to standard output")

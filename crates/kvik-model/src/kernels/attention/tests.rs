@@ -86,7 +86,7 @@ impl Case {
         let mut pool = ThreadPool::new(n_threads);
         let (table, n_blocks) = self.table();
         let shape = PageShape { n_kv_heads: self.n_kv_heads, head_dim: self.head_dim };
-        let mut pages = KvPages::<E>::new(2, n_blocks, shape);
+        let mut pages = KvPages::<E>::try_new(2, n_blocks, shape).unwrap();
         let rows = self.rows();
         let stride = self.stride();
         // The whole pool is NaN first: unwritten lanes must not matter.
@@ -230,7 +230,7 @@ fn scores_far_apart_neither_overflow_nor_vanish() {
     let span = Span { n_rows: n_tokens, first_position: 0, block_table: &table };
     let plan = RowPlan::try_new(&[span], 2).unwrap();
     let mut pool = ThreadPool::new(1);
-    let mut pages = KvPages::<f32>::new(1, 2, shape);
+    let mut pages = KvPages::<f32>::try_new(1, 2, shape).unwrap();
     let kv_rows = KvRows { values: &rows, stride, key_column: LANES, value_column: 2 * LANES };
     pages.write(&mut pool, 0, &plan, kv_rows);
     let attention = AttentionShape { n_query_heads: 1, window: None };

@@ -1,0 +1,38 @@
+//! `kvik config`: what is in effect, and where it comes from.
+
+use std::fs;
+
+use tempfile::TempDir;
+
+use crate::process;
+
+#[test]
+fn config_prints_every_value_with_its_origin() {
+    let folder = TempDir::new().unwrap();
+    let file = folder.path().join("kvik.yaml");
+    fs::write(&file, "gateway:\n  max_body_bytes: 4096\ncoordinator:\n  slow_start_ms: 5\n").unwrap();
+    let output = process::kvik()
+        .args(["config", "--config"])
+        .arg(&file)
+        .env("KVIK_GATEWAY_LISTEN", "127.0.0.1:9999")
+        .output()
+        .unwrap();
+    let stdout = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let words: Vec<Vec<&str>> = stdout.lines().map(|line| line.split_whitespace().collect()).collect();
+    for expected in [
+        ["retry.max_attempts", "2", "default"],
+        ["max_body_bytes", "4096", "file"],
+        ["slow_start_ms", "5", "file"],
+        ["listen", "127.0.0.1:9999", "environment"],
+        ["listen", "127.0.0.1:8081", "default"],
+    ] {
+        let is_there = words.iter().any(|line| {
+            line.starts_with(&expected[..2]) && line.len() >= 3 && line[2..].join(" ").contains(expected[2])
+        });
+        assert!(is_there, "{expected:?} in\n{stdout}");
+    }
+    for role in ["gateway", "coordinator", "worker"] {
+        assert!(words.contains(&vec![role]), "{role} in\n{stdout}");
+    }
+}

@@ -1,0 +1,14 @@
+//! Runs the roles as processes of their own on loopback, and takes them away under load.
+
+#![expect(clippy::unwrap_used, reason = "the helpers are tests too: what they cannot do ends the test")]
+
+mod clients;
+mod cluster;
+mod config;
+mod coordinators;
+mod etcd;
+mod http;
+mod process;
+mod restarts;
+mod up;
+mod workers;

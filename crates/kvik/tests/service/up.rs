@@ -1,0 +1,33 @@
+//! The whole service in one process.
+
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use crate::cluster::{Client, Ending};
+use crate::http;
+use crate::process::{self, Process, eventually};
+
+/// Time until the service is ready; the same on a busy machine in the dev profile.
+const READY: Duration = Duration::from_secs(3);
+
+#[test]
+fn up_is_ready_at_once_serves_and_ends_with_an_interrupt() {
+    let start = Instant::now();
+    let mut process = Process::start(process::kvik().args(["up", "--port", "0"]).stdout(Stdio::piped()));
+    let mut lines = BufReader::new(process.stdout()).lines().map(Result::unwrap);
+    let address =
+        lines.find_map(|line| Some(line.trim().strip_prefix("gateway")?.trim().to_owned())).unwrap();
+    let gateway = Client { address: address.strip_prefix("http://").unwrap().to_owned() };
+    eventually("the gateway is ready", || http::get_json(&gateway.address, "/ready"));
+    let elapsed = start.elapsed();
+    assert!(elapsed < READY, "ready after {elapsed:?}");
+
+    let worker = gateway.served_by("sequence");
+    assert_eq!(gateway.served_by("sequence"), worker);
+    let mut stream = gateway.open_stream("stream", 100);
+    process.signal("INT");
+    assert!(Ending::of(&mut stream).is_complete());
+    let rest: Vec<String> = lines.collect();
+    assert_eq!(process.ended().code(), Some(0), "{rest:#?}");
+}
