@@ -2,11 +2,31 @@
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
 EXAMPLES = 25
-schema = schemathesis.pytest.from_fixture("description")
+OPERATIONS = [
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/generate"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"),
+    ("GET", "/health"),
+    ("GET", "/ready"),
+    ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
+]
+# Any text is a good path: only requests with a body can be wrong.
+REQUESTS = [
+    (method, path, mode)
+    for method, path in OPERATIONS
+    for mode in GenerationMode
+    if mode == GenerationMode.POSITIVE or method == "POST"
+]
 
 
 @pytest.fixture(scope="session")
@@ -14,16 +34,28 @@ def description(gateway: str):
     return schemathesis.openapi.from_url(f"{gateway}/openapi.json")
 
 
-# Fixed examples: a run that fails can be repeated.
-@schema.parametrize()
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-def test_no_request_ends_in_a_server_error(case, gateway: str):
-    response = case.call(base_url=gateway, timeout=60)
-    case.validate_response(response, checks=[not_a_server_error])
+def test_every_operation_of_the_description_is_tested(description):
+    described = {(method.upper(), path) for path in description for method in description[path]}
+    assert described == set(OPERATIONS)
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), REQUESTS)
+def test_no_request_ends_in_a_server_error(description, gateway: str, method: str, path: str, mode: GenerationMode):
+    operation = description[path][method]
+    cases = operation.as_strategy(generation_mode=mode)
+
+    # Fixed examples: a run that fails can be repeated.
+    @given(case=cases)
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    def no_server_error(case):
+        response = case.call(base_url=gateway, timeout=60)
+        case.validate_response(response, checks=[not_a_server_error])
+
+    no_server_error()

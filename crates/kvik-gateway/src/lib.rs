@@ -54,6 +54,7 @@ mod proxy;
 mod record;
 mod retry;
 mod routing;
+mod scan;
 mod state;
 mod watch;
 

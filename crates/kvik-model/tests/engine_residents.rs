@@ -219,3 +219,29 @@ fn kv_that_does_not_fit_the_model_is_refused_and_nothing_is_held() {
     assert!(destination.forget_resident("a"));
     assert_eq!(destination.pool_stats().n_free, 4);
 }
+
+#[test]
+fn a_resident_survives_a_turn_that_has_to_wait_for_room() {
+    let model = Model::bundled().unwrap();
+    let mut engine = engine(&model, 8);
+    let first: Vec<u32> = (60..85).collect();
+    let (output, _) = generate(&mut engine, &first, 2, named("a"));
+    let n_resident = engine.resident_tokens("a").unwrap().len();
+    // Five of the six free blocks; the next turn needs four more than its resident has.
+    let long: Vec<u32> = (200..270).collect();
+    engine.submit(request(&long, 8)).unwrap();
+    let mut events = Vec::new();
+    engine.step(&mut events).unwrap();
+    let mut second = [first.as_slice(), &output].concat();
+    second.extend(300..350);
+    let id = engine.submit_with(request(&second, 3), named("a")).unwrap();
+    engine.step(&mut events).unwrap();
+    assert_eq!((engine.n_waiting(), engine.resident_tokens("a").map(<[u32]>::len)), (1, Some(n_resident)));
+    let events = engine.run_until_idle().unwrap();
+    let usage = events.iter().find_map(|event| match event {
+        EngineEvent::Finished { request, usage, .. } if *request == id => Some(*usage),
+        _ => None,
+    });
+    assert_eq!(usage.unwrap().cached_tokens, n_resident);
+    assert_eq!(engine.pool_stats().n_free + engine.n_resident_blocks(), 8);
+}

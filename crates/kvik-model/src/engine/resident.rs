@@ -80,6 +80,15 @@ impl Engine {
         self.residents.len()
     }
 
+    /// Number of blocks that only residents hold: free for the taking.
+    pub fn n_resident_blocks(&self) -> usize {
+        let residents = self.residents.by_name.values().map(|(_, resident)| resident);
+        residents
+            .flat_map(|resident| &resident.table)
+            .filter(|&&block| self.pool.n_holders(block) == 1)
+            .count()
+    }
+
     /// The tokens of the resident `name` whose KV is there.
     pub fn resident_tokens(&self, name: &str) -> Option<&[TokenId]> {
         self.residents.get(name).map(|resident| resident.tokens.as_slice())

@@ -74,6 +74,10 @@ impl Engine {
             let n_missing = sequence.n_missing_blocks(n_tokens);
             while self.pool.n_free() < n_missing && self.residents.evict_oldest(&mut self.pool) {}
             if self.pool.n_free() < n_missing && self.running.iter().any(|other| !other.is_paused()) {
+                // Nothing was computed on them yet: the blocks of a resident stay a resident's.
+                if let (Some(name), resident) = sequence.take_computed() {
+                    self.residents.insert(name, resident, &mut self.pool);
+                }
                 self.wait_again(sequence);
                 return;
             }

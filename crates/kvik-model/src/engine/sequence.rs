@@ -43,6 +43,8 @@ pub(super) struct Sequence {
     name: Option<String>,
     /// Tokens that may still be chosen; `None`: no limit.
     credits: Option<u32>,
+    /// Whether `table` was taken over from the resident of this name.
+    has_resident: bool,
     /// Whether some of the KV in `table` came from outside; such blocks are never registered.
     is_foreign: bool,
     is_finished: bool,
@@ -75,6 +77,7 @@ impl Sequence {
             text,
             name: options.name,
             credits: options.credits,
+            has_resident: false,
             is_foreign: false,
             is_finished: false,
         }
@@ -148,6 +151,15 @@ impl Sequence {
         (self.name, Resident { tokens: self.tokens, table: self.table, is_foreign: self.is_foreign })
     }
 
+    /// Takes what was computed out of the sequence, with its name if it stands on a resident.
+    pub(super) fn take_computed(&mut self) -> (Option<String>, Resident) {
+        let name = self.name.clone().filter(|_| self.has_resident);
+        let table = if name.is_some() { std::mem::take(&mut self.table) } else { Vec::new() };
+        let resident =
+            Resident { tokens: self.computed_tokens().to_vec(), table, is_foreign: self.is_foreign };
+        (name, resident)
+    }
+
     /// Number of further choices to fork off, once.
     pub(super) fn take_forks(&mut self) -> u32 {
         std::mem::take(&mut self.n_forks)
@@ -213,6 +225,7 @@ impl Sequence {
         // Full blocks whose parents are registered are so already, or never will be.
         self.n_registered = n_common / BLOCK_TOKENS;
         self.is_foreign = resident.is_foreign;
+        self.has_resident = true;
         self.hash_blocks(self.n_registered);
     }
 
@@ -273,6 +286,7 @@ impl Sequence {
             text,
             name: None,
             credits: self.credits,
+            has_resident: false,
             is_foreign: self.is_foreign,
             is_finished: false,
         }
@@ -283,6 +297,7 @@ impl Sequence {
         pool.release(&mut self.table);
         self.n_computed = 0;
         self.n_registered = 0;
+        self.has_resident = false;
         self.is_foreign = false;
     }
 

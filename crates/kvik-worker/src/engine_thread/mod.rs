@@ -77,6 +77,8 @@ pub(crate) struct Snapshot {
     pub(crate) n_running: usize,
     pub(crate) n_waiting: usize,
     pub(crate) n_residents: usize,
+    /// Blocks that only residents hold.
+    pub(crate) n_resident_blocks: usize,
     pub(crate) outstanding_tokens: usize,
     pub(crate) pool: PoolStats,
     pub(crate) stats: EngineStats,
@@ -119,10 +121,11 @@ impl std::fmt::Debug for Command {
 // === impl Snapshot ===
 
 impl Snapshot {
-    /// Held share of the blocks, 0 to 1.
+    /// Share of the blocks that running sequences hold, 0 to 1; those of residents are for the
+    /// taking.
     pub(crate) fn kv_usage(&self) -> f64 {
         let n_blocks = self.pool.n_blocks.max(1);
-        1.0 - self.pool.n_free as f64 / n_blocks as f64
+        1.0 - (self.pool.n_free + self.n_resident_blocks) as f64 / n_blocks as f64
     }
 
     /// Seconds, 1 to 60, until about half of what is outstanding is done.

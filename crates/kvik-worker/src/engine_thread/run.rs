@@ -330,6 +330,7 @@ impl EngineThread {
             n_running: self.engine.n_running(),
             n_waiting: self.engine.n_waiting() + self.queue.len(),
             n_residents: self.engine.n_residents(),
+            n_resident_blocks: self.engine.n_resident_blocks(),
             outstanding_tokens: self.engine.outstanding_tokens(),
             pool: self.engine.pool_stats(),
             stats,

@@ -84,16 +84,16 @@ impl Measurement {
         })
     }
 
-    /// Adds what the value is compared with and what it should be.
-    pub(crate) fn compared_with(mut self, baseline: Baseline, goal: Goal) -> Self {
+    /// Adds what the value is compared with and what it should be, if that is known.
+    pub(crate) fn compared_with(mut self, baseline: Baseline, goal: Option<Goal>) -> Self {
         let ratio = self.value / baseline.value;
-        self.is_reached = Some(match goal {
+        self.is_reached = goal.map(|goal| match goal {
             Goal::AtMost(largest) => self.value <= largest,
             Goal::RatioAtLeast(smallest) => smallest <= ratio,
         });
         self.ratio = ratio.is_finite().then_some((ratio * 1e4).round() / 1e4);
         self.baseline = Some(baseline);
-        self.goal = Some(goal);
+        self.goal = goal;
         self
     }
 }
@@ -213,7 +213,7 @@ mod tests {
     fn a_comparison_says_whether_its_goal_is_reached() {
         let compared = |value: f64, goal: Goal| {
             let result = Measurement::from_repeats("x".to_owned(), "s", vec![value]).unwrap();
-            result.compared_with(Baseline::new("direct", vec![10.0, 30.0]), goal)
+            result.compared_with(Baseline::new("direct", vec![10.0, 30.0]), Some(goal))
         };
         let slow = compared(15.0, Goal::RatioAtLeast(0.8));
         assert_eq!((slow.ratio, slow.is_reached), (Some(0.75), Some(false)));

@@ -5,6 +5,7 @@
 mod bad_input;
 mod bad_models;
 mod bench_engine;
+mod bench_gateway;
 mod generate;
 mod help;
 mod models_inspect;
