@@ -14,9 +14,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 GATEWAY_LINE = re.compile(r"^\s*gateway\s+(http://\S+)$")
 END_TIMEOUT_S = 30
 
+# Hypothesis would keep its data in the current folder.
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(ROOT / "target" / "hypothesis"))
+
 
 def binary() -> str:
-    """The binary: KVIK_BINARY, else the newest kind that is built."""
+    """The binary: KVIK_BINARY, else the release build, else the debug build."""
     if path := os.environ.get("KVIK_BINARY"):
         return path
     for profile in ("release", "debug"):

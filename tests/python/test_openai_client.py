@@ -149,13 +149,18 @@ def test_a_bad_parameter_is_refused_with_its_name(client):
     assert raised.value.param == "temperature"
 
 
-def test_a_wrong_key_is_refused(guarded_gateway):
-    base = f"{guarded_gateway}/v1"
-    with openai.OpenAI(base_url=base, api_key="wrong", max_retries=0) as stranger:
-        with pytest.raises(openai.AuthenticationError) as raised:
-            complete(stranger)
-        assert raised.value.code == "invalid_api_key"
-        with pytest.raises(openai.AuthenticationError):
-            chat(stranger, stream=True)
-    with openai.OpenAI(base_url=base, api_key=KEY, max_retries=0) as known:
-        assert complete(known).choices[0].text
+def ask_with_key(address: str, key: str, ask, **options):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0, timeout=60) as client:
+        return ask(client, **options)
+
+
+@pytest.mark.parametrize("ask", [complete, chat])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_key_is_refused(guarded_gateway, ask, stream):
+    with pytest.raises(openai.AuthenticationError) as raised:
+        ask_with_key(guarded_gateway, "wrong", ask, stream=stream)
+    assert raised.value.code == "invalid_api_key"
+
+
+def test_a_right_key_is_accepted(guarded_gateway):
+    assert ask_with_key(guarded_gateway, KEY, complete).choices[0].text

@@ -61,23 +61,15 @@ pub(crate) fn find_paths(code: &str, paths: &[&str]) -> Vec<Hit> {
         hits.extend(find_words(code, path));
     }
     for (start, _) in code.match_indices("use ") {
-        let end = code[start..]
-            .find(';')
-            .map_or(code.len(), |length| start + length);
-        let tree: String = code[start + "use ".len()..end]
-            .split_whitespace()
-            .collect::<Vec<_>>()
-            .join(" ");
+        let end = code[start..].find(';').map_or(code.len(), |length| start + length);
+        let tree: String = code[start + "use ".len()..end].split_whitespace().collect::<Vec<_>>().join(" ");
         if !is_word_start(code, start) || !tree.contains('{') {
             continue;
         }
         for imported in expand_use(&tree) {
             let is_below = |path: &&&str| imported == **path || imported.starts_with(&format!("{path}::"));
             if paths.iter().any(|path| is_below(&path)) {
-                hits.push(Hit {
-                    line: line_of(code, start),
-                    what: imported,
-                });
+                hits.push(Hit { line: line_of(code, start), what: imported });
             }
         }
     }
@@ -91,10 +83,7 @@ pub(crate) fn find_words(code: &str, words: &str) -> Vec<Hit> {
         .filter(|&(start, _)| {
             is_word_start(code, start) && !code[start + words.len()..].starts_with(is_identifier)
         })
-        .map(|(start, _)| Hit {
-            line: line_of(code, start),
-            what: words.to_owned(),
-        })
+        .map(|(start, _)| Hit { line: line_of(code, start), what: words.to_owned() })
         .collect()
 }
 
@@ -105,10 +94,7 @@ pub(crate) fn find_text(code: &str, text: &str) -> Vec<Hit> {
     dense
         .windows(pattern.len())
         .filter(|window| window.iter().map(|(_, c)| c).eq(&pattern))
-        .map(|window| Hit {
-            line: line_of(code, window[0].0),
-            what: text.to_owned(),
-        })
+        .map(|window| Hit { line: line_of(code, window[0].0), what: text.to_owned() })
         .collect()
 }
 
@@ -116,10 +102,9 @@ pub(crate) fn find_text(code: &str, text: &str) -> Vec<Hit> {
 fn literal_or_comment_end(chars: &[char], at: usize) -> usize {
     let next = chars.get(at + 1).copied();
     match chars[at] {
-        '/' if next == Some('/') => chars[at..]
-            .iter()
-            .position(|&c| c == '\n')
-            .map_or(chars.len(), |n| at + n),
+        '/' if next == Some('/') => {
+            chars[at..].iter().position(|&c| c == '\n').map_or(chars.len(), |n| at + n)
+        }
         '/' if next == Some('*') => block_comment_end(chars, at),
         '"' => quoted_end(chars, at, '"'),
         '\'' if next == Some('\\') || (chars.get(at + 2) == Some(&'\'') && next != Some('\'')) => {
@@ -146,16 +131,9 @@ fn raw_string_end(chars: &[char], at: usize) -> usize {
     }
     let closes = |quote: usize| {
         chars[quote] == '"'
-            && chars[quote + 1..]
-                .iter()
-                .take(n_hashes)
-                .filter(|&&c| c == '#')
-                .count()
-                == n_hashes
+            && chars[quote + 1..].iter().take(n_hashes).filter(|&&c| c == '#').count() == n_hashes
     };
-    (open + 1..chars.len())
-        .find(|&quote| closes(quote))
-        .map_or(chars.len(), |quote| quote + 1 + n_hashes)
+    (open + 1..chars.len()).find(|&quote| closes(quote)).map_or(chars.len(), |quote| quote + 1 + n_hashes)
 }
 
 fn quoted_end(chars: &[char], at: usize, quote: char) -> usize {
@@ -220,10 +198,7 @@ fn expand_use(tree: &str) -> Vec<String> {
     let prefix = tree[..open].trim();
     let inside = tree[open + 1..].trim_end().trim_end_matches('}');
     // The group's own brace is not always the last one trimmed: put back what belongs to the inside.
-    let n_missing = inside
-        .matches('{')
-        .count()
-        .saturating_sub(inside.matches('}').count());
+    let n_missing = inside.matches('{').count().saturating_sub(inside.matches('}').count());
     let inside = format!("{inside}{}", "}".repeat(n_missing));
     split_at_top_level(&inside)
         .iter()
@@ -269,10 +244,7 @@ fn line_of(code: &str, at: usize) -> usize {
 fn words_in_comments_and_literals_are_not_code() {
     let source = "a // unsafe\n/* unsafe /* */ unsafe */ b \"unsafe \\\" unsafe\" c r#\"unsafe \" unsafe\"# d 'u' '\\'' e";
     let code = without_comments_and_literals(source);
-    assert_eq!(
-        code.split_whitespace().collect::<Vec<_>>(),
-        ["a", "b", "c", "d", "e"]
-    );
+    assert_eq!(code.split_whitespace().collect::<Vec<_>>(), ["a", "b", "c", "d", "e"]);
     assert_eq!(code.lines().count(), source.lines().count());
 }
 
@@ -294,20 +266,8 @@ fn a_test_module_is_split_from_what_ships() {
     let code =
         "fn a() {}\n#[cfg(test)]\nmod tests {\n    fn b() { {} }\n}\nfn c() {}\n#[cfg(test)]\nmod d;\n";
     let (shipped, tests) = split_test_modules(code);
-    assert_eq!(
-        find_words(&shipped, "fn")
-            .iter()
-            .map(|hit| hit.line)
-            .collect::<Vec<_>>(),
-        [1, 6]
-    );
-    assert_eq!(
-        find_words(&tests, "fn")
-            .iter()
-            .map(|hit| hit.line)
-            .collect::<Vec<_>>(),
-        [4]
-    );
+    assert_eq!(find_words(&shipped, "fn").iter().map(|hit| hit.line).collect::<Vec<_>>(), [1, 6]);
+    assert_eq!(find_words(&tests, "fn").iter().map(|hit| hit.line).collect::<Vec<_>>(), [4]);
 }
 
 #[test]
@@ -315,20 +275,12 @@ fn a_path_is_found_in_full_and_through_braces() {
     let code = "use std::{\n    fmt,\n    fs::{self, File},\n    io,\n};\nlet x = std::fs::read(p);\nuse std::fsx;\nuse a::{b, c};";
     let hits = find_paths(code, &["std::fs"]);
     assert_eq!(
-        hits.iter()
-            .map(|hit| (hit.line, hit.what.as_str()))
-            .collect::<Vec<_>>(),
+        hits.iter().map(|hit| (hit.line, hit.what.as_str())).collect::<Vec<_>>(),
         [(1, "std::fs"), (1, "std::fs::File"), (6, "std::fs")]
     );
 }
 
 #[test]
 fn white_space_does_not_hide_text() {
-    assert_eq!(
-        find_text("a\n# [ ignore = ]", "#[ignore"),
-        [Hit {
-            line: 2,
-            what: "#[ignore".to_owned()
-        }]
-    );
+    assert_eq!(find_text("a\n# [ ignore = ]", "#[ignore"), [Hit { line: 2, what: "#[ignore".to_owned() }]);
 }

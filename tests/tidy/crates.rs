@@ -28,20 +28,8 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
     ("kvik-index", &["kvik-types"]),
     ("kvik-proto", &["kvik-types"]),
     ("kvik-runtime", &["kvik-types"]),
-    (
-        "kvik-store",
-        &[
-            "kvik-types",
-            "kvik-memory",
-            "kvik-tier",
-            "kvik-index",
-            "kvik-proto",
-        ],
-    ),
-    (
-        "kvik-model",
-        &["kvik-types", "kvik-memory", "kvik-tier", "kvik-store"],
-    ),
+    ("kvik-store", &["kvik-types", "kvik-memory", "kvik-tier", "kvik-index", "kvik-proto"]),
+    ("kvik-model", &["kvik-types", "kvik-memory", "kvik-tier", "kvik-store"]),
     (
         "kvik-worker",
         &[
@@ -57,25 +45,9 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
     ),
     (
         "kvik-coordinator",
-        &[
-            "kvik-types",
-            "kvik-tier",
-            "kvik-index",
-            "kvik-proto",
-            "kvik-runtime",
-            "kvik-store",
-        ],
+        &["kvik-types", "kvik-tier", "kvik-index", "kvik-proto", "kvik-runtime", "kvik-store"],
     ),
-    (
-        "kvik-gateway",
-        &[
-            "kvik-types",
-            "kvik-index",
-            "kvik-proto",
-            "kvik-runtime",
-            "kvik-store",
-        ],
-    ),
+    ("kvik-gateway", &["kvik-types", "kvik-index", "kvik-proto", "kvik-runtime", "kvik-store"]),
     (
         BINDINGS,
         &[
@@ -146,10 +118,7 @@ fn every_dependency_inside_the_workspace_is_an_allowed_edge() {
             }
         }
     }
-    assert_none(
-        &places,
-        "dependencies that the arrow of ARCHITECTURE.md does not have:",
-    );
+    assert_none(&places, "dependencies that the arrow of ARCHITECTURE.md does not have:");
 }
 
 #[test]
@@ -162,10 +131,7 @@ fn services_know_each_other_only_through_the_wire() {
             }
         }
     }
-    assert_none(
-        &places,
-        "services that depend on each other; kvik-proto has the messages and the clients:",
-    );
+    assert_none(&places, "services that depend on each other; kvik-proto has the messages and the clients:");
 }
 
 #[test]
@@ -178,11 +144,7 @@ fn nothing_depends_on_the_binaries_or_the_bindings() {
         .map(|package| package.name.to_string())
         .collect();
     let mut places = Vec::new();
-    for package in metadata
-        .packages
-        .iter()
-        .filter(|package| row_of(package) != TESTS)
-    {
+    for package in metadata.packages.iter().filter(|package| row_of(package) != TESTS) {
         for (dependency, kind) in workspace_dependencies(package) {
             if ends.contains(&dependency) {
                 places.push(format!("{} -> {dependency} ({kind})", package.name));
@@ -195,21 +157,11 @@ fn nothing_depends_on_the_binaries_or_the_bindings() {
 #[test]
 fn pure_crates_take_no_async_runtime() {
     let mut places = Vec::new();
-    for package in metadata()
-        .packages
-        .iter()
-        .filter(|package| PURE_CRATES.contains(&package.name.as_str()))
-    {
-        for dependency in package
-            .dependencies
-            .iter()
-            .filter(|dependency| dependency.kind == DependencyKind::Normal)
+    for package in metadata().packages.iter().filter(|package| PURE_CRATES.contains(&package.name.as_str())) {
+        for dependency in
+            package.dependencies.iter().filter(|dependency| dependency.kind == DependencyKind::Normal)
         {
-            if dependency
-                .name
-                .split('-')
-                .any(|word| matches!(word, "tokio" | "async" | "futures" | "smol"))
-            {
+            if dependency.name.split('-').any(|word| matches!(word, "tokio" | "async" | "futures" | "smol")) {
                 places.push(format!("{} -> {}", package.name, dependency.name));
             }
         }
@@ -267,10 +219,7 @@ fn every_crate_is_named_in_the_architecture() {
                 architecture[..start].chars().next_back(),
                 architecture[start + name.len()..].chars().next(),
             ];
-            !around
-                .into_iter()
-                .flatten()
-                .any(|c| c.is_alphanumeric() || c == '-' || c == '_')
+            !around.into_iter().flatten().any(|c| c.is_alphanumeric() || c == '-' || c == '_')
         });
         if entry.path().is_dir() && !is_named {
             places.push(format!("crates/{name}"));
@@ -307,11 +256,7 @@ fn every_crate_says_whether_it_has_unsafe_code() {
 
 /// Returns the name of a package's row in the table.
 fn row_of(package: &Package) -> &str {
-    if folder(package).starts_with("bindings/") {
-        BINDINGS
-    } else {
-        package.name.as_str()
-    }
+    if folder(package).starts_with("bindings/") { BINDINGS } else { package.name.as_str() }
 }
 
 /// Returns the dependencies of a package that lie in this repository.

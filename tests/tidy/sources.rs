@@ -78,10 +78,7 @@ fn sources_are_ascii() {
             }
         }
     }
-    assert_none(
-        &places,
-        "lines with characters outside of ASCII (write them as escapes):",
-    );
+    assert_none(&places, "lines with characters outside of ASCII (write them as escapes):");
 }
 
 #[test]
@@ -93,10 +90,7 @@ fn unsafe_code_is_only_where_it_belongs() {
             report(&file, find_words(&code, "unsafe"), &mut places);
         }
     }
-    assert_none(
-        &places,
-        &format!("unsafe code outside of {}:", UNSAFE_PLACES.join(", ")),
-    );
+    assert_none(&places, &format!("unsafe code outside of {}:", UNSAFE_PLACES.join(", ")));
 }
 
 #[test]
@@ -107,10 +101,7 @@ fn pure_crates_have_no_files_no_network_no_clock_and_no_runtime() {
             report(&file, find_paths(&shipped_code(&file), IMPURE_PATHS), &mut places);
         }
     }
-    assert_none(
-        &places,
-        "kvik-types and kvik-index get time, bytes and randomness as arguments:",
-    );
+    assert_none(&places, "kvik-types and kvik-index get time, bytes and randomness as arguments:");
 }
 
 #[test]
@@ -122,16 +113,9 @@ fn only_the_runtime_reads_the_environment() {
         {
             continue;
         }
-        report(
-            &file,
-            find_paths(&shipped_code(&file), ENVIRONMENT_PATHS),
-            &mut places,
-        );
+        report(&file, find_paths(&shipped_code(&file), ENVIRONMENT_PATHS), &mut places);
     }
-    assert_none(
-        &places,
-        "the environment is configuration, and kvik-runtime reads configuration:",
-    );
+    assert_none(&places, "the environment is configuration, and kvik-runtime reads configuration:");
 }
 
 #[test]
@@ -143,10 +127,7 @@ fn no_test_is_switched_off() {
             report(&file, find_text(&code, mark), &mut places);
         }
     }
-    assert_none(
-        &places,
-        "ignored tests (repair the test, or put a slow one behind the feature slow-tests):",
-    );
+    assert_none(&places, "ignored tests (repair the test, or put a slow one behind the feature slow-tests):");
 }
 
 #[test]
@@ -154,17 +135,10 @@ fn no_test_sleeps() {
     let mut places = Vec::new();
     for file in source_files(&["rs"]) {
         let code = without_comments_and_literals(&file.text());
-        let tests = if file.is_test_only() {
-            code
-        } else {
-            split_test_modules(&code).1
-        };
+        let tests = if file.is_test_only() { code } else { split_test_modules(&code).1 };
         report(&file, find_text(&tests, "thread::sleep("), &mut places);
     }
-    assert_none(
-        &places,
-        "tests that sleep (wait for the event itself, or pass the time in):",
-    );
+    assert_none(&places, "tests that sleep (wait for the event itself, or pass the time in):");
 }
 
 /// Returns the code of a file that reaches a user.
@@ -173,8 +147,5 @@ fn shipped_code(file: &SourceFile) -> String {
 }
 
 fn report(file: &SourceFile, hits: Vec<Hit>, places: &mut Vec<String>) {
-    places.extend(
-        hits.into_iter()
-            .map(|hit| format!("{}:{}: {}", file.path, hit.line, hit.what)),
-    );
+    places.extend(hits.into_iter().map(|hit| format!("{}:{}: {}", file.path, hit.line, hit.what)));
 }

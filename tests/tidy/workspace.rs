@@ -7,15 +7,8 @@ use std::sync::LazyLock;
 use cargo_metadata::{Metadata, MetadataCommand, Package};
 
 /// Folders that hold build outputs, other people's code or version control, never sources.
-const SKIPPED_FOLDERS: &[&str] = &[
-    ".git",
-    ".mypy_cache",
-    ".ruff_cache",
-    ".venv",
-    "__pycache__",
-    "node_modules",
-    "target",
-];
+const SKIPPED_FOLDERS: &[&str] =
+    &[".git", ".mypy_cache", ".ruff_cache", ".venv", "__pycache__", "node_modules", "target"];
 
 /// A text file of the repository.
 #[derive(Debug)]
@@ -49,10 +42,7 @@ impl SourceFile {
 
     /// Tells whether the whole file is only compiled for tests or benches.
     pub(crate) fn is_test_only(&self) -> bool {
-        let is_test_folder = self
-            .path
-            .split('/')
-            .any(|part| matches!(part, "tests" | "benches" | "fuzz"));
+        let is_test_folder = self.path.split('/').any(|part| matches!(part, "tests" | "benches" | "fuzz"));
         is_test_folder || self.path.ends_with("/tests.rs")
     }
 }
@@ -64,10 +54,7 @@ impl SourceFile {
 pub(crate) fn root() -> &'static Path {
     static ROOT: LazyLock<PathBuf> = LazyLock::new(|| {
         let manifest_dir = std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo runs the tests");
-        Path::new(&manifest_dir)
-            .parent()
-            .expect("the package lies below the root")
-            .to_owned()
+        Path::new(&manifest_dir).parent().expect("the package lies below the root").to_owned()
     });
     &ROOT
 }
@@ -84,13 +71,7 @@ pub(crate) fn all_files() -> Vec<SourceFile> {
     let mut paths = Vec::new();
     collect(root(), &mut paths);
     paths.sort();
-    paths
-        .into_iter()
-        .map(|path| SourceFile {
-            bytes: read(&path),
-            path: relative(&path),
-        })
-        .collect()
+    paths.into_iter().map(|path| SourceFile { bytes: read(&path), path: relative(&path) }).collect()
 }
 
 /// Returns what `cargo metadata` says of the workspace, without a look at the network.
@@ -105,10 +86,7 @@ pub(crate) fn metadata() -> Metadata {
 
 /// Returns the path of a package's folder from the root of the repository.
 pub(crate) fn folder(package: &Package) -> String {
-    let folder = package
-        .manifest_path
-        .parent()
-        .expect("a manifest lies in a folder");
+    let folder = package.manifest_path.parent().expect("a manifest lies in a folder");
     relative(folder.as_std_path())
 }
 
@@ -136,9 +114,7 @@ fn collect(folder: &Path, paths: &mut Vec<PathBuf>) {
 /// Tells sources from weights, recordings and other data, which can be large.
 fn is_maybe_source(path: &Path) -> bool {
     match path.extension() {
-        Some(extension) => ["rs", "py", "pyi", "toml", "sh"]
-            .iter()
-            .any(|known| extension == *known),
+        Some(extension) => ["rs", "py", "pyi", "toml", "sh"].iter().any(|known| extension == *known),
         // Scripts have no extension, and are short.
         None => fs::metadata(path).is_ok_and(|metadata| metadata.len() < 100_000),
     }
@@ -150,9 +126,5 @@ fn read(path: &Path) -> Vec<u8> {
 
 fn relative(path: &Path) -> String {
     let relative = path.strip_prefix(root()).expect("the path lies below the root");
-    relative
-        .iter()
-        .map(|part| part.to_string_lossy())
-        .collect::<Vec<_>>()
-        .join("/")
+    relative.iter().map(|part| part.to_string_lossy()).collect::<Vec<_>>().join("/")
 }

@@ -54,7 +54,6 @@ mod proxy;
 mod record;
 mod retry;
 mod routing;
-mod scan;
 mod state;
 mod watch;
 

@@ -7,10 +7,9 @@
 use std::borrow::Cow;
 use std::fmt;
 
-use serde::de::{Deserializer, Visitor};
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, de};
-
-use crate::scan::{NotJson, Scanner};
+use serde_json::value::RawValue;
 
 /// What routing needs of a body.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -65,6 +64,8 @@ enum Field {
     Sampling,
 }
 
+struct FieldName(Option<Field>);
+
 /// A string that is borrowed where it has no escapes.
 struct Text<'a>(Cow<'a, str>);
 
@@ -77,7 +78,7 @@ impl<'a> Peek<'a> {
         // Before the parser, which does not look into strings that it passes over.
         let text =
             std::str::from_utf8(body).map_err(|error| invalid(format!("the body is not UTF-8: {error}")))?;
-        let fields = RawFields::read(text)
+        let fields: RawFields<'a> = serde_json::from_str(text)
             .map_err(|error| invalid(format!("the body is not a JSON object: {error}")))?;
         let max_tokens: Option<u64> = fields.parse(Field::MaxTokens, "a whole number, 0 or more")?;
         let max_completion_tokens = fields.parse(Field::MaxCompletionTokens, "a whole number, 0 or more")?;
@@ -104,16 +105,6 @@ impl<'a> Peek<'a> {
 // === impl RawFields ===
 
 impl<'a> RawFields<'a> {
-    fn read(body: &'a str) -> Result<Self, NotJson> {
-        let mut fields = Self::default();
-        Scanner::new(body).object(|name, value| {
-            if let Some(field) = Field::named(name) {
-                fields.values[field as usize] = Some(value);
-            }
-        })?;
-        Ok(fields)
-    }
-
     /// The value of a field; one that is `null` is not there.
     fn get(&self, field: Field) -> Option<&'a str> {
         self.values[field as usize].filter(|&text| text != "null")
@@ -130,6 +121,37 @@ impl<'a> RawFields<'a> {
 
     fn text(&self, field: Field) -> Result<Option<Cow<'a, str>>, PeekError> {
         Ok(self.parse::<Text<'a>>(field, "a string")?.map(|text| text.0))
+    }
+}
+
+impl<'de> Deserialize<'de> for RawFields<'de> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Fields;
+
+        impl<'de> Visitor<'de> for Fields {
+            type Value = RawFields<'de>;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+                let mut fields = RawFields::default();
+                while let Some(FieldName(field)) = map.next_key()? {
+                    match field {
+                        Some(field) => {
+                            fields.values[field as usize] = Some(map.next_value::<&RawValue>()?.get());
+                        }
+                        None => {
+                            map.next_value::<IgnoredAny>()?;
+                        }
+                    }
+                }
+                Ok(fields)
+            }
+        }
+
+        deserializer.deserialize_map(Fields)
     }
 }
 
@@ -150,15 +172,6 @@ impl Field {
         Self::Sampling,
     ];
 
-    /// The field whose name is written as `json`.
-    fn named(json: &str) -> Option<Self> {
-        let find = |name: &str| Self::ALL.into_iter().find(|field| field.name() == name);
-        if json.contains('\\') {
-            return find(&serde_json::from_str::<String>(json).ok()?);
-        }
-        find(json.strip_prefix('"')?.strip_suffix('"')?)
-    }
-
     fn name(self) -> &'static str {
         match self {
             Self::Model => "model",
@@ -173,6 +186,26 @@ impl Field {
             Self::Messages => "messages",
             Self::Sampling => "sampling",
         }
+    }
+}
+
+impl<'de> Deserialize<'de> for FieldName {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Name;
+
+        impl Visitor<'_> for Name {
+            type Value = FieldName;
+
+            fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+                formatter.write_str("a field's name")
+            }
+
+            fn visit_str<E: de::Error>(self, name: &str) -> Result<Self::Value, E> {
+                Ok(FieldName(Field::ALL.into_iter().find(|field| field.name() == name)))
+            }
+        }
+
+        deserializer.deserialize_identifier(Name)
     }
 }
 

@@ -1,18 +1,23 @@
 //! Logs and metrics.
 
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 use serde::{Deserialize, Serialize};
 use tracing_subscriber::EnvFilter;
 
 use crate::error::{Result, RuntimeError};
+use crate::shutdown::Shutdown;
 
 /// Bounds of latency histograms in seconds: from a routing decision to a long answer.
 const LATENCY_BUCKETS: &[f64] = &[
     0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
     120.0,
 ];
+
+/// Time between two foldings: at ten thousand requests a second, some megabytes of samples.
+const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(5);
 
 static METRICS: OnceLock<PrometheusHandle> = OnceLock::new();
 
@@ -73,6 +78,23 @@ pub fn start_metrics() -> Result<()> {
     // Lost only if another thread has just started them.
     let _ = METRICS.set(handle);
     Ok(())
+}
+
+/// Folds collected samples together every few seconds until everything stops; without it they pile
+/// up in memory while nobody asks for them.
+pub fn maintain_metrics(shutdown: &Shutdown) {
+    let stopping = shutdown.clone();
+    shutdown.spawn(async move {
+        loop {
+            tokio::select! {
+                () = tokio::time::sleep(MAINTENANCE_INTERVAL) => {}
+                () = stopping.stopping() => return,
+            }
+            if let Some(handle) = METRICS.get() {
+                handle.run_upkeep();
+            }
+        }
+    });
 }
 
 /// All metrics in Prometheus' text format; empty before [`start_metrics`].

@@ -12,7 +12,7 @@ use kvik_types::{BlockSize, Dtype, Namespace};
 const TOKENS: [u32; 8] = [1, 255, 256, 65535, 65536, 151_644, 0, 2_147_483_647];
 
 fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    bytes.iter().fold(String::new(), |text, byte| format!("{text}{byte:02x}"))
 }
 
 #[test]

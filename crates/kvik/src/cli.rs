@@ -326,7 +326,7 @@ pub(crate) struct WorkerArguments {
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) listen: Option<String>,
 
-    /// Base address that others reach it at, such as http://worker-0:8082 [default: the one listened on]
+    /// Base address that others reach it at, such as `http://worker-0:8082` [default: the one listened on]
     #[arg(long, value_name = "URL")]
     pub(crate) advertise: Option<String>,
 

@@ -185,7 +185,11 @@ fn median(values: &mut [f64]) -> Option<f64> {
 
 /// Small values keep a digit after the point.
 fn whole(value: f64) -> String {
-    if value < 100.0 { format!("{value:.1}") } else { grouped(value.round() as u64) }
+    if value.abs() < 100.0 {
+        return format!("{value:.1}");
+    }
+    let sign = if value < 0.0 { "-" } else { "" };
+    format!("{sign}{}", grouped(value.abs().round() as u64))
 }
 
 /// To a hundredth: more digits of a speed say nothing.
@@ -207,6 +211,11 @@ mod tests {
         assert_eq!(texts(&[3.0, 1.0, 2.0]), ["1", "2", "3"]);
         assert_eq!(texts(&[4.0, 1.0]), ["1", "2.5", "4"]);
         assert!(of(&[]).is_none());
+    }
+
+    #[test]
+    fn values_below_zero_are_grouped_too() {
+        assert_eq!([-1_847_296.0, -1.25, 99.0, 1000.0].map(whole), ["-1,847,296", "-1.2", "99.0", "1,000"]);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use super::service::{self, Flags};
 use crate::cli::{CoordinatorArguments, GatewayArguments, WorkerArguments};
 
 /// Time for the streams of a gateway to end after the first signal.
-const GATEWAY_GRACE: Duration = Duration::from_secs(120);
+const GATEWAY_GRACE: Duration = Duration::from_mins(2);
 /// Time for a coordinator to give up its lead after the first signal.
 const COORDINATOR_GRACE: Duration = Duration::from_secs(10);
 

@@ -8,7 +8,7 @@ use anyhow::Context;
 use kvik_runtime::RuntimeError;
 use kvik_runtime::config::{Effective, Sources};
 use kvik_runtime::shutdown::Shutdown;
-use kvik_runtime::telemetry::{LogFormat, TelemetryConfig, start_logging, start_metrics};
+use kvik_runtime::telemetry::{LogFormat, TelemetryConfig, maintain_metrics, start_logging, start_metrics};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -111,6 +111,7 @@ where
         tokio::runtime::Builder::new_multi_thread().enable_all().build().context("start the runtime")?;
     let shutdown = Shutdown::new();
     let outcome = runtime.block_on(async {
+        maintain_metrics(&shutdown);
         let outcome = service(shutdown.clone()).await;
         shutdown.finish().await;
         outcome

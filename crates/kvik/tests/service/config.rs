@@ -27,9 +27,9 @@ fn config_prints_every_value_with_its_origin() {
         ["listen", "127.0.0.1:9999", "environment"],
         ["listen", "127.0.0.1:8081", "default"],
     ] {
-        let is_there = words.iter().any(|line| {
-            line.starts_with(&expected[..2]) && line.len() >= 3 && line[2..].join(" ").contains(expected[2])
-        });
+        let [field, value, origin] = expected;
+        let is_there =
+            words.iter().any(|line| line.starts_with(&[field, value]) && line[2..].contains(&origin));
         assert!(is_there, "{expected:?} in\n{stdout}");
     }
     for role in ["gateway", "coordinator", "worker"] {

@@ -77,6 +77,7 @@ fn another_coordinator_leads_within_five_seconds_and_no_worker_is_lost() {
     eventually("the membership has outlived its heartbeats", || {
         let (_, found) = members(survivors[0])?;
         assert_eq!(found, registered);
+        gateway.served_by("sequence");
         (deadline < Instant::now()).then_some(())
     });
     assert_eq!(gateway.usable_backends(), 2);

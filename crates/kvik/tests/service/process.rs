@@ -10,8 +10,6 @@ use serde_json::Value;
 
 /// Longest time that anything here may take on a busy machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
-/// Time between two looks at something that is waited for.
-const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A child, killed when dropped.
 #[derive(Debug)]
@@ -34,7 +32,7 @@ pub(crate) fn kvik() -> Command {
     command
 }
 
-/// Waits until `look` gives something.
+/// Looks again and again until `look` gives something; a look is a round trip to another process.
 #[track_caller]
 pub(crate) fn eventually<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + PATIENCE;
@@ -43,7 +41,7 @@ pub(crate) fn eventually<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> 
             return found;
         }
         assert!(Instant::now() < deadline, "still waiting after {PATIENCE:?}: {what}");
-        thread::sleep(LOOK_INTERVAL);
+        thread::yield_now();
     }
 }
 
@@ -122,6 +120,7 @@ impl Process {
 }
 
 impl Drop for Process {
+    #[expect(clippy::print_stdout, reason = "what a process said explains why its test failed")]
     fn drop(&mut self) {
         // It may have ended already.
         let _ = self.child.kill();

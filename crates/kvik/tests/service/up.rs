@@ -8,7 +8,7 @@ use crate::cluster::{Client, Ending};
 use crate::http;
 use crate::process::{self, Process, eventually};
 
-/// Time until the service is ready; the same on a busy machine in the dev profile.
+/// Time until the service is ready, on a busy machine and in the dev profile too.
 const READY: Duration = Duration::from_secs(3);
 
 #[test]

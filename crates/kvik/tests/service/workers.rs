@@ -78,7 +78,9 @@ fn a_worker_that_drains_under_load_fails_no_request() {
     let is_over = AtomicBool::new(false);
     let n_served = AtomicUsize::new(0);
     let gateway = &cluster.gateway.client;
-    let [leaving, _] = cluster.workers.as_mut_slice() else { panic!("two workers") };
+    let leaving = &mut cluster.workers[0];
+    let mut long = gateway.open_stream(&sequence, 300);
+    assert_eq!(long.worker(), "worker-1");
 
     thread::scope(|scope| {
         let clients: Vec<_> = (0..4)
@@ -105,8 +107,7 @@ fn a_worker_that_drains_under_load_fails_no_request() {
             });
         };
         more_served(8);
-        let mut long = gateway.open_stream(&sequence, 200);
-        let long_worker = long.worker();
+        assert!(1.0 <= leaving.metric("vllm:num_requests_running", "").unwrap());
 
         leaving.process.signal("TERM");
 
@@ -114,7 +115,7 @@ fn a_worker_that_drains_under_load_fails_no_request() {
         let status = leaving.process.ended();
         more_served(8);
         is_over.store(true, Ordering::Relaxed);
-        assert!(ending.is_complete(), "on {long_worker}: {ending:?}");
+        assert!(ending.is_complete(), "{ending:?}");
         assert_eq!(status.code(), Some(0));
         for client in clients {
             client.join().unwrap();

@@ -42,16 +42,18 @@ mod tests {
     fn only_the_named_threads_are_counted() {
         let busy = std::thread::Builder::new().name("busy-test".to_owned());
         let (sender, receiver) = std::sync::mpsc::channel::<()>();
+        let (worked_sender, worked) = std::sync::mpsc::channel::<()>();
         let thread = busy
             .spawn(move || {
                 let until = std::time::Instant::now() + Duration::from_millis(50);
                 while std::time::Instant::now() < until {
                     std::hint::spin_loop();
                 }
+                worked_sender.send(()).ok();
                 receiver.recv().ok();
             })
             .unwrap();
-        std::thread::sleep(Duration::from_millis(300));
+        worked.recv().unwrap();
         assert!(Duration::ZERO < thread_cpu_time("busy-test").unwrap());
         assert_eq!(thread_cpu_time("no-such-thread").unwrap(), Duration::ZERO);
         drop(sender);
