@@ -1,7 +1,7 @@
 //! Errors: of the gateway's own life, and those that clients get.
 
 use axum::response::{IntoResponse, Response};
-use http::header::{CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
+use http::header::{CONNECTION, CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::{HeaderValue, StatusCode};
 use kvik_proto::openai::ErrorBody;
 
@@ -46,11 +46,20 @@ pub(crate) struct Refusal {
     pub(crate) reason: &'static str,
     /// In seconds.
     pub(crate) retry_after: Option<u64>,
+    /// Whether a part of the request may be unread, so that the connection cannot be used again.
+    pub(crate) closes_connection: bool,
     /// Boxed: refusals are rare and results that carry them should stay small.
     pub(crate) body: Box<ErrorBody>,
 }
 
 impl Refusal {
+    /// The same refusal of a request whose body was not read to its end.
+    #[must_use]
+    pub(crate) fn before_body(mut self) -> Self {
+        self.closes_connection = true;
+        self
+    }
+
     /// 400: the request cannot be read, or `param` has a value that it cannot have.
     pub(crate) fn invalid(message: impl Into<String>, param: Option<&str>) -> Self {
         Self::new(StatusCode::BAD_REQUEST, "invalid", ErrorBody::invalid_request(message, param))
@@ -123,7 +132,7 @@ impl Refusal {
     }
 
     fn new(status: StatusCode, reason: &'static str, body: ErrorBody) -> Self {
-        Self { status, reason, retry_after: None, body: Box::new(body) }
+        Self { status, reason, retry_after: None, closes_connection: false, body: Box::new(body) }
     }
 
     fn after(mut self, seconds: u64) -> Self {
@@ -140,6 +149,10 @@ impl IntoResponse for Refusal {
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         if let Some(seconds) = self.retry_after {
             headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        if self.closes_connection {
+            // Without it the client would send its next request into a connection that closes.
+            headers.insert(CONNECTION, HeaderValue::from_static("close"));
         }
         if self.status == StatusCode::UNAUTHORIZED {
             headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));

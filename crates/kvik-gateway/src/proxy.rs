@@ -94,10 +94,12 @@ async fn ask(record: &mut Record, route: Route, request: Request) -> Result<Answ
     let config = &*view.config;
     let (mut parts, body) = request.into_parts();
     if !view.keys.accepts(&parts.headers) {
-        return Err(Refusal::unauthorized(api::WRONG_KEY));
+        return Err(Refusal::unauthorized(api::WRONG_KEY).before_body());
     }
-    let deadline = record.started() + request_timeout(&parts.headers, config)?;
-    let body = read_body(body, &parts.headers, config.max_body_bytes, deadline).await?;
+    let timeout = request_timeout(&parts.headers, config).map_err(Refusal::before_body)?;
+    let deadline = record.started() + timeout;
+    let reading = read_body(body, &parts.headers, config.max_body_bytes, deadline);
+    let body = reading.await.map_err(Refusal::before_body)?;
     let peek = Peek::read(&body).map_err(|error| Refusal::invalid(error.message, error.param))?;
     let group = Arc::clone(find_group(&view.fleet, &peek)?);
     record.group = Some(Arc::clone(&group));

@@ -11,6 +11,23 @@ const STREAM: &str = r#"{"model":"m","prompt":"hi","stream":true}"#;
 const SECRET: &str = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b";
 
 #[tokio::test]
+async fn a_refusal_before_the_body_was_read_says_that_the_connection_closes() {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let worker = MockWorker::start("m").await;
+    let key = ApiKeyConfig { name: "me".to_owned(), sha256: SECRET.to_owned() };
+    let gateway = TestGateway::before(&[&worker], |config| config.api_keys.push(key)).await;
+    let address = gateway.url("").trim_start_matches("http://").to_owned();
+    let mut connection = tokio::net::TcpStream::connect(&address).await.unwrap();
+    let head = format!("POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-length: 2\r\n\r\n");
+    connection.write_all(head.as_bytes()).await.unwrap();
+    // The body never comes: the answer must not wait for it, and the connection must end.
+    let mut answer = String::new();
+    connection.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.1 401 "), "{answer}");
+    assert!(answer.to_lowercase().contains("\r\nconnection: close\r\n"), "{answer}");
+}
+
+#[tokio::test]
 async fn only_known_keys_may_ask() {
     let worker = MockWorker::start("m").await;
     let key = ApiKeyConfig { name: "me".to_owned(), sha256: SECRET.to_owned() };

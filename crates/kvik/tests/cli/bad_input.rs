@@ -75,7 +75,7 @@ fn a_prompt_longer_than_the_context_is_refused() {
 fn a_prompt_that_does_not_fit_into_the_blocks_is_refused() {
     let prompt = "Once upon a time ".repeat(10);
     let message = run(["generate", "--prompt", &prompt, "--kv-blocks", "1"]).failure(3);
-    insta::assert_snapshot!(message, @"error: failed to run the request: `prompt` is 51 tokens long; allowed: 1 to 15 tokens");
+    insta::assert_snapshot!(message, @"error: failed to run the request: `prompt` is 51 tokens long; allowed: 1 to 15 tokens, by the KV pool");
 }
 
 #[test]
