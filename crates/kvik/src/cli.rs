@@ -272,7 +272,7 @@ impl From<KvDtype> for Dtype {
 }
 
 /// Options of every service. Each field of the configuration can be set in the file, by
-/// KVIK_<ROLE>_<FIELD> in the environment, or by --set; `kvik config` lists all of them.
+/// `KVIK_ROLE_FIELD` in the environment, or by --set; `kvik config` lists all of them.
 #[derive(Debug, Args)]
 pub(crate) struct ServiceArguments {
     /// YAML file with a section for each role [default: none]
