@@ -1,5 +1,6 @@
 //! Logs and metrics.
 
+use std::io::IsTerminal;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -54,8 +55,11 @@ impl Default for TelemetryConfig {
 pub fn start_logging(config: &TelemetryConfig) -> Result<()> {
     let filter = EnvFilter::try_new(&config.log)
         .map_err(|error| RuntimeError::Telemetry(format!("`log` is {}: {error}", config.log)))?;
-    let builder =
-        tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(true);
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_target(true);
     let outcome = match config.log_format {
         LogFormat::Text => builder.try_init(),
         LogFormat::Json => builder.json().flatten_event(true).try_init(),
