@@ -12,10 +12,12 @@ use metrics::Gauge;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 
 use crate::api::Route;
 use crate::breaker::{Breaker, Outcome, State};
 use crate::config::BreakerConfig;
+use crate::links::Links;
 use crate::metrics::{BREAKER_STATE, OUTSTANDING_TOKENS};
 
 /// Which APIs a backend has.
@@ -39,6 +41,8 @@ pub(crate) struct Backend {
     pub(crate) base: String,
     /// Where each route goes; `None` if the address cannot be used.
     uris: Option<Box<[Uri; Route::ALL.len()]>>,
+    /// Connections of its own; `None` if it is reached through the client that all share.
+    pub(crate) links: Option<Arc<Links>>,
     /// Its id as answers show it.
     pub(crate) header: Option<HeaderValue>,
     outstanding_tokens: AtomicU64,
@@ -51,6 +55,11 @@ pub(crate) struct Backend {
     next_probe: Mutex<Instant>,
     /// Wakes requests that wait for this backend when it is found not to answer at all.
     pub(crate) unresponsive: Notify,
+    /// Whether a byte of an answer came since its health was asked last: a worker that streams lives,
+    /// however late it answers questions.
+    is_heard: AtomicBool,
+    /// Cancelled, and replaced, when it is found not to answer at all: the answers that wait end.
+    silence: Mutex<CancellationToken>,
     tokens_gauge: Gauge,
     breaker_gauge: Gauge,
 }
@@ -59,7 +68,9 @@ pub(crate) struct Backend {
 #[derive(Debug)]
 pub(crate) struct LoadGuard {
     pub(crate) backend: Arc<Backend>,
-    n_tokens: u64,
+    pub(crate) n_tokens: u64,
+    /// Cancelled when the backend is found not to answer at all.
+    pub(crate) silence: CancellationToken,
 }
 
 // === impl Backend ===
@@ -73,7 +84,7 @@ impl Backend {
             .map(|route| format!("{base}{}", route.upstream_path(kind)).parse())
             .collect::<Result<Vec<Uri>, _>>()
             .ok()
-            .and_then(|uris| Box::try_from(uris).ok());
+            .and_then(|uris| Box::<[Uri; Route::ALL.len()]>::try_from(uris).ok());
         if uris.is_none() {
             tracing::warn!(worker = %id, %address, "the worker's address cannot be used");
         }
@@ -85,6 +96,7 @@ impl Backend {
             kind,
             epoch,
             base,
+            links: uris.as_ref().and_then(|uris| Links::new(&uris[0])).map(Arc::new),
             uris,
             outstanding_tokens: AtomicU64::new(0),
             breaker: Mutex::new(Breaker::new(now)),
@@ -93,6 +105,8 @@ impl Backend {
             is_probed: AtomicBool::new(false),
             next_probe: Mutex::new(now),
             unresponsive: Notify::new(),
+            is_heard: AtomicBool::new(false),
+            silence: Mutex::new(CancellationToken::new()),
         }
     }
 
@@ -117,7 +131,17 @@ impl Backend {
     pub(crate) fn load(self: &Arc<Self>, n_tokens: u64) -> LoadGuard {
         self.outstanding_tokens.fetch_add(n_tokens, Ordering::Relaxed);
         self.tokens_gauge.increment(n_tokens as f64);
-        LoadGuard { backend: Arc::clone(self), n_tokens }
+        let silence = self.silence.lock().clone();
+        LoadGuard { backend: Arc::clone(self), n_tokens, silence }
+    }
+
+    /// Notes a byte of an answer.
+    pub(crate) fn hear(&self) {
+        // Relaxed: a sign of life that is seen a question later does no harm. Read first, so that
+        // streams do not fight for the line.
+        if !self.is_heard.load(Ordering::Relaxed) {
+            self.is_heard.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Tells the breaker how a request ended.
@@ -141,8 +165,9 @@ impl Backend {
         is_half_open || *self.next_probe.lock() <= now
     }
 
-    /// Takes the answer to a question for its health. After `max_silent` missing answers in a row it
-    /// counts as unresponsive: its breaker opens, and requests that wait for it are woken.
+    /// Takes the answer to a question for its health. After `max_silent` missing answers in a row,
+    /// with no byte of an answer between them, it counts as unresponsive: its breaker opens, and
+    /// requests that wait for it or for the rest of its answer end.
     pub(crate) fn end_probe(
         &self,
         is_healthy: bool,
@@ -152,8 +177,12 @@ impl Backend {
     ) {
         let now = Instant::now();
         *self.next_probe.lock() = now + interval;
+        if let Some(links) = &self.links {
+            links.close_idle(now);
+        }
         // Relaxed: only one probe of a backend runs at a time.
-        let n_silent = if is_healthy { 0 } else { self.n_silent.load(Ordering::Relaxed).saturating_add(1) };
+        let lives = self.is_heard.swap(false, Ordering::Relaxed) || is_healthy;
+        let n_silent = if lives { 0 } else { self.n_silent.load(Ordering::Relaxed).saturating_add(1) };
         self.n_silent.store(n_silent, Ordering::Relaxed);
         let is_unresponsive = max_silent <= n_silent;
         self.change_breaker(|breaker| {
@@ -164,6 +193,7 @@ impl Backend {
         });
         if is_unresponsive {
             self.unresponsive.notify_waiters();
+            std::mem::take(&mut *self.silence.lock()).cancel();
         }
     }
 

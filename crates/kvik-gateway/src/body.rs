@@ -1,8 +1,9 @@
 //! The body of an answer on its way to the client.
 //!
-//! Frames pass as they come, and only when the client takes them: nothing is buffered here, so a
-//! slow client slows its worker down and costs no memory. The body owns the request's [`Record`];
-//! when the client goes away the body is dropped, and with it the connection to the worker.
+//! Frames pass as they come, and only when the client takes them: a slow client slows its worker
+//! down and costs no memory. Events that are there at the same time become one frame, so that a
+//! burst is one write; nothing waits for more to come. The body owns the request's [`Record`]; when
+//! the client goes away the body is dropped, and with it the connection to the worker.
 //!
 //! A stream of events never ends in silence. If the worker breaks off, the client gets one last
 //! event that says so. For that to be an event of its own, half an event at the end of a frame is
@@ -17,11 +18,14 @@ use bytes::{Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
 use kvik_proto::openai::ErrorBody;
 use tokio::time::{Instant, Sleep};
+use tokio_util::sync::WaitForCancellationFutureOwned;
 
 use crate::record::{Ending, Record};
 
 /// Longest half event that is held back, in bytes; a longer one passes as it comes.
 const MAX_HELD_BYTES: usize = 64 << 10;
+/// Bytes after which events that are there at the same time are not joined further.
+const MAX_JOINED_BYTES: usize = 16 << 10;
 const DONE_EVENT: &[u8] = b"data: [DONE]\n\n";
 
 /// An answer's body with everything that ends with it.
@@ -30,8 +34,20 @@ pub(crate) struct GuardedBody<B> {
     inner: B,
     record: Record,
     events: Option<Events>,
+    /// Whole events that go on with the next frame.
+    joined: Joined,
     clock: Clock,
+    /// Ready when the worker is found not to answer at all.
+    silence: Option<Pin<Box<WaitForCancellationFutureOwned>>>,
     is_ended: bool,
+}
+
+/// Bytes in one piece; copied only if they come in several.
+#[derive(Debug, Default)]
+struct Joined {
+    first: Bytes,
+    /// All bytes, the first included, once there are more.
+    all: BytesMut,
 }
 
 /// What a stream of events looks like.
@@ -75,12 +91,17 @@ pub(crate) struct Clock {
 impl<B: Body<Data = Bytes> + Unpin> GuardedBody<B> {
     /// Guards `inner`; `events` for a stream of events.
     pub(crate) fn new(inner: B, record: Record, events: Option<Events>, clock: Clock) -> Self {
-        Self { inner, record, events, clock, is_ended: false }
+        let silence = record.load.as_ref().map(|load| Box::pin(load.silence.clone().cancelled_owned()));
+        Self { inner, record, events, joined: Joined::default(), clock, silence, is_ended: false }
     }
 
     fn end(&mut self, ending: Ending) {
         self.is_ended = true;
         self.record.end(ending);
+    }
+
+    fn is_silent(&mut self, context: &mut Context<'_>) -> bool {
+        self.silence.as_mut().is_some_and(|silence| silence.as_mut().poll(context).is_ready())
     }
 
     fn complete(&mut self) -> Option<Bytes> {
@@ -120,6 +141,10 @@ impl<B: Body<Data = Bytes> + Unpin> Body for GuardedBody<B> {
         }
         loop {
             let data = match Pin::new(&mut this.inner).poll_frame(context) {
+                Poll::Pending if !this.joined.is_empty() => break,
+                Poll::Pending if this.is_silent(context) => {
+                    return Poll::Ready(Some(this.fail(Ending::UpstreamSilent).map(Frame::data)));
+                }
                 Poll::Pending => match this.clock.poll(context) {
                     Poll::Pending => return Poll::Pending,
                     Poll::Ready(ending) => return Poll::Ready(Some(this.fail(ending).map(Frame::data))),
@@ -129,10 +154,18 @@ impl<B: Body<Data = Bytes> + Unpin> Body for GuardedBody<B> {
                     // Trailers belong to one connection.
                     Err(_) => continue,
                 },
-                Poll::Ready(Some(Err(_))) => {
-                    return Poll::Ready(Some(this.fail(Ending::UpstreamBroke).map(Frame::data)));
+                Poll::Ready(Some(Err(_))) => match this.fail(Ending::UpstreamBroke) {
+                    Ok(event) => {
+                        this.joined.push(event);
+                        break;
+                    }
+                    Err(error) => return Poll::Ready(Some(Err(error))),
+                },
+                Poll::Ready(None) => {
+                    let rest = this.complete();
+                    this.joined.push(rest.unwrap_or_default());
+                    break;
                 }
-                Poll::Ready(None) => return Poll::Ready(this.complete().map(|rest| Ok(Frame::data(rest)))),
             };
             this.clock.n_frames += 1;
             this.record.count(data.len());
@@ -144,9 +177,14 @@ impl<B: Body<Data = Bytes> + Unpin> Body for GuardedBody<B> {
                 return Poll::Ready(Some(Ok(Frame::data(data))));
             };
             if let Some(whole) = events.pass(data) {
-                return Poll::Ready(Some(Ok(Frame::data(whole))));
+                this.joined.push(whole);
+                if MAX_JOINED_BYTES <= this.joined.len() {
+                    break;
+                }
             }
         }
+        let joined = this.joined.take();
+        Poll::Ready((!joined.is_empty()).then(|| Ok(Frame::data(joined))))
     }
 
     fn is_end_stream(&self) -> bool {
@@ -155,6 +193,34 @@ impl<B: Body<Data = Bytes> + Unpin> Body for GuardedBody<B> {
 
     fn size_hint(&self) -> SizeHint {
         if self.events.is_none() { self.inner.size_hint() } else { SizeHint::default() }
+    }
+}
+
+// === impl Joined ===
+
+impl Joined {
+    fn push(&mut self, bytes: Bytes) {
+        if self.is_empty() {
+            self.first = bytes;
+            return;
+        }
+        if self.all.is_empty() {
+            self.all.reserve(MAX_JOINED_BYTES.max(self.first.len() + bytes.len()));
+            self.all.extend_from_slice(&std::mem::take(&mut self.first));
+        }
+        self.all.extend_from_slice(&bytes);
+    }
+
+    fn take(&mut self) -> Bytes {
+        if self.all.is_empty() { std::mem::take(&mut self.first) } else { self.all.split().freeze() }
+    }
+
+    fn len(&self) -> usize {
+        self.first.len() + self.all.len()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.len() == 0
     }
 }
 
@@ -298,6 +364,23 @@ mod tests {
                 passed.extend_from_slice(&rest);
             }
             prop_assert_eq!(passed, stream);
+        }
+    }
+
+    #[test]
+    fn bytes_are_joined_in_their_order_and_one_piece_is_not_copied() {
+        let mut joined = Joined::default();
+        assert!(joined.is_empty() && joined.take().is_empty());
+        for n_pieces in [1, 2, 5, 3000] {
+            let piece = Bytes::from_static(b"data: 1234\n\n");
+            for _ in 0..n_pieces {
+                joined.push(piece.clone());
+            }
+            assert_eq!(joined.len(), n_pieces * piece.len());
+            let all = joined.take();
+            assert_eq!(all, piece.repeat(n_pieces));
+            assert_eq!(all.as_ptr() == piece.as_ptr(), n_pieces == 1);
+            assert!(joined.is_empty());
         }
     }
 

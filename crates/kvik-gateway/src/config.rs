@@ -1,19 +1,21 @@
 //! The configuration of a gateway.
 //!
 //! Times are in milliseconds and sizes in bytes; the unit is part of a field's name. `listen`,
-//! `tls` and `backend_tls` take effect at the start only, everything else also at a reload.
+//! `tls`, `backend_tls` and `tracing` take effect at the start only, everything else also at a
+//! reload.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use kvik_proto::coordinator::RingConfig;
 use kvik_runtime::http::TlsServerConfig;
+use kvik_runtime::telemetry::TracingConfig;
+use kvik_runtime::tls::TlsClientFiles;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{GatewayError, Result};
 
 /// Fields that a reload cannot change.
-pub(crate) const FIXED_FIELDS: &[&str] = &["backend_tls.", "listen", "tls."];
+pub(crate) const FIXED_FIELDS: &[&str] = &["backend_tls.", "listen", "tls.", "tracing."];
 
 /// Everything that can be configured.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -28,7 +30,7 @@ pub struct GatewayConfig {
     /// Engines that speak the `OpenAI` API and do not register with a coordinator. Default: none.
     pub backends: Vec<BackendConfig>,
     /// TLS towards workers, backends and coordinators. Default: none, only `http://` works.
-    pub backend_tls: BackendTlsConfig,
+    pub backend_tls: TlsClientFiles,
     /// Keys that clients may show. Default: none; everybody may ask.
     pub api_keys: Vec<ApiKeyConfig>,
     /// Whether the client's `Authorization` header goes on to the worker. Default: false.
@@ -49,6 +51,8 @@ pub struct GatewayConfig {
     pub health: HealthConfig,
     /// How requests are placed.
     pub routing: RoutingConfig,
+    /// Where traces go. Default: nowhere.
+    pub tracing: TracingConfig,
 }
 
 /// An engine given by its address.
@@ -63,18 +67,6 @@ pub struct BackendConfig {
     /// Share of the ring relative to other backends, above 0 and at most 100. Default: 1.
     #[serde(default)]
     pub weight: Option<f64>,
-}
-
-/// Files of the TLS towards workers, all PEM.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct BackendTlsConfig {
-    /// Authorities that sign the workers' certificates. Default: none.
-    pub authorities: Option<PathBuf>,
-    /// The certificate chain that the gateway shows (mTLS). Default: none.
-    pub certificate: Option<PathBuf>,
-    /// Its private key. Default: none.
-    pub key: Option<PathBuf>,
 }
 
 /// A key that clients may show as `Authorization: Bearer <key>`.
@@ -154,7 +146,8 @@ pub struct HealthConfig {
     pub interval_ms: u64,
     /// Time for an answer. Default: 2000 ms.
     pub timeout_ms: u64,
-    /// Missing answers in a row after which a worker counts as unresponsive. Default: 3.
+    /// Missing answers in a row, without a byte of any stream between them, after which a worker counts
+    /// as unresponsive: it gets no requests and its answers end with an error. Default: 3.
     pub failures: u32,
     /// Time that members which a new coordinator does not know are kept while they answer.
     /// Default: 60 000 ms.
@@ -180,7 +173,7 @@ impl Default for GatewayConfig {
             tls: TlsServerConfig::default(),
             coordinators: Vec::new(),
             backends: Vec::new(),
-            backend_tls: BackendTlsConfig::default(),
+            backend_tls: TlsClientFiles::default(),
             api_keys: Vec::new(),
             forward_authorization: false,
             expose_worker: true,
@@ -191,6 +184,7 @@ impl Default for GatewayConfig {
             breaker: BreakerConfig::default(),
             health: HealthConfig::default(),
             routing: RoutingConfig::default(),
+            tracing: TracingConfig::default(),
         }
     }
 }
@@ -257,6 +251,8 @@ impl GatewayConfig {
             let is_first = !self.backends[..index].iter().any(|before| same_url(&before.url, &backend.url));
             check(is_first, &format!("backends[{index}].url"), &backend.url, "each address once")?;
         }
+        let is_paired = self.backend_tls.is_paired();
+        check(is_paired, "backend_tls", "only one of `certificate` and `key`", "both or none")?;
         for (index, key) in self.api_keys.iter().enumerate() {
             let is_digest = key.sha256.len() == 64 && key.sha256.bytes().all(|byte| byte.is_ascii_hexdigit());
             // A key pasted here by mistake must not reach a log.

@@ -1,7 +1,8 @@
 //! Errors: of the gateway's own life, and those that clients get.
 
+use axum::body::Body;
 use axum::response::{IntoResponse, Response};
-use http::header::{CONNECTION, CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
+use http::header::{CONNECTION, WWW_AUTHENTICATE};
 use http::{HeaderValue, StatusCode};
 use kvik_proto::openai::ErrorBody;
 
@@ -143,13 +144,8 @@ impl Refusal {
 
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
-        let body = serde_json::to_vec(&*self.body).unwrap_or_default();
-        let mut response = (self.status, body).into_response();
+        let mut response = self.body.response(self.status, self.retry_after).map(Body::from);
         let headers = response.headers_mut();
-        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        if let Some(seconds) = self.retry_after {
-            headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
-        }
         if self.closes_connection {
             // Without it the client would send its next request into a connection that closes.
             headers.insert(CONNECTION, HeaderValue::from_static("close"));

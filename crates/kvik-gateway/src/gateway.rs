@@ -9,15 +9,16 @@ use kvik_proto::client::{TlsClientConfig, http_client};
 use kvik_runtime::config::{Effective, FieldChange, Sources};
 use kvik_runtime::http::{listen, serve, tls_acceptor};
 use kvik_runtime::shutdown::Shutdown;
-use kvik_runtime::telemetry;
+use kvik_runtime::telemetry::{self, Tracer};
+use kvik_runtime::tls::TlsClientPem;
 use serde_json::Value;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::api;
 use crate::breaker::State;
-use crate::config::{BackendTlsConfig, FIXED_FIELDS, GatewayConfig};
-use crate::error::{GatewayError, Result};
+use crate::config::{FIXED_FIELDS, GatewayConfig};
+use crate::error::Result;
 use crate::probe;
 use crate::state::Shared;
 use crate::watch;
@@ -64,14 +65,16 @@ impl Gateway {
     pub async fn start(config: GatewayConfig, shutdown: &Shutdown) -> Result<Running> {
         config.validate()?;
         telemetry::start_metrics()?;
-        let http = http_client(&client_tls(&config.backend_tls)?)?;
+        let TlsClientPem { authorities_pem, identity_pem } = config.backend_tls.read()?;
+        let http = http_client(&TlsClientConfig { authorities_pem, identity_pem })?;
         let tls = tls_acceptor(&config.tls)?;
         let listener = listen(&config.listen).await?;
         let address = listener.local_addr().map_err(|source| kvik_runtime::RuntimeError::Listen {
             address: config.listen.clone(),
             source,
         })?;
-        let shared = Arc::new(Shared::new(config, http, shutdown.clone()));
+        let tracer = Tracer::start(&config.tracing, "kvik-gateway", &address.to_string(), shutdown)?;
+        let shared = Arc::new(Shared::new(config, http, tracer, shutdown.clone()));
         shutdown.spawn(watch::run(Arc::clone(&shared)));
         shutdown.spawn(probe::run(Arc::clone(&shared)));
         let finished = CancellationToken::new();
@@ -194,25 +197,6 @@ impl Running {
     pub async fn finished(&self) {
         self.finished.cancelled().await;
     }
-}
-
-fn client_tls(config: &BackendTlsConfig) -> Result<TlsClientConfig> {
-    let read = |path: &Path| {
-        std::fs::read(path).map_err(|source| GatewayError::Io { path: path.to_owned(), source })
-    };
-    let identity_pem = match (&config.certificate, &config.key) {
-        (None, None) => None,
-        (Some(certificate), Some(key)) => Some((read(certificate)?, read(key)?)),
-        _ => {
-            return Err(GatewayError::InvalidConfig {
-                field: "backend_tls".to_owned(),
-                value: "one of `certificate` and `key`".to_owned(),
-                allowed: "both or none".to_owned(),
-            });
-        }
-    };
-    let authorities_pem = config.authorities.as_deref().map(read).transpose()?.unwrap_or_default();
-    Ok(TlsClientConfig { authorities_pem, identity_pem })
 }
 
 /// A configuration field by field.

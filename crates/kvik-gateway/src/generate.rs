@@ -88,7 +88,11 @@ pub(crate) fn max_tokens(sampling: Option<&str>) -> Option<u64> {
 pub(crate) fn translate_request(body: &[u8], model: &str) -> Result<(Route, Bytes), Refusal> {
     let request: GenerateRequest = serde_json::from_slice(body)
         .map_err(|error| Refusal::invalid(format!("the request cannot be read: {error}"), None))?;
-    let mut fields = match serde_json::to_value(&request.sampling) {
+    let sampling = request
+        .sampling
+        .merge()
+        .map_err(|conflict| Refusal::invalid(conflict.to_string(), Some(conflict.field)))?;
+    let mut fields = match serde_json::to_value(&sampling) {
         Ok(Value::Object(fields)) => fields,
         _ => serde_json::Map::new(),
     };
@@ -259,10 +263,20 @@ mod tests {
             "stream": true, "stream_options": {"include_usage": true},
         });
         assert_eq!(value, expected);
+        let beside = br#"{"prompt":"hi","max_tokens":3,"sampling":{"temperature":0.0}}"#;
+        assert_eq!(translate_request(beside, "m").unwrap().1, body);
         let (route, _) = translate_request(br#"{"messages":[{"role":"user","content":"x"}]}"#, "m").unwrap();
         assert_eq!(route, Route::Chat);
         assert!(translate_request(br#"{"prompt":"a","token_ids":[1]}"#, "m").is_err());
         assert!(translate_request(b"{}", "m").is_err());
+    }
+
+    #[test]
+    fn a_field_with_two_values_is_refused_with_its_name() {
+        let body = br#"{"prompt":"hi","max_tokens":3,"sampling":{"max_tokens":4}}"#;
+        let refusal = translate_request(body, "m").unwrap_err();
+        assert_eq!(refusal.status, http::StatusCode::BAD_REQUEST);
+        assert_eq!(refusal.body.error.param.as_deref(), Some("max_tokens"));
     }
 
     #[test]

@@ -7,7 +7,7 @@
 //!
 //! Parts, in the order a request meets them: `api` (routes), `keys`, `peek` (a look at the body),
 //! `admission` (who runs, who waits), `routing` (key, ring, loads), `proxy` (the way to a worker and
-//! back), `body` (the answer on its way), `record` (what a request holds and tells when it ends).
+//! back), `links` (the connections to a worker), `body` (the answer on its way), `record` (what a request holds and tells when it ends).
 //! Beside them: `members` (who serves what), `watch` (the coordinator), `probe` (health), `breaker`,
 //! `retry`.
 //!
@@ -46,6 +46,7 @@ mod gateway;
 mod generate;
 mod headers;
 mod keys;
+mod links;
 mod members;
 mod metrics;
 mod peek;
@@ -59,8 +60,8 @@ mod watch;
 
 pub use api::OPENAPI;
 pub use config::{
-    AdmissionConfig, ApiKeyConfig, BackendConfig, BackendTlsConfig, BreakerConfig, GatewayConfig,
-    HealthConfig, RetryConfig, RoutingConfig, TimeoutConfig,
+    AdmissionConfig, ApiKeyConfig, BackendConfig, BreakerConfig, GatewayConfig, HealthConfig, RetryConfig,
+    RoutingConfig, TimeoutConfig,
 };
 pub use error::{GatewayError, Result};
 pub use gateway::{Gateway, Running, WorkerStatus};

@@ -11,7 +11,7 @@
 //! key, and a worker that is gone leaves within a few seconds.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use kvik_index::ring::{Ring, RingHash};
@@ -37,6 +37,8 @@ pub(crate) struct MemberBook {
     engines: Vec<Engine>,
     /// By id; loads and breakers live here through all changes.
     backends: HashMap<String, Arc<Backend>>,
+    /// Backends that have left the fleet while answers of theirs may be on their way.
+    departed: Vec<Weak<Backend>>,
     known_models: BTreeSet<String>,
 }
 
@@ -159,6 +161,8 @@ impl MemberBook {
             }
             self.backends.insert(engine.url.clone(), backend);
         }
+        self.departed.retain(|backend| 0 < backend.strong_count());
+        self.departed.extend(before.values().map(Arc::downgrade));
         for model in by_model.keys() {
             if self.known_models.len() < MAX_KNOWN_MODELS {
                 self.known_models.insert(model.clone());
@@ -169,6 +173,14 @@ impl MemberBook {
         }
         let groups = by_model.into_iter().map(|(model, seats)| Arc::new(group(model, seats, ring)));
         Fleet { groups: groups.collect() }
+    }
+
+    /// All backends whose health matters: those of the fleet, and those that have left it and still
+    /// answer requests.
+    pub(crate) fn probed_backends(&self) -> Vec<Arc<Backend>> {
+        let departed = self.departed.iter().filter_map(Weak::upgrade);
+        let answering = departed.filter(|backend| 0 < backend.outstanding_tokens());
+        self.backends().into_iter().chain(answering).collect()
     }
 
     /// All backends.
@@ -303,6 +315,41 @@ mod tests {
         later.members[0].worker.epoch = 2;
         book.apply(later, RETAIN, now);
         assert!(!Arc::ptr_eq(&first, &backend(&mut book)));
+    }
+
+    #[test]
+    fn a_backend_that_left_is_asked_for_its_health_while_it_answers() {
+        let (mut book, now) = (MemberBook::default(), Instant::now());
+        let probed = |book: &MemberBook| {
+            let mut ids: Vec<String> =
+                book.probed_backends().iter().map(|backend| backend.id.clone()).collect();
+            ids.sort();
+            ids
+        };
+        book.apply(snapshot(1, 1, &["a", "b"]), RETAIN, now);
+        let fleet = book.fleet(&GatewayConfig::default());
+        let load = fleet.group("m").unwrap().seats[0].backend.load(10);
+        book.apply(snapshot(1, 2, &["b"]), RETAIN, now);
+        assert_eq!(ids(&mut book), ["b"]);
+        assert_eq!(probed(&book), ["a", "b"]);
+        drop(load);
+        assert_eq!(probed(&book), ["b"]);
+    }
+
+    #[test]
+    fn only_a_backend_that_neither_answers_nor_streams_ends_its_answers() {
+        let backend = Arc::new(Backend::new("a".to_owned(), BackendKind::Worker, 1, "http://a:1"));
+        let breaker = GatewayConfig::default().breaker;
+        let miss = || backend.end_probe(false, 3, Duration::ZERO, &breaker);
+        let load = backend.load(10);
+        for _ in 0..9 {
+            backend.hear();
+            miss();
+        }
+        assert!(!load.silence.is_cancelled() && backend.is_usable());
+        (0..3).for_each(|_| miss());
+        assert!(load.silence.is_cancelled() && !backend.is_usable());
+        assert!(!backend.load(10).silence.is_cancelled(), "what comes later has its own fate");
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //!
 //! Every backend is asked for `/health` at an interval, and when its breaker wants to know. A
 //! worker that is stopped keeps its connections and accepts new ones, and an answer that is not a
-//! stream can rightly take minutes: only questions tell that it is not there.
+//! stream can rightly take minutes: only questions tell that it is not there. A worker that has left
+//! is asked for as long as it answers requests: it may have left because it is not there.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -64,7 +65,7 @@ pub(crate) async fn run(shared: Arc<Shared>) {
 }
 
 fn probe_due(shared: &Arc<Shared>, now: Instant) {
-    for backend in shared.read_members(crate::members::MemberBook::backends) {
+    for backend in shared.read_members(crate::members::MemberBook::probed_backends) {
         // Relaxed: only this task sets it, and a probe that is seen late is asked a tick later.
         if !backend.is_probed.load(Ordering::Relaxed) && backend.is_probe_due(now) {
             backend.is_probed.store(true, Ordering::Relaxed);

@@ -5,16 +5,20 @@
 //! seen: after a connection error, a missing head, or a 502 or 503, each worker at most once, and
 //! only as the retry budget allows. The worker's answer is then the client's, whatever it says.
 
+use std::cell::RefCell;
+use std::io;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::Request;
 use axum::response::{IntoResponse as _, Response};
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use http::header;
-use http::{HeaderMap, Method, StatusCode};
-use http_body_util::{BodyExt as _, Full, LengthLimitError, Limited};
-use hyper::body::Incoming;
+use http::uri::Parts;
+use http::{HeaderMap, Method, StatusCode, Uri};
+use http_body_util::{BodyExt as _, Either, Full, LengthLimitError, Limited};
+use hyper::body::{Body, Incoming};
 use tokio::time::Instant;
 
 use crate::admission::{NotAdmitted, Permit};
@@ -28,6 +32,7 @@ use crate::generate::{self, TranslatedBody};
 use crate::headers::{
     REQUEST_ID, WORKER, clean_connection_headers, clean_request_headers, request_id, request_timeout,
 };
+use crate::links::LinkedBody;
 use crate::metrics::Metrics;
 use crate::peek::Peek;
 use crate::record::{Ending, Record};
@@ -38,9 +43,26 @@ use crate::state::View;
 /// sending reads no answer.
 const DISCARD_TIME: Duration = Duration::from_secs(1);
 
+/// Memory that is taken for a body on the word of its announced length alone; what is longer grows
+/// as it arrives.
+const MAX_RESERVED_BYTES: usize = 1 << 20;
+
+/// Lengths of bodies whose memory is kept. Shorter ones are cheap to allocate; for longer ones an
+/// allocator asks the system, which clears every page.
+const SPARE_BYTES: RangeInclusive<usize> = (32 << 10)..=MAX_RESERVED_BYTES;
+/// Bodies whose memory a thread keeps.
+const MAX_SPARE: usize = 4;
+
+thread_local! {
+    static SPARE: RefCell<Vec<BytesMut>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The body of a worker's answer: of its own connection or of the client that all share.
+type WorkerBody = Either<LinkedBody, Incoming>;
+
 /// What a worker answered.
 struct Answer {
-    response: http::Response<Incoming>,
+    response: http::Response<WorkerBody>,
     deadline: Instant,
     max_silence: Duration,
     expose_worker: bool,
@@ -61,7 +83,7 @@ struct Outgoing<'a> {
 /// Why there is no answer that could be passed on.
 enum Failure {
     /// The worker asks to be left alone, or a proxy before it failed.
-    Unavailable(http::Response<Incoming>),
+    Unavailable(http::Response<WorkerBody>),
     /// No connection, or it broke.
     Broke,
     /// No answer in time, though there is time left for another worker.
@@ -73,9 +95,14 @@ enum Failure {
 }
 
 /// Forwards a request.
-pub(crate) async fn forward(shared: Arc<crate::state::Shared>, route: Route, request: Request) -> Response {
+pub(crate) async fn forward(
+    shared: Arc<crate::state::Shared>,
+    route: Route,
+    mut request: Request,
+) -> Response {
     let request_id = request_id(request.headers());
     let mut record = Record::new(shared, route, request_id);
+    record.trace(request.headers_mut());
     match ask(&mut record, route, request).await {
         Ok(answer) => deliver(record, route, answer),
         Err(refusal) => {
@@ -119,7 +146,10 @@ async fn ask(record: &mut Record, route: Route, request: Request) -> Result<Answ
         body: body.clone(),
         deadline,
     };
-    try_workers(record, &view, &group, &key, n_tokens, &outgoing).await
+    let answer = try_workers(record, &view, &group, &key, n_tokens, &outgoing).await;
+    drop(outgoing);
+    keep_memory(body);
+    answer
 }
 
 /// Sends the request to one worker after the other until one answers.
@@ -211,7 +241,7 @@ async fn send(
     group: &ModelGroup,
     outgoing: &Outgoing<'_>,
     config: &GatewayConfig,
-) -> Result<(http::Response<Incoming>, bool), Failure> {
+) -> Result<(http::Response<WorkerBody>, bool), Failure> {
     let is_translated = outgoing.route == Route::Generate && backend.kind == BackendKind::OpenAi;
     let (route, body) = if is_translated {
         generate::translate_request(&outgoing.body, &group.model).map_err(Failure::Refused)?
@@ -221,11 +251,21 @@ async fn send(
     let Some(uri) = backend.uri(route) else { return Err(Failure::Broke) };
     let mut request = http::Request::new(Full::new(body));
     *request.method_mut() = Method::POST;
-    *request.uri_mut() = match outgoing.query {
-        None => uri.clone(),
-        Some(query) => format!("{uri}?{query}").parse().map_err(|_| Failure::Broke)?,
-    };
+    *request.uri_mut() = target(uri, outgoing.query, backend.links.is_some()).ok_or(Failure::Broke)?;
     *request.headers_mut() = outgoing.headers.clone();
+    let asking = async {
+        match &backend.links {
+            Some(links) => {
+                request.headers_mut().insert(header::HOST, links.host_header.clone());
+                Ok(links.request(request).await?.map(Either::Left))
+            }
+            None => http
+                .request(request)
+                .await
+                .map(|response| response.map(Either::Right))
+                .map_err(io::Error::other),
+        }
+    };
 
     // An answer that is no stream has no head before it is complete.
     let until = if outgoing.is_stream {
@@ -235,7 +275,7 @@ async fn send(
     };
     let response = tokio::select! {
         biased;
-        response = http.request(request) => response.map_err(|error| {
+        response = asking => response.map_err(|error: io::Error| {
             tracing::debug!(worker = %backend.id, %error, "the worker did not answer");
             Failure::Broke
         })?,
@@ -249,6 +289,16 @@ async fn send(
         StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE => Err(Failure::Unavailable(response)),
         _ => Ok((response, is_translated)),
     }
+}
+
+/// Where a request goes: only the path where the connection says the rest.
+fn target(uri: &Uri, query: Option<&str>, is_path_only: bool) -> Option<Uri> {
+    let mut parts = if is_path_only { Parts::default() } else { uri.clone().into_parts() };
+    parts.path_and_query = match query {
+        None => uri.path_and_query().cloned(),
+        Some(query) => Some(format!("{}?{query}", uri.path()).parse().ok()?),
+    };
+    Uri::from_parts(parts).ok()
 }
 
 /// Makes the worker's answer the client's.
@@ -361,13 +411,50 @@ async fn read_body(
         discard(body, max_bytes).await;
         return Err(Refusal::too_large(max_bytes));
     }
-    let reading = Limited::new(body, max_bytes).collect();
+    let reading = collect(Limited::new(body, max_bytes), announced.unwrap_or(0));
     match tokio::time::timeout_at(deadline, reading).await {
         Err(_) => Err(Refusal::slow_body()),
-        Ok(Ok(body)) => Ok(body.to_bytes()),
+        Ok(Ok(body)) => Ok(body),
         Ok(Err(error)) if error.is::<LengthLimitError>() => Err(Refusal::too_large(max_bytes)),
         Ok(Err(error)) => Err(Refusal::invalid(format!("the body cannot be read: {error}"), None)),
     }
+}
+
+/// Reads a body of about `n_expected` bytes. One that arrived in one piece is not copied; of others
+/// each piece is copied and let go at once, so that the connection reads into the same memory again.
+async fn collect<B: Body<Data = Bytes> + Unpin>(mut body: B, n_expected: usize) -> Result<Bytes, B::Error> {
+    let mut first = Bytes::new();
+    let mut joined = BytesMut::new();
+    // A body of known length ends with its last byte, and nobody has to wait for the end itself.
+    while !body.is_end_stream() {
+        let Some(frame) = body.frame().await else { break };
+        let Ok(data) = frame?.into_data() else { continue };
+        if first.is_empty() && joined.is_empty() {
+            first = data;
+            continue;
+        }
+        if joined.is_empty() {
+            joined = SPARE.with_borrow_mut(Vec::pop).unwrap_or_default();
+            joined.reserve(n_expected.min(MAX_RESERVED_BYTES).max(first.len() + data.len()));
+            joined.extend_from_slice(&std::mem::take(&mut first));
+        }
+        joined.extend_from_slice(&data);
+    }
+    Ok(if joined.is_empty() { first } else { joined.freeze() })
+}
+
+/// Keeps the memory of a long body that nobody reads any more for the next one.
+fn keep_memory(body: Bytes) {
+    if !SPARE_BYTES.contains(&body.len()) {
+        return;
+    }
+    let Ok(mut memory) = body.try_into_mut() else { return };
+    SPARE.with_borrow_mut(|spare| {
+        if spare.len() < MAX_SPARE && memory.capacity() <= *SPARE_BYTES.end() {
+            memory.clear();
+            spare.push(memory);
+        }
+    });
 }
 
 /// Reads and forgets up to `max_bytes` of a body.
@@ -380,7 +467,81 @@ async fn discard(body: axum::body::Body, max_bytes: usize) {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::VecDeque;
+    use std::convert::Infallible;
+    use std::pin::Pin;
+    use std::task::{Context, Poll};
+
+    use hyper::body::{Frame, SizeHint};
+
     use super::*;
+
+    /// A body of pieces; `n_left` is `None` for one of unknown length.
+    struct Pieces {
+        pieces: VecDeque<Bytes>,
+        n_left: Option<usize>,
+    }
+
+    impl Body for Pieces {
+        type Data = Bytes;
+        type Error = Infallible;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+            assert_ne!(self.n_left, Some(0), "asked for more than there is");
+            let piece = self.pieces.pop_front();
+            if let Some(n_left) = &mut self.n_left {
+                *n_left -= piece.as_ref().map_or(0, Bytes::len);
+            }
+            Poll::Ready(piece.map(|piece| Ok(Frame::data(piece))))
+        }
+
+        fn is_end_stream(&self) -> bool {
+            self.n_left == Some(0)
+        }
+
+        fn size_hint(&self) -> SizeHint {
+            SizeHint::default()
+        }
+    }
+
+    #[tokio::test]
+    async fn a_body_is_the_same_in_one_piece_and_in_many() {
+        let text: Vec<u8> = (0..9_000_u32).map(|number| number as u8).collect();
+        for piece_bytes in [1, 7, 1000, 9_000] {
+            for (is_length_known, n_expected) in [(true, 9_000), (false, 0), (false, usize::MAX)] {
+                let pieces = text.chunks(piece_bytes).map(Bytes::copy_from_slice).collect();
+                let body = Pieces { pieces, n_left: is_length_known.then_some(text.len()) };
+                assert_eq!(collect(body, n_expected).await.unwrap(), text);
+            }
+        }
+        let whole = Bytes::from_static(b"not copied");
+        let body = Pieces { pieces: [whole.clone()].into(), n_left: None };
+        assert_eq!(collect(body, 10).await.unwrap().as_ptr(), whole.as_ptr());
+        let body = Pieces { pieces: VecDeque::new(), n_left: Some(0) };
+        assert!(collect(body, 0).await.unwrap().is_empty());
+    }
+
+    #[tokio::test]
+    async fn the_memory_of_a_long_body_serves_the_next_one() {
+        let read = |byte: u8| {
+            let piece = Bytes::from(vec![byte; 50_000]);
+            collect(Pieces { pieces: [piece.clone(), piece].into(), n_left: None }, 100_000)
+        };
+        let first = read(1).await.unwrap();
+        let place = first.as_ptr();
+        let held = first.clone();
+        keep_memory(first);
+        let second = read(2).await.unwrap();
+        assert_ne!(second.as_ptr(), place, "somebody still reads the first one");
+        drop(second);
+        keep_memory(held);
+        let third = read(3).await.unwrap();
+        assert_eq!(third.as_ptr(), place);
+        assert_eq!(third, vec![3; 100_000]);
+    }
 
     #[test]
     fn back_pressure_and_refusals_are_no_failures() {

@@ -2,12 +2,13 @@
 //!
 //! A record is a guard. It begins with the request's head, moves into the answer's body, and ends
 //! with it, in whatever way: load and permit go back, the breaker hears of it, the metrics count it
-//! and one line goes to the access log (target `access`). A record that is dropped before its end
-//! belongs to a client that has left.
+//! one line goes to the access log (target `access`) and the request's span ends. A record that is
+//! dropped before its end belongs to a client that has left.
 
 use std::sync::Arc;
 
-use http::HeaderValue;
+use http::{HeaderMap, HeaderValue};
+use kvik_runtime::telemetry::Span;
 use tokio::time::Instant;
 
 use crate::admission::Permit;
@@ -52,6 +53,7 @@ pub(crate) struct Record {
     pub(crate) n_retries: u32,
     n_bytes: u64,
     first_byte: Option<Instant>,
+    span: Span,
     is_ended: bool,
 }
 
@@ -73,6 +75,7 @@ impl Record {
             n_retries: 0,
             n_bytes: 0,
             first_byte: None,
+            span: Span::default(),
             is_ended: false,
         }
     }
@@ -85,9 +88,20 @@ impl Record {
         self.started
     }
 
-    /// Counts bytes of the answer's body.
+    /// Begins the request's span as a child of the one that `headers` name, and names it to the
+    /// worker in its place. Without traces the headers pass as they are.
+    pub(crate) fn trace(&mut self, headers: &mut HeaderMap) {
+        let route = self.route.name();
+        self.span = self.shared.tracer.request(headers, || format!("POST {route}"));
+        self.span.propagate(headers);
+    }
+
+    /// Counts bytes of the answer's body, which are also a sign that the worker lives.
     pub(crate) fn count(&mut self, n_bytes: usize) {
         self.n_bytes += n_bytes as u64;
+        if let Some(load) = &self.load {
+            load.backend.hear();
+        }
         if self.first_byte.is_none() && 0 < n_bytes {
             self.first_byte = Some(Instant::now());
         }
@@ -128,6 +142,7 @@ impl Record {
             outcome = ending.as_str(),
             "request ended"
         );
+        self.end_span(ending, load.as_ref());
         if let Some(load) = &load {
             let outcome = match ending {
                 Ending::Complete => self.head_outcome,
@@ -138,6 +153,36 @@ impl Record {
         }
         drop(load);
         self.permit = None;
+    }
+
+    fn end_span(&mut self, ending: Ending, load: Option<&LoadGuard>) {
+        let mut span = std::mem::take(&mut self.span);
+        if !span.is_recording() {
+            return;
+        }
+        span.set("http.request.method", "POST");
+        span.set("http.route", self.route.name());
+        span.set("http.response.status_code", i64::from(self.status));
+        span.set("kvik.request_id", self.request_id.to_str().unwrap_or_default().to_owned());
+        if let Some(group) = &self.group {
+            span.set("gen_ai.request.model", group.model.clone());
+        }
+        if let Some(load) = load {
+            span.set("kvik.worker", load.backend.id.clone());
+            span.set("kvik.estimated_tokens", load.n_tokens as i64);
+        }
+        if let Some(first_byte) = self.first_byte {
+            span.set("kvik.ttft_ms", (first_byte - self.started).as_secs_f64() * 1e3);
+        }
+        span.set("kvik.retries", i64::from(self.n_retries));
+        span.set("kvik.outcome", ending.as_str());
+        match ending {
+            Ending::UpstreamBroke | Ending::UpstreamSilent | Ending::DeadlinePassed => {
+                span.fail(ending.as_str());
+            }
+            _ if 500 <= self.status => span.fail("the request failed"),
+            _ => {}
+        }
     }
 }
 

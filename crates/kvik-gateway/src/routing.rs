@@ -27,6 +27,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::backend::{Backend, LoadGuard};
 use crate::peek::Peek;
+use crate::peek::scan::{next_structure, string_end};
 
 /// Longest part of a prompt that makes its key, in bytes: beyond this, prompts differ in what is
 /// asked, not in what they share.
@@ -201,32 +202,26 @@ fn prompt_prefix(prompt: &[u8]) -> &[u8] {
 /// The part of a JSON list of messages up to the end of the first one whose role is `user`.
 fn messages_prefix(messages: &[u8]) -> &[u8] {
     let window = &messages[..messages.len().min(MAX_PREFIX_BYTES)];
-    let (mut depth, mut is_in_string, mut is_escaped, mut start) = (0_u32, false, false, 0);
-    for (place, &byte) in window.iter().enumerate() {
-        if is_in_string {
-            match byte {
-                _ if is_escaped => is_escaped = false,
-                b'\\' => is_escaped = true,
-                b'"' => is_in_string = false,
-                _ => {}
-            }
-            continue;
-        }
-        match byte {
-            b'"' => is_in_string = true,
+    let (mut depth, mut start, mut place) = (0_u32, 0, 0);
+    while let Some(structure) = next_structure(window, place) {
+        place = structure + 1;
+        match window[structure] {
+            b'"' => match string_end(window, place) {
+                Some(end) => place = end,
+                None => return window,
+            },
             b'[' | b'{' => {
                 if depth == 1 {
-                    start = place;
+                    start = structure;
                 }
                 depth += 1;
             }
-            b']' | b'}' => {
+            _ => {
                 depth = depth.saturating_sub(1);
-                if depth == 1 && is_from_user(&window[start..=place]) {
-                    return &window[..=place];
+                if depth == 1 && is_from_user(&window[start..=structure]) {
+                    return &window[..=structure];
                 }
             }
-            _ => {}
         }
     }
     window
@@ -289,6 +284,17 @@ mod tests {
             r#"{"messages":[{"role":"system","content":"be [brief] \"}"},{"role":"user","content":"ho"}]}"#;
         assert_eq!(key(first), key(second));
         assert_ne!(key(first), key(other));
+    }
+
+    #[test]
+    fn only_the_beginning_of_a_prompt_is_looked_at() {
+        let message = |content: &str| format!(r#"[{{"role":"user","content":"{content}"}}]"#);
+        let (short, long) = (message("hi"), message(&"x".repeat(MAX_PREFIX_BYTES)));
+        assert_eq!(messages_prefix(short.as_bytes()), &short.as_bytes()[..short.len() - 1]);
+        assert_eq!(messages_prefix(long.as_bytes()), &long.as_bytes()[..MAX_PREFIX_BYTES]);
+        for broken in ["", "[", "]]]", "[{\"role", "{}}}{", "[\"user\"]"] {
+            assert_eq!(messages_prefix(broken.as_bytes()), broken.as_bytes());
+        }
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use arc_swap::ArcSwap;
 use kvik_proto::client::HttpClient;
 use kvik_runtime::shutdown::Shutdown;
+use kvik_runtime::telemetry::Tracer;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
@@ -28,6 +29,7 @@ pub(crate) struct Shared {
     pub(crate) placement: Placement,
     pub(crate) retry_budget: RetryBudget,
     pub(crate) metrics: Metrics,
+    pub(crate) tracer: Tracer,
     pub(crate) shutdown: Shutdown,
 }
 
@@ -41,7 +43,7 @@ pub(crate) struct View {
 
 impl Shared {
     /// The state of a gateway that knows no worker yet.
-    pub(crate) fn new(config: GatewayConfig, http: HttpClient, shutdown: Shutdown) -> Self {
+    pub(crate) fn new(config: GatewayConfig, http: HttpClient, tracer: Tracer, shutdown: Shutdown) -> Self {
         let mut book = MemberBook::default();
         book.set_backends(&config.backends);
         let fleet = Arc::new(book.fleet(&config));
@@ -56,6 +58,7 @@ impl Shared {
             placement: Placement::default(),
             retry_budget,
             metrics: Metrics::new(),
+            tracer,
             shutdown,
         }
     }
