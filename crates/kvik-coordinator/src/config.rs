@@ -8,6 +8,7 @@ use std::time::Duration;
 use kvik_index::ring::MAX_VIRTUAL_NODES;
 use kvik_proto::coordinator::RingConfig;
 use kvik_runtime::http::TlsServerConfig;
+use kvik_runtime::tls::TlsClientFiles;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{CoordinatorError, Result};
@@ -24,7 +25,7 @@ pub struct CoordinatorConfig {
     /// TLS towards workers, gateways and the other coordinators. Default: none, plain HTTP.
     pub tls: TlsServerConfig,
     /// TLS of the calls to the other coordinators and to etcd. Default: none, only `http://` works.
-    pub peer_tls: PeerTlsConfig,
+    pub peer_tls: TlsClientFiles,
     /// Time between two heartbeats of a worker; one that misses three is gone. Default: 1000 ms.
     pub heartbeat_interval_ms: u64,
     /// Time in which a worker that joins others rises from a tenth of its weight to all of it; 0 for
@@ -69,18 +70,11 @@ pub struct EtcdConfig {
     pub prefix: String,
     /// Time after which a leader that is not heard of has lost the lead, 2 to 60. Default: 3 s.
     pub lease_ttl_s: u64,
-}
-
-/// Files of the TLS towards other coordinators and etcd, all PEM.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct PeerTlsConfig {
-    /// Authorities that sign their certificates. Default: none.
-    pub authorities: Option<PathBuf>,
-    /// The certificate chain that this coordinator shows (mTLS). Default: none.
-    pub certificate: Option<PathBuf>,
-    /// Its private key. Default: none.
-    pub key: Option<PathBuf>,
+    /// User that etcd knows, if it asks for one; it needs to read and write below the prefix.
+    /// Default: none.
+    pub username: Option<String>,
+    /// File with the user's password, less a line break at its end. Default: none.
+    pub password_file: Option<PathBuf>,
 }
 
 // === impl defaults ===
@@ -91,7 +85,7 @@ impl Default for CoordinatorConfig {
             listen: "127.0.0.1:8081".to_owned(),
             advertise: None,
             tls: TlsServerConfig::default(),
-            peer_tls: PeerTlsConfig::default(),
+            peer_tls: TlsClientFiles::default(),
             heartbeat_interval_ms: 1000,
             slow_start_ms: 30_000,
             ring: RingConfig::default(),
@@ -106,6 +100,8 @@ impl Default for EtcdConfig {
             endpoints: vec!["http://127.0.0.1:2379".to_owned()],
             prefix: "/kvik".to_owned(),
             lease_ttl_s: 3,
+            username: None,
+            password_file: None,
         }
     }
 }
@@ -134,13 +130,7 @@ impl CoordinatorConfig {
         check((1..=MAX_VIRTUAL_NODES).contains(&nodes), "ring.virtual_nodes", &nodes, "1 to 65536")?;
         let factor = self.ring.load_factor;
         check((0.0..=100.0).contains(&factor), "ring.load_factor", &factor, "0 to 100")?;
-        let peer = &self.peer_tls;
-        check(
-            peer.certificate.is_some() == peer.key.is_some(),
-            "peer_tls",
-            &"only one of `certificate` and `key`",
-            "both or none",
-        )?;
+        check(self.peer_tls.is_paired(), "peer_tls", &"only one of `certificate` and `key`", "both or none")?;
         if self.state.backend == StateBackendKind::Etcd {
             self.state.etcd.validate()?;
         }
@@ -166,6 +156,12 @@ impl EtcdConfig {
         let prefix = &self.prefix;
         let fits = prefix.starts_with('/') && !prefix.ends_with('/');
         check(fits, "state.etcd.prefix", prefix, "a path that begins and does not end with a slash")?;
+        check(
+            self.username.is_some() == self.password_file.is_some(),
+            "state.etcd",
+            &"only one of `username` and `password_file`",
+            "both or none",
+        )?;
         let ttl = self.lease_ttl_s;
         check((2..=60).contains(&ttl), "state.etcd.lease_ttl_s", &ttl, "2 to 60")
     }
@@ -221,6 +217,7 @@ mod tests {
         assert!(message(|config| config.state.etcd.lease_ttl_s = 1).contains("2 to 60"));
         assert!(message(|config| config.state.etcd.prefix = "kvik/".into()).contains("kvik/"));
         assert!(message(|config| config.state.etcd.endpoints.clear()).contains("at least one"));
+        assert!(message(|config| config.state.etcd.username = Some("kvik".into())).contains("both or none"));
         assert!(message(|config| config.advertise = Some("host:1/path".into())).contains("`advertise`"));
         assert!(message(|config| config.peer_tls.key = Some("key.pem".into())).contains("both or none"));
     }

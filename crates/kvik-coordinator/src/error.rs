@@ -26,7 +26,7 @@ pub enum CoordinatorError {
     /// The TLS towards other coordinators or etcd cannot be used.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// A file of the TLS towards other coordinators or etcd cannot be read.
+    /// The file with etcd's password cannot be read.
     #[error("read {}: {source}", path.display())]
     Io {
         /// The file.

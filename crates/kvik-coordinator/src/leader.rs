@@ -177,7 +177,7 @@ impl<B: StateBackend> Leader<B> {
             Command::Register(request, reply) => {
                 let outcome = self.reign.as_mut().filter(|_| is_leader).map(|reign| {
                     reign.has_new_loads = true;
-                    reign.membership.register(request.worker, request.load, now)
+                    reign.membership.register(request.worker, request.load, request.state, now)
                 });
                 self.answer(outcome, reply).await;
             }

@@ -44,16 +44,16 @@ mod publish;
 mod state;
 
 use std::net::SocketAddr;
-use std::path::Path;
 use std::sync::Arc;
 
 use kvik_index::ring::MAX_VIRTUAL_NODES;
 use kvik_proto::client::{HttpClient, TlsClientConfig, http_client};
 use kvik_runtime::http::{listen, serve, tls_acceptor};
 use kvik_runtime::shutdown::Shutdown;
+use kvik_runtime::tls::TlsClientPem;
 use tokio::sync::{mpsc, watch};
 
-pub use config::{CoordinatorConfig, EtcdConfig, PeerTlsConfig, StateBackendKind, StateConfig};
+pub use config::{CoordinatorConfig, EtcdConfig, StateBackendKind, StateConfig};
 pub use error::{CoordinatorError, Result};
 
 use crate::api::Api;
@@ -86,7 +86,8 @@ impl Coordinator {
     /// listened on. An etcd that cannot be reached is no error: the coordinator goes on trying.
     pub async fn start(config: CoordinatorConfig, shutdown: &Shutdown) -> Result<Running> {
         config.validate()?;
-        let http = peer_client(&config.peer_tls)?;
+        let TlsClientPem { authorities_pem, identity_pem } = config.peer_tls.read()?;
+        let http = http_client(&TlsClientConfig { authorities_pem, identity_pem })?;
         let acceptor = tls_acceptor(&config.tls)?;
         let listener = listen(&config.listen).await?;
         let address = listener.local_addr().map_err(|source| kvik_runtime::RuntimeError::Listen {
@@ -101,7 +102,7 @@ impl Coordinator {
         let api = match config.state.backend {
             StateBackendKind::Embedded => spawn(EmbeddedState::new(), &config, http, shutdown),
             StateBackendKind::Etcd => {
-                let backend = EtcdState::new(http.clone(), &config.state.etcd, base.clone());
+                let backend = EtcdState::new(http.clone(), &config.state.etcd, base.clone())?;
                 spawn(backend, &config, http, shutdown)
             }
         };
@@ -150,16 +151,4 @@ fn spawn(
         max_weight: f64::from(MAX_VIRTUAL_NODES) / f64::from(config.ring.virtual_nodes),
         shutdown: shutdown.clone(),
     }
-}
-
-fn peer_client(tls: &PeerTlsConfig) -> Result<HttpClient> {
-    let read = |path: &Path| {
-        std::fs::read(path).map_err(|source| CoordinatorError::Io { path: path.to_owned(), source })
-    };
-    let authorities_pem = tls.authorities.as_deref().map(read).transpose()?.unwrap_or_default();
-    let identity_pem = match (&tls.certificate, &tls.key) {
-        (Some(certificate), Some(key)) => Some((read(certificate)?, read(key)?)),
-        _ => None,
-    };
-    Ok(http_client(&TlsClientConfig { authorities_pem, identity_pem })?)
 }

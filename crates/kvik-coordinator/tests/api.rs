@@ -9,7 +9,7 @@ use std::time::Duration;
 use kvik_coordinator::{Coordinator, CoordinatorConfig, Running};
 use kvik_proto::client::ClientError;
 use kvik_proto::coordinator::{
-    DeregisterRequest, RingHash, RingView, RouteResponse, Snapshot, WatchEvent, WorkerState,
+    DeregisterRequest, RegisterRequest, RingHash, RingView, RouteResponse, Snapshot, WatchEvent, WorkerState,
 };
 use kvik_runtime::shutdown::Shutdown;
 use serde_json::json;
@@ -223,6 +223,48 @@ async fn a_restarted_coordinator_asks_for_registration_under_a_later_term() {
     assert_eq!(status(&client.heartbeat(&beat("a", 1, 0)).await.unwrap_err()), 404);
     let after = client.register(&registration("a", 1)).await.unwrap();
     assert!(after.term > before.term);
+    shutdown.finish().await;
+}
+
+#[tokio::test]
+async fn a_worker_that_drains_comes_back_draining_to_a_restarted_coordinator() {
+    let (running, shutdown) = start(config()).await;
+    let draining = RegisterRequest { state: WorkerState::Draining, ..registration("a", 1) };
+    let client = client(&running.base);
+    client.register(&draining).await.unwrap();
+    assert_eq!(client.workers().await.unwrap().members[0].state, WorkerState::Draining);
+    assert_eq!(client.heartbeat(&beat("a", 1, 0)).await.unwrap().state, WorkerState::Draining);
+    assert_eq!(status(&client.route("seq-1", false).await.unwrap_err()), 503, "nobody takes requests");
+
+    // A worker of an earlier version says nothing of its state and is ready.
+    let mut silent = serde_json::to_value(registration("b", 1)).unwrap();
+    silent.as_object_mut().unwrap().remove("state");
+    call("POST", &format!("{}/register", running.base), &silent.to_string()).await.unwrap();
+    assert_eq!(client.route("seq-1", false).await.unwrap().worker_id, "b");
+    shutdown.finish().await;
+}
+
+#[tokio::test]
+async fn the_client_has_every_call_of_an_operator() {
+    let (running, shutdown) = start(config()).await;
+    let client = client(&running.base);
+    assert_eq!(status(&client.drain("a").await.unwrap_err()), 404);
+    assert_eq!(status(&client.drain("a/../b").await.unwrap_err()), 400);
+    for id in ["a", "b"] {
+        client.register(&registration(id, 1)).await.unwrap();
+    }
+    let ring = client.ring().await.unwrap();
+    assert_eq!(ring.members.iter().map(|member| member.id.as_str()).collect::<Vec<_>>(), ["a", "b"]);
+    // An id with characters that mean something in an address is a key like any other.
+    let key = "a&explain=maybe %/?";
+    let explained = client.route(key, true).await.unwrap();
+    let why = explained.explain.unwrap();
+    assert_eq!((why.reason.as_str(), &why.candidates[0].worker_id), ("owner", &explained.worker_id));
+    assert_eq!(client.route(key, false).await.unwrap().explain, None);
+    client.drain(&explained.worker_id).await.unwrap();
+    let moved = client.route(key, true).await.unwrap();
+    assert_ne!(moved.worker_id, explained.worker_id);
+    assert_eq!(moved.explain.unwrap().reason, "unusable");
     shutdown.finish().await;
 }
 

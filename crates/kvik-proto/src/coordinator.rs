@@ -45,10 +45,11 @@ pub struct WorkerLoad {
 }
 
 /// Where a worker is in its life.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WorkerState {
     /// Takes requests.
+    #[default]
     Ready,
     /// Finishes what it has; takes nothing new.
     Draining,
@@ -62,6 +63,10 @@ pub struct RegisterRequest {
     /// Its load now.
     #[serde(default)]
     pub load: WorkerLoad,
+    /// Its state now. A member that drains never becomes ready again within its epoch: neither by
+    /// saying so, nor because a coordinator has forgotten it. Default: `ready`.
+    #[serde(default)]
+    pub state: WorkerState,
 }
 
 /// What a member has to do to remain one.
@@ -194,7 +199,8 @@ pub struct RouteResponse {
 pub struct RouteExplanation {
     /// Place of the key on the ring.
     pub key_hash: u64,
-    /// `owner`, or `bound` if workers before it were full.
+    /// `owner`: the key is its own. `bound`: workers before it were full. `unusable`: workers before
+    /// it take no requests. `least_loaded`: all were full, and it has the least load for its weight.
     pub reason: String,
     /// The distinct workers from the key's place on, in ring order.
     pub candidates: Vec<RouteCandidate>,
@@ -209,7 +215,7 @@ pub struct RouteCandidate {
     pub load: u64,
     /// The most it may have.
     pub bound: u64,
-    /// Why it was not taken; absent for the chosen one and those after it.
+    /// Why it was not taken: `full` or `unusable`. Absent for the chosen one and those after it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped: Option<String>,
 }

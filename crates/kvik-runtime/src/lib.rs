@@ -3,9 +3,10 @@
 //! - [`config`]: one struct a service, filled from its defaults, a YAML file, the environment and
 //!   flags, in this order; every value knows where it came from. The only place that reads the
 //!   environment.
-//! - [`telemetry`]: logs and metrics.
+//! - [`telemetry`]: logs, metrics and traces.
 //! - [`shutdown`]: drain, then stop; every task has an owner that waits for it.
 //! - [`http`]: the server loop, plain or TLS, that lets connections finish.
+//! - [`tls`]: the files of TLS towards other services.
 //!
 //! ```
 //! use kvik_runtime::shutdown::Shutdown;
@@ -23,5 +24,6 @@ pub mod error;
 pub mod http;
 pub mod shutdown;
 pub mod telemetry;
+pub mod tls;
 
 pub use error::{Result, RuntimeError};

@@ -5,7 +5,8 @@
 //! - It joins with `register`. A later epoch replaces an earlier one; an earlier epoch is refused,
 //!   and so is the same epoch from another address: two processes took one name.
 //! - It stays as long as heartbeats come. More than three intervals after the last one it expires.
-//! - `drain` marks it; gateways give it nothing new. It leaves with `deregister` or by expiring.
+//! - `drain` marks it, or it says itself that it drains; gateways give it nothing new. It stays so
+//!   until it leaves with `deregister` or by expiring; only a later epoch is ready again.
 //!
 //! Slow start: a member whose caches are cold must not take its whole share of the keys at once. It
 //! starts with a tenth of its weight and reaches all of it in nine equal steps over the slow start.
@@ -123,6 +124,7 @@ impl Membership {
         &mut self,
         worker: WorkerInfo,
         load: WorkerLoad,
+        state: WorkerState,
         now: Duration,
     ) -> Result<(), Refusal> {
         self.advance(now);
@@ -136,8 +138,12 @@ impl Membership {
                 }
                 // The answer to the first call was lost, or the worker corrects what it said.
                 (entry.last_seen, entry.load) = (now, load);
-                if worker != entry.worker {
+                let begins_to_drain = state == WorkerState::Draining && entry.state != state;
+                if worker != entry.worker || begins_to_drain {
                     entry.worker = worker;
+                    if begins_to_drain {
+                        entry.state = state;
+                    }
                     let record = entry.record(now);
                     self.changed(Change::Put(Box::new(record)));
                 }
@@ -148,7 +154,7 @@ impl Membership {
         let ramps = self.slow_start > Duration::ZERO && self.members.values().any(is_warm);
         let entry = Entry {
             worker,
-            state: WorkerState::Ready,
+            state,
             load,
             last_seen: now,
             joined: now,

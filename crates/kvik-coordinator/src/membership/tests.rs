@@ -29,7 +29,7 @@ fn ids(membership: &Membership) -> Vec<String> {
 }
 
 fn join(membership: &mut Membership, id: &str, epoch: u64, now: Duration) {
-    membership.register(worker(id, epoch), WorkerLoad::default(), now).unwrap();
+    membership.register(worker(id, epoch), WorkerLoad::default(), WorkerState::Ready, now).unwrap();
 }
 
 fn weight(membership: &Membership, id: &str) -> f64 {
@@ -40,7 +40,7 @@ fn weight(membership: &Membership, id: &str) -> f64 {
 fn a_later_life_replaces_an_earlier_one_and_not_the_reverse() {
     let mut membership = membership();
     join(&mut membership, "a", 2, ms(0));
-    let refusal = membership.register(worker("a", 1), WorkerLoad::default(), ms(1));
+    let refusal = membership.register(worker("a", 1), WorkerLoad::default(), WorkerState::Ready, ms(1));
     assert_eq!(refusal, Err(Refusal::StaleEpoch { registered: 2 }));
     membership.drain("a", ms(2)).unwrap();
     join(&mut membership, "a", 3, ms(3));
@@ -53,8 +53,31 @@ fn two_processes_with_one_name_and_epoch_are_told_apart_by_their_address() {
     let mut membership = membership();
     join(&mut membership, "a", 1, ms(0));
     let other = WorkerInfo { address: "http://other:8082".to_owned(), ..worker("a", 1) };
-    let refusal = membership.register(other, WorkerLoad::default(), ms(1));
+    let refusal = membership.register(other, WorkerLoad::default(), WorkerState::Ready, ms(1));
     assert_eq!(refusal, Err(Refusal::AddressTaken { registered: "http://a:8082".to_owned() }));
+}
+
+#[test]
+fn a_member_that_says_it_drains_drains_until_its_next_life() {
+    let mut membership = membership();
+    let register = |membership: &mut Membership, epoch: u64, state: WorkerState| {
+        membership.register(worker("a", epoch), WorkerLoad::default(), state, ms(epoch)).unwrap();
+        membership.members()[0].state
+    };
+    // To a coordinator that has forgotten it.
+    assert_eq!(register(&mut membership, 1, WorkerState::Draining), WorkerState::Draining);
+    membership.take_changes();
+    assert_eq!(register(&mut membership, 1, WorkerState::Ready), WorkerState::Draining);
+    assert_eq!(membership.take_changes(), []);
+    assert_eq!(register(&mut membership, 2, WorkerState::Ready), WorkerState::Ready);
+    // To one that knows it.
+    let version = membership.version();
+    assert_eq!(register(&mut membership, 2, WorkerState::Draining), WorkerState::Draining);
+    assert!(version < membership.version());
+    let changes = membership.take_changes();
+    let is_written =
+        |change: &Change| matches!(change, Change::Put(record) if record.state == WorkerState::Draining);
+    assert!(changes.last().is_some_and(is_written), "{changes:?}");
 }
 
 #[test]
@@ -66,7 +89,7 @@ fn registering_twice_changes_nothing_but_a_corrected_field() {
     assert_eq!(membership.version(), version);
     membership.drain("a", ms(2)).unwrap();
     let heavier = WorkerInfo { weight: 2.0, ..worker("a", 1) };
-    membership.register(heavier, WorkerLoad::default(), ms(3)).unwrap();
+    membership.register(heavier, WorkerLoad::default(), WorkerState::Ready, ms(3)).unwrap();
     assert_eq!(membership.version(), version + 2);
     let members = membership.members();
     assert_eq!((members[0].ring_weight, members[0].state), (2.0, WorkerState::Draining));
@@ -279,7 +302,7 @@ proptest! {
                     if *is_elsewhere {
                         worker.address.push('1');
                     }
-                    let _ = membership.register(worker, load, now);
+                    let _ = membership.register(worker, load, WorkerState::Ready, now);
                 }
                 Operation::Heartbeat { id, epoch } => {
                     let _ = membership.heartbeat(&id_of(*id), *epoch, load, now);

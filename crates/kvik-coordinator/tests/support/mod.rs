@@ -6,7 +6,9 @@ use bytes::Bytes;
 use http_body_util::{BodyExt as _, Full};
 use kvik_coordinator::CoordinatorConfig;
 use kvik_proto::client::{CoordinatorClient, HttpClient, TlsClientConfig, http_client};
-use kvik_proto::coordinator::{HeartbeatRequest, RegisterRequest, Snapshot, WorkerInfo, WorkerLoad};
+use kvik_proto::coordinator::{
+    HeartbeatRequest, RegisterRequest, Snapshot, WorkerInfo, WorkerLoad, WorkerState,
+};
 use serde_json::Value;
 
 pub(crate) fn http() -> HttpClient {
@@ -39,7 +41,7 @@ pub(crate) fn worker(id: &str, epoch: u64) -> WorkerInfo {
 }
 
 pub(crate) fn registration(id: &str, epoch: u64) -> RegisterRequest {
-    RegisterRequest { worker: worker(id, epoch), load: WorkerLoad::default() }
+    RegisterRequest { worker: worker(id, epoch), load: WorkerLoad::default(), state: WorkerState::Ready }
 }
 
 pub(crate) fn beat(id: &str, epoch: u64, outstanding_tokens: u64) -> HeartbeatRequest {

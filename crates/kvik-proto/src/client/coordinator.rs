@@ -11,8 +11,8 @@ use serde::de::DeserializeOwned;
 
 use super::{ClientError, HttpClient};
 use crate::coordinator::{
-    DeregisterRequest, HeartbeatRequest, HeartbeatResponse, RegisterRequest, RegisterResponse, Snapshot,
-    WatchEvent,
+    DeregisterRequest, HeartbeatRequest, HeartbeatResponse, RegisterRequest, RegisterResponse, RingView,
+    RouteResponse, Snapshot, WatchEvent,
 };
 use crate::openai::ErrorBody;
 use crate::sse::SseDecoder;
@@ -75,13 +75,38 @@ impl CoordinatorClient {
         read_body(&url, response).await.map(|_| ())
     }
 
+    /// Makes a member drain: it finishes what it has and gets nothing new.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`] with status 404 if the coordinator does not know the member.
+    pub async fn drain(&self, id: &str) -> Result<(), ClientError> {
+        let path = format!("/workers/{}/drain", percent_encoded(id));
+        let (url, response) = self.send(&path, Method::POST, Bytes::new()).await?;
+        read_body(&url, response).await.map(|_| ())
+    }
+
     /// The members now.
     ///
     /// # Errors
     /// If the coordinator cannot be reached or refuses.
     pub async fn workers(&self) -> Result<Snapshot, ClientError> {
-        let (url, response) = self.send("/workers", Method::GET, Bytes::new()).await?;
-        parse(&url, &read_body(&url, response).await?)
+        self.get("/workers").await
+    }
+
+    /// How much of the ring each member owns now.
+    ///
+    /// # Errors
+    /// If the coordinator cannot be reached or refuses.
+    pub async fn ring(&self) -> Result<RingView, ClientError> {
+        self.get("/ring").await
+    }
+
+    /// The worker that a sequence belongs to now, and why if `explain` is set.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`] with status 503 if no worker is ready.
+    pub async fn route(&self, seq_id: &str, explain: bool) -> Result<RouteResponse, ClientError> {
+        self.get(&format!("/route?seq_id={}&explain={explain}", percent_encoded(seq_id))).await
     }
 
     /// Opens a stream of snapshots, the current one first.
@@ -100,6 +125,11 @@ impl CoordinatorClient {
             pending: std::collections::VecDeque::new(),
             url,
         })
+    }
+
+    async fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
+        let (url, response) = self.send(path, Method::GET, Bytes::new()).await?;
+        parse(&url, &read_body(&url, response).await?)
     }
 
     async fn post<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, ClientError> {
@@ -156,6 +186,21 @@ impl Watch {
     }
 }
 
+/// Text as it can stand in a path or a query: all but letters, digits and `-._~` as `%XX`.
+fn percent_encoded(text: &str) -> String {
+    const DIGITS: [char; 16] =
+        ['0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'A', 'B', 'C', 'D', 'E', 'F'];
+    let mut encoded = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-._~".contains(&byte) {
+            encoded.push(char::from(byte));
+        } else {
+            encoded.extend(['%', DIGITS[usize::from(byte >> 4)], DIGITS[usize::from(byte & 15)]]);
+        }
+    }
+    encoded
+}
+
 fn json_body(value: &impl Serialize) -> Result<Bytes, ClientError> {
     serde_json::to_vec(value).map(Bytes::from).map_err(|error| ClientError::Configuration(error.to_string()))
 }
@@ -182,4 +227,16 @@ async fn read_body(url: &str, response: Response<Incoming>) -> Result<Bytes, Cli
         |body| body.error.message,
     );
     Err(ClientError::Refused { url: url.to_owned(), status: status.as_u16(), message })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_in_an_address_cannot_change_its_meaning() {
+        assert_eq!(percent_encoded("seq-1.a_b~"), "seq-1.a_b~");
+        assert_eq!(percent_encoded("a/b?c=d&e #%+"), "a%2Fb%3Fc%3Dd%26e%20%23%25%2B");
+        assert_eq!(percent_encoded("\u{e9}"), "%C3%A9");
+    }
 }

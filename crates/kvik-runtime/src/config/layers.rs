@@ -13,6 +13,10 @@ use crate::error::{Result, RuntimeError};
 /// Largest configuration file that is read, in bytes.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
+/// Fields that a variable with a meaning beyond kvik sets too, in every section that has them.
+pub(super) const STANDARD_VARIABLES: &[(&str, &str)] =
+    &[("memory.ipc_name", "KVCACHED_IPC_NAME"), ("tracing.otlp_endpoint", "OTEL_EXPORTER_OTLP_ENDPOINT")];
+
 /// Reads a YAML file.
 pub(super) fn read_yaml(path: &Path) -> Result<Value> {
     let io = |source| RuntimeError::Io { path: path.to_owned(), source };
@@ -46,8 +50,13 @@ pub(super) fn load<C: Serialize + DeserializeOwned + Default>(
         }
     }
     for (field, (value, origin)) in &mut fields {
-        let name = variable_name(section, field);
-        if let Some(text) = sources.environment.get(&name) {
+        let standard = STANDARD_VARIABLES.iter().find(|(known, _)| known == field);
+        let names = [Some(variable_name(section, field)), standard.map(|(_, name)| (*name).to_owned())];
+        let set = names.into_iter().flatten().find_map(|name| {
+            let text = sources.environment.get(&name)?;
+            Some((name, text))
+        });
+        if let Some((name, text)) = set {
             // A scalar reads as in the file; what is no YAML is a plain string.
             *value = serde_saphyr::from_str(text).unwrap_or_else(|_| Value::String(text.clone()));
             *origin = Origin::Environment(name);

@@ -3,8 +3,9 @@
 //! A service's configuration is one struct with `Serialize`, `Deserialize` and `Default`. Its
 //! default is the list of all fields; a field that is not in it does not exist, in any layer.
 //! Layers, later ones win: default, the service's section of the YAML file, the environment
-//! (`KVIK_<SECTION>_<FIELD>`, dots and dashes as underscores), flags. Nothing is half applied: an
-//! error in any layer leaves no configuration.
+//! (`KVIK_<SECTION>_<FIELD>`, dots and dashes as underscores; a few fields also by a variable that
+//! other programs know), flags. Nothing is half applied: an error in any layer leaves no
+//! configuration.
 
 mod layers;
 
@@ -73,7 +74,10 @@ impl Sources {
         };
         let environment = std::env::vars_os()
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
-            .filter(|(name, _)| name.starts_with("KVIK_"))
+            .filter(|(name, _)| {
+                let is_standard = layers::STANDARD_VARIABLES.iter().any(|(_, standard)| standard == name);
+                is_standard || name.starts_with("KVIK_")
+            })
             .collect();
         Ok(Self { file, environment, flags: Value::Null })
     }

@@ -58,6 +58,23 @@ fn a_later_layer_wins_and_every_value_knows_its_origin() {
 }
 
 #[test]
+fn a_variable_that_others_know_sets_its_field_unless_our_own_does() {
+    #[derive(Default, Serialize, Deserialize)]
+    struct Traced {
+        tracing: crate::telemetry::TracingConfig,
+    }
+    let standard = ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://standard:4318");
+    let own = ("KVIK_TRACED_TRACING_OTLP_ENDPOINT", "http://own:4318");
+    for (environment, expected) in [(vec![standard], standard), (vec![standard, own], own)] {
+        let yaml = "traced: {tracing: {otlp_endpoint: 'http://file:4318'}}";
+        let effective = sources(yaml, &environment, Value::Null).load::<Traced>("traced").unwrap();
+        assert_eq!(effective.value.tracing.otlp_endpoint.as_deref(), Some(expected.1));
+        let origin = &effective.fields["tracing.otlp_endpoint"].1;
+        assert_eq!(*origin, Origin::Environment(expected.0.to_owned()));
+    }
+}
+
+#[test]
 fn no_source_gives_the_defaults() {
     let effective = Sources::default().load::<Example>("example").unwrap();
     assert_eq!(effective.value, Example::default());

@@ -2,6 +2,10 @@
 //!
 //! The gateway writes 64-bit numbers as strings, keys and values in base64, and leaves out what is
 //! zero. JSON over the HTTP client that is here anyway needs no protobuf compiler to build kvik.
+//!
+//! An etcd that asks for a user gives tokens for its password. A token ends after some minutes, or
+//! with the member that gave it; a call that is refused for its token gets a new one and is made
+//! once more.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -9,8 +13,10 @@ use std::time::Duration;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
+use http::{HeaderValue, StatusCode};
 use http_body_util::{BodyExt as _, Full, Limited};
 use kvik_proto::client::HttpClient;
+use parking_lot::Mutex;
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Value, json};
@@ -25,9 +31,25 @@ const MAX_ANSWER_BYTES: usize = 64 << 20;
 pub(super) struct EtcdApi {
     http: HttpClient,
     endpoints: Vec<String>,
+    credentials: Option<Credentials>,
+    /// Of the credentials; none before the first call and after a refusal.
+    token: Mutex<Option<HeaderValue>>,
     /// The endpoint that answered last.
     preferred: AtomicUsize,
     timeout: Duration,
+}
+
+/// A user of etcd.
+pub(super) struct Credentials {
+    name: String,
+    password: String,
+}
+
+/// Why a call was not answered.
+enum Failure {
+    /// The token is missing or over.
+    Unauthenticated(String),
+    Other(String),
 }
 
 /// A lease that etcd granted.
@@ -79,6 +101,11 @@ struct RangeAnswer {
     kvs: Vec<KeyValue>,
 }
 
+#[derive(Deserialize)]
+struct AuthenticateAnswer {
+    token: String,
+}
+
 /// An answer of a call that could stream.
 #[derive(Debug, Deserialize)]
 struct Streamed<T> {
@@ -88,9 +115,21 @@ struct Streamed<T> {
 // === impl EtcdApi ===
 
 impl EtcdApi {
-    pub(super) fn new(http: HttpClient, endpoints: &[String], timeout: Duration) -> Self {
+    pub(super) fn new(
+        http: HttpClient,
+        endpoints: &[String],
+        credentials: Option<Credentials>,
+        timeout: Duration,
+    ) -> Self {
         let endpoints = endpoints.iter().map(|endpoint| endpoint.trim_end_matches('/').to_owned()).collect();
-        Self { http, endpoints, preferred: AtomicUsize::new(0), timeout }
+        Self {
+            http,
+            endpoints,
+            credentials,
+            token: Mutex::new(None),
+            preferred: AtomicUsize::new(0),
+            timeout,
+        }
     }
 
     pub(super) async fn grant(&self, ttl_s: u64) -> Result<Lease, StateError> {
@@ -152,37 +191,103 @@ impl EtcdApi {
         let mut failure = String::new();
         for turn in 0..self.endpoints.len() {
             let endpoint_idx = (first + turn) % self.endpoints.len();
-            let url = format!("{}{path}", self.endpoints[endpoint_idx]);
-            let answer = tokio::time::timeout(self.timeout, self.post(&url, body.clone())).await;
+            let endpoint = &self.endpoints[endpoint_idx];
+            let answer =
+                tokio::time::timeout(self.timeout, self.post_as_user(endpoint, path, body.clone())).await;
             match answer.unwrap_or_else(|_| Err(format!("no answer within {} ms", self.timeout.as_millis())))
             {
                 Ok(answer) => {
                     self.preferred.store(endpoint_idx, Ordering::Relaxed);
                     return serde_json::from_slice(&answer)
-                        .map_err(|error| StateError::Unavailable(format!("{url}: {error}")));
+                        .map_err(|error| StateError::Unavailable(format!("{endpoint}{path}: {error}")));
                 }
-                Err(reason) => failure = format!("{url}: {reason}"),
+                Err(reason) => failure = format!("{endpoint}{path}: {reason}"),
             }
         }
         Err(StateError::Unavailable(failure))
     }
 
-    async fn post(&self, url: &str, body: Bytes) -> Result<Bytes, String> {
-        let request = http::Request::post(url)
+    /// Posts with a token if there is a user, and once more with a new one if it is over.
+    async fn post_as_user(&self, endpoint: &str, path: &str, body: Bytes) -> Result<Bytes, String> {
+        let url = format!("{endpoint}{path}");
+        let Some(credentials) = &self.credentials else {
+            return self.post(&url, body, None).await.map_err(Failure::into_reason);
+        };
+        let held = self.token.lock().clone();
+        if let Some(token) = held {
+            match self.post(&url, body.clone(), Some(token)).await {
+                Err(Failure::Unauthenticated(_)) => *self.token.lock() = None,
+                answered => return answered.map_err(Failure::into_reason),
+            }
+        }
+        let token = self.authenticate(endpoint, credentials).await?;
+        *self.token.lock() = Some(token.clone());
+        self.post(&url, body, Some(token)).await.map_err(Failure::into_reason)
+    }
+
+    async fn authenticate(&self, endpoint: &str, credentials: &Credentials) -> Result<HeaderValue, String> {
+        let body = json!({ "name": credentials.name, "password": credentials.password }).to_string();
+        let url = format!("{endpoint}/v3/auth/authenticate");
+        let answer = self.post(&url, body.into(), None).await.map_err(Failure::into_reason)?;
+        let answer: AuthenticateAnswer =
+            serde_json::from_slice(&answer).map_err(|error| error.to_string())?;
+        let mut token = HeaderValue::try_from(answer.token).map_err(|error| error.to_string())?;
+        token.set_sensitive(true);
+        Ok(token)
+    }
+
+    async fn post(&self, url: &str, body: Bytes, token: Option<HeaderValue>) -> Result<Bytes, Failure> {
+        let other = |error: &dyn std::fmt::Display| Failure::Other(error.to_string());
+        let mut request = http::Request::post(url)
             .header(http::header::CONTENT_TYPE, "application/json")
             .body(Full::new(body))
-            .map_err(|error| error.to_string())?;
-        let response = self.http.request(request).await.map_err(|error| error.to_string())?;
+            .map_err(|error| other(&error))?;
+        if let Some(token) = token {
+            request.headers_mut().insert(http::header::AUTHORIZATION, token);
+        }
+        let response = self.http.request(request).await.map_err(|error| other(&error))?;
         let status = response.status();
         let answer = Limited::new(response.into_body(), MAX_ANSWER_BYTES)
             .collect()
             .await
-            .map_err(|error| error.to_string())?
+            .map_err(|error| other(&error))?
             .to_bytes();
         if status.is_success() {
             return Ok(answer);
         }
-        Err(format!("{status}: {}", String::from_utf8_lossy(&answer[..answer.len().min(200)])))
+        let shown = String::from_utf8_lossy(&answer[..answer.len().min(200)]);
+        let reason = format!("{status}: {shown}");
+        // Some versions say with 400 that the user is missing.
+        if status == StatusCode::UNAUTHORIZED
+            || shown.contains("auth token")
+            || shown.contains("user name is empty")
+        {
+            return Err(Failure::Unauthenticated(reason));
+        }
+        Err(Failure::Other(reason))
+    }
+}
+
+// === impl Credentials ===
+
+impl Credentials {
+    pub(super) fn new(name: &str, password: &str) -> Self {
+        Self { name: name.to_owned(), password: password.to_owned() }
+    }
+}
+
+impl std::fmt::Debug for Credentials {
+    /// Tells nothing of the password.
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Credentials").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl Failure {
+    fn into_reason(self) -> String {
+        match self {
+            Self::Unauthenticated(reason) | Self::Other(reason) => reason,
+        }
     }
 }
 

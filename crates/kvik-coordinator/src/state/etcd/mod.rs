@@ -25,9 +25,10 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
-use self::api::EtcdApi;
+use self::api::{Credentials, EtcdApi};
 use super::{Role, StateBackend, StateError};
 use crate::config::EtcdConfig;
+use crate::error::{CoordinatorError, Result};
 use crate::membership::{Change, Record};
 
 /// Time that members are kept while no coordinator lives, in seconds: longer than a rollout of all
@@ -74,17 +75,29 @@ struct StoredRecord {
 
 impl EtcdState {
     /// The state in the cluster of `config`, for the coordinator at `address`.
-    pub(crate) fn new(http: HttpClient, config: &EtcdConfig, address: String) -> Self {
+    ///
+    /// # Errors
+    /// If the file with the password cannot be read.
+    pub(crate) fn new(http: HttpClient, config: &EtcdConfig, address: String) -> Result<Self> {
         // Several tries fit into the time of a lead.
         let timeout = Duration::from_secs(config.lease_ttl_s) / 3;
-        Self {
-            api: EtcdApi::new(http, &config.endpoints, timeout.min(Duration::from_secs(2))),
+        let credentials = match (&config.username, &config.password_file) {
+            (Some(name), Some(path)) => {
+                let password = std::fs::read_to_string(path)
+                    .map_err(|source| CoordinatorError::Io { path: path.clone(), source })?;
+                Some(Credentials::new(name, password.trim_end_matches(['\r', '\n'])))
+            }
+            _ => None,
+        };
+        let timeout = timeout.min(Duration::from_secs(2));
+        Ok(Self {
+            api: EtcdApi::new(http, &config.endpoints, credentials, timeout),
             leader_key: format!("{}/leader", config.prefix),
             workers_prefix: format!("{}/workers/", config.prefix),
             lease_ttl_s: config.lease_ttl_s,
             address,
             session: Mutex::new(None),
-        }
+        })
     }
 
     /// Renews the lead; `None` if it is lost.
