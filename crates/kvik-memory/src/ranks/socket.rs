@@ -1,0 +1,326 @@
+//! Sockets between leader and ranks: addresses, who may connect, and frames in and out.
+
+use std::fmt;
+use std::fs::{DirBuilder, File};
+use std::io;
+use std::mem;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with,
+    bind, connect, listen, recv, send, shutdown, socket_with,
+};
+
+use super::frame::MAX_FRAME_BYTES;
+
+/// Leaders that may wait to be refused; there is one in ordinary operation.
+const BACKLOG: i32 = 16;
+
+/// Where a rank listens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum RankAddress {
+    /// A socket file, in a directory that only this user can enter.
+    Path(PathBuf),
+    /// A name in the abstract namespace, which goes with its process.
+    ///
+    /// Anybody in the network namespace may try such a name; the peer's user is checked.
+    Abstract(String),
+}
+
+/// A rank's open ear; closing it removes its file.
+#[derive(Debug)]
+pub(super) struct Listener {
+    socket: OwnedFd,
+    /// The file and its inode, to remove no other's.
+    file: Option<(PathBuf, u64)>,
+    owner: Owner,
+}
+
+/// An open connection to a peer of the same user; both ends see when it is dropped.
+#[derive(Debug)]
+pub(super) struct Connection {
+    socket: OwnedFd,
+    owner: Owner,
+}
+
+/// The process that made something: its forked children have a copy that must not end the original.
+#[derive(Debug)]
+pub(super) struct Owner {
+    pid: u32,
+}
+
+impl fmt::Display for RankAddress {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Path(path) => path.display().fmt(formatter),
+            Self::Abstract(name) => write!(formatter, "@{name}"),
+        }
+    }
+}
+
+// === impl RankAddress ===
+
+impl RankAddress {
+    fn socket_address(&self) -> io::Result<SocketAddrUnix> {
+        let address = match self {
+            Self::Path(path) => SocketAddrUnix::new(path.as_path()),
+            Self::Abstract(name) => SocketAddrUnix::new_abstract_name(name.as_bytes()),
+        };
+        address.map_err(|_| {
+            io::Error::new(io::ErrorKind::InvalidInput, "longer than 107 bytes or with a zero byte")
+        })
+    }
+}
+
+// === impl Listener ===
+
+impl Listener {
+    /// Listens at an address; a file that a dead process left is replaced.
+    ///
+    /// The directory of a file is made with mode 0700 if it is missing. Fails where the directory
+    /// belongs to another user or others can enter it, or where a live process listens already.
+    pub(super) fn open(address: &RankAddress) -> io::Result<Self> {
+        let socket_address = address.socket_address()?;
+        let socket = new_socket()?;
+        let RankAddress::Path(path) = address else {
+            bind(&socket, &socket_address)?;
+            listen(&socket, BACKLOG)?;
+            return Ok(Self { socket, file: None, owner: Owner::this_process() });
+        };
+        // Held until the socket listens, so that of two that start at once one sees the other live.
+        let _directory = lock_private_directory(path)?;
+        if let Err(error) = bind(&socket, &socket_address) {
+            if error != Errno::ADDRINUSE {
+                return Err(error.into());
+            }
+            match connect(new_socket()?, &socket_address) {
+                Err(Errno::CONNREFUSED) => std::fs::remove_file(path)?,
+                Err(Errno::NOENT) => {}
+                _ => return Err(error.into()),
+            }
+            bind(&socket, &socket_address)?;
+        }
+        let inode = std::fs::symlink_metadata(path)?.ino();
+        let file = Some((path.clone(), inode));
+        let listener = Self { socket, file, owner: Owner::this_process() };
+        listen(&listener.socket, BACKLOG)?;
+        Ok(listener)
+    }
+
+    /// Takes a waiting connection; `None` where there is none, or who called is gone.
+    ///
+    /// Fails with `PermissionDenied` where the peer is another user.
+    pub(super) fn accept(&self) -> io::Result<Option<Connection>> {
+        match accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            Ok(socket) => Connection::from_same_user(socket).map(Some),
+            Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Makes everybody who waits for this socket return; no connection is taken after that.
+    pub(super) fn close(&self) {
+        // It can only fail for a socket that is closed already.
+        let _ = shutdown(&self.socket, Shutdown::Both);
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let Some((path, inode)) = self.file.take().filter(|_| self.owner.is_this_process()) else {
+            return;
+        };
+        let Ok(_directory) = lock_private_directory(&path) else {
+            return;
+        };
+        let is_ours = std::fs::symlink_metadata(&path).is_ok_and(|metadata| metadata.ino() == inode);
+        if is_ours {
+            // A file that stays is replaced by the next who listens here.
+            let _ = std::fs::remove_file(&path);
+        }
+    }
+}
+
+// === impl Connection ===
+
+impl Connection {
+    /// Connects to a rank, without waiting.
+    pub(super) fn open(address: &RankAddress) -> io::Result<Self> {
+        let socket = new_socket()?;
+        connect(&socket, &address.socket_address()?)?;
+        Self::from_same_user(socket)
+    }
+
+    fn from_same_user(socket: OwnedFd) -> io::Result<Self> {
+        let peer_uid = peer_uid(socket.as_fd())?;
+        let own_uid = rustix::process::geteuid().as_raw();
+        if peer_uid != own_uid {
+            let reason = format!("the peer is user {peer_uid}, and this process is user {own_uid}");
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, reason));
+        }
+        Ok(Self { socket, owner: Owner::this_process() })
+    }
+
+    /// Sends one frame; `false` where the peer's buffer is full.
+    pub(super) fn send(&self, frame: &[u8]) -> io::Result<bool> {
+        loop {
+            match send(&self.socket, frame, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+                Ok(_) => return Ok(true),
+                Err(Errno::AGAIN) => return Ok(false),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Receives one frame into `buffer`; `None` where there is none yet.
+    ///
+    /// Fails with `UnexpectedEof` where the peer is gone, and with `InvalidData` where the frame is
+    /// larger than any can be.
+    pub(super) fn receive<'buffer>(
+        &self,
+        buffer: &'buffer mut FrameBuffer,
+    ) -> io::Result<Option<&'buffer [u8]>> {
+        let n_bytes = loop {
+            match recv(&self.socket, &mut buffer.bytes[..], RecvFlags::DONTWAIT | RecvFlags::TRUNC) {
+                Ok((_, n_bytes)) => break n_bytes,
+                Err(Errno::AGAIN) => return Ok(None),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        };
+        match buffer.bytes.get(..n_bytes) {
+            Some([]) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the connection ended")),
+            Some(frame) => Ok(Some(frame)),
+            None => Err(io::Error::new(io::ErrorKind::InvalidData, format!("a frame of {n_bytes} bytes"))),
+        }
+    }
+}
+
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        if self.owner.is_this_process() {
+            // A copy of the descriptor in a forked child would keep the connection open for the peer.
+            let _ = shutdown(&self.socket, Shutdown::Both);
+        }
+    }
+}
+
+// === impl Owner ===
+
+impl Owner {
+    pub(super) fn this_process() -> Self {
+        Self { pid: std::process::id() }
+    }
+
+    pub(super) fn is_this_process(&self) -> bool {
+        self.pid == std::process::id()
+    }
+}
+
+/// Room for the largest frame.
+#[derive(Debug)]
+pub(super) struct FrameBuffer {
+    bytes: Box<[u8]>,
+}
+
+impl FrameBuffer {
+    pub(super) fn new() -> Self {
+        Self { bytes: vec![0; MAX_FRAME_BYTES].into_boxed_slice() }
+    }
+}
+
+/// Waits until one of `descriptors` is ready; `false` when `deadline` passed first.
+pub(super) fn wait_ready(descriptors: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
+    loop {
+        let timeout = deadline.map(|deadline| timespec(deadline.saturating_duration_since(Instant::now())));
+        match poll(descriptors, timeout.as_ref()) {
+            Ok(0) => return Ok(false),
+            Ok(_) => return Ok(true),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Whether a descriptor has something to read, or its peer is gone.
+pub(super) fn is_readable(descriptor: &PollFd<'_>) -> bool {
+    descriptor.revents().intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR)
+}
+
+fn timespec(duration: Duration) -> Timespec {
+    Timespec {
+        tv_sec: i64::try_from(duration.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: duration.subsec_nanos().into(),
+    }
+}
+
+fn new_socket() -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
+}
+
+/// The user of the other end, as the kernel saw it when the connection was made.
+fn peer_uid(socket: BorrowedFd<'_>) -> io::Result<u32> {
+    let mut peer = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
+    let mut length = mem::size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: `peer` and `length` are live for the call and `length` is the size of `peer`, of which any
+    // bytes are a value. (The safe wrapper demands a pid, which a peer in another namespace has not.)
+    let status = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut peer).cast(),
+            &raw mut length,
+        )
+    };
+    if status == 0 { Ok(peer.uid) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Makes sure that the directory of `path` is only for this user, and locks it.
+fn lock_private_directory(path: &Path) -> io::Result<File> {
+    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    match DirBuilder::new().mode(0o700).create(directory) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    let opened: File = rustix::fs::open(
+        directory,
+        rustix::fs::OFlags::DIRECTORY | rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::CLOEXEC,
+        rustix::fs::Mode::empty(),
+    )?
+    .into();
+    let metadata = opened.metadata()?;
+    let own_uid = rustix::process::geteuid().as_raw();
+    if metadata.uid() != own_uid || metadata.mode() & 0o077 != 0 {
+        let reason = format!(
+            "{} has owner {} and mode {:o}; it must have owner {own_uid} and mode 700",
+            directory.display(),
+            metadata.uid(),
+            metadata.mode() & 0o7777,
+        );
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, reason));
+    }
+    flock(&opened, FlockOperation::LockExclusive)?;
+    Ok(opened)
+}
