@@ -1,6 +1,7 @@
 //! The global index and placement: pure state machines that answer which worker.
 //!
-//! Today this is [`ring`]: consistent hashing with bounded loads. A ring is built from the members
+//! [`holders`] is the global KV index: which worker has how much of a prompt, exactly, from the events
+//! of all workers. [`ring`] is consistent hashing with bounded loads. A ring is built from the members
 //! and their weights; a key has an owner on it and a fixed order of further members, and
 //! [`ring::choose`] walks that order to the first member that is usable and not overloaded.
 //!
@@ -12,6 +13,7 @@
 //! * Equal members give an equal ring, in whatever order they are listed.
 //! * A member that joins takes keys and a member that leaves gives its own; no other key moves.
 //! * Some member is chosen whenever one is usable.
+//! * The index names a block for a worker only if the worker said that it has it.
 //!
 //! ```
 //! use kvik_index::ring::{Loads, Reason, Ring, RingHash, choose};
@@ -26,4 +28,5 @@
 
 #![forbid(unsafe_code)]
 
+pub mod holders;
 pub mod ring;

@@ -1,0 +1,263 @@
+//! Where entries lie: extents that are filled from the front and given back as a whole.
+//!
+//! A key is written once and stays until its extent is dropped; only the set of an entry changes. So a
+//! reader that stands on an entry cannot be moved to another key under its feet.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+
+use super::sets::SetRef;
+
+/// Entries of an extent: 400 KiB, so that cleaning one is well below a millisecond of memory traffic
+/// and ten million blocks are a few hundred extents.
+pub(super) const EXTENT_ENTRIES: usize = 1 << EXTENT_BITS;
+const EXTENT_BITS: u32 = 15;
+
+/// What an extent takes: keys, sets, marks of readers, starts of runs.
+pub(super) const EXTENT_BYTES: u64 = (EXTENT_ENTRIES * 12 + EXTENT_ENTRIES / 4 + 128) as u64;
+
+/// The place of an entry: extent and offset.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct EntryIndex(pub(super) u32);
+
+/// A piece of the arena, as readers see it.
+#[derive(Debug)]
+pub(super) struct Extent {
+    pub(super) keys: Box<[AtomicU64]>,
+    pub(super) sets: Box<[AtomicU32]>,
+    /// One bit an entry: a lookup ended here. A hint for eviction, hence relaxed everywhere.
+    marks: Box<[AtomicU64]>,
+}
+
+/// What readers find entries by.
+pub(super) type Extents = Vec<Option<Arc<Extent>>>;
+
+/// What the writer knows of an extent.
+#[derive(Debug)]
+pub(super) struct ExtentState {
+    pub(super) extent: Arc<Extent>,
+    /// Entries written so far.
+    pub(super) n_used: usize,
+    /// Those whose set is not empty.
+    pub(super) n_live: usize,
+    run_starts: Box<[u64]>,
+}
+
+/// The writer's side of all extents.
+#[derive(Debug)]
+pub(super) struct Arena {
+    pub(super) states: Vec<Option<ExtentState>>,
+    /// Extents that are full, oldest first; the clock hand is its front.
+    pub(super) sealed: std::collections::VecDeque<u32>,
+    /// The extent that is being filled.
+    pub(super) tail: Option<u32>,
+    /// Numbers of extents that no reader can mistake for the old ones.
+    pub(super) free_slots: Vec<u32>,
+    pub(super) n_extents: usize,
+    pub(super) n_live: u64,
+    pub(super) n_used: u64,
+}
+
+impl EntryIndex {
+    pub(super) fn new(slot: u32, offset: usize) -> Self {
+        Self((slot << EXTENT_BITS) | offset as u32)
+    }
+
+    pub(super) fn slot(self) -> usize {
+        (self.0 >> EXTENT_BITS) as usize
+    }
+
+    pub(super) fn offset(self) -> usize {
+        self.0 as usize % EXTENT_ENTRIES
+    }
+}
+
+impl Extent {
+    fn new() -> Self {
+        Self {
+            keys: (0..EXTENT_ENTRIES).map(|_| AtomicU64::new(0)).collect(),
+            sets: (0..EXTENT_ENTRIES).map(|_| AtomicU32::new(0)).collect(),
+            marks: (0..EXTENT_ENTRIES / 64).map(|_| AtomicU64::new(0)).collect(),
+        }
+    }
+
+    /// The set of an entry. Acquire: whoever sees it sees the entry's key and the set's members.
+    pub(super) fn set(&self, offset: usize) -> SetRef {
+        SetRef(self.sets[offset].load(Acquire))
+    }
+
+    /// The key of an entry whose set was read before.
+    pub(super) fn key(&self, offset: usize) -> u64 {
+        self.keys[offset].load(Relaxed)
+    }
+
+    /// Notes that a lookup ended here; the load first keeps the line shared between readers.
+    pub(super) fn mark(&self, offset: usize) {
+        let bit = 1 << (offset % 64);
+        let word = &self.marks[offset / 64];
+        if word.load(Relaxed) & bit == 0 {
+            word.fetch_or(bit, Relaxed);
+        }
+    }
+
+    /// Takes the mark away and says whether there was one.
+    pub(super) fn take_mark(&self, offset: usize) -> bool {
+        let bit = 1 << (offset % 64);
+        self.marks[offset / 64].fetch_and(!bit, Relaxed) & bit != 0
+    }
+
+    /// Changes the set of an entry. Release: pairs with [`Self::set`].
+    pub(super) fn put_set(&self, offset: usize, set: SetRef) {
+        self.sets[offset].store(set.0, Release);
+    }
+}
+
+impl ExtentState {
+    pub(super) fn starts_run(&self, offset: usize) -> bool {
+        self.run_starts[offset / 64] >> (offset % 64) & 1 == 1
+    }
+}
+
+impl Arena {
+    pub(super) fn new() -> Self {
+        Self {
+            states: Vec::new(),
+            sealed: std::collections::VecDeque::new(),
+            tail: None,
+            free_slots: Vec::new(),
+            n_extents: 0,
+            n_live: 0,
+            n_used: 0,
+        }
+    }
+
+    /// Whether the next entry needs a new extent.
+    pub(super) fn tail_is_full(&self) -> bool {
+        self.tail_state().is_none_or(|tail| tail.n_used == EXTENT_ENTRIES)
+    }
+
+    /// Starts a new extent; `None` if no number is left for it.
+    pub(super) fn open_extent(&mut self) -> Option<()> {
+        let slot = match self.free_slots.pop() {
+            Some(slot) => slot,
+            // The last extent is left out: the table adds a small number to an index.
+            None if self.states.len() + 1 < 1 << (32 - EXTENT_BITS) => {
+                self.states.push(None);
+                self.states.len() as u32 - 1
+            }
+            None => return None,
+        };
+        self.states[slot as usize] = Some(ExtentState {
+            extent: Arc::new(Extent::new()),
+            n_used: 0,
+            n_live: 0,
+            run_starts: vec![0; EXTENT_ENTRIES / 64].into_boxed_slice(),
+        });
+        self.sealed.extend(self.tail.replace(slot));
+        self.n_extents += 1;
+        Some(())
+    }
+
+    /// Ends the tail before it is full; false if there is nothing in it.
+    pub(super) fn seal_tail(&mut self) -> bool {
+        if self.tail_state().is_none_or(|tail| tail.n_used == 0) {
+            return false;
+        }
+        self.sealed.extend(self.tail.take());
+        true
+    }
+
+    /// Takes an extent out of the arena. Its number must wait until no reader knows it.
+    pub(super) fn close_extent(&mut self, slot: u32) {
+        if let Some(state) = self.states.get_mut(slot as usize).and_then(Option::take) {
+            self.n_extents -= 1;
+            self.n_used -= state.n_used as u64;
+            self.n_live -= state.n_live as u64;
+        }
+        self.sealed.retain(|sealed| *sealed != slot);
+        if self.tail == Some(slot) {
+            self.tail = None;
+        }
+    }
+
+    /// Appends an entry to the tail; `None` if [`Self::tail_is_full`].
+    pub(super) fn append(&mut self, key: u64, set: SetRef, starts_run: bool) -> Option<EntryIndex> {
+        let slot = self.tail?;
+        let state = self.states.get_mut(slot as usize)?.as_mut()?;
+        let offset = state.n_used;
+        if offset == EXTENT_ENTRIES {
+            return None;
+        }
+        state.extent.keys[offset].store(key, Relaxed);
+        state.extent.put_set(offset, set);
+        if starts_run {
+            state.run_starts[offset / 64] |= 1 << (offset % 64);
+        }
+        state.n_used += 1;
+        state.n_live += 1;
+        self.n_used += 1;
+        self.n_live += 1;
+        Some(EntryIndex::new(slot, offset))
+    }
+
+    #[inline]
+    pub(super) fn state(&self, slot: usize) -> Option<&ExtentState> {
+        self.states.get(slot)?.as_ref()
+    }
+
+    /// Whether an entry has a key; its set is not touched.
+    #[inline]
+    pub(super) fn has_key(&self, index: EntryIndex, key: u64) -> bool {
+        self.state(index.slot()).is_some_and(|state| state.extent.key(index.offset()) == key)
+    }
+
+    /// The key and the set of an entry.
+    #[inline]
+    pub(super) fn entry(&self, index: EntryIndex) -> Option<(u64, SetRef)> {
+        let extent = &self.state(index.slot())?.extent;
+        let set = extent.set(index.offset());
+        Some((extent.key(index.offset()), set))
+    }
+
+    /// The entry after another one, if it is in the same extent and written.
+    pub(super) fn successor(&self, index: EntryIndex) -> Option<EntryIndex> {
+        let offset = index.offset() + 1;
+        (offset < self.state(index.slot())?.n_used).then(|| EntryIndex(index.0 + 1))
+    }
+
+    /// Whether the next entry will stand right behind this one.
+    pub(super) fn is_last(&self, index: EntryIndex) -> bool {
+        let is_tail = self.tail == Some(index.slot() as u32);
+        is_tail && self.tail_state().is_some_and(|tail| tail.n_used == index.offset() + 1)
+    }
+
+    /// The last entry that was written, if it has this key.
+    pub(super) fn last_if(&self, key: u64) -> Option<EntryIndex> {
+        let offset = self.tail_state()?.n_used.checked_sub(1)?;
+        let index = EntryIndex::new(self.tail?, offset);
+        self.entry(index).is_some_and(|(found, set)| found == key && set.is_live()).then_some(index)
+    }
+
+    /// Changes the set of an entry and keeps the count of live ones.
+    pub(super) fn put_set(&mut self, index: EntryIndex, set: SetRef) {
+        let Some(Some(state)) = self.states.get_mut(index.slot()) else { return };
+        let was_live = state.extent.set(index.offset()).is_live();
+        state.extent.put_set(index.offset(), set);
+        if was_live && !set.is_live() {
+            state.n_live -= 1;
+            self.n_live -= 1;
+        } else if !was_live && set.is_live() {
+            state.n_live += 1;
+            self.n_live += 1;
+        }
+    }
+
+    /// What readers are given.
+    pub(super) fn published(&self) -> Extents {
+        self.states.iter().map(|state| state.as_ref().map(|state| Arc::clone(&state.extent))).collect()
+    }
+
+    fn tail_state(&self) -> Option<&ExtentState> {
+        self.state(self.tail? as usize)
+    }
+}

@@ -1,0 +1,616 @@
+//! The writer of the index: events in, entries and sets out.
+
+use std::hint::black_box;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use arc_swap::ArcSwap;
+
+use super::arena::{Arena, EntryIndex};
+use super::grace::{Freed, Grace, Root};
+use super::lookup::{HolderReader, Shared};
+use super::ordering::{Gap, Ordering, Verdict};
+use super::salt::Salt;
+use super::sets::{SetRef, Sets};
+use super::sources::{SourceName, Sources};
+use super::space::Sweep;
+use super::table::{Probe, Table};
+use super::{Batch, BlockKey, Event, IndexConfig, IndexError, N_TIERS, SourceId, Tier};
+
+/// Keys whose table lines are asked for at a time, so that their misses overlap.
+const TOUCH_GROUP: usize = 32;
+/// Events of a batch whose lines are asked for ahead; more would push the first out of the cache again.
+const MAX_TOUCHED_EVENTS: usize = 256;
+
+/// The writer of the global KV index.
+///
+/// All changes go through it, one at a time; [`Self::reader`] gives out readers, which are never
+/// blocked by it. The caller calls [`Self::maintain`] when it has time.
+#[derive(Debug)]
+pub struct HolderIndex {
+    pub(super) config: IndexConfig,
+    pub(super) salt: Salt,
+    pub(super) shared: Arc<Shared>,
+    pub(super) grace: Grace,
+    pub(super) table: Table,
+    pub(super) arena: Arena,
+    pub(super) sets: Sets,
+    pub(super) sources: Sources,
+    pub(super) sweep: Option<Sweep>,
+    /// Sources that are gone and whose holders are not swept yet.
+    pub(super) gone_sources: Vec<u32>,
+    /// The page of the table to look at next, and how many in a row were found tight.
+    pub(super) shrink_at: usize,
+    pub(super) n_tight_pages: usize,
+    /// What the budget was last compared for.
+    size_mark: u64,
+    pub(super) counters: Counters,
+}
+
+/// What happened to batches and blocks since the index was built.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Counters {
+    /// Batches whose events were applied.
+    pub batches_applied: u64,
+    /// Batches dropped because they had been applied before.
+    pub batches_duplicate: u64,
+    /// Batches handed back because others are missing before them.
+    pub batches_early: u64,
+    /// Batches dropped because their epoch is over.
+    pub batches_old_epoch: u64,
+    /// Batches dropped because nobody knows their source.
+    pub batches_unknown_source: u64,
+    /// Restarts seen, told by an epoch or by a sequence that fell back.
+    pub restarts: u64,
+    /// Gaps that were given up.
+    pub gaps_skipped: u64,
+    /// Blocks that a holder got.
+    pub blocks_stored: u64,
+    /// Blocks that a holder stored although it had them.
+    pub blocks_repeated: u64,
+    /// Blocks dropped because a source was over its bound or there was no holder number.
+    pub blocks_refused: u64,
+    /// Blocks that a holder lost.
+    pub blocks_removed: u64,
+    /// Removals of blocks that the holder did not have.
+    pub removals_unknown: u64,
+    /// Blocks of holders dropped because the index was over its budget.
+    pub blocks_evicted: u64,
+    /// Blocks swept away after a restart, a clear or a removal of their source.
+    pub blocks_swept: u64,
+    /// Entries that cleaning copied to another place.
+    pub entries_moved: u64,
+}
+
+/// How large the index is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HolderStats {
+    /// All bytes that the index has allocated, without what readers still hold of replaced arrays.
+    pub bytes: u64,
+    /// Distinct blocks.
+    pub n_blocks: u64,
+    /// Pairs of block and holder.
+    pub n_holdings: u64,
+    /// Places of dead entries that are not cleaned yet.
+    pub n_dead_entries: u64,
+    /// Sets of three and more holders.
+    pub n_interned_sets: usize,
+    /// Sources.
+    pub n_sources: usize,
+    /// Holders whose bits are not swept yet.
+    pub n_retired_holders: usize,
+    /// Numbers that wait until readers are done.
+    pub n_waiting: usize,
+}
+
+impl HolderIndex {
+    /// The longest name of a worker.
+    pub const MAX_NAME_BYTES: usize = 512;
+    /// The most sources there can be: each may have a holder in every tier.
+    pub const MAX_SOURCES: usize = 8191;
+    /// The smallest budget: a few extents and the fixed tables.
+    pub const MIN_BUDGET_BYTES: u64 = 8 << 20;
+
+    /// Builds an empty index.
+    pub fn new(mut config: IndexConfig) -> Self {
+        config.budget_bytes = config.budget_bytes.max(Self::MIN_BUDGET_BYTES);
+        config.max_sources = config.max_sources.min(Self::MAX_SOURCES);
+        let salt = Salt::new(config.salt);
+        let (table, arena, mut sets) = (Table::new(), Arena::new(), Sets::new(salt));
+        let sources = Sources::new(config.max_sources);
+        let root = Root {
+            directory: Arc::new(table.published()),
+            extents: Arc::new(arena.published()),
+            sets: Arc::new(sets.published()),
+        };
+        let grace = Grace::new(root);
+        let shared = Arc::new(Shared {
+            root: ArcSwap::new(Arc::clone(grace.current())),
+            roll: Arc::clone(&sources.roll),
+            names: ArcSwap::from_pointee(Vec::new()),
+            salt,
+            wants_marks: AtomicBool::new(false),
+        });
+        Self {
+            config,
+            salt,
+            shared,
+            grace,
+            table,
+            arena,
+            sets,
+            sources,
+            sweep: None,
+            gone_sources: Vec::new(),
+            shrink_at: 0,
+            n_tight_pages: 0,
+            size_mark: 0,
+            counters: Counters::default(),
+        }
+    }
+
+    /// A reader of this index, to be cloned at will.
+    pub fn reader(&self) -> HolderReader {
+        HolderReader { shared: Arc::clone(&self.shared) }
+    }
+
+    /// What happened so far.
+    pub fn counters(&self) -> Counters {
+        self.counters
+    }
+
+    /// How large the index is; bytes are counted exactly.
+    pub fn stats(&self) -> HolderStats {
+        HolderStats {
+            bytes: self.bytes(),
+            n_blocks: self.arena.n_live,
+            n_holdings: self.sources.list.iter().flatten().map(|source| source.n_blocks).sum(),
+            n_dead_entries: self.arena.n_used - self.arena.n_live,
+            n_interned_sets: self.sets.n_interned(),
+            n_sources: self.sources.by_name.len(),
+            n_retired_holders: self.n_retired(),
+            n_waiting: self.grace.n_waiting(),
+        }
+    }
+
+    /// How many blocks a source holds, each tier counted.
+    pub fn n_blocks_of(&self, source: SourceId) -> Option<u64> {
+        Some(self.sources.get(source)?.n_blocks)
+    }
+
+    /// The epoch of a source and the sequence number that is due from it.
+    pub fn position(&self, source: SourceId) -> Option<(Option<u64>, Option<u64>)> {
+        let ordering = self.sources.get(source)?.ordering;
+        Some((ordering.epoch, ordering.due))
+    }
+
+    /// Enters a worker's rank.
+    pub fn add_source(&mut self, worker: &str, rank: u32) -> Result<SourceId, IndexError> {
+        if worker.is_empty() || worker.len() > Self::MAX_NAME_BYTES {
+            return Err(IndexError::BadName { n_bytes: worker.len() });
+        }
+        let name = SourceName { worker: worker.into(), rank };
+        if self.sources.by_name.contains_key(&name) {
+            return Err(IndexError::SourceExists { name: worker.into(), rank });
+        }
+        let ordering = Ordering::new(self.config.first_sequence);
+        let mut added = self.sources.add(name.clone(), ordering);
+        if added.is_none() {
+            self.sweep_all();
+            added = self.sources.add(name, ordering);
+        }
+        let source = added.ok_or(IndexError::TooManySources { max_sources: self.config.max_sources })?;
+        self.publish_names();
+        Ok(source)
+    }
+
+    /// The id of a worker's rank.
+    pub fn source(&self, worker: &str, rank: u32) -> Option<SourceId> {
+        let name = SourceName { worker: worker.into(), rank };
+        self.sources.by_name.get(&name).copied().map(SourceId)
+    }
+
+    /// Takes a source out with all it holds, in constant time; false if there is none.
+    ///
+    /// Batches of it that are still under way are dropped and counted.
+    pub fn remove_source(&mut self, source: SourceId) -> bool {
+        if self.sources.remove(source).is_none() {
+            return false;
+        }
+        self.gone_sources.push(source.0);
+        self.publish_names();
+        true
+    }
+
+    /// Starts an epoch of a source before its first batch has come, in constant time; false if the
+    /// epoch is not newer than what is known.
+    pub fn start_epoch(&mut self, source: SourceId, epoch: u64) -> bool {
+        let first_sequence = self.config.first_sequence;
+        let Some(entry) = self.sources.get_mut(source) else { return false };
+        if entry.ordering.epoch.is_some_and(|current| epoch <= current) {
+            return false;
+        }
+        entry.ordering = Ordering { epoch: Some(epoch), ..Ordering::new(first_sequence) };
+        self.sources.forget(source);
+        self.counters.restarts += 1;
+        true
+    }
+
+    /// Applies a batch if it is the one that is due.
+    #[must_use = "a gap is the caller's to close"]
+    pub fn apply(&mut self, batch: &Batch<'_>) -> Verdict {
+        let first_sequence = self.config.first_sequence;
+        let Some(entry) = self.sources.get_mut(batch.source) else {
+            self.counters.batches_unknown_source += 1;
+            return Verdict::UnknownSource;
+        };
+        let gap = entry.ordering.gap;
+        let judgment = entry.ordering.judge(batch.epoch, batch.sequence, batch.replayed, first_sequence);
+        let changed_gap = entry.ordering.gap != gap;
+        if judgment.forget {
+            self.counters.restarts += 1;
+            self.sources.forget(batch.source);
+        } else if changed_gap && judgment.verdict != Verdict::Applied {
+            self.sources.show(batch.source);
+        }
+        match judgment.verdict {
+            Verdict::Applied | Verdict::Restarted => {
+                self.counters.batches_applied += 1;
+                self.touch_events(batch.events);
+                for event in batch.events {
+                    self.apply_event(batch.source, event);
+                }
+                if changed_gap {
+                    self.sources.show(batch.source);
+                }
+                self.settle();
+            }
+            Verdict::Duplicate => self.counters.batches_duplicate += 1,
+            Verdict::Gap { .. } => self.counters.batches_early += 1,
+            Verdict::OldEpoch => self.counters.batches_old_epoch += 1,
+            Verdict::UnknownSource => {}
+        }
+        judgment.verdict
+    }
+
+    /// Gives up on missing batches: `next` is due from now on. The source stays unsure until it
+    /// restarts or is replaced. False if there is no gap before `next`.
+    pub fn skip_gap(&mut self, source: SourceId, next: u64) -> bool {
+        let Some(entry) = self.sources.get_mut(source) else { return false };
+        if entry.ordering.due.is_none_or(|due| next <= due) {
+            return false;
+        }
+        entry.ordering.due = Some(next);
+        entry.ordering.gap = Gap::Skipped;
+        self.sources.show(source);
+        self.counters.gaps_skipped += 1;
+        true
+    }
+
+    /// Replaces all that is known of a source by what the source says it holds, as of just before the
+    /// batch `next`. Readers see the old until all of the new is there. False if there is no such source,
+    /// or if its epoch is a later one.
+    pub fn replace<'a>(
+        &mut self,
+        source: SourceId,
+        epoch: Option<u64>,
+        next: u64,
+        runs: impl IntoIterator<Item = (Tier, &'a [BlockKey])>,
+    ) -> bool {
+        let Some(entry) = self.sources.get_mut(source) else { return false };
+        if matches!((epoch, entry.ordering.epoch), (Some(epoch), Some(current)) if epoch < current) {
+            return false;
+        }
+        let generation = entry.generation.wrapping_add(1);
+        entry.n_blocks = 0;
+        let mut holders = [None; N_TIERS];
+        for (tier, keys) in runs {
+            let holder = &mut holders[tier.as_index()];
+            if holder.is_none() {
+                *holder = self.open_holder(source, tier, generation);
+            }
+            match *holder {
+                Some(holder) => self.store(source, holder, None, keys),
+                None => self.counters.blocks_refused += keys.len() as u64,
+            }
+        }
+        let n_blocks = holders.iter().flatten().map(|holder| self.sources.n_blocks_of(*holder)).sum();
+        if let Some(entry) = self.sources.get_mut(source) {
+            entry.ordering =
+                Ordering { epoch: epoch.or(entry.ordering.epoch), due: Some(next), gap: Gap::None };
+        }
+        self.sources.forget(source);
+        if let Some(entry) = self.sources.get_mut(source) {
+            entry.holders = holders;
+            entry.n_blocks = n_blocks;
+        }
+        self.settle();
+        true
+    }
+
+    /// Asks for the first table line of every event, since most events of a step are of one block.
+    fn touch_events(&self, events: &[Event<'_>]) {
+        if events.len() < 2 {
+            return;
+        }
+        let first = |event: &Event<'_>| match event {
+            Event::Stored { keys, .. } | Event::Removed { keys, .. } => keys.first().copied(),
+            Event::Cleared { .. } => None,
+        };
+        let touch = |sum, key: BlockKey| sum ^ self.table.touch(self.salt.tag(key.0));
+        black_box(events.iter().take(MAX_TOUCHED_EVENTS).filter_map(first).fold(0, touch));
+    }
+
+    fn apply_event(&mut self, source: SourceId, event: &Event<'_>) {
+        match *event {
+            Event::Stored { tier, parent, keys } => match self.holder(source, tier) {
+                Some(holder) => self.store(source, holder, parent, keys),
+                None => self.counters.blocks_refused += keys.len() as u64,
+            },
+            Event::Removed { tier, keys } => {
+                let holder = self.sources.get(source).and_then(|entry| entry.holders[tier.as_index()]);
+                match holder {
+                    Some(holder) => self.remove(holder, keys),
+                    None => self.counters.removals_unknown += keys.len() as u64,
+                }
+            }
+            Event::Cleared { tier: None } => self.sources.forget(source),
+            Event::Cleared { tier: Some(tier) } => self.clear_tier(source, tier),
+        }
+    }
+
+    fn clear_tier(&mut self, source: SourceId, tier: Tier) {
+        let Some(entry) = self.sources.get_mut(source) else { return };
+        let Some(holder) = entry.holders[tier.as_index()].take() else { return };
+        let n_blocks = self.sources.n_blocks_of(holder);
+        self.sources.count(holder, -(n_blocks as i64));
+        self.sources.retire(holder);
+    }
+
+    /// The holder of a source in a tier, made when it is first needed.
+    fn holder(&mut self, source: SourceId, tier: Tier) -> Option<u16> {
+        let entry = self.sources.get(source)?;
+        if let Some(holder) = entry.holders[tier.as_index()] {
+            return Some(holder);
+        }
+        let generation = entry.generation;
+        let holder = self.open_holder(source, tier, generation)?;
+        self.sources.get_mut(source)?.holders[tier.as_index()] = Some(holder);
+        Some(holder)
+    }
+
+    fn open_holder(&mut self, source: SourceId, tier: Tier, generation: u32) -> Option<u16> {
+        let opened = self.sources.open_holder(source, tier, generation, self.salt);
+        if opened.is_some() {
+            return opened;
+        }
+        // All numbers are in use or wait for a sweep: do that now.
+        self.sweep_all();
+        self.sources.open_holder(source, tier, generation, self.salt)
+    }
+
+    fn store(&mut self, source: SourceId, holder: u16, parent: Option<BlockKey>, keys: &[BlockKey]) {
+        let n_held = self.sources.get(source).map_or(0, |entry| entry.n_blocks);
+        let mut n_allowed = self.config.max_blocks_per_source.saturating_sub(n_held);
+        let mut n_stored = 0;
+        let mut previous = parent.and_then(|parent| self.arena.last_if(parent.0));
+        // The last change of a set, since neighbors mostly make the same one.
+        let mut change = (SetRef::EMPTY, SetRef::EMPTY);
+        let mut touched_to = 0;
+        for (at, &BlockKey(key)) in keys.iter().enumerate() {
+            // First of all: it may move entries, empty slots of the table and forget sets.
+            if self.arena.tail_is_full() {
+                self.make_room();
+                change = (SetRef::EMPTY, SetRef::EMPTY);
+            }
+            let beside = previous.and_then(|index| self.arena.successor(index));
+            let beside = beside.and_then(|index| {
+                let (found, set) = self.arena.entry(index)?;
+                (found == key).then_some((index, set))
+            });
+            if let Some((index, set)) = beside
+                && set.is_live()
+            {
+                if self.add_to_entry(index, set, holder, key, n_allowed > 0, &mut change) {
+                    n_stored += 1;
+                    n_allowed -= 1;
+                }
+                previous = Some(index);
+                continue;
+            }
+            let tag = self.salt.tag(key);
+            match self.probe(tag, key) {
+                Probe::Found { index, .. } => {
+                    let set = self.arena.entry(index).map_or(SetRef::EMPTY, |(_, set)| set);
+                    if self.add_to_entry(index, set, holder, key, n_allowed > 0, &mut change) {
+                        n_stored += 1;
+                        n_allowed -= 1;
+                    }
+                    previous = Some(index);
+                }
+                Probe::Absent { page, slot } => {
+                    if n_allowed == 0 {
+                        self.counters.blocks_refused += 1;
+                        previous = None;
+                        continue;
+                    }
+                    let set = SetRef::one(holder);
+                    // A dead entry with this key at this place comes back to life: the run stays whole.
+                    let revived = beside.filter(|(_, set)| *set == SetRef::EMPTY).map(|(index, _)| index);
+                    let index = if let Some(index) = revived {
+                        self.arena.put_set(index, set);
+                        index
+                    } else {
+                        let starts_run = previous.is_none_or(|index| !self.arena.is_last(index));
+                        let Some(index) = self.arena.append(key, set, starts_run) else {
+                            self.counters.blocks_refused += 1;
+                            continue;
+                        };
+                        index
+                    };
+                    if self.table.insert(page, slot, tag, index) {
+                        self.publish_directory();
+                    }
+                    n_stored += 1;
+                    n_allowed -= 1;
+                    previous = Some(index);
+                    if at + 1 >= touched_to {
+                        touched_to = at + 1 + TOUCH_GROUP;
+                        self.touch(&keys[at + 1..touched_to.min(keys.len())]);
+                    }
+                }
+            }
+        }
+        self.sources.count(holder, n_stored);
+        self.counters.blocks_stored += n_stored as u64;
+    }
+
+    /// Adds a holder to the set of an entry; false if it is there already or not allowed.
+    fn add_to_entry(
+        &mut self,
+        index: EntryIndex,
+        set: SetRef,
+        holder: u16,
+        key: u64,
+        allowed: bool,
+        change: &mut (SetRef, SetRef),
+    ) -> bool {
+        if change.0 != set {
+            if self.sets.contains(set, holder) {
+                self.sources.repeat(holder, key, 1);
+                self.counters.blocks_repeated += 1;
+                return false;
+            }
+            if !allowed {
+                self.counters.blocks_refused += 1;
+                return false;
+            }
+            *change = (set, self.sets.with(set, holder));
+            self.publish_grown_sets();
+        } else if !allowed {
+            self.counters.blocks_refused += 1;
+            return false;
+        }
+        self.sets.retain(change.1, 1);
+        self.arena.put_set(index, change.1);
+        self.sets.release(set, 1);
+        true
+    }
+
+    fn remove(&mut self, holder: u16, keys: &[BlockKey]) {
+        let mut n_removed = 0;
+        let mut change = (SetRef::EMPTY, SetRef::EMPTY);
+        for group in keys.chunks(TOUCH_GROUP) {
+            if group.len() > 1 {
+                self.touch(group);
+            }
+            for &BlockKey(key) in group {
+                let tag = self.salt.tag(key);
+                let Probe::Found { page, slot, index } = self.probe(tag, key) else {
+                    self.counters.removals_unknown += 1;
+                    continue;
+                };
+                let set = self.arena.entry(index).map_or(SetRef::EMPTY, |(_, set)| set);
+                if change.0 != set {
+                    if !self.sets.contains(set, holder) {
+                        self.counters.removals_unknown += 1;
+                        continue;
+                    }
+                    change = (set, self.sets.without(set, |member| member == holder));
+                    self.publish_grown_sets();
+                }
+                if self.sources.unrepeat(holder, key) {
+                    self.sets.release_if_unused(change.1);
+                    change = (SetRef::EMPTY, SetRef::EMPTY);
+                    continue;
+                }
+                self.put_entry_set(index, set, change.1, page, slot);
+                n_removed += 1;
+            }
+        }
+        self.sources.count(holder, -n_removed);
+        self.counters.blocks_removed += n_removed as u64;
+    }
+
+    /// Gives an entry that the table has in a slot another set, and takes it out if that is empty.
+    pub(super) fn put_entry_set(
+        &mut self,
+        index: EntryIndex,
+        old: SetRef,
+        new: SetRef,
+        page: u32,
+        slot: usize,
+    ) {
+        self.sets.retain(new, 1);
+        self.arena.put_set(index, new);
+        self.sets.release(old, 1);
+        if !new.is_live() {
+            self.table.delete(page, slot);
+        }
+    }
+
+    #[inline]
+    pub(super) fn probe(&self, tag: u32, key: u64) -> Probe {
+        self.table.probe(tag, |index| self.arena.has_key(index, key))
+    }
+
+    fn touch(&self, keys: &[BlockKey]) {
+        let touched = keys.iter().fold(0, |sum, key| sum ^ self.table.touch(self.salt.tag(key.0)));
+        black_box(touched);
+    }
+
+    /// Ends a call that changed something: what was freed waits for readers, and the budget holds.
+    pub(super) fn settle(&mut self) {
+        if self.sets.unreferenced.len() >= 64 {
+            self.collect_freed();
+        }
+        let size_mark = self.sources.repeat_bytes + self.sets.size_mark() + self.table.size_mark();
+        if size_mark != self.size_mark {
+            self.size_mark = size_mark;
+            self.keep_budget();
+        }
+    }
+
+    pub(super) fn collect_freed(&mut self) {
+        for set in self.sets.unreferenced.drain(..) {
+            self.grace.free(Freed::Set(set));
+        }
+        self.grace.advance(&self.shared.root);
+        while let Some(freed) = self.grace.reclaim() {
+            match freed {
+                Freed::Set(set) => self.sets.recycle(set),
+                Freed::Holder(holder) => self.sources.free_holders.push(holder),
+                Freed::Source(source) => self.sources.free_numbers.push(source),
+                Freed::Extent(slot) => self.arena.free_slots.push(slot),
+            }
+        }
+    }
+
+    pub(super) fn publish_directory(&mut self) {
+        let root = Root::clone(self.grace.current());
+        self.publish(Root { directory: Arc::new(self.table.published()), ..root });
+    }
+
+    pub(super) fn publish_extents(&mut self) {
+        let root = Root::clone(self.grace.current());
+        self.publish(Root { extents: Arc::new(self.arena.published()), ..root });
+    }
+
+    pub(super) fn publish_grown_sets(&mut self) {
+        if self.sets.grown {
+            let root = Root::clone(self.grace.current());
+            let sets = Arc::new(self.sets.published());
+            self.publish(Root { sets, ..root });
+        }
+    }
+
+    fn publish(&mut self, root: Root) {
+        self.grace.publish(&self.shared.root, root);
+    }
+
+    pub(super) fn publish_names(&self) {
+        let names =
+            self.sources.list.iter().map(|source| source.as_ref().map(|source| Arc::clone(&source.name)));
+        self.shared.names.store(Arc::new(names.collect()));
+    }
+}
