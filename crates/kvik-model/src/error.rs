@@ -64,6 +64,25 @@ pub enum ModelError {
         /// What the engine takes.
         allowed: String,
     },
+    /// Running sequences hold the blocks that are needed; they come back when those end.
+    #[error("{n_blocks} KV blocks are needed and running sequences leave {n_free}")]
+    NoRoom {
+        /// Blocks needed.
+        n_blocks: usize,
+        /// Blocks that can be had now.
+        n_free: usize,
+    },
+    /// Other engines hold the memory that is needed, or a limit is too low for it; it was waited for.
+    #[error("{n_blocks} KV blocks are needed and the shared memory gave {n_given} in time")]
+    NoMemory {
+        /// Blocks needed.
+        n_blocks: usize,
+        /// Blocks that the engine has.
+        n_given: usize,
+    },
+    /// The memory for KV cannot be used: its ledger, its addresses or a limit.
+    #[error("KV memory: {0}")]
+    Memory(#[source] Box<kvik_memory::MemoryError>),
     /// The forward pass gave logits that are not numbers; the weights are damaged.
     #[error("the model's logits are not finite at position {position}; the weights are damaged")]
     NotFinite {

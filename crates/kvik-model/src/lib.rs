@@ -64,7 +64,9 @@ pub use error::{ModelError, Result};
 pub use forward::{Backend, CpuBackend, CpuBackendOptions, LayerKv, Logits, SequenceRows};
 pub use kernels::Isa;
 pub use model::Model;
-pub use paging::{BLOCK_TOKENS, BlockId, BlockPool, PoolStats};
+pub use paging::{
+    BLOCK_TOKENS, BlockId, BlockMemory, BlockPool, ElasticMemory, FixedMemory, MemoryGroup, Need, PoolStats,
+};
 pub use sampling::{SamplingParams, TokenLogprobs};
 pub use tokenizer::{
     AddSpecial, CalendarDate, ChatMessage, ChatOptions, StopMatch, StreamDelta, TextStream,

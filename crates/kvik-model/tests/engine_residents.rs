@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
 use kvik_model::{
-    AddSpecial, CpuBackendOptions, Engine, EngineEvent, EngineOptions, GenerateRequest, Model,
+    AddSpecial, CpuBackendOptions, Engine, EngineEvent, EngineOptions, GenerateRequest, Model, ModelError,
     SamplingParams, SubmitOptions, Usage,
 };
 
@@ -33,6 +33,7 @@ fn outcome(events: &[EngineEvent]) -> (Vec<u32>, Usage) {
         match event {
             EngineEvent::Token(event) => tokens.push(event.token),
             EngineEvent::Finished { usage, .. } => last_usage = *usage,
+            EngineEvent::Admitted { .. } => {}
             other => panic!("{other:?}"),
         }
     }
@@ -218,6 +219,23 @@ fn kv_that_does_not_fit_the_model_is_refused_and_nothing_is_held() {
     destination.import_kv("a", &kv).unwrap();
     assert!(destination.forget_resident("a"));
     assert_eq!(destination.pool_stats().n_free, 4);
+}
+
+#[test]
+fn kv_waits_for_the_room_that_running_sequences_hold() {
+    let model = Model::bundled().unwrap();
+    let mut source = engine(&model, 64);
+    let tokens: Vec<u32> = (60..100).collect();
+    generate(&mut source, &tokens, 1, named("a"));
+    let kv = source.export_kv("a", 0..source.config().n_layers).unwrap();
+    let mut destination = engine(&model, 4);
+    let running = destination.submit(request(&(200..230).collect::<Vec<_>>(), 20)).unwrap();
+    destination.step(&mut Vec::new()).unwrap();
+    let error = destination.import_kv("a", &kv).unwrap_err();
+    assert!(matches!(error, ModelError::NoRoom { n_blocks: 3, n_free: 2 }), "{error}");
+    destination.cancel(running);
+    destination.import_kv("a", &kv).unwrap();
+    assert_eq!(destination.resident_tokens("a"), Some(kv.tokens.as_slice()));
 }
 
 #[test]

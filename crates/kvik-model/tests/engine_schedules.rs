@@ -65,6 +65,52 @@ fn preempted_sequences_give_the_outputs_of_undisturbed_ones() {
 }
 
 #[test]
+fn a_request_is_admitted_once_and_before_its_first_token_with_what_its_usage_tells() {
+    let model = TestModel::fixture("llama_tied_odd_sizes");
+    let mut engine = engine(&model, 6, EngineOptions::default());
+    engine.submit(greedy(vec![1; 40], 1)).unwrap();
+    run(&mut engine);
+    let mut ids: Vec<_> = (2..5).map(|first| engine.submit(greedy(vec![first; 10], 30)).unwrap()).collect();
+    let mut twins = greedy(vec![1; 40], 8);
+    twins.sampling.n = 2;
+    ids.push(engine.submit(twins).unwrap());
+    let events = engine.run_until_idle().unwrap();
+    assert!(0 < engine.stats().n_preemptions);
+    for id in ids {
+        let mut admitted = None;
+        let mut n_finished = 0;
+        for event in &events {
+            match event {
+                EngineEvent::Admitted { request, cached_tokens } if *request == id => {
+                    assert_eq!(admitted.replace(*cached_tokens), None);
+                }
+                EngineEvent::Token(token) if token.request == id => assert!(admitted.is_some()),
+                EngineEvent::Finished { request, usage, .. } if *request == id => {
+                    n_finished += 1;
+                    assert_eq!(admitted, Some(usage.cached_tokens));
+                }
+                _ => {}
+            }
+        }
+        assert!(0 < n_finished);
+    }
+}
+
+#[test]
+fn an_admission_tells_the_tokens_that_were_found() {
+    let model = TestModel::fixture("qwen3");
+    let mut engine = engine(&model, 32, EngineOptions::default());
+    for expected in [0, 32] {
+        engine.submit(greedy((0..40).collect(), 3)).unwrap();
+        let mut events = Vec::new();
+        engine.step(&mut events).unwrap();
+        let EngineEvent::Admitted { cached_tokens, .. } = events[0] else { panic!("{events:?}") };
+        assert_eq!(cached_tokens, expected);
+        engine.run_until_idle().unwrap();
+    }
+}
+
+#[test]
 fn the_oldest_sequence_gets_a_token_in_every_step_whoever_is_preempted() {
     let model = TestModel::fixture("llama_tied_odd_sizes");
     let mut engine = engine(&model, 6, EngineOptions::default());

@@ -47,6 +47,7 @@ fn greedy_tokens_are_those_of_the_float32_reference() {
                     text.push_str(&token.text);
                 }
                 EngineEvent::Finished { text: rest, .. } => text.push_str(&rest),
+                EngineEvent::Admitted { .. } => {}
                 other => panic!("{other:?}"),
             }
         }

@@ -15,6 +15,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::openai::SamplingFields;
+
 /// One message of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
@@ -59,17 +61,39 @@ pub struct Sampling {
     /// Fixes the random choices.
     pub seed: Option<u64>,
     /// Texts that end the output.
-    pub stop: Vec<String>,
+    pub stop: Option<Vec<String>>,
     /// Tokens that end the output.
-    pub stop_token_ids: Vec<u32>,
+    pub stop_token_ids: Option<Vec<u32>>,
     /// Whether end tokens are ordinary ones.
-    pub ignore_eos: bool,
+    pub ignore_eos: Option<bool>,
     /// Alternatives reported with each token.
     pub logprobs: Option<u32>,
     /// Number of outputs; only `/inference/generate` takes more than one.
     pub n: Option<u32>,
     /// Most tokens of an output.
     pub max_tokens: Option<u32>,
+}
+
+/// How tokens are chosen, as a request says it: inside of `sampling`, or field by field beside it.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct SamplingInput {
+    /// All fields.
+    #[serde(default)]
+    pub sampling: Sampling,
+    /// As that of `sampling`.
+    #[serde(default)]
+    pub logprobs: Option<u32>,
+    /// As those of `sampling`.
+    #[serde(flatten)]
+    pub fields: SamplingFields,
+}
+
+/// A field that a request has inside of `sampling` and beside it, with different values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("`{field}` and `sampling.{field}` are given with different values; allowed: one of them")]
+pub struct SamplingConflict {
+    /// The field.
+    pub field: &'static str,
 }
 
 /// Starts a sequence that is stepped by its client.
@@ -81,8 +105,8 @@ pub struct InitRequest {
     #[serde(flatten)]
     pub input: PromptInput,
     /// How tokens are chosen.
-    #[serde(default)]
-    pub sampling: Sampling,
+    #[serde(flatten)]
+    pub sampling: SamplingInput,
 }
 
 /// A sequence is ready to be stepped.
@@ -147,8 +171,8 @@ pub struct GenerateRequest {
     #[serde(flatten)]
     pub input: PromptInput,
     /// How tokens are chosen.
-    #[serde(default)]
-    pub sampling: Sampling,
+    #[serde(flatten)]
+    pub sampling: SamplingInput,
 }
 
 /// A piece of a generated stream.
@@ -221,8 +245,10 @@ pub struct KvPutResponse {
 pub struct KvStats {
     /// Tokens in a block.
     pub block_tokens: usize,
-    /// All blocks.
+    /// Blocks that the engine has the memory of.
     pub blocks: usize,
+    /// The most blocks that it could have: more than `blocks` where memory is shared with others.
+    pub limit_blocks: usize,
     /// Blocks that nobody holds.
     pub free_blocks: usize,
     /// Blocks findable by their hash, held or not.
@@ -241,6 +267,97 @@ pub struct KvStats {
     pub dtype: String,
 }
 
+impl SamplingInput {
+    /// The fields from both places.
+    ///
+    /// # Errors
+    /// If a field has two values.
+    pub fn merge(self) -> Result<Sampling, SamplingConflict> {
+        let inside = self.sampling;
+        let beside = Sampling { logprobs: self.logprobs, ..self.fields.sampling() };
+        Ok(Sampling {
+            temperature: either("temperature", inside.temperature, beside.temperature)?,
+            top_k: either("top_k", inside.top_k, beside.top_k)?,
+            top_p: either("top_p", inside.top_p, beside.top_p)?,
+            min_p: either("min_p", inside.min_p, beside.min_p)?,
+            repetition_penalty: either(
+                "repetition_penalty",
+                inside.repetition_penalty,
+                beside.repetition_penalty,
+            )?,
+            presence_penalty: either("presence_penalty", inside.presence_penalty, beside.presence_penalty)?,
+            frequency_penalty: either(
+                "frequency_penalty",
+                inside.frequency_penalty,
+                beside.frequency_penalty,
+            )?,
+            seed: either("seed", inside.seed, beside.seed)?,
+            stop: either("stop", inside.stop, beside.stop)?,
+            stop_token_ids: either("stop_token_ids", inside.stop_token_ids, beside.stop_token_ids)?,
+            ignore_eos: either("ignore_eos", inside.ignore_eos, beside.ignore_eos)?,
+            logprobs: either("logprobs", inside.logprobs, beside.logprobs)?,
+            n: either("n", inside.n, beside.n)?,
+            max_tokens: either("max_tokens", inside.max_tokens, beside.max_tokens)?,
+        })
+    }
+}
+
+fn either<T: PartialEq>(
+    field: &'static str,
+    inside: Option<T>,
+    beside: Option<T>,
+) -> Result<Option<T>, SamplingConflict> {
+    match (&inside, &beside) {
+        (Some(one), Some(other)) if one != other => Err(SamplingConflict { field }),
+        _ => Ok(inside.or(beside)),
+    }
+}
+
 fn one_step() -> u32 {
     1
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn merged(body: Value) -> Result<Sampling, SamplingConflict> {
+        serde_json::from_value::<GenerateRequest>(body).unwrap().sampling.merge()
+    }
+
+    #[test]
+    fn sampling_is_read_inside_and_beside_its_object() {
+        let expected = Sampling { max_tokens: Some(3), temperature: Some(0.5), ..Sampling::default() };
+        for body in [
+            json!({"prompt": "a", "max_tokens": 3, "temperature": 0.5}),
+            json!({"prompt": "a", "sampling": {"max_tokens": 3, "temperature": 0.5}}),
+            json!({"prompt": "a", "max_tokens": 3, "sampling": {"temperature": 0.5}}),
+            json!({"prompt": "a", "max_tokens": 3, "sampling": {"max_tokens": 3, "temperature": 0.5}}),
+            json!({"prompt": "a", "max_tokens": null, "temperature": 0.5, "sampling": {"max_tokens": 3}}),
+        ] {
+            assert_eq!(merged(body.clone()), Ok(expected.clone()), "{body}");
+        }
+    }
+
+    #[test]
+    fn every_field_that_has_two_values_is_named() {
+        let values = json!({
+            "temperature": [0.1, 0.2], "top_k": [1, 2], "top_p": [0.1, 0.2], "min_p": [0.1, 0.2],
+            "repetition_penalty": [1.1, 1.2], "presence_penalty": [0.1, 0.2], "frequency_penalty": [0.1, 0.2],
+            "seed": [1, 2], "stop": [["a"], ["b"]], "stop_token_ids": [[1], [2]], "ignore_eos": [true, false],
+            "logprobs": [1, 2], "n": [1, 2], "max_tokens": [1, 2],
+        });
+        let all = serde_json::to_value(Sampling::default()).unwrap();
+        assert_eq!(all.as_object().unwrap().len(), values.as_object().unwrap().len());
+        for (field, pair) in values.as_object().unwrap() {
+            let mut body = json!({"prompt": "a", "sampling": {}});
+            body["sampling"][field] = pair[0].clone();
+            body[field] = pair[0].clone();
+            assert!(merged(body.clone()).is_ok(), "{body}");
+            body[field] = pair[1].clone();
+            assert_eq!(merged(body).unwrap_err().field, field);
+        }
+    }
 }

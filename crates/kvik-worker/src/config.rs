@@ -6,7 +6,10 @@ use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use kvik_model::MemoryGroup;
 use kvik_runtime::http::TlsServerConfig;
+use kvik_runtime::telemetry::TracingConfig;
+use kvik_runtime::tls::TlsClientFiles;
 use kvik_types::Dtype;
 use serde::{Deserialize, Serialize};
 
@@ -30,8 +33,11 @@ pub struct WorkerConfig {
     pub model: Option<PathBuf>,
     /// Name that clients ask for the model under. Default: none, the folder's name.
     pub served_model_name: Option<String>,
-    /// Blocks of 16 tokens for keys and values. Default: 1024.
+    /// Blocks of 16 tokens for keys and values; with `memory.ipc_name`, the most that there can be.
+    /// Default: 1024.
     pub kv_blocks: usize,
+    /// Memory for keys and values that is shared with other workers. Default: memory of its own.
+    pub memory: SharedMemoryConfig,
     /// Type in which keys and values are kept: `f32`, `f16` or `bf16`. Default: `f32`.
     pub kv_dtype: String,
     /// Threads that compute; 0 for the number of cores. Default: 0.
@@ -63,19 +69,40 @@ pub struct WorkerConfig {
     /// TLS towards clients. Default: none, plain HTTP.
     pub tls: TlsServerConfig,
     /// TLS towards coordinators. Default: none, only `http://` works.
-    pub coordinator_tls: CoordinatorTlsConfig,
+    pub coordinator_tls: TlsClientFiles,
+    /// Where traces go. Default: nowhere.
+    pub tracing: TracingConfig,
 }
 
-/// Files of the TLS towards coordinators, all PEM.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// Memory that the workers of one host share by what they need now.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct CoordinatorTlsConfig {
-    /// Authorities that sign their certificates. Default: none.
-    pub authorities: Option<PathBuf>,
-    /// The certificate chain that this worker shows (mTLS). Default: none.
-    pub certificate: Option<PathBuf>,
-    /// Its private key. Default: none.
-    pub key: Option<PathBuf>,
+pub struct SharedMemoryConfig {
+    /// Name of the group: workers that say the same are under one limit. `KVCACHED_IPC_NAME` in the
+    /// environment sets it too. Default: none, nothing is shared.
+    pub ipc_name: Option<String>,
+    /// The most that the group may hold, if it does not exist yet; `kvctl limit` changes it. Default: none,
+    /// all that the host's ledger has.
+    pub limit_bytes: Option<u64>,
+    /// What all groups of the host together may hold, if there is no ledger yet. Default: 4 294 967 296
+    /// bytes (4 GiB).
+    pub device_bytes: u64,
+    /// Folder of the ledger. Default: `/dev/shm`.
+    pub dir: PathBuf,
+    /// Time that a request waits for memory of other workers before it fails. Default: 30 s.
+    pub wait_timeout_s: u64,
+}
+
+impl Default for SharedMemoryConfig {
+    fn default() -> Self {
+        Self {
+            ipc_name: None,
+            limit_bytes: None,
+            device_bytes: 4 << 30,
+            dir: PathBuf::from("/dev/shm"),
+            wait_timeout_s: 30,
+        }
+    }
 }
 
 impl Default for WorkerConfig {
@@ -87,6 +114,7 @@ impl Default for WorkerConfig {
             model: None,
             served_model_name: None,
             kv_blocks: 1024,
+            memory: SharedMemoryConfig::default(),
             kv_dtype: "f32".to_owned(),
             threads: 0,
             max_batched_tokens: 512,
@@ -101,7 +129,8 @@ impl Default for WorkerConfig {
             weight: 1.0,
             coordinator_backoff_ms: 5000,
             tls: TlsServerConfig::default(),
-            coordinator_tls: CoordinatorTlsConfig::default(),
+            coordinator_tls: TlsClientFiles::default(),
+            tracing: TracingConfig::default(),
         }
     }
 }
@@ -128,6 +157,7 @@ impl WorkerConfig {
         self.dtype()?;
         let blocks = self.kv_blocks;
         check((1..=MAX_KV_BLOCKS).contains(&blocks), "kv_blocks", &blocks, "1 to 1073741824")?;
+        self.memory.validate()?;
         check(self.threads <= 1024, "threads", &self.threads, "0 to 1024")?;
         let rows = self.max_batched_tokens;
         check((1..=1 << 20).contains(&rows), "max_batched_tokens", &rows, "1 to 1048576")?;
@@ -145,9 +175,8 @@ impl WorkerConfig {
         check((0.001..=1000.0).contains(&self.weight), "weight", &self.weight, "0.001 to 1000")?;
         let backoff = self.coordinator_backoff_ms;
         check((10..=600_000).contains(&backoff), "coordinator_backoff_ms", &backoff, "10 to 600000")?;
-        let tls = &self.coordinator_tls;
         check(
-            tls.certificate.is_some() == tls.key.is_some(),
+            self.coordinator_tls.is_paired(),
             "coordinator_tls",
             "only one of `certificate` and `key`",
             "both or none",
@@ -179,6 +208,34 @@ impl WorkerConfig {
 
     pub(crate) fn coordinator_backoff(&self) -> Duration {
         Duration::from_millis(self.coordinator_backoff_ms)
+    }
+}
+
+impl SharedMemoryConfig {
+    fn validate(&self) -> Result<()> {
+        const UNIT: u64 = 2 << 20;
+        let device = self.device_bytes;
+        check(UNIT <= device, "memory.device_bytes", &device, "2097152 (2 MiB) or more")?;
+        if let Some(limit) = self.limit_bytes {
+            check(UNIT <= limit, "memory.limit_bytes", &limit, "2097152 (2 MiB) or more")?;
+        }
+        let wait = self.wait_timeout_s;
+        check((1..=3600).contains(&wait), "memory.wait_timeout_s", &wait, "1 to 3600 (an hour)")
+    }
+
+    /// The group, for an engine that calls itself `label`.
+    pub(crate) fn group(&self, label: String) -> Option<MemoryGroup> {
+        Some(MemoryGroup {
+            ipc_name: self.ipc_name.clone()?,
+            label,
+            limit_bytes: self.limit_bytes,
+            device_bytes: self.device_bytes,
+            dir: self.dir.clone(),
+        })
+    }
+
+    pub(crate) fn wait_timeout(&self) -> Duration {
+        Duration::from_secs(self.wait_timeout_s)
     }
 }
 
@@ -232,6 +289,7 @@ mod tests {
         assert!(message(|config| config.advertise = Some("http://h/x".into())).contains("`advertise`"));
         assert!(message(|config| config.weight = f64::NAN).contains("`weight` is NaN"));
         assert!(message(|config| config.id = Some(String::new())).contains("`id`"));
+        assert!(message(|config| config.memory.device_bytes = 1).contains("`memory.device_bytes` is 1"));
         assert!(message(|config| config.idle_timeout_s = 0).contains("a day"));
         assert!(message(|config| config.coordinator_tls.key = Some("k".into())).contains("both or none"));
     }

@@ -1,10 +1,11 @@
 //! Errors: of the worker's own life, and those that clients get.
 
+use axum::body::Body;
 use axum::response::{IntoResponse, Response};
-use http::header::{CONTENT_TYPE, RETRY_AFTER};
-use http::{HeaderValue, StatusCode};
+use http::StatusCode;
 use kvik_model::ModelError;
 use kvik_proto::openai::ErrorBody;
+use kvik_proto::worker::SamplingConflict;
 
 /// Result of this crate's operations.
 pub type Result<T, E = WorkerError> = std::result::Result<T, E>;
@@ -75,9 +76,7 @@ impl Refusal {
             "`{field}` is {n_tokens} tokens long; allowed: at most {}, because the longest sequence has {longest}",
             longest.saturating_sub(1)
         );
-        let mut body = ErrorBody::context_length(message);
-        body.error.param = Some(field.to_owned());
-        Self::new(StatusCode::BAD_REQUEST, body)
+        Self::new(StatusCode::BAD_REQUEST, ErrorBody::context_length(message, field))
     }
 
     /// 404: the model is not the one that is served.
@@ -143,11 +142,17 @@ impl Refusal {
     }
 }
 
+impl From<SamplingConflict> for Refusal {
+    fn from(conflict: SamplingConflict) -> Self {
+        Self::invalid(conflict.to_string(), Some(conflict.field))
+    }
+}
+
 impl From<ModelError> for Refusal {
     fn from(error: ModelError) -> Self {
         match &error {
             // Room in the pool comes back; nothing is wrong with the request.
-            ModelError::InvalidRequest { field: "kv", .. } => Self::unavailable(error.to_string(), 1),
+            ModelError::NoRoom { .. } => Self::unavailable(error.to_string(), 1),
             ModelError::InvalidRequest { field, value, allowed } => Self::field(field, value, allowed),
             _ => Self::failed(error.to_string()),
         }
@@ -156,14 +161,7 @@ impl From<ModelError> for Refusal {
 
 impl IntoResponse for Refusal {
     fn into_response(self) -> Response {
-        let body = serde_json::to_vec(&*self.body).unwrap_or_default();
-        let mut response = (self.status, body).into_response();
-        let headers = response.headers_mut();
-        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
-        if let Some(seconds) = self.retry_after {
-            headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
-        }
-        response
+        self.body.response(self.status, self.retry_after).map(Body::from)
     }
 }
 

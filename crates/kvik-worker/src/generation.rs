@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvik_model::{FinishReason, GenerateRequest, ModelError, TokenLogprobs, Usage};
+use kvik_runtime::telemetry::Phases;
 use tokio::sync::mpsc;
 
 use crate::admission::Permit;
@@ -28,10 +29,12 @@ pub(crate) enum Event {
     Accepted,
     /// The engine refused it; the last event.
     Rejected(ModelError),
-    /// Its prompt was admitted; told to those who asked for it.
+    /// Its prompt was admitted.
     Admitted {
         /// Prompt tokens whose KV was there already.
         cached_tokens: usize,
+        /// When the step began that computes the first of it.
+        at: Instant,
     },
     /// An output grew.
     Token(Token),
@@ -73,6 +76,10 @@ pub(crate) struct Generation {
     early: VecDeque<(usize, Event)>,
     n_live_choices: usize,
     has_failed: bool,
+    /// Of the request's trace: it waits, its prompts are computed, its outputs grow.
+    phases: Phases,
+    is_admitted: bool,
+    has_first_token: bool,
 }
 
 /// One prompt of a request.
@@ -105,6 +112,9 @@ impl Generation {
             early: VecDeque::new(),
             n_live_choices: requests.iter().map(|request| request.sampling.n as usize).sum(),
             has_failed: false,
+            phases: Phases::begin("queue"),
+            is_admitted: false,
+            has_first_token: false,
         };
         for (part_idx, request) in requests.into_iter().enumerate() {
             let ticket = engine.next_ticket();
@@ -170,16 +180,31 @@ impl Generation {
             return (0, Event::Failed("the engine has ended".to_owned()));
         };
         match &event {
-            Event::Token(token) => self.note_read(part_idx, token.choice),
-            Event::Finished { choice, .. } => {
+            Event::Token(token) => {
+                if !self.has_first_token {
+                    self.has_first_token = true;
+                    self.phases.enter_at("decode", Instant::now());
+                }
+                self.note_read(part_idx, token.choice);
+            }
+            Event::Finished { choice, usage, .. } => {
                 self.n_live_choices -= 1;
+                self.phases.set("gen_ai.usage.input_tokens", usage.prompt_tokens as i64);
+                self.phases.set("gen_ai.usage.output_tokens", usage.completion_tokens as i64);
+                self.phases.set("kvik.cached_tokens", usage.cached_tokens as i64);
                 if let Some(n_read) = self.choice_mut(part_idx, *choice) {
                     *n_read = None;
                 }
                 self.grant(part_idx);
             }
             Event::Failed(_) | Event::Rejected(_) => self.has_failed = true,
-            Event::Accepted | Event::Admitted { .. } => {}
+            Event::Admitted { at, .. } => {
+                if !self.is_admitted {
+                    self.is_admitted = true;
+                    self.phases.enter_at("prefill", *at);
+                }
+            }
+            Event::Accepted => {}
         }
         (part_idx, event)
     }

@@ -18,8 +18,14 @@
 //! | `vllm:time_to_first_token_seconds` | histogram | from a request's arrival to its first token |
 //! | `vllm:inter_token_latency_seconds` | histogram | between two tokens of an output |
 //! | `vllm:e2e_request_latency_seconds` | histogram | from a request's arrival to its last token |
+//! | `vllm:request_queue_time_seconds` | histogram | from a request's arrival to its first step |
+//! | `vllm:request_prefill_time_seconds` | histogram | from a request's first step to its first token |
+//! | `vllm:request_decode_time_seconds` | histogram | from a request's first token to its last |
 //! | `kvik_worker_outstanding_tokens` | gauge | tokens left to compute |
 //! | `kvik_worker_resident_sequences` | gauge | ended sequences whose KV stays |
+//! | `kvik_worker_kv_blocks` | gauge | KV blocks that the worker has the memory of |
+//! | `kvik_worker_kv_blocks_limit` | gauge | the most that it could have; more where memory is shared |
+//! | `kvik_worker_kv_blocks_given_back_total` | counter | blocks given back because other workers needed memory |
 //! | `kvik_worker_computed_tokens_total` | counter | token rows computed |
 //! | `kvik_worker_steps_total` | counter | forward passes |
 //! | `kvik_worker_cancelled_total{reason}` | counter | requests ended early: `client`, `slow_client`, `failure` |
@@ -44,11 +50,17 @@ pub(crate) struct WorkerMetrics {
     preemptions: Counter,
     outstanding_tokens: Gauge,
     residents: Gauge,
+    kv_blocks: Gauge,
+    kv_blocks_limit: Gauge,
+    kv_blocks_given_back: Counter,
     computed_tokens: Counter,
     steps: Counter,
     pub(crate) first_token_seconds: Histogram,
     pub(crate) inter_token_seconds: Histogram,
     pub(crate) request_seconds: Histogram,
+    pub(crate) queue_seconds: Histogram,
+    pub(crate) prefill_seconds: Histogram,
+    pub(crate) decode_seconds: Histogram,
     pub(crate) registered: Gauge,
 }
 
@@ -73,11 +85,17 @@ impl WorkerMetrics {
             preemptions: counter!("vllm:num_preemptions_total", &labels),
             outstanding_tokens: gauge!("kvik_worker_outstanding_tokens", &labels),
             residents: gauge!("kvik_worker_resident_sequences", &labels),
+            kv_blocks: gauge!("kvik_worker_kv_blocks", &labels),
+            kv_blocks_limit: gauge!("kvik_worker_kv_blocks_limit", &labels),
+            kv_blocks_given_back: counter!("kvik_worker_kv_blocks_given_back_total", &labels),
             computed_tokens: counter!("kvik_worker_computed_tokens_total", &labels),
             steps: counter!("kvik_worker_steps_total", &labels),
             first_token_seconds: histogram!("vllm:time_to_first_token_seconds", &labels),
             inter_token_seconds: histogram!("vllm:inter_token_latency_seconds", &labels),
             request_seconds: histogram!("vllm:e2e_request_latency_seconds", &labels),
+            queue_seconds: histogram!("vllm:request_queue_time_seconds", &labels),
+            prefill_seconds: histogram!("vllm:request_prefill_time_seconds", &labels),
+            decode_seconds: histogram!("vllm:request_decode_time_seconds", &labels),
             registered: gauge!("kvik_worker_registered", &labels),
             labels,
         }
@@ -90,6 +108,9 @@ impl WorkerMetrics {
         self.kv_usage.set(snapshot.kv_usage());
         self.outstanding_tokens.set(snapshot.outstanding_tokens as f64);
         self.residents.set(snapshot.n_residents as f64);
+        self.kv_blocks.set(snapshot.pool.n_blocks as f64);
+        self.kv_blocks_limit.set(snapshot.pool.limit_blocks as f64);
+        self.kv_blocks_given_back.absolute(snapshot.pool.n_given_back);
         self.prefix_hits.absolute(snapshot.stats.n_cached_tokens);
         self.generation_tokens.absolute(snapshot.stats.n_generated_tokens);
         self.preemptions.absolute(snapshot.stats.n_preemptions);

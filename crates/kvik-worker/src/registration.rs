@@ -105,7 +105,9 @@ impl Registration {
     }
 
     async fn register(&mut self) -> Next {
-        let request = RegisterRequest { worker: self.worker.clone(), load: self.load() };
+        let is_draining = self.draining.is_cancelled();
+        let state = if is_draining { MemberState::Draining } else { MemberState::Ready };
+        let request = RegisterRequest { worker: self.worker.clone(), load: self.load(), state };
         for attempt in 0..self.clients.len() {
             let idx = (self.client_idx + attempt) % self.clients.len();
             match self.clients[idx].register(&request).await {

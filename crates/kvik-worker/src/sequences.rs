@@ -238,7 +238,7 @@ impl Stepped {
                 self.set_end(End::Failed(error.to_string()));
                 return Err(error.into());
             }
-            Event::Admitted { cached_tokens } => self.cached_tokens = cached_tokens,
+            Event::Admitted { cached_tokens, .. } => self.cached_tokens = cached_tokens,
             Event::Token(token) => self.tokens.push((token.id, token.text)),
             Event::Finished { text, reason, usage, .. } => {
                 let Usage { cached_tokens, .. } = usage;

@@ -7,11 +7,13 @@ use kvik_model::{CpuBackendOptions, Engine, EngineOptions, Model};
 use kvik_proto::client::{CoordinatorClient, TlsClientConfig, http_client};
 use kvik_runtime::http::{listen, serve, tls_acceptor};
 use kvik_runtime::shutdown::Shutdown;
+use kvik_runtime::telemetry::Tracer;
+use kvik_runtime::tls::TlsClientPem;
 use tokio_util::sync::CancellationToken;
 
-use crate::config::{CoordinatorTlsConfig, WorkerConfig};
+use crate::config::WorkerConfig;
 use crate::drain::Drain;
-use crate::engine_thread::EngineHandle;
+use crate::engine_thread::{EngineHandle, Patience};
 use crate::error::{Result, WorkerError};
 use crate::metrics::WorkerMetrics;
 use crate::registration::Registration;
@@ -62,14 +64,15 @@ impl Worker {
                 format!("{scheme}://{address}")
             }
         });
+        let tracer = Tracer::start(&config.tracing, "kvik-worker", &id, shutdown)?;
         let state = Arc::new(WorkerState::new(config, id.clone()));
         let (closing, closed) = (CancellationToken::new(), CancellationToken::new());
         // Of their own, because a worker may have to close them while the rest of the process goes on.
         let connections = Shutdown::new();
         let served = CancellationToken::new();
         let server = {
-            let (router, shutdown, closing) =
-                (api::router(Arc::clone(&state)), shutdown.clone(), closing.clone());
+            let router = tracer.trace_requests(api::router(Arc::clone(&state)));
+            let (shutdown, closing) = (shutdown.clone(), closing.clone());
             let (connections, served) = (connections.clone(), served.clone());
             async move {
                 tokio::select! {
@@ -165,7 +168,9 @@ async fn load(
         vocab_size: engine.config().vocab_size,
     };
     let max_tokens = engine.max_sequence_tokens();
-    let (engine, thread) = EngineHandle::spawn(engine, metrics.clone(), config.slow_client_timeout())?;
+    let patience =
+        Patience { slow_client: config.slow_client_timeout(), memory: config.memory.wait_timeout() };
+    let (engine, thread) = EngineHandle::spawn(engine, metrics.clone(), patience)?;
     let loaded = Loaded {
         engine,
         tokenizer: Arc::clone(model.tokenizer()),
@@ -188,6 +193,7 @@ fn load_engine(config: &WorkerConfig) -> Result<(Model, Engine)> {
     };
     let mut backend = CpuBackendOptions::default();
     backend.n_blocks = config.kv_blocks;
+    backend.memory = config.memory.group(config.id.clone().unwrap_or_else(|| config.listen.clone()));
     backend.kv_dtype = config.dtype()?;
     if config.threads != 0 {
         backend.n_threads = config.threads;
@@ -205,21 +211,9 @@ fn coordinator_clients(config: &WorkerConfig) -> Result<Vec<CoordinatorClient>> 
     if config.coordinators.is_empty() {
         return Ok(Vec::new());
     }
-    let http = http_client(&read_tls(&config.coordinator_tls)?)?;
+    let TlsClientPem { authorities_pem, identity_pem } = config.coordinator_tls.read()?;
+    let http = http_client(&TlsClientConfig { authorities_pem, identity_pem })?;
     Ok(config.coordinators.iter().map(|base| CoordinatorClient::new(http.clone(), base)).collect())
-}
-
-fn read_tls(config: &CoordinatorTlsConfig) -> Result<TlsClientConfig> {
-    let read = |path: &std::path::Path| {
-        std::fs::read(path)
-            .map_err(|source| WorkerError::Io { what: format!("read {}", path.display()), source })
-    };
-    let authorities_pem = config.authorities.as_deref().map(read).transpose()?.unwrap_or_default();
-    let identity_pem = match (&config.certificate, &config.key) {
-        (Some(certificate), Some(key)) => Some((read(certificate)?, read(key)?)),
-        _ => None,
-    };
-    Ok(TlsClientConfig { authorities_pem, identity_pem })
 }
 
 /// The host's name, as the kernel tells it.

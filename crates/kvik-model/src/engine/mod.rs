@@ -5,6 +5,7 @@
 //! again later; because the forward pass is batch invariant and the choice of a token depends on
 //! the sequence alone, nobody can tell from the output.
 
+mod memory;
 mod request;
 mod resident;
 mod scheduler;
@@ -86,6 +87,8 @@ pub struct Engine {
     sampler: Sampler,
     logits: Logits,
     n_submitted: u64,
+    /// Whether the last step could not run anything for want of memory.
+    is_starved: bool,
     stats: EngineStats,
 }
 
@@ -98,7 +101,7 @@ impl Engine {
     /// # Errors
     /// If an option is out of its range.
     pub fn new(
-        backend: Box<dyn Backend>,
+        mut backend: Box<dyn Backend>,
         tokenizer: Option<Arc<Tokenizer>>,
         namespace: &Namespace,
         options: EngineOptions,
@@ -112,7 +115,10 @@ impl Engine {
         let block_size = BlockSize::try_new(BLOCK_TOKENS)
             .map_err(|error| ModelError::request("block size", BLOCK_TOKENS, error.to_string()))?;
         Ok(Self {
-            pool: BlockPool::new(backend.n_blocks()),
+            pool: match backend.take_memory() {
+                Some(memory) => BlockPool::with_memory(memory),
+                None => BlockPool::new(backend.n_blocks()),
+            },
             first_chain: KvikChain::new(namespace, block_size),
             backend,
             tokenizer,
@@ -123,6 +129,7 @@ impl Engine {
             sampler: Sampler::default(),
             logits: Logits::default(),
             n_submitted: 0,
+            is_starved: false,
             stats: EngineStats::default(),
         })
     }
@@ -174,9 +181,9 @@ impl Engine {
     }
 
     /// Longest sequence, prompt and output together, that a request can have: the model's context,
-    /// or the whole pool if that is smaller.
+    /// or the most that the pool could have if that is smaller.
     pub fn max_sequence_tokens(&self) -> usize {
-        self.backend.config().max_positions.min(self.pool.stats().n_blocks * BLOCK_TOKENS)
+        self.backend.config().max_positions.min(self.pool.limit_blocks().saturating_mul(BLOCK_TOKENS))
     }
 
     /// Forgets all prefixes that earlier requests have left.
@@ -244,7 +251,9 @@ impl Engine {
     /// If the backend refuses the batch, which would be a defect of the engine: requests are
     /// checked when they are submitted.
     pub fn step(&mut self, events: &mut Vec<EngineEvent>) -> Result<()> {
-        let scheduled = self.schedule();
+        self.give_back_memory();
+        let scheduled = self.schedule(events);
+        self.is_starved = scheduled.is_empty() && self.has_work();
         if scheduled.is_empty() {
             return Ok(());
         }

@@ -77,6 +77,13 @@ pub struct Usage {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum EngineEvent {
+    /// A request was scheduled for the first time; its first event, and the only one of its kind.
+    Admitted {
+        /// The request.
+        request: RequestId,
+        /// Prompt tokens whose KV was there already.
+        cached_tokens: usize,
+    },
     /// An output grew by a token.
     Token(TokenEvent),
     /// An output ended; its last event.

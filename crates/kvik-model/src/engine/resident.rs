@@ -120,7 +120,8 @@ impl Engine {
     ///
     /// # Errors
     /// [`ModelError::InvalidRequest`] if the tokens are none, too many or not in the vocabulary, a
-    /// layer is missing or has the wrong size, or running sequences hold the blocks it needs.
+    /// layer is missing or has the wrong size; [`ModelError::NoRoom`] if running sequences hold the
+    /// blocks it needs.
     pub fn import_kv(&mut self, name: &str, kv: &SequenceKv) -> Result<()> {
         let config = self.backend.config();
         let (n_layers, vocab_size) = (config.n_layers, config.vocab_size);
@@ -137,13 +138,9 @@ impl Engine {
             return Err(ModelError::request("layers", kv.layers.len(), allowed));
         }
         let n_blocks = n_tokens.div_ceil(BLOCK_TOKENS);
-        while self.pool.n_free() < n_blocks {
+        while !self.pool.ensure_free(n_blocks) {
             if !self.residents.evict_oldest(&mut self.pool) {
-                return Err(ModelError::request(
-                    "kv",
-                    "too large now",
-                    "what the running sequences leave free",
-                ));
+                return Err(ModelError::NoRoom { n_blocks, n_free: self.pool.n_free() });
             }
         }
         let mut table: Vec<BlockId> = (0..n_blocks).filter_map(|_| self.pool.allocate()).collect();

@@ -9,10 +9,11 @@
 //! running sequence, residents give theirs back, oldest first; then a sequence that waits for
 //! credits; then the youngest one, at worst the sequence itself. The oldest sequence with credits can
 //! thus always take every block, and submission refuses what would not fit then: somebody always
-//! advances.
+//! advances. With memory that is shared with other engines, every block means every block that the
+//! others leave: the oldest sequence may have to wait for them.
 
-use super::Engine;
 use super::sequence::{Sequence, SequenceKey};
+use super::{Engine, EngineEvent};
 
 /// Rows of one sequence in the next pass.
 #[derive(Debug, Clone, Copy)]
@@ -23,8 +24,9 @@ pub(super) struct ScheduledRows {
 
 impl Engine {
     /// Chooses the rows of the next pass and takes the blocks that they write. The result is in
-    /// the order in which its sequences run, and empty only if the engine is idle.
-    pub(super) fn schedule(&mut self) -> Vec<ScheduledRows> {
+    /// the order in which its sequences run, and empty only if the engine is idle or others hold the
+    /// memory. Admissions are appended to `events`.
+    pub(super) fn schedule(&mut self, events: &mut Vec<EngineEvent>) -> Vec<ScheduledRows> {
         let mut budget = self.options.max_batched_tokens;
         let mut scheduled: Vec<ScheduledRows> = Vec::new();
         let n_preemptions = self.stats.n_preemptions;
@@ -48,7 +50,7 @@ impl Engine {
             }
         }
         if n_preemptions == self.stats.n_preemptions {
-            self.admit(&mut scheduled, &mut budget);
+            self.admit(&mut scheduled, &mut budget, events);
         }
         scheduled
     }
@@ -58,7 +60,12 @@ impl Engine {
     }
 
     /// Admits waiting sequences while there is room.
-    fn admit(&mut self, scheduled: &mut Vec<ScheduledRows>, budget: &mut usize) {
+    fn admit(
+        &mut self,
+        scheduled: &mut Vec<ScheduledRows>,
+        budget: &mut usize,
+        events: &mut Vec<EngineEvent>,
+    ) {
         let n_admitted =
             |running: &[Sequence]| running.iter().filter(|sequence| !sequence.is_paused()).count();
         while 0 < *budget && n_admitted(&self.running) < self.options.max_sequences {
@@ -72,7 +79,7 @@ impl Engine {
             }
             let n_tokens = sequence.n_computed() + sequence.n_pending();
             let n_missing = sequence.n_missing_blocks(n_tokens);
-            while self.pool.n_free() < n_missing && self.residents.evict_oldest(&mut self.pool) {}
+            while !self.pool.ensure_free(n_missing) && self.residents.evict_oldest(&mut self.pool) {}
             if self.pool.n_free() < n_missing && self.running.iter().any(|other| !other.is_paused()) {
                 // Nothing was computed on them yet: the blocks of a resident stay a resident's.
                 if let (Some(name), resident) = sequence.take_computed() {
@@ -85,6 +92,7 @@ impl Engine {
             let key = sequence.key();
             if let Some(n_cached) = sequence.note_cached() {
                 self.stats.n_cached_tokens += n_cached as u64;
+                events.push(EngineEvent::Admitted { request: sequence.request, cached_tokens: n_cached });
             }
             let place = self.running.partition_point(|other| other.key() < key);
             self.running.insert(place, sequence);
@@ -129,7 +137,7 @@ impl Engine {
         let sequence = &mut self.running[idx];
         let n_missing = sequence.n_missing_blocks(sequence.n_computed() + n_rows);
         let needs_copy = sequence.writes_shared_block(&self.pool);
-        if self.pool.n_free() < n_missing + usize::from(needs_copy) {
+        if !self.pool.ensure_free(n_missing + usize::from(needs_copy)) {
             return false;
         }
         if needs_copy

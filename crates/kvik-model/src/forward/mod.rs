@@ -12,7 +12,7 @@ use kvik_types::{Dtype, TokenId};
 use crate::config::ModelConfig;
 use crate::error::Result;
 use crate::kernels::padded;
-use crate::paging::BlockId;
+use crate::paging::{BlockId, BlockMemory};
 
 /// Consecutive tokens of one sequence that a forward pass computes.
 #[derive(Debug, Clone, Copy)]
@@ -61,6 +61,13 @@ pub trait Backend: Send + std::fmt::Debug {
 
     /// Number of blocks that keys and values can lie in.
     fn n_blocks(&self) -> usize;
+
+    /// Where the blocks come from, once; `None` if all of them are there for good.
+    ///
+    /// A caller that got it uses only blocks that it has taken from there.
+    fn take_memory(&mut self) -> Option<Box<dyn BlockMemory>> {
+        None
+    }
 
     /// Computes `sequences`, writes their keys and values and the logits asked for.
     ///

@@ -8,8 +8,8 @@
 //! which chains advance together.
 //!
 //! The only unsafe code of the crate lives here: SIMD intrinsics, unchecked indices in the inner
-//! loops behind checks of the shapes, and the sharing of output buffers between the threads of
-//! one parallel section.
+//! loops behind checks of the shapes, the sharing of output buffers between the threads of one
+//! parallel section, and the view of memory that a pool maps.
 
 mod activation;
 mod attention;
@@ -22,6 +22,7 @@ mod plan;
 mod rotary;
 mod shared;
 mod simd;
+mod storage;
 mod threads;
 
 pub(crate) use activation::{gelu_tanh_rows, silu_gate_rows};

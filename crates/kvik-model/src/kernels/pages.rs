@@ -1,12 +1,16 @@
 //! The memory in which keys and values lie, block by block.
 
+use std::sync::Arc;
+
 use half::{bf16, f16};
+use kvik_memory::pool::KvPool;
 
 use crate::paging::BlockId;
 
 use super::matrix::padded;
 use super::plan::{BlockRun, RowPlan};
 use super::shared::{Aligned, SharedSlice};
+use super::storage::LayerStorage;
 use super::simd::{LANES, Simd};
 use super::threads::ThreadPool;
 
@@ -102,7 +106,7 @@ impl PageShape {
 /// tokens and then the values, a row of `padded(head_dim)` for each token.
 #[derive(Debug)]
 pub(crate) struct KvPages<E> {
-    layers: Vec<Vec<Aligned<[E; LANES]>>>,
+    layers: Vec<LayerStorage<Aligned<[E; LANES]>>>,
     pub(super) shape: PageShape,
     n_blocks: usize,
 }
@@ -124,12 +128,23 @@ impl<E: KvElement> KvPages<E> {
         let n_vectors = n_blocks.checked_mul(shape.vectors_per_block())?;
         let mut layers = Vec::with_capacity(n_layers);
         for _ in 0..n_layers {
-            let mut layer = Vec::new();
-            layer.try_reserve_exact(n_vectors).ok()?;
-            layer.resize(n_vectors, Aligned([E::default(); LANES]));
-            layers.push(layer);
+            layers.push(LayerStorage::owned(n_vectors, Aligned([E::default(); LANES]))?);
         }
         Some(Self { layers, shape, n_blocks })
+    }
+
+    /// Pages on the blocks of `pool`, a buffer for each layer; `None` if it is not laid out for them.
+    pub(crate) fn on_pool(pool: &Arc<KvPool>, n_layers: usize, shape: PageShape) -> Option<Self> {
+        let n_blocks = pool.block_geometry().n_blocks() as usize;
+        let n_vectors = n_blocks.checked_mul(shape.vectors_per_block())?;
+        let layer = |layer_idx| LayerStorage::mapped(pool, layer_idx, n_vectors);
+        let layers = (0..n_layers).map(layer).collect::<Option<Vec<_>>>()?;
+        Some(Self { layers, shape, n_blocks })
+    }
+
+    /// Bytes of one block in one layer.
+    pub(crate) fn block_bytes(shape: PageShape) -> usize {
+        shape.vectors_per_block() * size_of::<Aligned<[E; LANES]>>()
     }
 
     pub(crate) fn n_blocks(&self) -> usize {

@@ -4,8 +4,10 @@
 //! block of its table; sequences with one prefix hold the same blocks. A full block is registered
 //! under its hash and stays findable after its last holder has left, until its place is needed.
 
+mod memory;
 mod pool;
 
+pub use memory::{BlockMemory, ElasticMemory, FixedMemory, MemoryGroup, Need};
 pub use pool::{BlockPool, PoolStats};
 
 /// Tokens in a block. Sixteen, so that the keys of a block are one vector per dimension on the

@@ -5,12 +5,17 @@
 //! - a registered block's parent is registered, and stays so while the block is: holders of a
 //!   block hold its parents, and a released table gives back its last block first, so a parent is
 //!   always younger in the free list than its children;
-//! - a match compares tokens and parents, not hashes alone: a hash collision is a miss.
+//! - a match compares tokens and parents, not hashes alone: a hash collision is a miss;
+//! - a block that is absent, because its memory was not taken or was given back, is neither held nor
+//!   free nor registered.
+//!
+//! A pool grows before it forgets: as long as its memory has blocks to spare, registered content stays.
 
 use std::collections::HashMap;
 
 use kvik_types::{BlockHash, TokenId};
 
+use super::memory::{BlockMemory, FixedMemory, Need};
 use super::{BLOCK_TOKENS, BlockId};
 
 /// End of the free list.
@@ -28,67 +33,177 @@ struct Content {
 #[derive(Debug, Clone)]
 struct Slot {
     n_holders: u32,
+    /// Whether the pool has its memory.
+    is_present: bool,
     content: Option<Content>,
     /// Neighbors in the free list while nobody holds the block.
     previous: u32,
     next: u32,
 }
 
+/// How many blocks of a page the pool has.
+#[derive(Debug, Clone, Copy, Default)]
+struct Page {
+    n_present: u32,
+    /// Those that somebody holds.
+    n_held: u32,
+}
+
+/// A page on which nobody holds a block, while pages are chosen to be given back.
+#[derive(Debug, Default)]
+struct IdlePage {
+    /// Place of its youngest block in the free list.
+    last_used: usize,
+    blocks: Vec<BlockId>,
+}
+
 /// Counts of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct PoolStats {
-    /// All blocks.
+    /// Blocks that the pool has the memory of.
     pub n_blocks: usize,
+    /// The most blocks that it could have.
+    pub limit_blocks: usize,
     /// Blocks that nobody holds.
     pub n_free: usize,
     /// Registered blocks, held or not.
     pub n_registered: usize,
     /// Registered blocks whose place was taken, since the start.
     pub n_evicted: u64,
+    /// Blocks that were given back because others asked, since the start.
+    pub n_given_back: u64,
 }
 
 /// The blocks of one engine.
 #[derive(Debug)]
 pub struct BlockPool {
+    memory: Box<dyn BlockMemory>,
     slots: Vec<Slot>,
+    n_present: usize,
+    /// Of every page that the pool ever had a block of.
+    pages: Vec<Page>,
+    n_idle_pages: usize,
     by_hash: HashMap<BlockHash, BlockId>,
     /// Oldest free block: the next to be taken.
     free_head: u32,
     free_tail: u32,
     n_free: usize,
     n_evicted: u64,
+    n_given_back: u64,
+    /// Kept between growths.
+    taken: Vec<BlockId>,
 }
 
 impl BlockPool {
-    /// A pool of `n_blocks` free blocks.
+    /// A pool of `n_blocks` free blocks, whose number does not change.
     ///
     /// # Panics
     /// If `n_blocks` is not below `u32::MAX`.
     pub fn new(n_blocks: usize) -> Self {
-        assert!(n_blocks < NONE as usize, "block ids are 32 bits");
-        let empty = Slot { n_holders: 0, content: None, previous: NONE, next: NONE };
-        let mut pool = Self {
-            slots: vec![empty; n_blocks],
+        let mut pool = Self::with_memory(Box::new(FixedMemory::new(n_blocks)));
+        pool.grow(n_blocks, Need::Required);
+        pool
+    }
+
+    /// A pool that takes its blocks from `memory` when it needs them, and gives them back when it is asked.
+    ///
+    /// # Panics
+    /// If the memory has not fewer than `u32::MAX` blocks.
+    pub fn with_memory(memory: Box<dyn BlockMemory>) -> Self {
+        let capacity_blocks = memory.capacity_blocks();
+        assert!(capacity_blocks < NONE as usize, "block ids are 32 bits");
+        let absent = Slot { n_holders: 0, is_present: false, content: None, previous: NONE, next: NONE };
+        Self {
+            memory,
+            slots: vec![absent; capacity_blocks],
+            n_present: 0,
+            pages: Vec::new(),
+            n_idle_pages: 0,
             by_hash: HashMap::new(),
             free_head: NONE,
             free_tail: NONE,
             n_free: 0,
             n_evicted: 0,
-        };
-        for index in 0..n_blocks {
-            pool.push_youngest(BlockId::new(index as u32));
+            n_given_back: 0,
+            taken: Vec::new(),
         }
-        pool
+    }
+
+    /// Sets what is called, on another thread, when others ask for memory: give back then.
+    pub fn set_waker(&mut self, waker: Box<dyn Fn() + Send + Sync>) {
+        self.memory.set_waker(waker);
+    }
+
+    /// The most blocks that the pool could have if all others gave back what they can.
+    pub fn limit_blocks(&self) -> usize {
+        self.memory.limit_blocks()
+    }
+
+    /// Whether `n_blocks` are free, after taking more memory for them if needed and possible.
+    pub fn ensure_free(&mut self, n_blocks: usize) -> bool {
+        if self.n_free < n_blocks {
+            self.grow(n_blocks - self.n_free, Need::Required);
+        }
+        n_blocks <= self.n_free
+    }
+
+    /// How many pages others ask for; told once.
+    pub fn take_asked_pages(&mut self) -> usize {
+        self.memory.take_asked_pages()
+    }
+
+    /// Gives back up to `n_pages` pages on which nobody holds a block; returns how many.
+    ///
+    /// Pages whose content was used longest ago go first. Content that hangs on what is lost is forgotten.
+    pub fn give_back_pages(&mut self, n_pages: usize) -> usize {
+        let mut idle: HashMap<usize, IdlePage> = HashMap::new();
+        let mut index = self.free_head;
+        let mut age = 0;
+        while index != NONE {
+            let block = BlockId::new(index);
+            let page_idx = self.memory.page_of(block);
+            if self.pages[page_idx].n_held == 0 {
+                let page = idle.entry(page_idx).or_default();
+                page.last_used = age;
+                page.blocks.push(block);
+            }
+            age += 1;
+            index = self.slots[index as usize].next;
+        }
+        let mut idle: Vec<(usize, IdlePage)> = idle.into_iter().collect();
+        idle.sort_unstable_by_key(|(_, page)| page.last_used);
+        idle.truncate(n_pages);
+        for (page_idx, page) in &idle {
+            for &block in &page.blocks {
+                self.unlink(block);
+                self.forget(block);
+                self.slots[block.index()].is_present = false;
+            }
+            self.pages[*page_idx] = Page::default();
+            self.n_present -= page.blocks.len();
+            self.n_given_back += page.blocks.len() as u64;
+        }
+        self.forget_orphans();
+        for (_, page) in &idle {
+            self.memory.give_back(&page.blocks);
+        }
+        if !idle.is_empty() {
+            self.n_idle_pages -= idle.len();
+            self.memory.note_idle_pages(self.n_idle_pages);
+        }
+        idle.len()
     }
 
     /// The pool's counts.
     pub fn stats(&self) -> PoolStats {
         PoolStats {
-            n_blocks: self.slots.len(),
+            n_blocks: self.n_present,
+            limit_blocks: self.limit_blocks(),
             n_free: self.n_free,
             n_registered: self.by_hash.len(),
             n_evicted: self.n_evicted,
+            n_given_back: self.n_given_back,
         }
     }
 
@@ -107,18 +222,24 @@ impl BlockPool {
         self.slots[block.index()].content.is_some()
     }
 
-    /// Takes a free block, forgetting what lay in it; `None` when every block is held.
+    /// Takes a free block, forgetting what lay in it if there is no memory for another; `None` when every
+    /// block is held and there is no more.
     pub fn allocate(&mut self) -> Option<BlockId> {
+        match self.slots.get(self.free_head as usize) {
+            None => self.grow(1, Need::Required),
+            Some(oldest) if oldest.content.is_some() => self.grow(1, Need::Spare),
+            Some(_) => {}
+        }
         if self.free_head == NONE {
             return None;
         }
         let block = BlockId::new(self.free_head);
         self.unlink(block);
-        if let Some(content) = self.slots[block.index()].content.take() {
-            self.by_hash.remove(&content.hash);
+        if self.forget(block) {
             self.n_evicted += 1;
         }
         self.slots[block.index()].n_holders = 1;
+        self.note_held(block);
         Some(block)
     }
 
@@ -126,6 +247,7 @@ impl BlockPool {
     pub fn retain(&mut self, block: BlockId) {
         if self.slots[block.index()].n_holders == 0 {
             self.unlink(block);
+            self.note_held(block);
         }
         self.slots[block.index()].n_holders += 1;
     }
@@ -154,6 +276,7 @@ impl BlockPool {
             } else {
                 self.push_oldest(block);
             }
+            self.note_free(block);
         }
     }
 
@@ -226,6 +349,81 @@ impl BlockPool {
         let block = *self.by_hash.get(hash)?;
         let content = self.slots[block.index()].content.as_ref()?;
         (content.tokens == *tokens && content.parent == parent).then_some(block)
+    }
+
+    /// Takes memory for `n_blocks` more blocks, as far as there is any.
+    fn grow(&mut self, n_blocks: usize, need: Need) {
+        if self.n_present == self.slots.len() {
+            return;
+        }
+        let mut taken = std::mem::take(&mut self.taken);
+        taken.clear();
+        self.memory.take(n_blocks, need, &mut taken);
+        // Pushed to the front one by one: the first of them is taken first.
+        for &block in taken.iter().rev() {
+            let slot = &mut self.slots[block.index()];
+            assert!(!slot.is_present, "the memory gave a block twice");
+            slot.is_present = true;
+            self.n_present += 1;
+            let page_idx = self.memory.page_of(block);
+            if self.pages.len() <= page_idx {
+                self.pages.resize(page_idx + 1, Page::default());
+            }
+            let page = &mut self.pages[page_idx];
+            self.n_idle_pages += usize::from(page.n_present == 0);
+            page.n_present += 1;
+            self.push_oldest(block);
+        }
+        if !taken.is_empty() {
+            self.memory.note_idle_pages(self.n_idle_pages);
+        }
+        self.taken = taken;
+    }
+
+    /// Notes the first holder of `block`.
+    fn note_held(&mut self, block: BlockId) {
+        let page = &mut self.pages[self.memory.page_of(block)];
+        page.n_held += 1;
+        if page.n_held == 1 {
+            self.n_idle_pages -= 1;
+            self.memory.note_idle_pages(self.n_idle_pages);
+        }
+    }
+
+    /// Notes that the last holder of `block` has left.
+    fn note_free(&mut self, block: BlockId) {
+        let page = &mut self.pages[self.memory.page_of(block)];
+        page.n_held -= 1;
+        if page.n_held == 0 {
+            self.n_idle_pages += 1;
+            self.memory.note_idle_pages(self.n_idle_pages);
+        }
+    }
+
+    /// Forgets what lies in `block`; says whether there was anything.
+    fn forget(&mut self, block: BlockId) -> bool {
+        let content = self.slots[block.index()].content.take();
+        if let Some(content) = &content {
+            self.by_hash.remove(&content.hash);
+        }
+        content.is_some()
+    }
+
+    /// Forgets the content of every free block whose parent is forgotten: nobody can find it any more.
+    fn forget_orphans(&mut self) {
+        // A parent is younger than its children, so one walk from the youngest on sees parents first.
+        let mut index = self.free_tail;
+        while index != NONE {
+            let block = BlockId::new(index);
+            let slot = &self.slots[index as usize];
+            let parent = slot.content.as_ref().and_then(|content| content.parent);
+            index = slot.previous;
+            if parent.is_some_and(|parent| self.slots[parent.index()].content.is_none()) {
+                self.forget(block);
+                self.unlink(block);
+                self.push_oldest(block);
+            }
+        }
     }
 
     fn push_youngest(&mut self, block: BlockId) {

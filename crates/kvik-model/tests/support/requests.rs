@@ -68,6 +68,7 @@ pub fn collect(events: Vec<EngineEvent>, outputs: &mut Outputs) {
                 output.reason = Some(reason);
                 output.usage = usage;
             }
+            EngineEvent::Admitted { .. } => {}
             other => panic!("{other:?}"),
         }
     }

@@ -3,7 +3,8 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::completions::{Stop, StreamOptions, Usage, top_k};
+use super::completions::{StreamOptions, Usage};
+use super::sampling::SamplingFields;
 use crate::worker::Sampling;
 
 /// One message of a conversation.
@@ -48,21 +49,10 @@ pub struct ChatRequest {
     pub model: Option<String>,
     /// The conversation.
     pub messages: Vec<ChatMessage>,
-    /// Most tokens of an output; an older name. Default: what the context leaves.
-    #[serde(default)]
-    pub max_tokens: Option<u32>,
-    /// Most tokens of an output; wins over `max_tokens`.
+    /// Most tokens of an output; wins over `max_tokens`, which is its older name. Default: what the
+    /// context leaves.
     #[serde(default)]
     pub max_completion_tokens: Option<u32>,
-    /// See [`Sampling`].
-    #[serde(default)]
-    pub temperature: Option<f32>,
-    /// See [`Sampling`].
-    #[serde(default)]
-    pub top_p: Option<f32>,
-    /// Outputs. Default: 1.
-    #[serde(default)]
-    pub n: Option<u32>,
     /// Whether the answer is a stream. Default: false.
     #[serde(default)]
     pub stream: Option<bool>,
@@ -75,18 +65,6 @@ pub struct ChatRequest {
     /// Number of most likely tokens reported with each token; needs `logprobs`. Default: 0.
     #[serde(default)]
     pub top_logprobs: Option<u32>,
-    /// Texts that end an output.
-    #[serde(default)]
-    pub stop: Option<Stop>,
-    /// See [`Sampling`].
-    #[serde(default)]
-    pub presence_penalty: Option<f32>,
-    /// See [`Sampling`].
-    #[serde(default)]
-    pub frequency_penalty: Option<f32>,
-    /// Fixes the random choices.
-    #[serde(default)]
-    pub seed: Option<i64>,
     /// Changes of single logits; not honored.
     #[serde(default)]
     pub logit_bias: Option<Value>,
@@ -111,21 +89,6 @@ pub struct ChatRequest {
     /// Who asks; a routing key.
     #[serde(default)]
     pub user: Option<String>,
-    /// Extension: see [`Sampling`]; negative for all tokens, as 0.
-    #[serde(default)]
-    pub top_k: Option<i64>,
-    /// Extension: see [`Sampling`].
-    #[serde(default)]
-    pub min_p: Option<f32>,
-    /// Extension: see [`Sampling`].
-    #[serde(default)]
-    pub repetition_penalty: Option<f32>,
-    /// Extension: whether end tokens are ordinary ones.
-    #[serde(default)]
-    pub ignore_eos: Option<bool>,
-    /// Extension: tokens that end an output.
-    #[serde(default)]
-    pub stop_token_ids: Option<Vec<u32>>,
     /// Extension: whether the prompt ends with the start of the answer. Default: true.
     #[serde(default)]
     pub add_generation_prompt: Option<bool>,
@@ -135,6 +98,9 @@ pub struct ChatRequest {
     /// Extension: names the sequence, so that the next turn continues it.
     #[serde(default)]
     pub seq_id: Option<String>,
+    /// How tokens are chosen.
+    #[serde(flatten)]
+    pub sampling_fields: SamplingFields,
 }
 
 /// The answer.
@@ -266,21 +232,11 @@ impl ChatRequest {
     /// How tokens are chosen, in the worker's own words. `max_tokens` is as given.
     pub fn sampling(&self) -> Sampling {
         let wants_logprobs = self.logprobs.unwrap_or(false);
+        let sampling = self.sampling_fields.sampling();
         Sampling {
-            temperature: self.temperature,
-            top_k: self.top_k.map(top_k),
-            top_p: self.top_p,
-            min_p: self.min_p,
-            repetition_penalty: self.repetition_penalty,
-            presence_penalty: self.presence_penalty,
-            frequency_penalty: self.frequency_penalty,
-            seed: self.seed.map(i64::cast_unsigned),
-            stop: self.stop.clone().map(Stop::into_vec).unwrap_or_default(),
-            stop_token_ids: self.stop_token_ids.clone().unwrap_or_default(),
-            ignore_eos: self.ignore_eos.unwrap_or(false),
             logprobs: wants_logprobs.then(|| self.top_logprobs.unwrap_or(0)),
-            n: self.n,
-            max_tokens: self.max_completion_tokens.or(self.max_tokens),
+            max_tokens: self.max_completion_tokens.or(sampling.max_tokens),
+            ..sampling
         }
     }
 }

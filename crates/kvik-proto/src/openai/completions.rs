@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use super::sampling::SamplingFields;
 use crate::worker::Sampling;
 
 /// What is completed: one text or several, as text or as tokens.
@@ -20,16 +21,6 @@ pub enum Prompt {
     TokenLists(Vec<Vec<u32>>),
 }
 
-/// Texts that end an output.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged, expecting = "a string or a list of strings")]
-pub enum Stop {
-    /// One.
-    One(String),
-    /// Several.
-    Many(Vec<String>),
-}
-
 /// How a stream is told.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
@@ -38,7 +29,7 @@ pub struct StreamOptions {
     pub include_usage: Option<bool>,
 }
 
-/// Asks for completions of one or several prompts.
+/// Asks for completions of one or several prompts, by default of 16 tokens.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CompletionRequest {
     /// The model. Default: the one that is served.
@@ -46,18 +37,6 @@ pub struct CompletionRequest {
     pub model: Option<String>,
     /// What is completed.
     pub prompt: Prompt,
-    /// Most tokens of an output. Default: 16.
-    #[serde(default)]
-    pub max_tokens: Option<u32>,
-    /// See [`Sampling`].
-    #[serde(default)]
-    pub temperature: Option<f32>,
-    /// See [`Sampling`].
-    #[serde(default)]
-    pub top_p: Option<f32>,
-    /// Outputs for each prompt. Default: 1.
-    #[serde(default)]
-    pub n: Option<u32>,
     /// Outputs made to choose `n` from; only `n` itself is honored.
     #[serde(default)]
     pub best_of: Option<u32>,
@@ -73,18 +52,6 @@ pub struct CompletionRequest {
     /// Whether the prompt comes before the output. Default: false.
     #[serde(default)]
     pub echo: Option<bool>,
-    /// Texts that end an output.
-    #[serde(default)]
-    pub stop: Option<Stop>,
-    /// See [`Sampling`].
-    #[serde(default)]
-    pub presence_penalty: Option<f32>,
-    /// See [`Sampling`].
-    #[serde(default)]
-    pub frequency_penalty: Option<f32>,
-    /// Fixes the random choices.
-    #[serde(default)]
-    pub seed: Option<i64>,
     /// Text after the output; not honored.
     #[serde(default)]
     pub suffix: Option<String>,
@@ -94,21 +61,6 @@ pub struct CompletionRequest {
     /// Who asks; a routing key.
     #[serde(default)]
     pub user: Option<String>,
-    /// Extension: see [`Sampling`]; negative for all tokens, as 0.
-    #[serde(default)]
-    pub top_k: Option<i64>,
-    /// Extension: see [`Sampling`].
-    #[serde(default)]
-    pub min_p: Option<f32>,
-    /// Extension: see [`Sampling`].
-    #[serde(default)]
-    pub repetition_penalty: Option<f32>,
-    /// Extension: whether end tokens are ordinary ones.
-    #[serde(default)]
-    pub ignore_eos: Option<bool>,
-    /// Extension: tokens that end an output.
-    #[serde(default)]
-    pub stop_token_ids: Option<Vec<u32>>,
     /// Extension: whether text prompts get the special tokens that the tokenizer adds. Default: true.
     #[serde(default)]
     pub add_special_tokens: Option<bool>,
@@ -118,6 +70,9 @@ pub struct CompletionRequest {
     /// Extension: names the sequence, so that the next turn continues it.
     #[serde(default)]
     pub seq_id: Option<String>,
+    /// How tokens are chosen.
+    #[serde(flatten)]
+    pub sampling_fields: SamplingFields,
 }
 
 /// The answer, or a chunk of a stream.
@@ -194,35 +149,10 @@ pub struct PromptTokensDetails {
     pub cached_tokens: usize,
 }
 
-impl Stop {
-    /// All of them.
-    pub fn into_vec(self) -> Vec<String> {
-        match self {
-            Self::One(text) => vec![text],
-            Self::Many(texts) => texts,
-        }
-    }
-}
-
 impl CompletionRequest {
     /// How tokens are chosen, in the worker's own words. `max_tokens` is as given.
     pub fn sampling(&self) -> Sampling {
-        Sampling {
-            temperature: self.temperature,
-            top_k: self.top_k.map(top_k),
-            top_p: self.top_p,
-            min_p: self.min_p,
-            repetition_penalty: self.repetition_penalty,
-            presence_penalty: self.presence_penalty,
-            frequency_penalty: self.frequency_penalty,
-            seed: self.seed.map(i64::cast_unsigned),
-            stop: self.stop.clone().map(Stop::into_vec).unwrap_or_default(),
-            stop_token_ids: self.stop_token_ids.clone().unwrap_or_default(),
-            ignore_eos: self.ignore_eos.unwrap_or(false),
-            logprobs: self.logprobs,
-            n: self.n,
-            max_tokens: self.max_tokens,
-        }
+        Sampling { logprobs: self.logprobs, ..self.sampling_fields.sampling() }
     }
 }
 
@@ -234,9 +164,4 @@ impl Usage {
         self.total_tokens += prompt_tokens + completion_tokens;
         self.prompt_tokens_details.cached_tokens += cached_tokens;
     }
-}
-
-/// Negative numbers mean all tokens, as 0 does.
-pub(super) fn top_k(given: i64) -> u32 {
-    u32::try_from(given.max(0)).unwrap_or(u32::MAX)
 }

@@ -1,5 +1,8 @@
 //! Errors in the shape that OpenAI's clients expect.
 
+use bytes::Bytes;
+use http::header::{CONTENT_TYPE, RETRY_AFTER};
+use http::{HeaderValue, Response, StatusCode};
 use serde::{Deserialize, Serialize};
 
 /// The body of every answer that is not a success.
@@ -29,9 +32,9 @@ impl ErrorBody {
         Self::new("invalid_request_error", message, param, None)
     }
 
-    /// A request longer than the model's context: 400.
-    pub fn context_length(message: impl Into<String>) -> Self {
-        Self::new("invalid_request_error", message, Some("messages"), Some("context_length_exceeded"))
+    /// A request whose `param` is longer than the model's context: 400.
+    pub fn context_length(message: impl Into<String>, param: &str) -> Self {
+        Self::new("invalid_request_error", message, Some(param), Some("context_length_exceeded"))
     }
 
     /// A missing or wrong key: 401.
@@ -53,6 +56,20 @@ impl ErrorBody {
     /// A failure that the request did not cause: 5xx.
     pub fn server(message: impl Into<String>) -> Self {
         Self::new("server_error", message, None, None)
+    }
+
+    /// The whole answer; `retry_after_s` tells when trying again is worthwhile.
+    pub fn response(&self, status: StatusCode, retry_after_s: Option<u64>) -> Response<Bytes> {
+        // Strings always can be written.
+        let body = serde_json::to_vec(self).unwrap_or_default();
+        let mut response = Response::new(Bytes::from(body));
+        *response.status_mut() = status;
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        if let Some(seconds) = retry_after_s {
+            headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response
     }
 
     fn new(kind: &str, message: impl Into<String>, param: Option<&str>, code: Option<&str>) -> Self {

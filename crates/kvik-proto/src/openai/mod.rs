@@ -7,6 +7,7 @@ mod chat;
 mod completions;
 mod error;
 mod models;
+mod sampling;
 mod tokenize;
 
 pub use chat::{
@@ -15,10 +16,11 @@ pub use chat::{
 };
 pub use completions::{
     CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse, Prompt, PromptTokensDetails,
-    Stop, StreamOptions, Usage,
+    StreamOptions, Usage,
 };
 pub use error::{ErrorBody, ErrorDetail};
 pub use models::{ModelCard, ModelList};
+pub use sampling::{SamplingFields, Stop};
 pub use tokenize::{DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse};
 
 #[cfg(test)]

@@ -80,7 +80,7 @@ fn a_request_with_nulls_and_unknown_fields_is_one_with_defaults() {
     let sampling = request.sampling();
     assert_eq!(
         (sampling.top_k, sampling.seed, sampling.stop),
-        (Some(0), Some(u64::MAX), vec!["x".to_owned()])
+        (Some(0), Some(u64::MAX), Some(vec!["x".to_owned()]))
     );
 }
 
@@ -110,4 +110,29 @@ fn usage_adds_up() {
         json!({"prompt_tokens": 10, "completion_tokens": 8, "total_tokens": 18,
                "prompt_tokens_details": {"cached_tokens": 4}})
     );
+}
+
+#[test]
+fn flattened_fields_are_read_beside_the_others_and_written_there() {
+    let body = json!({"messages": [], "temperature": 1, "max_tokens": 5, "max_completion_tokens": 4, "n": 2});
+    let request: ChatRequest = serde_json::from_value(body).unwrap();
+    assert_eq!((request.sampling_fields.temperature, request.sampling_fields.n), (Some(1.0), Some(2)));
+    assert_eq!(request.sampling().max_tokens, Some(4));
+    let written = serde_json::to_value(&request).unwrap();
+    assert_eq!((&written["n"], &written["max_tokens"]), (&json!(2), &json!(5)));
+}
+
+#[test]
+fn an_error_is_an_answer_with_its_status_and_time() {
+    let body = ErrorBody::context_length("`token_ids` is too long", "token_ids");
+    let response = body.response(http::StatusCode::BAD_REQUEST, None);
+    assert_eq!(response.status(), http::StatusCode::BAD_REQUEST);
+    assert_eq!(response.headers()["content-type"], "application/json");
+    assert!(!response.headers().contains_key("retry-after"));
+    let read: Value = serde_json::from_slice(response.body()).unwrap();
+    let expected = json!({"message": "`token_ids` is too long", "type": "invalid_request_error",
+                          "param": "token_ids", "code": "context_length_exceeded"});
+    assert_eq!(read["error"], expected);
+    let later = ErrorBody::server("later").response(http::StatusCode::SERVICE_UNAVAILABLE, Some(7));
+    assert_eq!(later.headers()["retry-after"], "7");
 }

@@ -1,34 +1,22 @@
 //! `POST /v1/chat/completions`.
 
-use std::sync::Arc;
-
 use axum::extract::{Request, State};
 use http::StatusCode;
 use kvik_model::SamplingParams;
 use kvik_proto::openai::{
-    ChatChoice, ChatChunk, ChatChunkChoice, ChatDelta, ChatMessage, ChatRequest, ChatResponse, Usage,
+    ChatChoice, ChatChunk, ChatChunkChoice, ChatDelta, ChatMessage, ChatRequest, ChatResponse,
+    SamplingFields, Usage,
 };
-use kvik_proto::sse;
 use serde_json::Value;
 
+use super::answer::{Form, Head, push_end};
 use super::logprobs::chat_logprobs;
 use super::request::{chat_messages, refuse, sampling_params, start, unsupported};
 use super::stream::{Outcome, Renderer, add_usage, collect, push_error, push_json, respond, total_usage};
-use super::{Answer, Shared, json, read_json};
-use crate::clock::unix_seconds;
+use super::{Answer, Shared, json, part, read_json_with};
 use crate::error::Refusal;
 use crate::generation::Event;
 use crate::state::Loaded;
-
-/// What all chunks of an answer share.
-#[derive(Debug)]
-struct Head {
-    loaded: Arc<Loaded>,
-    id: String,
-    created: u64,
-    returns_tokens: bool,
-    has_logprobs: bool,
-}
 
 /// Writes chunks.
 #[derive(Debug)]
@@ -42,24 +30,17 @@ struct ChunkRenderer {
 
 /// Serves the request.
 pub(super) async fn handle(State(state): Shared, request: Request) -> Answer {
-    let request: ChatRequest = read_json(&state, request).await?;
+    let request: ChatRequest = read_json_with(&state, request, &[part::<SamplingFields>]).await?;
     let loaded = state.ready()?;
     loaded.check_model(request.model.as_deref())?;
     let sampling = check(&request, loaded)?;
+    let form = Form::of(request.stream, request.stream_options)?;
     let messages = chat_messages(request.messages)?;
     let prompt = loaded.encode_chat(&messages, request.add_generation_prompt.unwrap_or(true)).await?;
     loaded.check_prompt("messages", &prompt)?;
     let generation = start(&state, loaded, vec![prompt], &sampling, request.seq_id.as_deref()).await?;
-    let head = Head {
-        loaded: Arc::clone(loaded),
-        id: state.new_id("chatcmpl-"),
-        created: unix_seconds(),
-        returns_tokens: request.return_token_ids.unwrap_or(false),
-        has_logprobs: sampling.logprobs.is_some(),
-    };
-    if request.stream.unwrap_or(false) {
-        let includes_usage =
-            request.stream_options.is_some_and(|options| options.include_usage == Some(true));
+    let head = Head::new(&state, loaded, "chatcmpl-", request.return_token_ids, &sampling);
+    if let Form::Stream { includes_usage } = form {
         let has_role = vec![false; sampling.n as usize];
         let renderer = ChunkRenderer { head, includes_usage, usage: Usage::default(), has_role };
         return Ok(respond(generation, renderer));
@@ -72,7 +53,7 @@ pub(super) async fn handle(State(state): Shared, request: Request) -> Answer {
         created: head.created,
         model: loaded.model_name.clone(),
         system_fingerprint: Some(loaded.fingerprint.clone()),
-        choices: choices.map(|(choice, outcome)| head.whole_choice(choice as u32, outcome)).collect(),
+        choices: choices.map(|(choice, outcome)| whole_choice(&head, choice as u32, outcome)).collect(),
         usage,
         id: head.id,
     };
@@ -95,43 +76,46 @@ fn check(request: &ChatRequest, loaded: &Loaded) -> Result<SamplingParams, Refus
     if request.tool_choice.as_ref().is_some_and(|choice| !is_free(choice)) {
         return Err(unsupported("tool_choice"));
     }
-    let is_only_text =
-        |kinds: &Value| kinds.as_array().is_none_or(|kinds| kinds.iter().all(|kind| kind == "text"));
+    let is_only_text = |kinds: &Value| {
+        kinds.is_null() || kinds.as_array().is_some_and(|kinds| kinds.iter().all(|kind| kind == "text"))
+    };
     if request.modalities.as_ref().is_some_and(|kinds| !is_only_text(kinds)) {
         return Err(unsupported("modalities"));
     }
     if request.top_logprobs.is_some_and(|n| 0 < n) && !request.logprobs.unwrap_or(false) {
         return Err(Refusal::field("top_logprobs", "given without `logprobs`", "with `logprobs`: true"));
     }
-    if request.stream_options.is_some() && !request.stream.unwrap_or(false) {
-        return Err(Refusal::field("stream_options", "given without `stream`", "with `stream`: true"));
+    let limits = [
+        ("max_tokens", request.sampling_fields.max_tokens),
+        ("max_completion_tokens", request.max_completion_tokens),
+    ];
+    if let Some((field, _)) = limits.into_iter().find(|(_, limit)| *limit == Some(0)) {
+        return Err(Refusal::field(field, 0, "at least 1"));
     }
     let longest = u32::try_from(loaded.max_tokens).unwrap_or(u32::MAX);
     sampling_params(&request.sampling(), longest, "top_logprobs")
 }
 
-impl Head {
-    fn chunk(&self, choices: Vec<ChatChunkChoice>) -> ChatChunk {
-        ChatChunk {
-            id: self.id.clone(),
-            object: "chat.completion.chunk".to_owned(),
-            created: self.created,
-            model: self.loaded.model_name.clone(),
-            system_fingerprint: Some(self.loaded.fingerprint.clone()),
-            choices,
-            usage: None,
-        }
+fn chunk(head: &Head, choices: Vec<ChatChunkChoice>) -> ChatChunk {
+    ChatChunk {
+        id: head.id.clone(),
+        object: "chat.completion.chunk".to_owned(),
+        created: head.created,
+        model: head.loaded.model_name.clone(),
+        system_fingerprint: Some(head.loaded.fingerprint.clone()),
+        choices,
+        usage: None,
     }
+}
 
-    fn whole_choice(&self, choice: u32, outcome: Outcome) -> ChatChoice {
-        let tokens = outcome.tokens.iter().copied().zip(&outcome.logprobs);
-        ChatChoice {
-            index: choice,
-            logprobs: self.has_logprobs.then(|| chat_logprobs(&self.loaded, tokens)),
-            message: ChatMessage::text("assistant", outcome.text),
-            finish_reason: Some(outcome.finish_reason.to_owned()),
-            token_ids: self.returns_tokens.then_some(outcome.tokens),
-        }
+fn whole_choice(head: &Head, choice: u32, outcome: Outcome) -> ChatChoice {
+    let tokens = outcome.tokens.iter().copied().zip(&outcome.logprobs);
+    ChatChoice {
+        index: choice,
+        logprobs: head.has_logprobs.then(|| chat_logprobs(&head.loaded, tokens)),
+        message: ChatMessage::text("assistant", outcome.text),
+        finish_reason: Some(outcome.finish_reason.to_owned()),
+        token_ids: head.returns_tokens.then_some(outcome.tokens),
     }
 }
 
@@ -144,7 +128,7 @@ impl Renderer for ChunkRenderer {
                     let delta =
                         ChatDelta { role: Some("assistant".to_owned()), content: Some(String::new()) };
                     let first = ChatChunkChoice { index: token.choice, delta, ..ChatChunkChoice::default() };
-                    push_json(&self.head.chunk(vec![first]), out);
+                    push_json(&chunk(&self.head, vec![first]), out);
                 }
                 let logprobs = token.logprobs.map(|at| chat_logprobs(&self.head.loaded, [(token.id, &at)]));
                 let token_ids = self.head.returns_tokens.then(|| vec![token.id]);
@@ -169,15 +153,11 @@ impl Renderer for ChunkRenderer {
             Event::Rejected(error) => return push_error(&error.to_string(), out),
             Event::Accepted | Event::Admitted { .. } => return,
         };
-        push_json(&self.head.chunk(vec![choice]), out);
+        push_json(&chunk(&self.head, vec![choice]), out);
     }
 
     fn end(&mut self, out: &mut Vec<u8>) {
-        if self.includes_usage {
-            let mut last = self.head.chunk(Vec::new());
-            last.usage = Some(self.usage);
-            push_json(&last, out);
-        }
-        sse::encode("[DONE]", out);
+        let last = |usage| ChatChunk { usage: Some(usage), ..chunk(&self.head, Vec::new()) };
+        push_end(self.includes_usage.then_some(self.usage), last, out);
     }
 }

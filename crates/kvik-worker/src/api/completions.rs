@@ -5,32 +5,30 @@ use std::sync::Arc;
 use axum::extract::{Request, State};
 use http::StatusCode;
 use kvik_model::{AddSpecial, SamplingParams};
-use kvik_proto::openai::{CompletionChoice, CompletionRequest, CompletionResponse, Prompt, Usage};
-use kvik_proto::sse;
+use kvik_proto::openai::{
+    CompletionChoice, CompletionRequest, CompletionResponse, Prompt, SamplingFields, Usage,
+};
 use serde_json::Value;
 
+use super::answer::{Form, Head, push_end};
 use super::logprobs::completion_logprobs;
 use super::request::{refuse, sampling_params, start, unsupported};
 use super::stream::{Outcome, Renderer, add_usage, collect, push_error, push_json, respond, total_usage};
-use super::{Answer, Shared, json, read_json};
-use crate::clock::unix_seconds;
+use super::{Answer, Shared, json, part, read_json_with};
 use crate::error::Refusal;
 use crate::generation::Event;
-use crate::state::{Loaded, WorkerState};
+use crate::state::Loaded;
 
 /// Most tokens of an output where the request says nothing.
 const DEFAULT_MAX_TOKENS: u32 = 16;
 /// Most prompts of a request.
 const MAX_PROMPTS: usize = 1024;
 
-/// What all chunks of an answer share.
+/// What the outputs of an answer share.
 #[derive(Debug)]
-struct Head {
-    loaded: Arc<Loaded>,
-    id: String,
-    created: u64,
-    returns_tokens: bool,
-    has_logprobs: bool,
+struct Outputs {
+    head: Head,
+    /// Of each prompt.
     n_choices: u32,
     /// For each prompt: what stands before its outputs.
     echoes: Vec<String>,
@@ -39,7 +37,7 @@ struct Head {
 /// Writes chunks.
 #[derive(Debug)]
 struct ChunkRenderer {
-    head: Head,
+    outputs: Outputs,
     includes_usage: bool,
     usage: Usage,
     /// For each choice of each prompt: characters of tokens so far, none before the first chunk.
@@ -48,29 +46,28 @@ struct ChunkRenderer {
 
 /// Serves the request.
 pub(super) async fn handle(State(state): Shared, request: Request) -> Answer {
-    let request: CompletionRequest = read_json(&state, request).await?;
+    let request: CompletionRequest = read_json_with(&state, request, &[part::<SamplingFields>]).await?;
     let loaded = state.ready()?;
     loaded.check_model(request.model.as_deref())?;
     let sampling = check(&request)?;
+    let form = Form::of(request.stream, request.stream_options)?;
     let (prompts, texts) = prompts(loaded, &request).await?;
     let echoes = if request.echo.unwrap_or(false) { texts } else { vec![String::new(); prompts.len()] };
     let n_prompts = prompts.len();
     let generation = start(&state, loaded, prompts, &sampling, request.seq_id.as_deref()).await?;
-    let head = Head::new(&state, loaded, &request, &sampling, echoes);
-    if request.stream.unwrap_or(false) {
-        let n_offsets = n_prompts * sampling.n as usize;
-        let includes_usage =
-            request.stream_options.is_some_and(|options| options.include_usage == Some(true));
-        let offsets = vec![None; n_offsets];
-        let renderer = ChunkRenderer { head, includes_usage, usage: Usage::default(), offsets };
+    let head = Head::new(&state, loaded, "cmpl-", request.return_token_ids, &sampling);
+    let outputs = Outputs { head, n_choices: sampling.n, echoes };
+    if let Form::Stream { includes_usage } = form {
+        let offsets = vec![None; n_prompts * sampling.n as usize];
+        let renderer = ChunkRenderer { outputs, includes_usage, usage: Usage::default(), offsets };
         return Ok(respond(generation, renderer));
     }
     let outcomes = collect(generation, n_prompts, sampling.n as usize).await?;
-    let mut response = head.response(Vec::new());
+    let mut response = outputs.response(Vec::new());
     response.usage = Some(total_usage(&outcomes));
     for (part_idx, part) in outcomes.into_iter().enumerate() {
         for (choice, outcome) in part.into_iter().enumerate() {
-            response.choices.push(head.whole_choice(part_idx, choice as u32, outcome));
+            response.choices.push(outputs.whole_choice(part_idx, choice as u32, outcome));
         }
     }
     Ok(json(StatusCode::OK, &response))
@@ -80,14 +77,13 @@ pub(super) async fn handle(State(state): Shared, request: Request) -> Answer {
 fn check(request: &CompletionRequest) -> Result<SamplingParams, Refusal> {
     let suffix = request.suffix.clone().map(Value::from);
     refuse(&[("suffix", suffix.as_ref()), ("logit_bias", request.logit_bias.as_ref())])?;
-    if let Some(best_of) = request.best_of.filter(|&best_of| best_of != request.n.unwrap_or(1)) {
+    if let Some(best_of) =
+        request.best_of.filter(|&best_of| best_of != request.sampling_fields.n.unwrap_or(1))
+    {
         return Err(Refusal::field("best_of", best_of, "the value of `n`"));
     }
     if request.echo.unwrap_or(false) && request.logprobs.is_some() {
         return Err(unsupported("echo"));
-    }
-    if request.stream_options.is_some() && !request.stream.unwrap_or(false) {
-        return Err(Refusal::field("stream_options", "given without `stream`", "with `stream`: true"));
     }
     sampling_params(&request.sampling(), DEFAULT_MAX_TOKENS, "logprobs")
 }
@@ -126,32 +122,15 @@ async fn prompts(
     Ok((prompts, texts))
 }
 
-impl Head {
-    fn new(
-        state: &WorkerState,
-        loaded: &Arc<Loaded>,
-        request: &CompletionRequest,
-        sampling: &SamplingParams,
-        echoes: Vec<String>,
-    ) -> Self {
-        Self {
-            loaded: Arc::clone(loaded),
-            id: state.new_id("cmpl-"),
-            created: unix_seconds(),
-            returns_tokens: request.return_token_ids.unwrap_or(false),
-            has_logprobs: sampling.logprobs.is_some(),
-            n_choices: sampling.n,
-            echoes,
-        }
-    }
-
+impl Outputs {
     fn response(&self, choices: Vec<CompletionChoice>) -> CompletionResponse {
+        let head = &self.head;
         CompletionResponse {
-            id: self.id.clone(),
+            id: head.id.clone(),
             object: "text_completion".to_owned(),
-            created: self.created,
-            model: self.loaded.model_name.clone(),
-            system_fingerprint: Some(self.loaded.fingerprint.clone()),
+            created: head.created,
+            model: head.loaded.model_name.clone(),
+            system_fingerprint: Some(head.loaded.fingerprint.clone()),
             choices,
             usage: None,
         }
@@ -165,29 +144,29 @@ impl Head {
         let tokens = outcome.tokens.iter().copied().zip(&outcome.logprobs);
         CompletionChoice {
             index: self.index(part_idx, choice),
-            logprobs: self.has_logprobs.then(|| completion_logprobs(&self.loaded, tokens, &mut 0)),
+            logprobs: self.head.has_logprobs.then(|| completion_logprobs(&self.head.loaded, tokens, &mut 0)),
             text: format!("{}{}", self.echoes[part_idx], outcome.text),
             finish_reason: Some(outcome.finish_reason.to_owned()),
-            token_ids: self.returns_tokens.then_some(outcome.tokens),
+            token_ids: self.head.returns_tokens.then_some(outcome.tokens),
         }
     }
 }
 
 impl Renderer for ChunkRenderer {
     fn render(&mut self, part_idx: usize, event: Event, out: &mut Vec<u8>) {
+        let head = &self.outputs.head;
         let choice = match event {
             Event::Token(token) => {
-                let index = self.head.index(part_idx, token.choice);
+                let index = self.outputs.index(part_idx, token.choice);
                 let mut text = token.text;
                 let Some(offset) = self.offsets.get_mut(index as usize) else { return };
                 if offset.is_none() {
-                    text.insert_str(0, &self.head.echoes[part_idx]);
+                    text.insert_str(0, &self.outputs.echoes[part_idx]);
                 }
                 let offset = offset.get_or_insert(0);
-                let logprobs = token
-                    .logprobs
-                    .map(|at| completion_logprobs(&self.head.loaded, [(token.id, &at)], offset));
-                let token_ids = self.head.returns_tokens.then(|| vec![token.id]);
+                let logprobs =
+                    token.logprobs.map(|at| completion_logprobs(&head.loaded, [(token.id, &at)], offset));
+                let token_ids = head.returns_tokens.then(|| vec![token.id]);
                 // Text that is held back comes with a later token; there is nothing to tell yet.
                 if text.is_empty() && logprobs.is_none() && token_ids.is_none() {
                     return;
@@ -197,7 +176,7 @@ impl Renderer for ChunkRenderer {
             Event::Finished { choice, text, reason, usage } => {
                 add_usage(&mut self.usage, choice, usage);
                 CompletionChoice {
-                    index: self.head.index(part_idx, choice),
+                    index: self.outputs.index(part_idx, choice),
                     text,
                     finish_reason: Some(reason.as_str().to_owned()),
                     ..CompletionChoice::default()
@@ -207,15 +186,11 @@ impl Renderer for ChunkRenderer {
             Event::Rejected(error) => return push_error(&error.to_string(), out),
             Event::Accepted | Event::Admitted { .. } => return,
         };
-        push_json(&self.head.response(vec![choice]), out);
+        push_json(&self.outputs.response(vec![choice]), out);
     }
 
     fn end(&mut self, out: &mut Vec<u8>) {
-        if self.includes_usage {
-            let mut last = self.head.response(Vec::new());
-            last.usage = Some(self.usage);
-            push_json(&last, out);
-        }
-        sse::encode("[DONE]", out);
+        let last = |usage| CompletionResponse { usage: Some(usage), ..self.outputs.response(Vec::new()) };
+        push_end(self.includes_usage.then_some(self.usage), last, out);
     }
 }

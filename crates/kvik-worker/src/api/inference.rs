@@ -3,18 +3,22 @@
 use axum::extract::{Request, State};
 use http::StatusCode;
 use kvik_model::{GenerateRequest, SamplingParams};
+use kvik_proto::openai::SamplingFields;
 use kvik_proto::sse;
 use kvik_proto::worker::{
     FinishRequest, FinishResponse, GenerateEvent, GenerateRequest as WireGenerateRequest, InitRequest,
-    StepRequest,
+    PromptInput, SamplingInput, StepRequest,
 };
 
 use super::request::{admit, check_seq_id, input_tokens, sampling_params, start, unsupported};
 use super::stream::{Renderer, push_json, respond};
-use super::{Answer, Shared, json, read_json};
+use super::{Answer, Part, Shared, json, part, read_json, read_json_with};
 use crate::error::Refusal;
 use crate::generation::Event;
 use crate::sequences::MAX_STEP;
+
+/// The flattened parts of a request that starts a sequence.
+const PARTS: &[Part] = &[part::<PromptInput>, part::<SamplingInput>, part::<SamplingFields>];
 
 /// Writes events.
 #[derive(Debug)]
@@ -22,16 +26,12 @@ struct EventRenderer;
 
 /// `POST /inference/init`.
 pub(super) async fn init(State(state): Shared, request: Request) -> Answer {
-    let request: InitRequest = read_json(&state, request).await?;
+    let request: InitRequest = read_json_with(&state, request, PARTS).await?;
     let loaded = state.ready()?;
     check_seq_id(&request.seq_id)?;
-    let max_tokens = SamplingParams::default().max_tokens;
-    let sampling = sampling_params(&request.sampling, max_tokens, "logprobs")?;
+    let sampling = check(request.sampling)?;
     if sampling.n != 1 {
         return Err(Refusal::field("n", sampling.n, "1; only /inference/generate takes more"));
-    }
-    if sampling.logprobs.is_some() {
-        return Err(unsupported("logprobs"));
     }
     let prompt = input_tokens(loaded, request.input).await?;
     let permit = admit(&state, loaded, 1)?;
@@ -61,16 +61,22 @@ pub(super) async fn finish(State(state): Shared, request: Request) -> Answer {
 
 /// `POST /inference/generate`.
 pub(super) async fn generate(State(state): Shared, request: Request) -> Answer {
-    let request: WireGenerateRequest = read_json(&state, request).await?;
+    let request: WireGenerateRequest = read_json_with(&state, request, PARTS).await?;
     let loaded = state.ready()?;
-    let max_tokens = SamplingParams::default().max_tokens;
-    let sampling = sampling_params(&request.sampling, max_tokens, "logprobs")?;
-    if sampling.logprobs.is_some() {
-        return Err(unsupported("logprobs"));
-    }
+    let sampling = check(request.sampling)?;
     let prompt = input_tokens(loaded, request.input).await?;
     let generation = start(&state, loaded, vec![prompt], &sampling, request.seq_id.as_deref()).await?;
     Ok(respond(generation, EventRenderer))
+}
+
+/// Refuses what is not honored and returns the rest.
+fn check(given: SamplingInput) -> Result<SamplingParams, Refusal> {
+    let max_tokens = SamplingParams::default().max_tokens;
+    let sampling = sampling_params(&given.merge()?, max_tokens, "logprobs")?;
+    if sampling.logprobs.is_some() {
+        return Err(unsupported("logprobs"));
+    }
+    Ok(sampling)
 }
 
 impl Renderer for EventRenderer {

@@ -74,6 +74,7 @@ pub(super) async fn stats(State(state): Shared) -> Answer {
     let stats = KvStats {
         block_tokens: BLOCK_TOKENS,
         blocks: snapshot.pool.n_blocks,
+        limit_blocks: snapshot.pool.limit_blocks,
         free_blocks: snapshot.pool.n_free,
         registered_blocks: snapshot.pool.n_registered,
         evicted_blocks: snapshot.pool.n_evicted,

@@ -10,6 +10,7 @@
 //! | `/health`, `/ready`, `/metrics`, `/drain` | [`admin`] |
 
 mod admin;
+mod answer;
 mod chat;
 mod completions;
 mod inference;
@@ -43,6 +44,8 @@ const BODY_TIMEOUT: Duration = Duration::from_mins(1);
 
 /// The state as handlers get it.
 type Shared = State<Arc<WorkerState>>;
+/// Looks whether a body can be read as a part of its request.
+type Part = fn(&[u8]) -> Result<(), Refusal>;
 /// What handlers give.
 type Answer = Result<Response, Refusal>;
 
@@ -101,8 +104,33 @@ async fn read_body(state: &WorkerState, request: Request) -> Result<Bytes, Refus
 
 /// Reads a request's JSON; an error names the field.
 async fn read_json<T: DeserializeOwned>(state: &WorkerState, request: Request) -> Result<T, Refusal> {
+    parse(&read_body(state, request).await?)
+}
+
+/// Reads a request with flattened parts. An error there does not know its field, so a body that
+/// cannot be read is read again part by part.
+async fn read_json_with<T: DeserializeOwned>(
+    state: &WorkerState,
+    request: Request,
+    parts: &[Part],
+) -> Result<T, Refusal> {
     let body = read_body(state, request).await?;
-    let mut json = serde_json::Deserializer::from_slice(&body);
+    let names_field = |refusal: &Refusal| refusal.body.error.param.is_some();
+    parse(&body).map_err(|refusal| {
+        if names_field(&refusal) {
+            return refusal;
+        }
+        parts.iter().filter_map(|part| part(&body).err()).find(names_field).unwrap_or(refusal)
+    })
+}
+
+/// Reads a body as one part of its request.
+fn part<T: DeserializeOwned>(body: &[u8]) -> Result<(), Refusal> {
+    parse::<T>(body).map(drop)
+}
+
+fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, Refusal> {
+    let mut json = serde_json::Deserializer::from_slice(body);
     let value = serde_path_to_error::deserialize(&mut json).map_err(|error| {
         let path = error.path().to_string();
         let field = (path != "." && path != "?").then_some(path);

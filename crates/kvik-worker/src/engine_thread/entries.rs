@@ -17,6 +17,8 @@ pub(super) struct Entry {
     choices: Vec<Choice>,
     n_live_choices: usize,
     n_granted: u64,
+    admitted: Option<Instant>,
+    first_token: Option<Instant>,
     /// When the client last read or the output last grew.
     progressed: Instant,
 }
@@ -37,12 +39,19 @@ pub(super) struct Entries {
 /// How long a token took.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum TokenTime {
-    /// Since the request arrived: its first token.
-    First(Duration),
+    /// The first token of the request.
+    First { since_arrival: Duration, since_admission: Duration },
     /// Since the token before it in its output.
     Next(Duration),
     /// The first token of another choice, which was chosen together with that of the first.
     Unmeasured,
+}
+
+/// How long a request took.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct RequestTime {
+    pub(super) since_arrival: Duration,
+    pub(super) since_first_token: Duration,
 }
 
 impl Entry {
@@ -52,6 +61,8 @@ impl Entry {
             choices: vec![Choice { n_sent: 0, last_sent: None }; n_choices],
             n_live_choices: n_choices,
             n_granted: u64::from(origin.credits),
+            admitted: None,
+            first_token: None,
             progressed: origin.arrived,
             origin,
         }
@@ -69,10 +80,6 @@ impl Entry {
         let _ = self.origin.events.send((self.origin.part_idx, event));
     }
 
-    pub(super) fn has_first_token(&self) -> bool {
-        self.choices.first().is_some_and(|choice| 0 < choice.n_sent)
-    }
-
     pub(super) fn grant(&mut self, n: u32, now: Instant) {
         self.n_granted += u64::from(n);
         self.progressed = now;
@@ -84,22 +91,34 @@ impl Entry {
         !self.origin.is_stepped && is_paused && self.progressed < deadline
     }
 
+    /// Notes the start of the first step that has the request; the time since its arrival.
+    pub(super) fn note_admitted(&mut self, now: Instant) -> Duration {
+        self.admitted = Some(now);
+        now.saturating_duration_since(self.origin.arrived)
+    }
+
     pub(super) fn note_token(&mut self, choice: u32, now: Instant) -> TokenTime {
         self.progressed = now;
         let arrived = self.origin.arrived;
+        let admitted = self.admitted.unwrap_or(arrived);
+        self.first_token.get_or_insert(now);
         let Some(state) = self.choices.get_mut(choice as usize) else { return TokenTime::Unmeasured };
         state.n_sent += 1;
         match state.last_sent.replace(now) {
             Some(before) => TokenTime::Next(now - before),
-            None if choice == 0 => TokenTime::First(now - arrived),
+            None if choice == 0 => {
+                TokenTime::First { since_arrival: now - arrived, since_admission: now - admitted }
+            }
             None => TokenTime::Unmeasured,
         }
     }
 
-    /// Notes the end of an output; the time since the request's arrival after the last one.
-    pub(super) fn note_finished(&mut self, now: Instant) -> Option<Duration> {
+    /// Notes the end of an output; what the request took after the last one.
+    pub(super) fn note_finished(&mut self, now: Instant) -> Option<RequestTime> {
         self.n_live_choices = self.n_live_choices.saturating_sub(1);
-        (self.n_live_choices == 0).then(|| now - self.origin.arrived)
+        let since_first_token = self.first_token.map_or(Duration::ZERO, |first_token| now - first_token);
+        (self.n_live_choices == 0)
+            .then(|| RequestTime { since_arrival: now - self.origin.arrived, since_first_token })
     }
 }
 

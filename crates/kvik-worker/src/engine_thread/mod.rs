@@ -49,8 +49,7 @@ pub(crate) struct Origin {
     pub(crate) name: Option<String>,
     /// Tokens that may be chosen before a grant.
     pub(crate) credits: u32,
-    /// Whether its client advances it: it may wait for credits for long, and its client is told
-    /// when the prompt is admitted.
+    /// Whether its client advances it: it may wait for credits for long.
     pub(crate) is_stepped: bool,
     pub(crate) arrived: Instant,
     /// Its place, given back when the engine is done with it: a client that does not read its
@@ -68,6 +67,8 @@ pub(super) enum Command {
     Export { name: String, layers: Range<usize>, reply: oneshot::Sender<Option<SequenceKv>> },
     Import { name: String, kv: SequenceKv, reply: oneshot::Sender<Result<(), ModelError>> },
     Stats { reply: oneshot::Sender<Snapshot> },
+    /// Other engines ask for memory.
+    GiveBack,
     Stop,
 }
 
@@ -86,10 +87,19 @@ pub(crate) struct Snapshot {
     pub(crate) tokens_per_second: f64,
 }
 
+/// How long the thread waits for others.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Patience {
+    /// For a client that does not read.
+    pub(crate) slow_client: Duration,
+    /// For memory that other engines hold.
+    pub(crate) memory: Duration,
+}
+
 /// Sends commands to the thread; clones share it.
 #[derive(Debug, Clone)]
 pub(crate) struct EngineHandle {
-    commands: mpsc::Sender<Command>,
+    commands: Arc<mpsc::Sender<Command>>,
     shared: Arc<Shared>,
 }
 
@@ -113,6 +123,7 @@ impl std::fmt::Debug for Command {
             Self::Export { .. } => "Export",
             Self::Import { .. } => "Import",
             Self::Stats { .. } => "Stats",
+            Self::GiveBack => "GiveBack",
             Self::Stop => "Stop",
         })
     }
@@ -121,11 +132,11 @@ impl std::fmt::Debug for Command {
 // === impl Snapshot ===
 
 impl Snapshot {
-    /// Share of the blocks that running sequences hold, 0 to 1; those of residents are for the
-    /// taking.
+    /// Share of the blocks that there could be which running sequences hold, 0 to 1; those of residents
+    /// are for the taking.
     pub(crate) fn kv_usage(&self) -> f64 {
-        let n_blocks = self.pool.n_blocks.max(1);
-        1.0 - (self.pool.n_free + self.n_resident_blocks) as f64 / n_blocks as f64
+        let n_held = self.pool.n_blocks.saturating_sub(self.pool.n_free + self.n_resident_blocks);
+        (n_held as f64 / self.pool.limit_blocks.max(1) as f64).min(1.0)
     }
 
     /// Seconds, 1 to 60, until about half of what is outstanding is done.
@@ -148,15 +159,25 @@ impl EngineHandle {
     pub(crate) fn spawn(
         engine: Engine,
         metrics: WorkerMetrics,
-        slow_client_timeout: Duration,
+        patience: Patience,
     ) -> Result<(Self, JoinHandle<()>)> {
         let (sender, receiver) = mpsc::channel();
+        let sender = Arc::new(sender);
+        // Weak: the thread must still see when nobody can send commands any more.
+        let waker = Arc::downgrade(&sender);
+        let mut engine = engine;
+        engine.set_memory_waker(Box::new(move || {
+            if let Some(sender) = waker.upgrade() {
+                // A thread that has ended holds no memory.
+                let _ = sender.send(Command::GiveBack);
+            }
+        }));
         let shared = Arc::new(Shared {
             is_alive: AtomicBool::new(true),
             n_tickets: AtomicU64::new(0),
             snapshot: Mutex::new(Snapshot::default()),
         });
-        let thread = EngineThread::new(engine, receiver, Arc::clone(&shared), metrics, slow_client_timeout);
+        let thread = EngineThread::new(engine, receiver, Arc::clone(&shared), metrics, patience);
         let thread =
             std::thread::Builder::new()
                 .name("kvik-engine".to_owned())

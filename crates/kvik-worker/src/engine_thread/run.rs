@@ -1,14 +1,9 @@
 //! What the thread does.
 //!
-//! One turn: take commands, hand requests to the engine, step, send events, end clients that do not
-//! read. The thread sleeps only when the engine has nothing to do, and then wakes once a second if
-//! some output waits for its client.
-//!
-//! The engine tells how much of a prompt was found only at an output's end, but who steps a sequence
-//! is told at its start. So a stepped request is handed over when every request before it has been
-//! admitted, and those after it wait until it is: what the engine then counts as found is its own.
+//! One turn: take commands, step, send events, end clients that do not read. The thread sleeps only
+//! when the engine has nothing to do, and then wakes once a second if some output waits for its
+//! client.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -17,9 +12,12 @@ use std::time::{Duration, Instant};
 use kvik_model::{Engine, EngineEvent, SubmitOptions};
 
 use super::entries::{Entries, Entry, TokenTime};
-use super::{Command, Shared, Snapshot, Submission};
+use super::{Command, Patience, Shared, Snapshot, Submission};
 use crate::generation::{Event, Token};
 use crate::metrics::WorkerMetrics;
+
+/// Time between two tries to get memory that other engines hold.
+const STARVED_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Time between two looks for clients that do not read.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
@@ -30,12 +28,10 @@ pub(super) struct EngineThread {
     commands: Receiver<Command>,
     shared: Arc<Shared>,
     metrics: WorkerMetrics,
-    slow_client_timeout: Duration,
+    patience: Patience,
+    /// Since when nothing runs for want of memory.
+    starved_since: Option<Instant>,
     entries: Entries,
-    /// Requests that wait for a stepped one to be admitted.
-    queue: VecDeque<Submission>,
-    /// The stepped request that is being admitted, and the tokens found before it.
-    admitting: Option<(u64, u64)>,
     events: Vec<EngineEvent>,
     busy: Duration,
     last_look: Instant,
@@ -59,17 +55,16 @@ impl EngineThread {
         commands: Receiver<Command>,
         shared: Arc<Shared>,
         metrics: WorkerMetrics,
-        slow_client_timeout: Duration,
+        patience: Patience,
     ) -> Self {
         let mut thread = Self {
             engine,
             commands,
             shared,
             metrics,
-            slow_client_timeout,
+            patience,
+            starved_since: None,
             entries: Entries::default(),
-            queue: VecDeque::new(),
-            admitting: None,
             events: Vec::new(),
             busy: Duration::ZERO,
             last_look: Instant::now(),
@@ -82,9 +77,9 @@ impl EngineThread {
     pub(super) fn run(mut self) {
         let _guard = EndGuard(Arc::clone(&self.shared));
         while self.take_commands() {
-            self.hand_over();
             if self.engine.has_work() {
                 self.step();
+                self.end_starved();
             } else {
                 self.publish();
             }
@@ -93,16 +88,16 @@ impl EngineThread {
         for entry in self.entries.drain() {
             entry.send_last(Event::Failed("the worker stops".to_owned()));
         }
-        for Submission { origin, .. } in self.queue.drain(..) {
-            let _ = origin.events.send((origin.part_idx, Event::Failed("the worker stops".to_owned())));
-        }
     }
 
     /// Takes all commands that are there, waiting for one if there is nothing else to do; false at
     /// the end.
     fn take_commands(&mut self) -> bool {
-        if !self.engine.has_work() && self.queue.is_empty() {
-            let command = if self.entries.is_empty() {
+        let is_starved = self.engine.is_starved();
+        if is_starved || !self.engine.has_work() {
+            let command = if is_starved {
+                self.commands.recv_timeout(STARVED_INTERVAL)
+            } else if self.entries.is_empty() {
                 self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
             } else {
                 self.commands.recv_timeout(LOOK_INTERVAL)
@@ -129,7 +124,7 @@ impl EngineThread {
     fn obey(&mut self, command: Command) -> bool {
         // Who asked may be gone; the answers then go nowhere.
         match command {
-            Command::Submit(submission) => self.queue.push_back(*submission),
+            Command::Submit(submission) => self.submit(*submission),
             Command::Grant { ticket, n } => {
                 if let Some(entry) = self.entries.get_mut(ticket) {
                     entry.grant(n, Instant::now());
@@ -160,6 +155,7 @@ impl EngineThread {
             Command::Stats { reply } => {
                 let _ = reply.send(self.snapshot());
             }
+            Command::GiveBack => self.engine.give_back_memory(),
             Command::Stop => return false,
         }
         true
@@ -167,30 +163,13 @@ impl EngineThread {
 
     /// Takes a request from the engine; `None` if it never had it or has ended it.
     fn end(&mut self, ticket: u64) -> Option<Entry> {
-        self.queue.retain(|submission| submission.origin.ticket != ticket);
         let entry = self.entries.remove(ticket)?;
-        if self.admitting.is_some_and(|(admitting, _)| admitting == ticket) {
-            self.admitting = None;
-        }
         if entry.origin.name.is_some() {
             self.engine.finish(entry.id);
         } else {
             self.engine.cancel(entry.id);
         }
         Some(entry)
-    }
-
-    /// Gives the engine the requests that need not wait.
-    fn hand_over(&mut self) {
-        while self.admitting.is_none() {
-            let Some(next) = self.queue.front() else { return };
-            if next.origin.is_stepped && self.entries.iter().any(|(_, entry)| !entry.has_first_token()) {
-                return;
-            }
-            if let Some(submission) = self.queue.pop_front() {
-                self.submit(submission);
-            }
-        }
     }
 
     fn submit(&mut self, submission: Submission) {
@@ -200,9 +179,6 @@ impl EngineThread {
         match self.engine.submit_with(request, options) {
             Ok(id) => {
                 self.metrics.accepted(n_prompt_tokens);
-                if origin.is_stepped {
-                    self.admitting = Some((origin.ticket, self.engine.stats().n_cached_tokens));
-                }
                 let entry = Entry::new(id, origin, n_choices);
                 entry.send(Event::Accepted);
                 self.entries.insert(entry);
@@ -221,16 +197,14 @@ impl EngineThread {
         self.busy += now - started;
         // Before the events: who has read its last one finds itself gone from the numbers.
         self.publish();
-        self.tell_admission(&events);
         for event in events.drain(..) {
-            self.deliver(event, now);
+            self.deliver(event, started, now);
         }
         self.events = events;
         if let Err(error) = outcome {
             // The batch is poisoned: without this it would be tried again for ever.
             tracing::error!(%error, "the engine refused its own batch; all its requests fail");
             let ended: Vec<Entry> = self.entries.drain().collect();
-            self.admitting = None;
             for entry in ended {
                 self.engine.cancel(entry.id);
                 self.metrics.cancelled("failure");
@@ -239,29 +213,21 @@ impl EngineThread {
         }
     }
 
-    /// Tells the stepped request that waits for it how much of its prompt was found.
-    fn tell_admission(&mut self, events: &[EngineEvent]) {
-        let Some((ticket, n_cached_before)) = self.admitting else { return };
-        let Some(entry) = self.entries.get_mut(ticket) else {
-            self.admitting = None;
-            return;
-        };
-        let has_token = events
-            .iter()
-            .any(|event| matches!(event, EngineEvent::Token(token) if token.request == entry.id));
-        let cached_tokens = (self.engine.stats().n_cached_tokens - n_cached_before) as usize;
-        if has_token || 0 < cached_tokens || self.engine.n_waiting() == 0 {
-            entry.send(Event::Admitted { cached_tokens });
-            self.admitting = None;
-        }
-    }
-
-    fn deliver(&mut self, event: EngineEvent, now: Instant) {
+    /// Passes on an event of the step from `started` to `now`.
+    fn deliver(&mut self, event: EngineEvent, started: Instant, now: Instant) {
         match event {
+            EngineEvent::Admitted { request, cached_tokens } => {
+                let Some((_, entry)) = self.entries.of_request(request) else { return };
+                self.metrics.queue_seconds.record(entry.note_admitted(started));
+                entry.send(Event::Admitted { cached_tokens, at: started });
+            }
             EngineEvent::Token(token) => {
                 let Some((_, entry)) = self.entries.of_request(token.request) else { return };
                 match entry.note_token(token.choice, now) {
-                    TokenTime::First(time) => self.metrics.first_token_seconds.record(time),
+                    TokenTime::First { since_arrival, since_admission } => {
+                        self.metrics.first_token_seconds.record(since_arrival);
+                        self.metrics.prefill_seconds.record(since_admission);
+                    }
                     TokenTime::Next(time) => self.metrics.inter_token_seconds.record(time),
                     TokenTime::Unmeasured => {}
                 }
@@ -279,7 +245,8 @@ impl EngineThread {
                 match entry.note_finished(now) {
                     None => entry.send(event),
                     Some(time) => {
-                        self.metrics.request_seconds.record(time);
+                        self.metrics.decode_seconds.record(time.since_first_token);
+                        self.metrics.request_seconds.record(time.since_arrival);
                         self.end_with(ticket, event);
                     }
                 }
@@ -294,6 +261,26 @@ impl EngineThread {
         }
     }
 
+    /// Fails the request that has waited longest if nothing could run for too long because other engines
+    /// hold the memory.
+    fn end_starved(&mut self) {
+        if !self.engine.is_starved() {
+            self.starved_since = None;
+            return;
+        }
+        let now = Instant::now();
+        if now - *self.starved_since.get_or_insert(now) < self.patience.memory {
+            return;
+        }
+        self.starved_since = None;
+        let mut events = std::mem::take(&mut self.events);
+        self.engine.fail_starved(&mut events);
+        for event in events.drain(..) {
+            self.deliver(event, now, now);
+        }
+        self.events = events;
+    }
+
     /// Forgets a request that the engine is done with.
     fn end_with(&mut self, ticket: u64, event: Event) {
         if let Some(entry) = self.entries.remove(ticket) {
@@ -304,11 +291,11 @@ impl EngineThread {
     /// Ends the outputs that their clients have not read for too long.
     fn end_slow_clients(&mut self) {
         let now = Instant::now();
-        if now - self.last_look < LOOK_INTERVAL.min(self.slow_client_timeout) {
+        if now - self.last_look < LOOK_INTERVAL.min(self.patience.slow_client) {
             return;
         }
         self.last_look = now;
-        let Some(deadline) = now.checked_sub(self.slow_client_timeout) else { return };
+        let Some(deadline) = now.checked_sub(self.patience.slow_client) else { return };
         let stalled: Vec<u64> = self
             .entries
             .iter()
@@ -328,7 +315,7 @@ impl EngineThread {
         let busy = self.busy.as_secs_f64();
         Snapshot {
             n_running: self.engine.n_running(),
-            n_waiting: self.engine.n_waiting() + self.queue.len(),
+            n_waiting: self.engine.n_waiting(),
             n_residents: self.engine.n_residents(),
             n_resident_blocks: self.engine.n_resident_blocks(),
             outstanding_tokens: self.engine.outstanding_tokens(),

@@ -9,7 +9,7 @@ use kvik_model::{
 };
 use kvik_types::Dtype;
 
-use super::EngineHandle;
+use super::{EngineHandle, Patience};
 use crate::admission::Admission;
 use crate::error::Refusal;
 use crate::generation::{Event, Generation, WINDOW};
@@ -71,7 +71,8 @@ fn start(slow_client_timeout: Duration) -> (EngineHandle, std::thread::JoinHandl
     let backend = Box::new(Fragile { inner, panics_on: PANICS_ON, fails_on: FAILS_ON });
     let tokenizer = Some(Arc::clone(model.tokenizer()));
     let engine = Engine::new(backend, tokenizer, &namespace, EngineOptions::default()).unwrap();
-    EngineHandle::spawn(engine, WorkerMetrics::new("m", "w"), slow_client_timeout).unwrap()
+    let patience = Patience { slow_client: slow_client_timeout, memory: Duration::from_secs(30) };
+    EngineHandle::spawn(engine, WorkerMetrics::new("m", "w"), patience).unwrap()
 }
 
 fn request(prompt: &[u32], max_tokens: u32) -> GenerateRequest {
@@ -122,7 +123,11 @@ async fn an_output_that_is_not_read_pauses_at_the_window_and_is_ended_after_its_
     let (engine, _thread) = start(Duration::from_millis(1));
     let mut slow = begin(&engine, vec![request(&[1, 70], 900)]).await.unwrap();
     // Not read at all: the engine itself gets it out of the way.
-    while 0 < engine.snapshot().await.unwrap().n_running {
+    let n_sequences = async || {
+        let snapshot = engine.snapshot().await.unwrap();
+        snapshot.n_running + snapshot.n_waiting
+    };
+    while 0 < n_sequences().await {
         tokio::task::yield_now().await;
     }
     let mut n_tokens = 0;
@@ -135,6 +140,26 @@ async fn an_output_that_is_not_read_pauses_at_the_window_and_is_ended_after_its_
     }
     assert_eq!(n_tokens, WINDOW);
     assert!(matches!(end, Some(Event::Failed(message)) if message.contains("did not read")));
+}
+
+#[tokio::test]
+async fn every_request_is_told_its_admission_before_its_first_token() {
+    let (engine, _thread) = start(Duration::from_mins(1));
+    let prompt: Vec<u32> = (100..140).collect();
+    let first = begin(&engine, vec![request(&prompt, 2)]).await.unwrap();
+    assert!(matches!(last_event(first).await, Event::Finished { .. }));
+    let mut again = begin(&engine, vec![request(&prompt, 2), request(&[1, 70], 2)]).await.unwrap();
+    let mut cached = [None, None];
+    while let Some((part_idx, event)) = again.next().await {
+        match event {
+            Event::Admitted { cached_tokens, .. } => {
+                assert_eq!(cached[part_idx].replace(cached_tokens), None);
+            }
+            Event::Token(_) => assert!(cached[part_idx].is_some()),
+            _ => {}
+        }
+    }
+    assert_eq!(cached, [Some(32), Some(0)]);
 }
 
 #[tokio::test]

@@ -21,6 +21,10 @@ async fn bad_parameters_are_refused_with_400_and_their_name() {
     let cases = [
         completion("temperature", json!(-1)),
         completion("temperature", json!("hot")),
+        chat("temperature", json!("hot")),
+        ("/v1/chat/completions", chat("stop_token_ids", json!([1, -1])).1, "stop_token_ids[1]".to_owned()),
+        chat("stream", json!("yes")),
+        chat("stream_options", json!({})),
         completion("top_p", json!(0)),
         completion("top_p", json!(1.5)),
         completion("n", json!(0)),
@@ -48,9 +52,12 @@ async fn bad_parameters_are_refused_with_400_and_their_name() {
         chat("response_format", json!({"type": "json_object"})),
         chat("audio", json!({"voice": "a"})),
         chat("modalities", json!(["text", "audio"])),
+        chat("modalities", json!("audio")),
         chat("logit_bias", json!({"1": 5})),
         chat("top_logprobs", json!(2)),
         chat("messages", json!([])),
+        chat("max_tokens", json!(0)),
+        chat("max_completion_tokens", json!(0)),
         chat("messages", json!("hi")),
     ];
     for (path, body, field) in cases {
@@ -99,6 +106,9 @@ async fn an_unknown_model_is_404_and_a_long_prompt_400() {
     let (message, param, code) = answer.error();
     assert_eq!((param, code), (json!("prompt"), json!("context_length_exceeded")));
     assert!(message.contains("4096 tokens long; allowed: at most 4095"), "{message}");
+    let answer = worker.client.post("/inference/generate", &json!({"token_ids": vec![70; 4096]})).await;
+    let (_, param, code) = answer.error();
+    assert_eq!((param, code), (json!("token_ids"), json!("context_length_exceeded")));
     let body = json!({"messages": [{"role": "user", "content": "long ".repeat(5000)}]});
     let answer = worker.client.post("/v1/chat/completions", &body).await;
     assert_eq!(answer.error().2, "context_length_exceeded");

@@ -190,3 +190,32 @@ async fn kv_that_waits_is_bounded() {
     assert_eq!(statuses.last(), Some(&StatusCode::TOO_MANY_REQUESTS));
     worker.end().await;
 }
+
+#[tokio::test]
+async fn kv_for_which_running_sequences_leave_no_room_may_come_again() {
+    let mut config = crate::support::config();
+    config.kv_blocks = 8;
+    let worker = start_with(config).await;
+    let client = &worker.client;
+    compute(client, "a").await;
+    let mut layers = Vec::new();
+    for layer in 0..N_LAYERS {
+        layers.push(get(client, "a", layer).await);
+    }
+    let running: Vec<u32> = (100..200).collect();
+    client.ask("/inference/init", &json!({"seq_id": "running", "token_ids": running})).await;
+    let put_all = async || {
+        let mut last = None;
+        for (layer, body) in layers.iter().enumerate() {
+            last = Some(put(client, &format!("seq_id=b&layer={layer}"), body).await);
+        }
+        last.unwrap()
+    };
+    let refused = put_all().await;
+    assert_eq!(refused.status, StatusCode::SERVICE_UNAVAILABLE, "{}", refused.text());
+    assert_eq!(refused.headers["retry-after"], "1");
+    client.ask("/inference/finish", &json!({"seq_id": "running", "forget": true})).await;
+    assert_eq!(put_all().await.status, StatusCode::OK);
+    assert_eq!(get(client, "b", 3).await, layers[3]);
+    worker.end().await;
+}

@@ -146,10 +146,28 @@ async fn metrics_have_the_names_that_dashboards_know() {
         "vllm:num_preemptions_total{",
         "vllm:time_to_first_token_seconds_bucket{",
         "vllm:inter_token_latency_seconds_count{model_name=\"kvik-tiny\",engine=\"measured\"} 3",
-        "vllm:e2e_request_latency_seconds_sum{",
+        "vllm:time_to_first_token_seconds_count{model_name=\"kvik-tiny\",engine=\"measured\"} 1",
+        "vllm:e2e_request_latency_seconds_count{model_name=\"kvik-tiny\",engine=\"measured\"} 1",
+        "vllm:request_queue_time_seconds_count{model_name=\"kvik-tiny\",engine=\"measured\"} 1",
+        "vllm:request_prefill_time_seconds_count{model_name=\"kvik-tiny\",engine=\"measured\"} 1",
+        "vllm:request_decode_time_seconds_count{model_name=\"kvik-tiny\",engine=\"measured\"} 1",
+        "kvik_worker_kv_blocks{model_name=\"kvik-tiny\",engine=\"measured\"} 1024",
+        "kvik_worker_kv_blocks_limit{model_name=\"kvik-tiny\",engine=\"measured\"} 1024",
+        "kvik_worker_kv_blocks_given_back_total{model_name=\"kvik-tiny\",engine=\"measured\"} 0",
         "kvik_worker_refused_total{model_name=\"kvik-tiny\",engine=\"measured\",status=\"400\"} 1",
     ] {
         assert!(text.contains(line), "{line} is missing in:\n{text}");
     }
+    // Queue, prefill and decode are the whole of a request's time, without gap or overlap.
+    let sum = |name: &str| -> f64 {
+        let start = format!("vllm:{name}_seconds_sum{{model_name=\"kvik-tiny\",engine=\"measured\"}} ");
+        let value = text.lines().find_map(|line| line.strip_prefix(start.as_str()));
+        value.unwrap().parse().unwrap()
+    };
+    let (queue, prefill, decode) =
+        (sum("request_queue_time"), sum("request_prefill_time"), sum("request_decode_time"));
+    assert!(0.0 < prefill && 0.0 < decode, "{prefill} {decode}");
+    assert!((queue + prefill - sum("time_to_first_token")).abs() < 1e-6);
+    assert!((queue + prefill + decode - sum("e2e_request_latency")).abs() < 1e-6);
     worker.end().await;
 }

@@ -93,6 +93,81 @@ async fn a_step_that_is_repeated_gives_the_same_tokens_and_one_of_the_future_409
 }
 
 #[tokio::test]
+async fn sampling_may_stand_beside_its_object() {
+    let worker = start().await;
+    let client = &worker.client;
+    let (tokens, _) = engine_alone(tokens_of(PROMPT), SamplingParams::greedy(5));
+    for sampling in [
+        json!({"temperature": 0, "max_tokens": 5}),
+        json!({"temperature": 0, "sampling": {"max_tokens": 5}}),
+        json!({"temperature": 0, "sampling": {"max_tokens": 5, "temperature": 0}, "stop": "\u{1}"}),
+    ] {
+        let mut body = sampling;
+        body["prompt"] = PROMPT.into();
+        let mut events = client.events("/inference/generate", &body).await;
+        assert_eq!(events.pop().unwrap(), "[DONE]");
+        let streamed: Vec<u32> = events
+            .iter()
+            .filter_map(|event| match serde_json::from_str(event).unwrap() {
+                GenerateEvent::Token { token, .. } => Some(token),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(streamed, tokens, "{body}");
+        body["seq_id"] = "a".into();
+        let started = client.ask("/inference/init", &body).await;
+        assert_eq!(started["tokens_so_far"], json!(tokens[..1]));
+        let rest = step(client, &json!({"seq_id": "a", "n": 9})).await;
+        assert_eq!((rest.tokens.as_slice(), rest.finished), (&tokens[1..], true), "{body}");
+    }
+    for path in ["/inference/init", "/inference/generate"] {
+        for (field, beside, inside) in [
+            ("max_tokens", json!(5), json!(6)),
+            ("ignore_eos", json!(true), json!(false)),
+            ("stop", json!("a"), json!(["b"])),
+        ] {
+            let mut body = json!({"seq_id": "b", "prompt": "x", "sampling": {}});
+            body[field] = beside;
+            body["sampling"][field] = inside;
+            let answer = client.post(path, &body).await;
+            assert_eq!((answer.status, answer.error().1), (StatusCode::BAD_REQUEST, json!(field)), "{body}");
+        }
+        for (body, field) in [
+            (json!({"seq_id": "b", "prompt": "x", "temperature": "hot"}), "temperature"),
+            (json!({"seq_id": "b", "prompt": 7}), "prompt"),
+            (json!({"seq_id": "b", "token_ids": [1, "x"]}), "token_ids[1]"),
+            (json!({"seq_id": "b", "messages": [{"role": "user"}]}), "messages[0]"),
+            (json!({"seq_id": "b", "prompt": "x", "sampling": {"n": -1}}), "sampling.n"),
+            (json!({"seq_id": "b", "prompt": "x", "sampling": {"topp": 1}}), "sampling.topp"),
+        ] {
+            let answer = client.post(path, &body).await;
+            assert_eq!((answer.status, answer.error().1), (StatusCode::BAD_REQUEST, json!(field)), "{body}");
+        }
+    }
+    worker.end().await;
+}
+
+#[tokio::test]
+async fn sequences_that_start_beside_others_are_told_their_own_cached_tokens() {
+    let worker = start().await;
+    let client = &worker.client;
+    let known: Vec<u32> = (100..180).collect();
+    init(client, "first", &known, 2).await;
+    let unknown = |first: u32| (first..first + 40).collect::<Vec<u32>>();
+    let streamed = json!({"prompt": known, "max_tokens": 30, "ignore_eos": true, "stream": true});
+    let (prompt_a, prompt_b, prompt_c) = (unknown(300), [known.as_slice(), &[7]].concat(), unknown(400));
+    let (a, b, c, _, d) = tokio::join!(
+        init(client, "a", &prompt_a, 4),
+        init(client, "b", &prompt_b, 4),
+        init(client, "c", &prompt_c, 4),
+        client.events("/v1/completions", &streamed),
+        init(client, "d", &known, 4),
+    );
+    assert_eq!([a, b, c, d].map(|started| started.cached_tokens), [0, 80, 0, 64]);
+    worker.end().await;
+}
+
+#[tokio::test]
 async fn concurrent_steps_of_a_sequence_are_made_once() {
     let worker = start().await;
     let client = &worker.client;

@@ -194,6 +194,7 @@ pub(crate) fn engine_alone(prompt: Vec<u32>, sampling: SamplingParams) -> (Vec<u
                 text.push_str(&token.text);
             }
             EngineEvent::Finished { text: rest, .. } => text.push_str(&rest),
+            EngineEvent::Admitted { .. } => {}
             other => panic!("{other:?}"),
         }
     }

@@ -17,7 +17,7 @@ use crate::kernels::{
     ThreadPool, attend, for_each_chunk_mut, gelu_tanh_rows, layer_norm_row, matmul, padded, rms_norm_row,
     silu_gate_rows,
 };
-use crate::paging::BlockId;
+use crate::paging::{BlockId, BlockMemory, ElasticMemory, MemoryGroup};
 
 use super::{Backend, LayerKv, Logits, SequenceRows};
 use weights::{LayerWeights, ModelWeights, NormWeights};
@@ -29,8 +29,10 @@ const ROWS_PER_CHUNK: usize = 8;
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct CpuBackendOptions {
-    /// Blocks of 16 tokens for keys and values. Default: 1024.
+    /// Blocks of 16 tokens for keys and values; with `memory`, the most that there can be. Default: 1024.
     pub n_blocks: usize,
+    /// Memory that is shared with other engines, instead of memory of its own. Default: none.
+    pub memory: Option<MemoryGroup>,
     /// Type in which keys and values are kept: f32, f16 or bf16. Default: f32.
     pub kv_dtype: Dtype,
     /// Threads that compute. Default: the number of cores the process may use.
@@ -42,7 +44,7 @@ pub struct CpuBackendOptions {
 impl Default for CpuBackendOptions {
     fn default() -> Self {
         let n_threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        Self { n_blocks: 1024, kv_dtype: Dtype::F32, n_threads, isa: Isa::detect() }
+        Self { n_blocks: 1024, memory: None, kv_dtype: Dtype::F32, n_threads, isa: Isa::detect() }
     }
 }
 
@@ -52,6 +54,23 @@ enum Pages {
     F32(KvPages<f32>),
     F16(KvPages<f16>),
     Bf16(KvPages<bf16>),
+}
+
+/// Pages of their own, or on the memory that `options` names.
+fn make_pages<E: KvElement>(
+    n_layers: usize,
+    shape: PageShape,
+    options: &CpuBackendOptions,
+) -> Result<(KvPages<E>, Option<ElasticMemory>)> {
+    let too_many = || ModelError::request("n_blocks", options.n_blocks, "as many blocks as memory holds");
+    let Some(group) = &options.memory else {
+        let pages = KvPages::try_new(n_layers, options.n_blocks, shape).ok_or_else(too_many)?;
+        return Ok((pages, None));
+    };
+    let block_bytes = KvPages::<E>::block_bytes(shape);
+    let memory = ElasticMemory::open(group, n_layers, block_bytes, options.n_blocks)?;
+    let pages = KvPages::on_pool(memory.pool(), n_layers, shape).ok_or_else(too_many)?;
+    Ok((pages, Some(memory)))
 }
 
 /// The activations of one pass.
@@ -72,6 +91,8 @@ pub struct CpuBackend {
     config: ModelConfig,
     weights: ModelWeights,
     pages: Pages,
+    /// Until somebody takes it.
+    memory: Option<ElasticMemory>,
     rotary: Option<RotaryTable>,
     activations: Activations,
     pool: ThreadPool,
@@ -89,15 +110,12 @@ impl CpuBackend {
         let weights = ModelWeights::load(checkpoint, &config)?;
         let shape = PageShape { n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
         let n_layers = config.n_layers;
-        let pages = match options.kv_dtype {
-            Dtype::F32 => KvPages::try_new(n_layers, options.n_blocks, shape).map(Pages::F32),
-            Dtype::F16 => KvPages::try_new(n_layers, options.n_blocks, shape).map(Pages::F16),
-            Dtype::BF16 => KvPages::try_new(n_layers, options.n_blocks, shape).map(Pages::Bf16),
+        let (pages, memory) = match options.kv_dtype {
+            Dtype::F32 => make_pages(n_layers, shape, options).map(|(pages, memory)| (Pages::F32(pages), memory)),
+            Dtype::F16 => make_pages(n_layers, shape, options).map(|(pages, memory)| (Pages::F16(pages), memory)),
+            Dtype::BF16 => make_pages(n_layers, shape, options).map(|(pages, memory)| (Pages::Bf16(pages), memory)),
             other => return Err(ModelError::request("kv_dtype", other, "f32, f16, bf16")),
-        };
-        let Some(pages) = pages else {
-            return Err(ModelError::request("n_blocks", options.n_blocks, "as many blocks as memory holds"));
-        };
+        }?;
         let rotary = match &config.position {
             Position::Rope(rope) => Some(RotaryTable::new(rope.inverse_frequencies(config.head_dim))),
             Position::Learned => None,
@@ -105,6 +123,7 @@ impl CpuBackend {
         Ok(Self {
             weights,
             pages,
+            memory,
             rotary,
             activations: Activations::default(),
             pool: ThreadPool::new(options.n_threads),
@@ -210,6 +229,10 @@ impl Backend for CpuBackend {
         }
         pass.logits(&self.weights, sequences, logits);
         Ok(())
+    }
+
+    fn take_memory(&mut self) -> Option<Box<dyn BlockMemory>> {
+        self.memory.take().map(|memory| Box::new(memory) as Box<dyn BlockMemory>)
     }
 
     fn copy_block(&mut self, from: BlockId, to: BlockId) {

@@ -1,25 +1,166 @@
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use super::*;
 
+/// Memory in pages that come and go.
+#[derive(Debug, Clone, Default)]
+struct Pages {
+    n_pages: usize,
+    page_blocks: usize,
+    /// The most pages that may be held now.
+    limit_pages: usize,
+    /// The most pages that may be held of what nobody needs.
+    spare_pages: usize,
+    taken: BTreeSet<BlockId>,
+    n_idle_noted: usize,
+}
+
+/// The pages of a pool, which its test sees too.
+#[derive(Debug, Clone)]
+struct PagesOfPool(Arc<Mutex<Pages>>);
+
+impl Pages {
+    fn page_of(&self, block: BlockId) -> usize {
+        block.index() / self.page_blocks
+    }
+
+    fn held_pages(&self) -> BTreeSet<usize> {
+        self.taken.iter().map(|&block| self.page_of(block)).collect()
+    }
+
+    /// Takes blocks of held pages before others, the lowest first.
+    fn take(&mut self, n_blocks: usize, need: Need) -> Vec<BlockId> {
+        let max_pages = match need {
+            Need::Spare => self.spare_pages.min(self.limit_pages),
+            Need::Required => self.limit_pages,
+        };
+        let mut taken = Vec::new();
+        for may_add_pages in [false, true] {
+            for index in 0..self.n_pages * self.page_blocks {
+                let block = BlockId::new(index as u32);
+                let held = self.held_pages();
+                let is_there = held.contains(&self.page_of(block)) || may_add_pages && held.len() < max_pages;
+                if taken.len() < n_blocks && is_there && self.taken.insert(block) {
+                    taken.push(block);
+                }
+            }
+        }
+        taken
+    }
+}
+
+impl BlockMemory for PagesOfPool {
+    fn capacity_blocks(&self) -> usize {
+        let pages = self.0.lock();
+        pages.n_pages * pages.page_blocks
+    }
+
+    fn limit_blocks(&self) -> usize {
+        let pages = self.0.lock();
+        pages.limit_pages * pages.page_blocks
+    }
+
+    fn take(&mut self, n_blocks: usize, need: Need, blocks: &mut Vec<BlockId>) {
+        blocks.extend(self.0.lock().take(n_blocks, need));
+    }
+
+    fn give_back(&mut self, blocks: &[BlockId]) {
+        let mut pages = self.0.lock();
+        for block in blocks {
+            assert!(pages.taken.remove(block), "{block:?} was not taken");
+        }
+    }
+
+    fn take_asked_pages(&mut self) -> usize {
+        0
+    }
+
+    fn page_of(&self, block: BlockId) -> usize {
+        self.0.lock().page_of(block)
+    }
+
+    fn note_idle_pages(&mut self, n_pages: usize) {
+        self.0.lock().n_idle_noted = n_pages;
+    }
+
+    fn set_waker(&mut self, _waker: Box<dyn Fn() + Send + Sync>) {}
+}
+
 /// Blocks as the specification sees them: slow and obvious.
 #[derive(Debug, Default)]
 struct NaivePool {
+    pages: Pages,
     n_holders: BTreeMap<BlockId, u32>,
     /// Oldest first.
     free: Vec<BlockId>,
     registered: BTreeMap<BlockId, Content>,
     n_evicted: u64,
+    n_given_back: u64,
 }
 
 impl NaivePool {
-    fn new(n_blocks: u32) -> Self {
-        Self { free: (0..n_blocks).map(BlockId::new).collect(), ..Self::default() }
+    /// All of `n_blocks` from the start, each on a page of its own.
+    fn fixed(n_blocks: u32) -> Self {
+        let n_pages = n_blocks as usize;
+        let pages = Pages { n_pages, page_blocks: 1, limit_pages: n_pages, ..Pages::default() };
+        let mut naive = Self { pages, ..Self::default() };
+        naive.grow(n_pages, Need::Required);
+        naive
+    }
+
+    fn grow(&mut self, n_blocks: usize, need: Need) {
+        let taken = self.pages.take(n_blocks, need);
+        self.free.splice(0..0, taken);
+    }
+
+    /// The pages on which nobody holds a block, those used longest ago first.
+    fn idle_pages(&self) -> Vec<usize> {
+        let mut idle = self.pages.held_pages();
+        idle.retain(|&page| !self.n_holders.keys().any(|&block| self.pages.page_of(block) == page));
+        let mut idle: Vec<usize> = idle.into_iter().collect();
+        idle.sort_by_key(|&page| self.free.iter().rposition(|&block| self.pages.page_of(block) == page));
+        idle
+    }
+
+    fn give_back_pages(&mut self, n_pages: usize) -> usize {
+        let given: Vec<usize> = self.idle_pages().into_iter().take(n_pages).collect();
+        let is_lost = |block: &BlockId| given.contains(&(block.index() / self.pages.page_blocks));
+        let n_before = self.pages.taken.len();
+        self.free.retain(|block| !is_lost(block));
+        self.registered.retain(|block, _| !is_lost(block));
+        self.pages.taken.retain(|block| !is_lost(block));
+        self.n_given_back += (n_before - self.pages.taken.len()) as u64;
+        // Orphans, their orphans, and so on.
+        let mut orphans: BTreeSet<BlockId> = BTreeSet::new();
+        loop {
+            let known: BTreeSet<BlockId> = self.registered.keys().copied().collect();
+            let is_orphan =
+                |content: &Content| content.parent.is_some_and(|parent| !known.contains(&parent));
+            let n_known = known.len();
+            orphans.extend(self.registered.extract_if(.., |_, content| is_orphan(content)).map(|(block, _)| block));
+            if self.registered.len() == n_known {
+                break;
+            }
+        }
+        assert!(orphans.iter().all(|block| !self.n_holders.contains_key(block)), "an orphan is held");
+        let (mut moved, kept): (Vec<BlockId>, Vec<BlockId>) =
+            self.free.iter().partition(|block| orphans.contains(block));
+        // The youngest of them is moved to the front first.
+        moved.extend(kept);
+        self.free = moved;
+        given.len()
     }
 
     fn allocate(&mut self) -> Option<BlockId> {
+        match self.free.first() {
+            None => self.grow(1, Need::Required),
+            Some(oldest) if self.registered.contains_key(oldest) => self.grow(1, Need::Spare),
+            Some(_) => {}
+        }
         if self.free.is_empty() {
             return None;
         }
@@ -76,18 +217,45 @@ enum Operation {
         table: usize,
     },
     Forget,
+    /// The memory of the pool is limited to so many pages, and of what is to spare to so many.
+    Limit {
+        limit_pages: usize,
+        spare_pages: usize,
+    },
+    /// So many blocks are needed.
+    Ensure {
+        n_blocks: usize,
+    },
+    /// Others ask for pages.
+    GiveBack {
+        n_pages: usize,
+    },
 }
 
 fn operations() -> impl Strategy<Value = Vec<Operation>> {
+    prop::collection::vec(table_operation(), 1..120)
+}
+
+fn elastic_operations() -> impl Strategy<Value = Vec<Operation>> {
     let operation = prop_oneof![
+        16 => table_operation(),
+        2 => (0..6_usize, 0..6_usize)
+            .prop_map(|(limit_pages, spare_pages)| Operation::Limit { limit_pages, spare_pages }),
+        1 => (0..6_usize).prop_map(|n_blocks| Operation::Ensure { n_blocks }),
+        3 => (0..4_usize).prop_map(|n_pages| Operation::GiveBack { n_pages }),
+    ];
+    prop::collection::vec(operation, 1..200)
+}
+
+fn table_operation() -> impl Strategy<Value = Operation> {
+    prop_oneof![
         3 => (0..6_usize).prop_map(|stem| Operation::Start { stem }),
         8 => (0..8_usize).prop_map(|table| Operation::Grow { table }),
         1 => (0..8_usize).prop_map(|table| Operation::GrowPartly { table }),
         1 => (0..8_usize).prop_map(|table| Operation::Fork { table }),
         3 => (0..8_usize).prop_map(|table| Operation::End { table }),
         1 => Just(Operation::Forget),
-    ];
-    prop::collection::vec(operation, 1..120)
+    ]
 }
 
 /// The tokens of block `idx` of a stem. Stems share beginnings, and every stem has its own end.
@@ -114,12 +282,25 @@ struct Table {
 struct Both {
     pool: BlockPool,
     naive: NaivePool,
+    /// Where the pool's memory comes and goes.
+    pages: Option<PagesOfPool>,
     tables: Vec<Table>,
 }
 
 impl Both {
-    fn new(n_blocks: u32) -> Self {
-        Self { pool: BlockPool::new(n_blocks as usize), naive: NaivePool::new(n_blocks), tables: Vec::new() }
+    fn fixed(n_blocks: u32) -> Self {
+        let pool = BlockPool::new(n_blocks as usize);
+        Self { pool, naive: NaivePool::fixed(n_blocks), pages: None, tables: Vec::new() }
+    }
+
+    fn elastic(pages: Pages) -> Self {
+        let shared = PagesOfPool(Arc::new(Mutex::new(pages.clone())));
+        Self {
+            pool: BlockPool::with_memory(Box::new(shared.clone())),
+            naive: NaivePool { pages, ..NaivePool::default() },
+            pages: Some(shared),
+            tables: Vec::new(),
+        }
     }
 
     fn apply(&mut self, operation: &Operation) {
@@ -150,6 +331,23 @@ impl Both {
                 self.pool.forget_free();
                 let held = &self.naive.n_holders;
                 self.naive.registered.retain(|block, _| held.contains_key(block));
+            }
+            Operation::Limit { limit_pages, spare_pages } => {
+                let mut of_pool = self.pages.as_ref().map(|pages| pages.0.lock());
+                for pages in [of_pool.as_deref_mut(), Some(&mut self.naive.pages)].into_iter().flatten() {
+                    pages.limit_pages = limit_pages.min(pages.n_pages);
+                    pages.spare_pages = spare_pages;
+                }
+            }
+            Operation::Ensure { n_blocks } => {
+                let n_missing = n_blocks.saturating_sub(self.naive.free.len());
+                if 0 < n_missing {
+                    self.naive.grow(n_missing, Need::Required);
+                }
+                assert_eq!(self.pool.ensure_free(n_blocks), n_blocks <= self.naive.free.len());
+            }
+            Operation::GiveBack { n_pages } => {
+                assert_eq!(self.pool.give_back_pages(n_pages), self.naive.give_back_pages(n_pages));
             }
         }
     }
@@ -209,9 +407,23 @@ impl Both {
         assert_eq!(stats.n_free, self.naive.free.len());
         assert_eq!(stats.n_registered, self.naive.registered.len());
         assert_eq!(stats.n_evicted, self.naive.n_evicted);
+        assert_eq!(stats.n_given_back, self.naive.n_given_back);
+        assert_eq!(stats.n_blocks, self.naive.pages.taken.len());
         assert_eq!(self.free_list(), self.naive.free);
-        for index in 0..stats.n_blocks as u32 {
+        if let Some(pages) = &self.pages {
+            let pages = pages.0.lock();
+            assert_eq!(pages.taken, self.naive.pages.taken);
+            assert_eq!(pages.n_idle_noted, self.naive.idle_pages().len());
+        }
+        for index in 0..self.pool.slots.len() as u32 {
             let block = BlockId::new(index);
+            let is_present = self.naive.pages.taken.contains(&block);
+            assert_eq!(self.pool.slots[block.index()].is_present, is_present);
+            if !is_present {
+                assert_eq!(self.pool.n_holders(block), 0, "an absent block is held");
+                assert!(!self.pool.is_registered(block), "an absent block is registered");
+                continue;
+            }
             let n_in_tables = self.tables.iter().flat_map(|table| &table.blocks);
             let n_in_tables = n_in_tables.filter(|&&held| held == block).count();
             assert_eq!(self.pool.n_holders(block) as usize, n_in_tables);
@@ -251,7 +463,7 @@ proptest! {
 
     #[test]
     fn any_operations_give_what_the_naive_pool_gives(n_blocks in 1..14_u32, operations in operations()) {
-        let mut both = Both::new(n_blocks);
+        let mut both = Both::fixed(n_blocks);
         for operation in &operations {
             both.apply(operation);
             both.check();
@@ -261,6 +473,27 @@ proptest! {
         }
         both.check();
         prop_assert_eq!(both.pool.n_free(), n_blocks as usize);
+    }
+
+    #[test]
+    fn memory_that_grows_and_shrinks_at_random_gives_what_the_naive_pool_gives(
+        n_pages in 1..6_usize,
+        page_blocks in 1..5_usize,
+        operations in elastic_operations(),
+    ) {
+        let pages = Pages { n_pages, page_blocks, limit_pages: n_pages, ..Pages::default() };
+        let mut both = Both::elastic(pages);
+        for operation in &operations {
+            both.apply(operation);
+            both.check();
+        }
+        while !both.tables.is_empty() {
+            both.apply(&Operation::End { table: 0 });
+        }
+        both.apply(&Operation::GiveBack { n_pages: usize::MAX });
+        both.check();
+        prop_assert_eq!(both.pool.stats().n_blocks, 0);
+        prop_assert_eq!(both.pool.stats().n_registered, 0);
     }
 }
 

@@ -1,0 +1,274 @@
+//! Blocks on memory that engines of one host share.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvik_memory::blocks::BlocksOutcome;
+use kvik_memory::geometry::{self, Geometry};
+use kvik_memory::ledger::{JoinOptions, Ledger, LedgerOptions, Member, Policy};
+use kvik_memory::pages::{Claim, Grants, Usage};
+use kvik_memory::pool::{KvPool, PoolOptions, PoolSettings};
+use kvik_memory::region::Guard;
+use kvik_memory::vmm::Vmm;
+use kvik_memory::vmm::host::{HostDevice, HostVmm};
+use parking_lot::Mutex;
+
+use super::{BlockMemory, Need};
+use crate::error::{ModelError, Result};
+use crate::paging::BlockId;
+
+/// Pages that are taken at least when a pool grows, so that it does not grow for every block.
+const GROWTH_PAGES: usize = 1;
+
+/// The memory that engines with one name share.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MemoryGroup {
+    /// The name: engines of one host that say the same share one limit.
+    pub ipc_name: String,
+    /// What the engine calls itself, for tools.
+    pub label: String,
+    /// The most bytes that the group may hold; `None` for all that the device has.
+    pub limit_bytes: Option<u64>,
+    /// Bytes of the device, if nobody has opened its ledger before.
+    pub device_bytes: u64,
+    /// The folder of the ledger's files.
+    pub dir: PathBuf,
+}
+
+/// Blocks of an engine on the host's shared memory.
+#[derive(Debug)]
+pub struct ElasticMemory {
+    pool: Arc<KvPool>,
+    capacity_blocks: usize,
+    blocks_per_page: usize,
+    page_cost_bytes: u64,
+    grants: Arc<CacheGrants>,
+    asks: Arc<Asks>,
+    /// Whether the last blocks that were required were not all there.
+    is_waiting: bool,
+    buffer: Vec<geometry::BlockId>,
+}
+
+/// An engine's grants, of which what only its cache is on counts as parked: an engine that needs memory
+/// comes before one that has none but remembers.
+#[derive(Debug)]
+struct CacheGrants {
+    member: Arc<Member>,
+    published: Mutex<Published>,
+}
+
+/// What tools and other engines were told last.
+#[derive(Debug, Default)]
+struct Published {
+    /// As the pool sees it, to which every block of the cache is used.
+    usage: Usage,
+    idle_bytes: u64,
+}
+
+/// What others asked for and was not answered yet.
+#[derive(Default)]
+struct Asks {
+    n_bytes: AtomicU64,
+    waker: Mutex<Option<Arc<dyn Fn() + Send + Sync>>>,
+}
+
+impl std::fmt::Debug for Asks {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Asks").field("n_bytes", &self.n_bytes).finish_non_exhaustive()
+    }
+}
+
+impl CacheGrants {
+    /// Tells how much of what is used is only the cache.
+    fn set_idle_bytes(&self, idle_bytes: u64) {
+        let mut published = self.published.lock();
+        published.idle_bytes = idle_bytes;
+        self.member.publish(published.visible());
+    }
+}
+
+impl Grants for CacheGrants {
+    fn claim(&self, n_bytes: u64) -> kvik_memory::Result<Claim> {
+        self.member.claim(n_bytes)
+    }
+
+    fn give_back(&self, n_bytes: u64) {
+        self.member.give_back(n_bytes);
+    }
+
+    fn claimable_bytes(&self) -> u64 {
+        self.member.claimable_bytes()
+    }
+
+    fn limit_bytes(&self) -> u64 {
+        self.member.limit_bytes()
+    }
+
+    fn publish(&self, usage: Usage) {
+        let mut published = self.published.lock();
+        published.usage = usage;
+        self.member.publish(published.visible());
+    }
+
+    fn stop_waiting(&self) {
+        self.member.stop_waiting();
+    }
+}
+
+impl Published {
+    fn visible(&self) -> Usage {
+        // The two numbers are of two moments: pages may be gone that still count as idle.
+        let idle_bytes = self.idle_bytes.min(self.usage.used_bytes);
+        Usage {
+            used_bytes: self.usage.used_bytes - idle_bytes,
+            parked_bytes: self.usage.parked_bytes.saturating_add(idle_bytes),
+        }
+    }
+}
+
+impl ElasticMemory {
+    /// Joins `group` with room for at least `n_blocks` blocks of `block_bytes` in each of `n_layers` layers.
+    ///
+    /// # Errors
+    /// If the ledger cannot be joined or the addresses cannot be reserved.
+    pub(crate) fn open(group: &MemoryGroup, n_layers: usize, block_bytes: usize, n_blocks: usize) -> Result<Self> {
+        let memory_error = |error: kvik_memory::MemoryError| ModelError::Memory(Box::new(error));
+        let page_bytes = page_bytes_for(block_bytes as u64);
+        // A block that straddles two pages is nobody's, so a page has one block less than fits.
+        let blocks_per_page = (page_bytes / block_bytes as u64).max(1) as usize;
+        let usable = if page_bytes.is_multiple_of(block_bytes as u64) { blocks_per_page } else { blocks_per_page - 1 };
+        let n_pages = u32::try_from(n_blocks.div_ceil(usable.max(1))).unwrap_or(u32::MAX);
+        let n_layers = u32::try_from(n_layers).unwrap_or(u32::MAX);
+        let geometry = Geometry::try_new(n_layers, page_bytes, n_pages).map_err(memory_error)?;
+        let vmm: Arc<dyn Vmm> =
+            Arc::new(HostVmm::open(HostDevice::new(geometry.region_bytes())).map_err(memory_error)?);
+        let ledger = Ledger::open(&LedgerOptions {
+            dir: group.dir.clone(),
+            budget_bytes: Some(group.device_bytes),
+            ..LedgerOptions::new(vmm.device_name())
+        })
+        .map_err(memory_error)?;
+        let policy = Policy { max_bytes: group.limit_bytes, ..Policy::default() };
+        let options = JoinOptions { policy, ..JoinOptions::new(&*group.ipc_name, &*group.label) };
+        let member = ledger.join(&options).map_err(memory_error)?;
+        let settings = PoolSettings {
+            // An engine that does nothing holds nothing.
+            is_preallocating: false,
+            low_watermark_pages: 0,
+            high_watermark_pages: 0,
+            ..PoolSettings::new(block_bytes as u64)
+        };
+        let options = PoolOptions { geometry, guard: Guard::Zero, settings };
+        let states = member.create_page_states(geometry.capacity_pages(), geometry.page_cost_bytes());
+        let states = Arc::new(states.map_err(memory_error)?);
+        let member = Arc::new(member);
+        let grants =
+            Arc::new(CacheGrants { member: Arc::clone(&member), published: Mutex::default() });
+        let pool = KvPool::open_with(vmm, grants.clone(), member, Some(states), &options);
+        let pool = Arc::new(pool.map_err(memory_error)?);
+        let asks = Arc::new(Asks::default());
+        pool.set_reclaim_callback({
+            let asks = Arc::clone(&asks);
+            move |n_bytes| {
+                asks.n_bytes.fetch_max(n_bytes, Ordering::SeqCst);
+                let waker = asks.waker.lock().clone();
+                if let Some(waker) = waker {
+                    waker();
+                }
+            }
+        });
+        let capacity_blocks = pool.block_geometry().n_blocks() as usize;
+        Ok(Self {
+            pool,
+            capacity_blocks,
+            blocks_per_page: usable.max(1),
+            page_cost_bytes: geometry.page_cost_bytes(),
+            grants,
+            asks,
+            is_waiting: false,
+            buffer: Vec::new(),
+        })
+    }
+
+    /// The pool below, for whoever reads and writes the blocks.
+    pub(crate) fn pool(&self) -> &Arc<KvPool> {
+        &self.pool
+    }
+}
+
+impl BlockMemory for ElasticMemory {
+    fn capacity_blocks(&self) -> usize {
+        self.capacity_blocks
+    }
+
+    fn limit_blocks(&self) -> usize {
+        let n_pages = self.pool.counters().limit_bytes / self.page_cost_bytes;
+        self.capacity_blocks.min(usize::try_from(n_pages).unwrap_or(usize::MAX).saturating_mul(self.blocks_per_page))
+    }
+
+    fn take(&mut self, n_blocks: usize, need: Need, blocks: &mut Vec<BlockId>) {
+        let n_available = self.pool.available_blocks() as usize;
+        let n_wanted = match need {
+            Need::Spare if n_available == 0 => return,
+            Need::Spare => n_blocks.max(GROWTH_PAGES * self.blocks_per_page).min(n_available),
+            // Also if there are fewer: that makes the others give back.
+            Need::Required => n_blocks.max(n_available.min(GROWTH_PAGES * self.blocks_per_page)),
+        };
+        self.buffer.clear();
+        for n_tried in [n_wanted, n_blocks.min(n_available)] {
+            if n_tried == 0 {
+                continue;
+            }
+            match self.pool.alloc(u32::try_from(n_tried).unwrap_or(u32::MAX), &mut self.buffer) {
+                Ok(BlocksOutcome::Allocated) => break,
+                Ok(BlocksOutcome::NoMemory(_)) => {}
+                Err(error) => tracing::warn!(%error, "cannot take memory"),
+            }
+        }
+        let is_short = self.buffer.len() < n_blocks;
+        match need {
+            Need::Required => self.is_waiting = is_short,
+            // Somebody was faster, or has a better claim: nobody is to give anything up for these.
+            Need::Spare if is_short && !self.is_waiting => self.grants.stop_waiting(),
+            Need::Spare => {}
+        }
+        blocks.extend(self.buffer.iter().map(|block| BlockId::new(block.0)));
+    }
+
+    fn give_back(&mut self, blocks: &[BlockId]) {
+        self.buffer.clear();
+        self.buffer.extend(blocks.iter().map(|block| geometry::BlockId(block.index() as u32)));
+        if let Err(error) = self.pool.free(&self.buffer) {
+            // The books differ: the blocks stay taken, which loses memory and never mixes KV.
+            tracing::error!(%error, "cannot give memory back");
+        }
+    }
+
+    fn take_asked_pages(&mut self) -> usize {
+        let n_bytes = self.asks.n_bytes.swap(0, Ordering::SeqCst);
+        usize::try_from(n_bytes.div_ceil(self.page_cost_bytes)).unwrap_or(usize::MAX)
+    }
+
+    fn page_of(&self, block: BlockId) -> usize {
+        let page = self.pool.block_geometry().page_of_block(geometry::BlockId(block.index() as u32));
+        page.map_or(usize::MAX, |page| page.0 as usize)
+    }
+
+    fn note_idle_pages(&mut self, n_pages: usize) {
+        self.grants.set_idle_bytes((n_pages as u64).saturating_mul(self.page_cost_bytes));
+    }
+
+    fn set_waker(&mut self, waker: Box<dyn Fn() + Send + Sync>) {
+        *self.asks.waker.lock() = Some(Arc::from(waker));
+    }
+}
+
+/// A page that holds at least sixteen blocks, so that straddling blocks waste little.
+fn page_bytes_for(block_bytes: u64) -> u64 {
+    let unit = geometry::UNIT_BYTES;
+    if unit.is_multiple_of(block_bytes) {
+        return unit;
+    }
+    (block_bytes * 16).next_multiple_of(unit)
+}

@@ -1,0 +1,50 @@
+//! Where the blocks of a pool come from: a fixed number at the start, or memory that is shared.
+
+mod elastic;
+mod fixed;
+
+use std::fmt;
+
+pub use elastic::{ElasticMemory, MemoryGroup};
+pub use fixed::FixedMemory;
+
+use super::BlockId;
+
+/// Whether others are to give memory up for what is asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Need {
+    /// Nice to have: only what nobody else wants.
+    Spare,
+    /// Somebody waits for it: whoever holds more than its share is asked to give back.
+    Required,
+}
+
+/// Hands blocks to a pool and takes them back.
+///
+/// A block that was taken is the pool's alone until it is given back; its memory can be written.
+pub trait BlockMemory: Send + fmt::Debug {
+    /// All ids are below this number.
+    fn capacity_blocks(&self) -> usize;
+
+    /// The most blocks that the pool could have if all others gave back what they can.
+    fn limit_blocks(&self) -> usize;
+
+    /// Appends blocks to `blocks`: at least `n_blocks`, or what there is, or none.
+    fn take(&mut self, n_blocks: usize, need: Need, blocks: &mut Vec<BlockId>);
+
+    /// Gives back blocks that were taken.
+    fn give_back(&mut self, blocks: &[BlockId]);
+
+    /// How many pages others ask for; the answer is given by giving blocks back, once.
+    fn take_asked_pages(&mut self) -> usize;
+
+    /// The page of `block`: memory goes back to others only page by page.
+    fn page_of(&self, block: BlockId) -> usize;
+
+    /// Tells on how many pages nobody holds a block: what lies there can be computed again, so others who
+    /// need memory come first. Called whenever the number changes; does nothing by default.
+    fn note_idle_pages(&mut self, _n_pages: usize) {}
+
+    /// Sets what is called, on another thread, when others ask for memory or return some.
+    fn set_waker(&mut self, waker: Box<dyn Fn() + Send + Sync>);
+}
