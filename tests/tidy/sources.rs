@@ -33,8 +33,10 @@ const IMPURE_PATHS: &[&str] = &[
     "SystemTime",
 ];
 
-/// Where the environment may be read.
-const ENVIRONMENT_PLACES: &[&str] = &["crates/kvik-runtime", "crates/kvik/src/main"];
+/// Where the environment may be read: by the services' configuration, and by the C library, whose engine has
+/// no other way to hand it settings that its functions do not take.
+const ENVIRONMENT_PLACES: &[&str] =
+    &["bindings/c/src/environment", "crates/kvik-runtime", "crates/kvik/src/main"];
 
 const ENVIRONMENT_PATHS: &[&str] = &[
     "std::env::var",

@@ -1,0 +1,422 @@
+//! A pool as the C library has it: an engine's memory, wired to its device and its ledger.
+
+use std::borrow::Cow;
+use std::cell::RefCell;
+use std::ffi::c_void;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvik_memory::BlockId;
+use kvik_memory::blocks::BlocksOutcome;
+use kvik_memory::config::{MemoryConfig, default_ipc_name};
+use kvik_memory::geometry::UNIT_BYTES;
+use kvik_memory::ledger::{JoinOptions, Ledger, LedgerOptions, LimitStatus, Policy};
+use kvik_memory::pages::{Claim, GrantEvents as _, Grants as _, Shortage};
+use kvik_memory::pool::{KvPool, PoolOptions, PoolSettings};
+use kvik_memory::region::Guard;
+use parking_lot::Mutex;
+
+use crate::backend::Backend;
+use crate::block_pool::BlockPool;
+use crate::chunks::Chunks;
+use crate::config::{KVIK_FLAG_NO_PREALLOCATION, KVIK_FLAG_NULL_BLOCK, kvik_config};
+use crate::grants::EngineGrants;
+use crate::plan::Plan;
+use crate::reclaim::Reclaimer;
+use crate::signals::SignalsBlocked;
+use crate::stats::kvik_stats;
+use crate::status::{Failure, kvik_status};
+
+#[cfg(test)]
+mod tests;
+
+/// What an engine calls itself where it does not say.
+const DEFAULT_LABEL: &str = "proc";
+
+/// The strings of a `kvik_config`.
+#[derive(Debug, Default)]
+pub(crate) struct Names {
+    pub(crate) ipc_name: Option<String>,
+    pub(crate) directory: Option<String>,
+    pub(crate) label: Option<String>,
+}
+
+/// An open pool.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    /// Goes first: the agent ends and the pages are unmapped before the engine leaves the ledger.
+    blocks: Arc<BlockPool>,
+    grants: Arc<EngineGrants>,
+    reclaimer: Arc<Reclaimer>,
+    chunks: Chunks,
+    chunk_bytes: AtomicU64,
+    admitted_bytes: AtomicU64,
+    plan: Plan,
+    base_address: u64,
+    last_message: Mutex<Cow<'static, str>>,
+    backend: Backend,
+}
+
+thread_local! {
+    /// Block ids on their way between the allocator and the engine's array.
+    static SCRATCH: RefCell<Vec<BlockId>> = const { RefCell::new(Vec::new()) };
+}
+
+impl Pool {
+    /// Opens a pool; settings that `config` does not give come from `environment`.
+    pub(crate) fn open(
+        config: &kvik_config,
+        names: Names,
+        environment: &MemoryConfig,
+    ) -> Result<Box<Self>, Failure> {
+        let plan = Plan::try_new(config, environment.page_bytes)?;
+        let page_cost_bytes = plan.geometry.page_cost_bytes();
+        if plan.has_blocks && config.max_bytes < page_cost_bytes {
+            return Err(Failure::invalid(format!(
+                "the limit is {} bytes; allowed: {page_cost_bytes}, which is one page, or more",
+                config.max_bytes
+            )));
+        }
+        let label = names.label.unwrap_or_else(|| DEFAULT_LABEL.to_owned());
+        let ipc_name = names.ipc_name.or_else(|| environment.ipc_name.clone()).unwrap_or_else(|| {
+            // SAFETY: the call has no arguments and cannot fail.
+            let process_group = unsafe { libc::getpgrp() };
+            default_ipc_name(&label, process_group.unsigned_abs())
+        });
+        let machine_bytes = if config.host_bytes == 0 { machine_bytes() } else { config.host_bytes };
+        let backend = Backend::open(config.device, machine_bytes)?;
+        let vmm = backend.vmm();
+        let utilization = environment.device_utilization;
+        let ledger = Ledger::open(&LedgerOptions {
+            dir: names.directory.map_or_else(|| environment.dir.clone(), PathBuf::from),
+            budget_bytes: matches!(backend, Backend::Host(_))
+                .then_some((machine_bytes as f64 * utilization) as u64),
+            ..LedgerOptions::new(vmm.device_name())
+        })?;
+        match backend {
+            Backend::Host(_) if config.host_bytes != 0 => ledger.set_budget_bytes(config.host_bytes)?,
+            Backend::Host(_) => {}
+            Backend::Cuda(_) => {
+                ledger.reconcile(vmm.memory_info()?, utilization)?;
+            }
+        }
+        let member = ledger.join(&JoinOptions {
+            policy: Policy {
+                min_bytes: config.min_bytes,
+                max_bytes: (config.max_bytes != u64::MAX).then_some(config.max_bytes),
+                weight: config.weight,
+                priority: config.priority,
+            },
+            ..JoinOptions::new(ipc_name, label)
+        })?;
+        let geometry = plan.geometry;
+        let states = member.create_page_states(geometry.capacity_pages(), page_cost_bytes)?;
+        let reclaimer = Arc::new(Reclaimer::default());
+        let grants = Arc::new(EngineGrants::new(member));
+        let options = PoolOptions {
+            geometry,
+            guard: if plan.has_blocks { environment.guard } else { Guard::None },
+            settings: PoolSettings {
+                block_bytes: plan.block_bytes,
+                has_null_block: config.has_flag(KVIK_FLAG_NULL_BLOCK),
+                is_preallocating: plan.has_blocks
+                    && environment.is_preallocating
+                    && !config.has_flag(KVIK_FLAG_NO_PREALLOCATION),
+                low_watermark_pages: environment.low_watermark_pages,
+                high_watermark_pages: environment.high_watermark_pages,
+                trim_after: environment.trim_after,
+                limit_pages: (!plan.has_blocks).then_some(0),
+            },
+        };
+        // The agent's thread is none of the engine's.
+        let signals_blocked = SignalsBlocked::new();
+        let pool = KvPool::open_with(vmm, grants.clone(), grants.clone(), Some(Arc::new(states)), &options)?;
+        drop(signals_blocked);
+        pool.set_reclaim_callback({
+            let reclaimer = Arc::clone(&reclaimer);
+            move |n_bytes| reclaimer.call(n_bytes)
+        });
+        let base_address = pool.region().map_or(0, |region| region.range().address);
+        let blocks = Arc::new(BlockPool::new(pool));
+        grants.attach(&blocks);
+        Ok(Box::new(Self {
+            blocks,
+            grants,
+            reclaimer,
+            chunks: Chunks::default(),
+            chunk_bytes: AtomicU64::new(0),
+            admitted_bytes: AtomicU64::new(0),
+            plan,
+            base_address,
+            last_message: Mutex::new(Cow::Borrowed("")),
+            backend,
+        }))
+    }
+
+    /// Takes `n_blocks` blocks or none, and hands them to `receive`.
+    pub(crate) fn alloc(&self, n_blocks: usize, receive: impl FnOnce(&[BlockId])) -> Result<(), Failure> {
+        self.blocks.poll();
+        let geometry = self.blocks.pool.block_geometry();
+        let Some(n_blocks) = u32::try_from(n_blocks).ok().filter(|&n_blocks| n_blocks <= geometry.n_blocks())
+        else {
+            return Err(Failure::new(kvik_status::KVIK_NO_MEMORY, "the pool does not have so many blocks"));
+        };
+        with_scratch(n_blocks as usize, |blocks| match self.blocks.pool.alloc(n_blocks, blocks)? {
+            BlocksOutcome::Allocated => {
+                receive(blocks);
+                Ok(())
+            }
+            BlocksOutcome::NoMemory(shortage) => Err(Failure::shortage(shortage)),
+        })
+    }
+
+    /// Frees blocks, all or none; with a fence of `event` where it is not over yet.
+    ///
+    /// # Safety
+    ///
+    /// On CUDA `event` is NULL or an event of the device that is alive during the call.
+    pub(crate) unsafe fn free_after(
+        &self,
+        n_blocks: usize,
+        blocks_of_caller: impl Iterator<Item = Result<BlockId, Failure>>,
+        event: *mut c_void,
+    ) -> Result<(), Failure> {
+        self.blocks.poll();
+        // More than there are must have some twice; do not take memory to find out which.
+        if n_blocks > self.blocks.pool.block_geometry().n_blocks() as usize {
+            return Err(Failure::new(
+                kvik_status::KVIK_ERROR_NOT_ALLOCATED,
+                format!("free {n_blocks} blocks: the pool does not have so many"),
+            ));
+        }
+        with_scratch(n_blocks, |blocks| {
+            for block in blocks_of_caller {
+                blocks.push(block?);
+            }
+            // SAFETY: the caller promised that the event is alive.
+            match unsafe { self.backend.fence_after(event) }? {
+                None => Ok(self.blocks.pool.free(blocks)?),
+                Some(fence) => {
+                    self.blocks.free_after(blocks, fence)?;
+                    self.grants.interrupt();
+                    Ok(())
+                }
+            }
+        })
+    }
+
+    /// The block whose first byte in the first buffer is at `address`.
+    pub(crate) fn block_starting_at(&self, address: usize) -> Result<BlockId, Failure> {
+        let block = self.block_containing(address)?;
+        if self.address_of(block)? == address as u64 {
+            return Ok(block);
+        }
+        Err(not_a_block(address))
+    }
+
+    /// The block that has `address` in its part of the first buffer.
+    pub(crate) fn block_containing(&self, address: usize) -> Result<BlockId, Failure> {
+        let geometry = self.blocks.pool.block_geometry();
+        (address as u64)
+            .checked_sub(self.base_address)
+            .map(|offset_bytes| offset_bytes / self.plan.block_bytes)
+            .and_then(|index| u32::try_from(index).ok())
+            .map(BlockId)
+            .filter(|&block| self.plan.has_blocks && geometry.page_of_block(block).is_some())
+            .ok_or_else(|| not_a_block(address))
+    }
+
+    /// Where `block` starts in the first buffer.
+    pub(crate) fn address_of(&self, block: BlockId) -> Result<u64, Failure> {
+        let geometry = self.blocks.pool.block_geometry();
+        if !self.plan.has_blocks || geometry.page_of_block(block).is_none() {
+            return Err(Failure::invalid(format!(
+                "block {block}: it is out of range, or lies on the border of two pages"
+            )));
+        }
+        Ok(self.base_address + geometry.offset_bytes(block))
+    }
+
+    /// The first address; zero where the pool has no blocks.
+    pub(crate) fn base_address(&self) -> u64 {
+        if self.plan.has_blocks { self.base_address } else { 0 }
+    }
+
+    pub(crate) fn block_bytes(&self) -> u64 {
+        self.plan.block_bytes
+    }
+
+    pub(crate) fn stats(&self) -> kvik_stats {
+        self.blocks.poll();
+        let counters = self.blocks.pool.counters();
+        let geometry = &self.plan.geometry;
+        let chunk_bytes = self.chunk_bytes.load(Ordering::Relaxed);
+        let admitted_bytes = self.admitted_bytes.load(Ordering::Relaxed);
+        let n_blocks = if self.plan.has_blocks { self.blocks.pool.block_geometry().n_blocks() } else { 0 };
+        kvik_stats {
+            size: size_of::<kvik_stats>(),
+            block_bytes: self.plan.block_bytes,
+            page_bytes: geometry.page_bytes(),
+            buffer_stride_bytes: geometry.buffer_stride_bytes(),
+            n_blocks: n_blocks.into(),
+            n_used_blocks: counters.blocks.n_used.into(),
+            n_limbo_blocks: counters.blocks.n_limbo.into(),
+            n_available_blocks: self.blocks.pool.available_blocks().into(),
+            n_used_pages: counters.pages.n_used.into(),
+            n_parked_pages: counters.pages.n_parked.into(),
+            n_quarantined_pages: counters.pages.n_quarantined.into(),
+            held_bytes: counters.held_bytes.saturating_add(chunk_bytes).saturating_add(admitted_bytes),
+            chunk_bytes,
+            admitted_bytes,
+            claimable_bytes: self.grants.member().claimable_bytes(),
+            limit_bytes: self.grants.member().limit_bytes(),
+            n_map_calls: counters.pages.n_map_calls,
+            n_unmap_calls: counters.pages.n_unmap_calls,
+        }
+    }
+
+    /// Sets the limit of the group.
+    pub(crate) fn set_limit(&self, limit_bytes: Option<u64>, revision: Option<u64>) -> Result<(), Failure> {
+        let member = self.grants.member();
+        let change = member.ledger().set_limit(member.ipc_name(), limit_bytes, revision)?;
+        match change.status {
+            LimitStatus::Applied | LimitStatus::Deferred => Ok(()),
+            LimitStatus::Stale => Err(Failure::new(
+                kvik_status::KVIK_STALE,
+                format!("revision {} is in force", change.revision),
+            )),
+            LimitStatus::Conflict => Err(Failure::invalid("this revision has another limit")),
+            LimitStatus::Rejected => Err(Failure::invalid("the limit is below the group's minimum")),
+            LimitStatus::Unavailable => {
+                Err(Failure::new(kvik_status::KVIK_ERROR_LEDGER, "the ledger does not have the group"))
+            }
+        }
+    }
+
+    pub(crate) fn reclaimer(&self) -> &Reclaimer {
+        &self.reclaimer
+    }
+
+    /// Gives back what no block lies on; returns how many bytes.
+    pub(crate) fn trim(&self) -> u64 {
+        self.blocks.poll();
+        u64::from(self.blocks.pool.trim()) * self.plan.geometry.page_cost_bytes()
+    }
+
+    /// Creates `n_chunks` chunks or none; returns what the engine calls them.
+    pub(crate) fn acquire_chunks(&self, n_chunks: usize) -> Result<Vec<u64>, Failure> {
+        let chunk_bytes = self.plan.geometry.page_bytes();
+        let Some(n_bytes) = chunk_bytes.checked_mul(n_chunks as u64) else {
+            return Err(Failure::shortage(Shortage::DeviceFull));
+        };
+        self.claim_beside(n_bytes)?;
+        self.chunk_bytes.fetch_add(n_bytes, Ordering::Relaxed);
+        self.chunks.create(&self.backend, chunk_bytes, n_chunks).map_err(|unmade| {
+            self.give_back_chunks(n_bytes - unmade.n_stuck * chunk_bytes);
+            unmade.failure
+        })
+    }
+
+    /// Releases chunks; those before one that the device does not release are gone nevertheless.
+    pub(crate) fn release_chunks(&self, numbers: &[u64]) -> Result<(), Failure> {
+        let (n_released, result) = self.chunks.release(&self.backend, numbers);
+        self.give_back_chunks(n_released * self.plan.geometry.page_bytes());
+        result
+    }
+
+    /// Has `n_bytes` granted that the engine creates by itself.
+    pub(crate) fn admit(&self, n_bytes: u64) -> Result<(), Failure> {
+        let n_bytes = whole_units(n_bytes);
+        self.claim_beside(n_bytes)?;
+        self.admitted_bytes.fetch_add(n_bytes, Ordering::AcqRel);
+        Ok(())
+    }
+
+    /// Gives back what was admitted.
+    pub(crate) fn retire(&self, n_bytes: u64) -> Result<(), Failure> {
+        let n_bytes = whole_units(n_bytes);
+        let less = |admitted_bytes: u64| admitted_bytes.checked_sub(n_bytes);
+        match self.admitted_bytes.fetch_update(Ordering::AcqRel, Ordering::Acquire, less) {
+            Ok(_) => {
+                self.grants.give_back_beside(n_bytes);
+                Ok(())
+            }
+            Err(admitted_bytes) => Err(Failure::new(
+                kvik_status::KVIK_ERROR_NOT_ALLOCATED,
+                format!("retire {n_bytes} bytes: {admitted_bytes} are admitted"),
+            )),
+        }
+    }
+
+    /// Keeps the words of the handle's last failure.
+    pub(crate) fn remember(&self, message: Cow<'static, str>) {
+        *self.last_message.lock() = message;
+    }
+
+    pub(crate) fn last_message(&self) -> Cow<'static, str> {
+        self.last_message.lock().clone()
+    }
+
+    /// Claims memory beside the pages, and gives idle pages up for it.
+    fn claim_beside(&self, n_bytes: u64) -> Result<(), Failure> {
+        let mut claim = self.grants.claim_beside(n_bytes)?;
+        if claim != Claim::Granted && self.blocks.pool.trim() > 0 {
+            claim = self.grants.claim_beside(n_bytes)?;
+        }
+        match claim {
+            Claim::Granted => Ok(()),
+            Claim::Denied(shortage) => Err(Failure::shortage(shortage)),
+        }
+    }
+
+    fn give_back_chunks(&self, n_bytes: u64) {
+        if n_bytes > 0 {
+            self.chunk_bytes.fetch_sub(n_bytes, Ordering::Relaxed);
+            self.grants.give_back_beside(n_bytes);
+        }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.grants.detach();
+        // Blocks in limbo are about to be unmapped.
+        if self.blocks.has_pending()
+            && let Err(error) = self.backend.vmm().synchronize()
+        {
+            tracing::warn!(%error, "cannot wait for the device on close");
+        }
+        self.chunks.release_all(&self.backend);
+    }
+}
+
+/// What the machine has: the most that the host can be.
+fn machine_bytes() -> u64 {
+    // SAFETY: both calls only read the system's configuration.
+    let (n_pages, page_bytes) =
+        unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
+    let whole = |value: libc::c_long| u64::try_from(value).unwrap_or(0);
+    whole(n_pages).saturating_mul(whole(page_bytes))
+}
+
+/// The ledger counts in units; the last one is granted as a whole.
+fn whole_units(n_bytes: u64) -> u64 {
+    n_bytes.checked_next_multiple_of(UNIT_BYTES).unwrap_or(u64::MAX / UNIT_BYTES * UNIT_BYTES)
+}
+
+fn not_a_block(address: usize) -> Failure {
+    Failure::new(kvik_status::KVIK_ERROR_NOT_ALLOCATED, format!("no block of this pool is at {address:#x}"))
+}
+
+/// Runs `work` with an empty list that has room for `n_blocks`.
+fn with_scratch<T>(
+    n_blocks: usize,
+    work: impl FnOnce(&mut Vec<BlockId>) -> Result<T, Failure>,
+) -> Result<T, Failure> {
+    SCRATCH.with_borrow_mut(|blocks| {
+        blocks.clear();
+        blocks.try_reserve(n_blocks).map_err(|_| Failure::no_heap())?;
+        work(blocks)
+    })
+}
