@@ -5,7 +5,7 @@ use super::support::run;
 const SMALL: [&str; 5] = ["bench", "gateway", "--quick", "--requests", "2000"];
 
 #[test]
-fn json_has_the_four_figures_with_what_they_are_compared_with() {
+fn json_has_all_figures_with_what_they_are_compared_with() {
     let report = run(SMALL.into_iter().chain(["--json"])).json();
     assert_eq!(report["bench"], "gateway");
     for name in ["cpu", "cores", "isa", "os", "kvik"] {
@@ -25,7 +25,8 @@ fn json_has_the_four_figures_with_what_they_are_compared_with() {
             ["added_p50_concurrency_1", "us", "direct_p50"],
             ["rate_220kB_concurrency_20", "requests/s", "direct"],
             ["cpu_per_chunk", "us", "byte_relay"],
-            ["cpu_per_chunk_above_relay", "us", "byte_relay"],
+            ["cpu_per_chunk_paced_2ms", "us", "byte_relay"],
+            ["cpu_per_chunk_paced_2ms_above_relay", "us", "byte_relay"],
             ["memory_growth_100", "bytes", "resident_before"],
         ]
     );
@@ -43,7 +44,7 @@ fn json_has_the_four_figures_with_what_they_are_compared_with() {
 fn the_table_has_a_line_for_each_measurement_and_no_progress_bar() {
     let table = run(SMALL).success();
     let measurements = table.lines().filter(|line| line.contains(" to "));
-    assert_eq!(measurements.count(), 5, "{table}");
+    assert_eq!(measurements.count(), 6, "{table}");
     assert!(table.contains("cpu_per_chunk"), "{table}");
     assert!(table.is_ascii(), "{table}");
 }

@@ -6,6 +6,7 @@ mod bad_input;
 mod bad_models;
 mod bench_engine;
 mod bench_gateway;
+mod bench_memory;
 mod generate;
 mod help;
 mod models_inspect;

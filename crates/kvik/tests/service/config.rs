@@ -2,9 +2,25 @@
 
 use std::fs;
 
+use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::process;
+
+#[test]
+fn config_as_json_names_every_field_with_its_default() {
+    let output = process::kvik().args(["config", "--json"]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let config: Value = serde_json::from_slice(&output.stdout).unwrap();
+    // A line a field: a changed default is a changed line.
+    let mut lines = Vec::new();
+    for (role, fields) in config.as_object().unwrap() {
+        for (field, set) in fields.as_object().unwrap() {
+            lines.push(format!("{role} {field} = {} ({})", set["value"], set["origin"].as_str().unwrap()));
+        }
+    }
+    insta::assert_snapshot!(lines.join("\n"));
+}
 
 #[test]
 fn config_prints_every_value_with_its_origin() {

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::cluster::{Role, start, start_gateway, start_worker};
@@ -16,19 +16,52 @@ const TAKEOVER: Duration = Duration::from_secs(5);
 
 fn start_etcd(folder: &Path) -> (Process, String) {
     let (client, peer) = (format!("http://{}", free_address()), format!("http://{}", free_address()));
+    (start_etcd_at(folder, &client, &peer), client)
+}
+
+fn start_etcd_at(folder: &Path, client: &str, peer: &str) -> Process {
     let process = Process::start(
         Command::new("etcd")
             .arg("--data-dir")
             .arg(folder)
-            .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
-            .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
+            .args(["--listen-client-urls", client, "--advertise-client-urls", client])
+            .args(["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer])
             .args(["--initial-cluster", &format!("default={peer}"), "--unsafe-no-fsync"])
             .stdin(Stdio::null())
             .stdout(Stdio::null()),
     );
     let address = client.trim_start_matches("http://");
     eventually("etcd is healthy", || (http::get_json(address, "/health")?["health"] == "true").then_some(()));
-    (process, client)
+    process
+}
+
+/// Makes etcd ask for a user: `root`, and `kvik`, who may read and write below `/kvik/` only.
+fn enable_authentication(address: &str) {
+    let base64 = |key: &str| -> Value {
+        // Of keys of six bytes, which need no padding.
+        const DIGITS: &[u8] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+        let digit = |bits: u32| char::from(DIGITS[bits as usize & 63]);
+        let triples = key.as_bytes().chunks(3).map(|bytes| {
+            let bits = bytes.iter().fold(0, |bits, &byte| bits << 8 | u32::from(byte));
+            [18, 12, 6, 0].map(|shift| digit(bits >> shift)).iter().collect::<String>()
+        });
+        triples.collect::<String>().into()
+    };
+    let permission = json!({"permType": "READWRITE", "key": base64("/kvik/"), "range_end": base64("/kvik0")});
+    let calls = [
+        ("user/add", json!({"name": "root", "password": "secret of root"})),
+        ("user/grant", json!({"user": "root", "role": "root"})),
+        ("user/add", json!({"name": "kvik", "password": "secret of kvik"})),
+        ("role/add", json!({"name": "coordinators"})),
+        ("role/grant", json!({"name": "coordinators", "perm": permission})),
+        ("user/grant", json!({"user": "kvik", "role": "coordinators"})),
+        ("enable", json!({})),
+    ];
+    for (call, body) in calls {
+        let mut answer = http::send(address, "POST", &format!("/v3/auth/{call}"), Some(&body)).unwrap();
+        let text = answer.text().unwrap();
+        assert_eq!(answer.status, 200, "{call}: {text}");
+    }
 }
 
 /// Ids and epochs of the members, and the term of the leader that tells them.
@@ -81,4 +114,41 @@ fn another_coordinator_leads_within_five_seconds_and_no_worker_is_lost() {
         (deadline < Instant::now()).then_some(())
     });
     assert_eq!(gateway.usable_backends(), 2);
+}
+
+#[test]
+fn coordinators_show_etcd_who_they_are_and_again_when_it_has_forgotten() {
+    let folder = TempDir::new().unwrap();
+    let (client, peer) = (format!("http://{}", free_address()), format!("http://{}", free_address()));
+    let data = folder.path().join("etcd");
+    let mut etcd = start_etcd_at(&data, &client, &peer);
+    enable_authentication(client.trim_start_matches("http://"));
+
+    let start_as = |name: &str, password: &str| {
+        let file = folder.path().join(format!("password-{}", password.len()));
+        std::fs::write(&file, format!("{password}\n")).unwrap();
+        let settings = [
+            "slow_start_ms=0".to_owned(),
+            format!("state.etcd.username={name}"),
+            format!("state.etcd.password_file={}", file.display()),
+        ];
+        start("coordinator", "127.0.0.1:0", &["--etcd", &client], &settings.each_ref().map(String::as_str))
+    };
+    let mut stranger = start_as("kvik", "wrong");
+    stranger.process.logged("failed to reach the state backend");
+    assert_eq!(members(&stranger.address), None);
+
+    let coordinator = start_as("kvik", "secret of kvik");
+    let worker = start_worker("127.0.0.1:0", "worker-1", &[&coordinator.address]);
+    let gateway = start_gateway("127.0.0.1:0", &[&coordinator.address], &[]);
+    gateway.wait_for_backends(1);
+    assert_eq!(gateway.served_by("sequence"), "worker-1");
+    assert_eq!(members(&stranger.address), None, "nobody leads or follows without a password");
+
+    // A token does not outlive the member of etcd that gave it.
+    etcd.kill();
+    let etcd = start_etcd_at(&data, &client, &peer);
+    let another = start_worker("127.0.0.1:0", "worker-2", &[&coordinator.address]);
+    gateway.wait_for_backends(2);
+    drop((worker, another, etcd));
 }

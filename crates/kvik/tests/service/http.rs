@@ -21,17 +21,42 @@ pub(crate) struct Answer {
 
 /// Sends a request on a connection of its own.
 pub(crate) fn send(address: &str, method: &str, path: &str, body: Option<&Value>) -> io::Result<Answer> {
+    send_with(address, method, path, &[], body)
+}
+
+/// Sends a request with headers on a connection of its own.
+pub(crate) fn send_with(
+    address: &str,
+    method: &str,
+    path: &str,
+    headers: &[(&str, &str)],
+    body: Option<&Value>,
+) -> io::Result<Answer> {
+    open(address, method, path, headers, body).and_then(|stream| Answer::read_head(BufReader::new(stream)))
+}
+
+/// Sends a request and reads nothing.
+pub(crate) fn open(
+    address: &str,
+    method: &str,
+    path: &str,
+    headers: &[(&str, &str)],
+    body: Option<&Value>,
+) -> io::Result<TcpStream> {
     let mut stream = TcpStream::connect(address)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_nodelay(true)?;
     let body = body.map(Value::to_string).unwrap_or_default();
-    let head = format!(
+    let mut request = format!(
         "{method} {path} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\
-         content-type: application/json\r\ncontent-length: {}\r\n\r\n",
+         content-type: application/json\r\ncontent-length: {}\r\n",
         body.len()
     );
-    stream.write_all(format!("{head}{body}").as_bytes())?;
-    Answer::read_head(BufReader::new(stream))
+    for (name, value) in headers {
+        request.extend([name, ": ", value, "\r\n"]);
+    }
+    stream.write_all(format!("{request}\r\n{body}").as_bytes())?;
+    Ok(stream)
 }
 
 /// Gets `path`; fails where nobody answers.

@@ -10,5 +10,8 @@ mod etcd;
 mod http;
 mod process;
 mod restarts;
+mod slow_clients;
+mod tls;
+mod tracing;
 mod up;
 mod workers;

@@ -25,7 +25,8 @@ pub(crate) struct Process {
 pub(crate) fn kvik() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvik"));
     let names = std::env::vars_os().map(|(name, _)| name);
-    for name in names.filter(|name| name.to_string_lossy().starts_with("KVIK_")) {
+    let is_ours = |name: &str| name.starts_with("KVIK_") || name.starts_with("OTEL_");
+    for name in names.filter(|name| is_ours(&name.to_string_lossy())) {
         command.env_remove(name);
     }
     command.env("NO_COLOR", "1").stdin(Stdio::null());
@@ -89,6 +90,13 @@ impl Process {
     /// Standard output, to be read while the process runs.
     pub(crate) fn stdout(&mut self) -> impl Read + use<> {
         self.child.stdout.take().unwrap()
+    }
+
+    /// Memory of the process, in bytes.
+    pub(crate) fn resident_bytes(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+        line.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() * 1024
     }
 
     /// Sends a signal by its name, such as `TERM`.

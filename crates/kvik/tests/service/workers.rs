@@ -58,6 +58,34 @@ fn a_stopped_worker_opens_its_breaker_and_closes_it_when_it_goes_on() {
 }
 
 #[test]
+fn a_worker_stopped_within_a_stream_ends_it_long_before_the_silence_would() {
+    // With heartbeats the worker leaves before its health is missed; without, it stays a member.
+    let heartbeats: [&'static [&'static str]; 2] = [&[], &["heartbeat_interval_ms=60000"]];
+    for coordinator in heartbeats {
+        let cluster = Cluster::start(Settings { coordinator, ..Settings::default() });
+        let (first, second) = (cluster.sequence_of("worker-1"), cluster.sequence_of("worker-2"));
+        let mut doomed = cluster.gateway.open_stream(&first, 3000);
+        let mut spared = cluster.gateway.open_stream(&second, 300);
+        assert_eq!((doomed.worker(), spared.worker()), ("worker-1".to_owned(), "worker-2".to_owned()));
+
+        cluster.workers[0].process.signal("STOP");
+
+        // Reading gives up after a quarter of the time that a stream may be silent.
+        let doomed = Ending::of(&mut doomed);
+        let error = doomed.error.as_ref().unwrap();
+        assert!(error["message"].as_str().unwrap().contains("fell silent"), "{doomed:?}");
+        assert_eq!(doomed.finish_reason, None);
+        assert!(Ending::of(&mut spared).is_complete());
+        assert_eq!(cluster.gateway.served_by(&first), "worker-2");
+
+        cluster.workers[0].process.signal("CONT");
+        eventually("the worker serves again", || {
+            (cluster.gateway.served_by(&first) == "worker-1").then_some(())
+        });
+    }
+}
+
+#[test]
 fn a_stopped_worker_is_missed_and_found_again() {
     let cluster = Cluster::start(Settings::default());
     let sequence = cluster.sequence_of("worker-2");
