@@ -21,6 +21,7 @@ pub mod pages;
 pub mod pool;
 pub mod ranks;
 pub mod region;
+pub mod service;
 pub mod vmm;
 
 mod error;

@@ -117,6 +117,8 @@ fn another_version_is_refused_while_somebody_uses_it_and_replaced_afterwards() {
     assert!(error.to_string().contains(&expected), "{error}");
     assert_eq!(member.held_bytes(), units(3), "who uses it goes on");
     drop(member);
+    let error = Ledger::open_existing(dir.path(), "host0").unwrap_err();
+    assert!(error.to_string().contains(&expected), "who only looks replaces nothing: {error}");
     let ledger = open_ledger(dir.path(), 20);
     assert_eq!(ledger.budget_bytes(), units(20));
     take(&join(&ledger, "chat"), 20);

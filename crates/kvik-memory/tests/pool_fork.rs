@@ -1,7 +1,5 @@
 //! What a forked child may do to its parent's pool: nothing.
 
-#![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
-
 use std::sync::Arc;
 
 use kvik_memory::Geometry;

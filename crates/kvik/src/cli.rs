@@ -7,13 +7,16 @@ use clap::builder::styling::{AnsiColor, Styles};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvik_types::Dtype;
 
+use crate::bench::memory::BenchDevice;
+use crate::commands::memory::MemoryCommand;
+
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
     .usage(AnsiColor::Green.on_default().bold())
     .literal(AnsiColor::Cyan.on_default().bold())
     .placeholder(AnsiColor::Cyan.on_default());
 
-const EXIT_CODES: &str = "\
+pub(crate) const EXIT_CODES: &str = "\
 Exit codes:
   0  all was done
   1  the work failed
@@ -58,6 +61,22 @@ pub(crate) enum Command {
     Gateway(GatewayArguments),
     /// Print the effective configuration of every role and where each value comes from
     Config(ConfigArguments),
+    /// Show what engines use of this machine's elastic memory, on a screen that follows it
+    Top(TopArguments),
+    /// Share the elastic memory of this machine
+    #[command(subcommand)]
+    Memory(MemoryCommand),
+}
+
+/// The screen of `kvctl kvtop`.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct TopArguments {
+    #[command(flatten)]
+    pub(crate) top: kvik_tools::kvctl::top::TopArguments,
+
+    #[command(flatten)]
+    pub(crate) common: kvik_tools::kvctl::CommonArguments,
 }
 
 #[derive(Debug, Subcommand)]
@@ -72,6 +91,11 @@ pub(crate) enum BenchCommand {
     Engine(BenchEngineArguments),
     /// Measure what the gateway costs: requests through it against requests straight to mock workers
     Gateway(BenchGatewayArguments),
+    /// Measure elastic memory: blocks, pages, grants, growth, and giving memory back
+    Memory(BenchMemoryArguments),
+    /// The other process of `kvik bench memory`
+    #[command(hide = true)]
+    MemoryPeer(BenchMemoryPeerArguments),
 }
 
 /// Text is streamed to standard output as it is made. Statistics go to standard error if that is a terminal.
@@ -246,6 +270,33 @@ pub(crate) struct BenchGatewayArguments {
     /// Print one JSON object instead of a table
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// Uses a ledger of its own, so engines that run on the device are not asked for memory. On a GPU it takes
+/// 40 GiB for some seconds; on the host it takes addresses and hardly any memory.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct BenchMemoryArguments {
+    /// Memory to measure: `host`, or `cuda:` and the number of a GPU, which must have 40 GiB free
+    #[arg(long, value_name = "DEVICE", default_value = "host")]
+    pub(crate) device: BenchDevice,
+
+    /// Measure a second only, less precisely, with at most 1 GiB of growth
+    #[arg(long)]
+    pub(crate) quick: bool,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchMemoryPeerArguments {
+    /// Folder of the ledger
+    pub(crate) folder: PathBuf,
+
+    /// Device of the ledger
+    pub(crate) device: String,
 }
 
 /// The types in which the engine can keep keys and values.

@@ -25,6 +25,7 @@ use clap::Parser;
 use kvik_model::ModelError;
 
 use cli::{BenchCommand, Cli, Command, ModelsCommand};
+use commands::memory::MemoryCommand;
 
 /// The exit codes besides 0, which says that all was done.
 mod exit {
@@ -54,11 +55,15 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Models(ModelsCommand::Inspect(arguments)) => commands::models::inspect(arguments),
         Command::Bench(BenchCommand::Engine(arguments)) => commands::bench::engine(arguments),
         Command::Bench(BenchCommand::Gateway(arguments)) => commands::bench::gateway(arguments),
+        Command::Bench(BenchCommand::Memory(arguments)) => commands::bench::memory(arguments),
+        Command::Bench(BenchCommand::MemoryPeer(arguments)) => commands::bench::memory_peer(arguments),
         Command::Up(arguments) => commands::up::run(arguments),
         Command::Worker(arguments) => commands::roles::worker(arguments),
         Command::Coordinator(arguments) => commands::roles::coordinator(arguments),
         Command::Gateway(arguments) => commands::roles::gateway(arguments),
         Command::Config(arguments) => commands::config::run(arguments),
+        Command::Top(arguments) => commands::top::run(arguments),
+        Command::Memory(MemoryCommand::Serve(arguments)) => commands::memory::serve(arguments),
     }
 }
 

@@ -46,7 +46,7 @@ fn check(body: &[u8]) -> Result<(), TestCaseError> {
     let full = serde_json::from_slice::<Value>(body).ok().filter(Value::is_object);
     match (Peek::read(body), full) {
         // Somebody who parses the body refuses it.
-        (Ok(_), None) | (Err(_), None) => {}
+        (_, None) => {}
         (Err(error), Some(full)) => {
             prop_assert!(expected(&full).is_none(), "refused: {}", error.message);
             prop_assert!(error.param.is_some());
@@ -110,7 +110,7 @@ fn object() -> impl Strategy<Value = String> {
 
 /// A string of nothing but escapes.
 fn escaped(text: &str) -> String {
-    let units: String = text.encode_utf16().map(|unit| format!("\\u{unit:04x}")).collect();
+    let units = text.encode_utf16().fold(String::new(), |units, unit| units + &format!("\\u{unit:04x}"));
     format!("\"{units}\"")
 }
 

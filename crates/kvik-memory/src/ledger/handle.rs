@@ -79,6 +79,15 @@ enum Evidence {
     LocksAndPids,
 }
 
+/// What happens to a ledger of another version that nobody uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stale {
+    /// A new one takes its place.
+    Replace,
+    /// It is refused and left alone: who only looks must not lose what an operator set.
+    Refuse,
+}
+
 /// The right to change groups and files of a ledger, until it is dropped.
 #[derive(Debug)]
 pub(super) struct Exclusive<'a> {
@@ -108,10 +117,14 @@ impl Ledger {
     /// A ledger of another version that nobody uses is replaced. Fails where its files are not ours,
     /// are in use by another version, cannot be opened safely, or do not fit.
     pub fn open(options: &LedgerOptions) -> Result<Self> {
+        Self::open_as(options, Stale::Replace)
+    }
+
+    fn open_as(options: &LedgerOptions, stale: Stale) -> Result<Self> {
         check_device_name(&options.device)?;
         let lock_path = lock_path(&options.dir, &options.device);
         let lock = lock_current(&lock_path)?;
-        let result = Self::open_locked(options, &lock);
+        let result = Self::open_locked(options, &lock, stale);
         match result {
             Ok((layout, file_id)) => {
                 lock.unlock(ADMIN_BYTE, 1);
@@ -143,17 +156,22 @@ impl Ledger {
         }
     }
 
-    /// Opens the ledger of a device if there is one.
+    /// Opens the ledger of a device if there is one; one of another version is left alone.
     pub fn open_existing(dir: &Path, device: &str) -> Result<Option<Self>> {
         check_device_name(device)?;
         if segment::open(&segment_path(dir, device))?.is_none() {
             return Ok(None);
         }
-        Self::open(&LedgerOptions { dir: dir.to_owned(), ..LedgerOptions::new(device) }).map(Some)
+        let options = LedgerOptions { dir: dir.to_owned(), ..LedgerOptions::new(device) };
+        Self::open_as(&options, Stale::Refuse).map(Some)
     }
 
     /// The caller holds the administrator's byte of `lock`.
-    fn open_locked(options: &LedgerOptions, lock: &LockFile) -> Result<(Segment<LedgerLayout>, FileId)> {
+    fn open_locked(
+        options: &LedgerOptions,
+        lock: &LockFile,
+        stale: Stale,
+    ) -> Result<(Segment<LedgerLayout>, FileId)> {
         let path = segment_path(&options.dir, &options.device);
         if let Some(file) = segment::open(&path)? {
             let n_bytes = segment::length_bytes(&file, &path)?;
@@ -173,7 +191,7 @@ impl Ledger {
                 let layout = Segment::map(&file, &path, LEDGER_BYTES)?;
                 return Ok((layout, FileId::of(&file, &path)?));
             }
-            let is_unused = lock.try_lock(0, ADMIN_BYTE, LockKind::Exclusive)?;
+            let is_unused = stale == Stale::Replace && lock.try_lock(0, ADMIN_BYTE, LockKind::Exclusive)?;
             if !is_ours || !is_unused {
                 return Err(MemoryError::ForeignSegment {
                     path,

@@ -10,8 +10,11 @@ use super::{
     Claim, Grants, MapOutcome, PageCounters, PageMapper, PageObserver, PageSettings, PagesOutcome, Shortage,
     Usage,
 };
-use crate::geometry::{Extent, PageId};
+use crate::geometry::{Extent, MAX_EXTENT_PAGES, PageId};
 use crate::{MemoryError, Result};
+
+/// A pool grows by about this part of what it holds, in extents of that size.
+const GROWTH_SHARE: u32 = 8;
 
 /// Hands out the pages of a region and keeps a store of mapped ones.
 ///
@@ -121,10 +124,18 @@ impl PageAllocator {
             book.take_parked(n_pages - n_missing, pages);
             // The claim is judged by what is used: parked pages that are about to be count already.
             self.publish(&book);
-            let extents = book.begin_map(n_missing);
-            let growth = self.grow(&mut book, &extents);
+            let n_to_map = self.n_to_map(&book, n_missing);
+            let extents = book.begin_map(n_to_map);
+            let mut growth = self.grow(&mut book, &extents);
+            if let Ok(PagesOutcome::NoMemory(_)) = growth
+                && n_missing < n_to_map
+            {
+                let extents = book.begin_map(n_missing);
+                growth = self.grow(&mut book, &extents);
+            }
             if let Ok(PagesOutcome::Allocated) = growth {
-                book.use_extents(&extents, pages);
+                // They were parked under this lock.
+                book.take_parked(n_missing, pages);
                 self.publish(&book);
                 return growth;
             }
@@ -291,6 +302,25 @@ impl PageAllocator {
         book.finish_unmap(&extents, &stuck);
         self.end_transition(&book);
         Some(n_pages_of(&extents) - n_pages_of(&stuck))
+    }
+
+    /// How many pages to map where `n_missing` are needed.
+    ///
+    /// A large pool grows in large extents: the driver maps and unmaps them at the price of small ones.
+    /// What is not needed at once is parked, within the high watermark and what nobody else holds.
+    fn n_to_map(&self, book: &PageBook, n_missing: u32) -> u32 {
+        let n_spare = self.high_watermark_pages.saturating_sub(book.n_parked());
+        let n_most = n_missing.saturating_add(n_spare).min(self.n_growable(book));
+        let mut n_extent_pages = (book.n_held() / GROWTH_SHARE).clamp(1, MAX_EXTENT_PAGES);
+        n_extent_pages = 1 << n_extent_pages.ilog2();
+        while 1 < n_extent_pages {
+            let n_rounded = n_missing.next_multiple_of(n_extent_pages);
+            if n_rounded <= n_most {
+                return n_rounded;
+            }
+            n_extent_pages /= 2;
+        }
+        n_missing
     }
 
     fn n_growable(&self, book: &PageBook) -> u32 {

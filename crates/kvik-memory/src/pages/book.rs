@@ -250,18 +250,6 @@ impl PageBook {
         }
     }
 
-    /// Puts the pages of extents that just became parked in use.
-    pub(super) fn use_extents(&mut self, extents: &[Extent], pages: &mut Vec<PageId>) {
-        self.n_changes += 1;
-        for &extent in extents {
-            let (word_idx, extent_bits) = mask_of(extent);
-            self.parked_whole.remove_mask(word_idx, extent_bits);
-            self.used.insert_mask(word_idx, extent_bits);
-            self.tell(extent.first_page, extent.n_pages, PageState::Used);
-            push_pages(word_idx, extent_bits, pages);
-        }
-    }
-
     /// Gives up mapping: all pages are unmapped again but those of `stuck`, which are quarantined.
     pub(super) fn abort_map(&mut self, extents: &[Extent], stuck: &[Extent]) {
         for extent in extents {

@@ -28,7 +28,7 @@ pub mod frame;
 
 mod leader;
 mod participant;
-mod socket;
+pub(crate) mod socket;
 mod worker;
 
 pub use leader::{RankLeaderOptions, RankMapper, RankPeer};

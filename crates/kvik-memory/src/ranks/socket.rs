@@ -36,7 +36,7 @@ pub enum RankAddress {
 
 /// A rank's open ear; closing it removes its file.
 #[derive(Debug)]
-pub(super) struct Listener {
+pub(crate) struct Listener {
     socket: OwnedFd,
     /// The file and its inode, to remove no other's.
     file: Option<(PathBuf, u64)>,
@@ -45,14 +45,14 @@ pub(super) struct Listener {
 
 /// An open connection to a peer of the same user; both ends see when it is dropped.
 #[derive(Debug)]
-pub(super) struct Connection {
+pub(crate) struct Connection {
     socket: OwnedFd,
     owner: Owner,
 }
 
 /// The process that made something: its forked children have a copy that must not end the original.
 #[derive(Debug)]
-pub(super) struct Owner {
+pub(crate) struct Owner {
     pid: u32,
 }
 
@@ -86,7 +86,7 @@ impl Listener {
     ///
     /// The directory of a file is made with mode 0700 if it is missing. Fails where the directory
     /// belongs to another user or others can enter it, or where a live process listens already.
-    pub(super) fn open(address: &RankAddress) -> io::Result<Self> {
+    pub(crate) fn open(address: &RankAddress) -> io::Result<Self> {
         let socket_address = address.socket_address()?;
         let socket = new_socket()?;
         let RankAddress::Path(path) = address else {
@@ -117,7 +117,7 @@ impl Listener {
     /// Takes a waiting connection; `None` where there is none, or who called is gone.
     ///
     /// Fails with `PermissionDenied` where the peer is another user.
-    pub(super) fn accept(&self) -> io::Result<Option<Connection>> {
+    pub(crate) fn accept(&self) -> io::Result<Option<Connection>> {
         match accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(socket) => Connection::from_same_user(socket).map(Some),
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(None),
@@ -126,7 +126,7 @@ impl Listener {
     }
 
     /// Makes everybody who waits for this socket return; no connection is taken after that.
-    pub(super) fn close(&self) {
+    pub(crate) fn close(&self) {
         // It can only fail for a socket that is closed already.
         let _ = shutdown(&self.socket, Shutdown::Both);
     }
@@ -158,7 +158,7 @@ impl Drop for Listener {
 
 impl Connection {
     /// Connects to a rank, without waiting.
-    pub(super) fn open(address: &RankAddress) -> io::Result<Self> {
+    pub(crate) fn open(address: &RankAddress) -> io::Result<Self> {
         let socket = new_socket()?;
         connect(&socket, &address.socket_address()?)?;
         Self::from_same_user(socket)
@@ -175,7 +175,7 @@ impl Connection {
     }
 
     /// Sends one frame; `false` where the peer's buffer is full.
-    pub(super) fn send(&self, frame: &[u8]) -> io::Result<bool> {
+    pub(crate) fn send(&self, frame: &[u8]) -> io::Result<bool> {
         loop {
             match send(&self.socket, frame, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
                 Ok(_) => return Ok(true),
@@ -190,7 +190,7 @@ impl Connection {
     ///
     /// Fails with `UnexpectedEof` where the peer is gone, and with `InvalidData` where the frame is
     /// larger than any can be.
-    pub(super) fn receive<'buffer>(
+    pub(crate) fn receive<'buffer>(
         &self,
         buffer: &'buffer mut FrameBuffer,
     ) -> io::Result<Option<&'buffer [u8]>> {
@@ -208,6 +208,12 @@ impl Connection {
             None => Err(io::Error::new(io::ErrorKind::InvalidData, format!("a frame of {n_bytes} bytes"))),
         }
     }
+
+    /// Ends the connection for both ends, also where a copy of the descriptor is left.
+    pub(crate) fn close(&self) {
+        // It can only fail for a socket that is closed already.
+        let _ = shutdown(&self.socket, Shutdown::Both);
+    }
 }
 
 impl AsFd for Connection {
@@ -220,7 +226,7 @@ impl Drop for Connection {
     fn drop(&mut self) {
         if self.owner.is_this_process() {
             // A copy of the descriptor in a forked child would keep the connection open for the peer.
-            let _ = shutdown(&self.socket, Shutdown::Both);
+            self.close();
         }
     }
 }
@@ -228,29 +234,29 @@ impl Drop for Connection {
 // === impl Owner ===
 
 impl Owner {
-    pub(super) fn this_process() -> Self {
+    pub(crate) fn this_process() -> Self {
         Self { pid: std::process::id() }
     }
 
-    pub(super) fn is_this_process(&self) -> bool {
+    pub(crate) fn is_this_process(&self) -> bool {
         self.pid == std::process::id()
     }
 }
 
 /// Room for the largest frame.
 #[derive(Debug)]
-pub(super) struct FrameBuffer {
+pub(crate) struct FrameBuffer {
     bytes: Box<[u8]>,
 }
 
 impl FrameBuffer {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { bytes: vec![0; MAX_FRAME_BYTES].into_boxed_slice() }
     }
 }
 
 /// Waits until one of `descriptors` is ready; `false` when `deadline` passed first.
-pub(super) fn wait_ready(descriptors: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
+pub(crate) fn wait_ready(descriptors: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
     loop {
         let timeout = deadline.map(|deadline| timespec(deadline.saturating_duration_since(Instant::now())));
         match poll(descriptors, timeout.as_ref()) {
@@ -263,7 +269,7 @@ pub(super) fn wait_ready(descriptors: &mut [PollFd<'_>], deadline: Option<Instan
 }
 
 /// Whether a descriptor has something to read, or its peer is gone.
-pub(super) fn is_readable(descriptor: &PollFd<'_>) -> bool {
+pub(crate) fn is_readable(descriptor: &PollFd<'_>) -> bool {
     descriptor.revents().intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR)
 }
 

@@ -29,6 +29,15 @@ impl Engine {
         }
     }
 
+    /// Gives back what was asked for, and tells other engines that this one needs no more than it has.
+    ///
+    /// Call it when there is no work: a request that ended held what others asked for, or waited for memory.
+    pub fn rest(&mut self) {
+        self.is_starved = false;
+        self.pool.stop_waiting();
+        self.give_back_memory();
+    }
+
     /// The most blocks that the engine could have if all others gave back what they can.
     pub fn max_blocks(&self) -> usize {
         self.pool.limit_blocks()
@@ -50,5 +59,6 @@ impl Engine {
         };
         events.push(EngineEvent::Failed { request, error });
         self.cancel(request);
+        self.pool.stop_waiting();
     }
 }

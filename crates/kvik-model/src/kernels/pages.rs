@@ -10,8 +10,8 @@ use crate::paging::BlockId;
 use super::matrix::padded;
 use super::plan::{BlockRun, RowPlan};
 use super::shared::{Aligned, SharedSlice};
-use super::storage::LayerStorage;
 use super::simd::{LANES, Simd};
+use super::storage::LayerStorage;
 use super::threads::ThreadPool;
 
 /// An element type of stored keys and values.

@@ -148,7 +148,12 @@ impl BlockPool {
         n_blocks <= self.n_free
     }
 
-    /// How many pages others ask for; told once.
+    /// Tells that nobody needs what [`Self::ensure_free`] or [`Self::allocate`] could not give.
+    pub fn stop_waiting(&mut self) {
+        self.memory.stop_waiting();
+    }
+
+    /// How many pages others ask for, told once, or a limit forbids.
     pub fn take_asked_pages(&mut self) -> usize {
         self.memory.take_asked_pages()
     }

@@ -61,12 +61,32 @@ pub(crate) struct Origin {
 /// What the thread is asked to do.
 pub(super) enum Command {
     Submit(Box<Submission>),
-    Grant { ticket: u64, n: u32 },
-    Abandon { ticket: u64 },
-    Finish { ticket: Option<u64>, name: String, forgets: bool, reply: oneshot::Sender<usize> },
-    Export { name: String, layers: Range<usize>, reply: oneshot::Sender<Option<SequenceKv>> },
-    Import { name: String, kv: SequenceKv, reply: oneshot::Sender<Result<(), ModelError>> },
-    Stats { reply: oneshot::Sender<Snapshot> },
+    Grant {
+        ticket: u64,
+        n: u32,
+    },
+    Abandon {
+        ticket: u64,
+    },
+    Finish {
+        ticket: Option<u64>,
+        name: String,
+        forgets: bool,
+        reply: oneshot::Sender<usize>,
+    },
+    Export {
+        name: String,
+        layers: Range<usize>,
+        reply: oneshot::Sender<Option<SequenceKv>>,
+    },
+    Import {
+        name: String,
+        kv: SequenceKv,
+        reply: oneshot::Sender<Result<(), ModelError>>,
+    },
+    Stats {
+        reply: oneshot::Sender<Snapshot>,
+    },
     /// Other engines ask for memory.
     GiveBack,
     Stop,

@@ -93,6 +93,10 @@ impl EngineThread {
     /// Takes all commands that are there, waiting for one if there is nothing else to do; false at
     /// the end.
     fn take_commands(&mut self) -> bool {
+        if !self.engine.has_work() {
+            // Before the sleep: what the last request held or waited for is for others now.
+            self.engine.rest();
+        }
         let is_starved = self.engine.is_starved();
         if is_starved || !self.engine.has_work() {
             let command = if is_starved {

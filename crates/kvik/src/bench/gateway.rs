@@ -1,8 +1,9 @@
 //! What the gateway costs: requests straight to mock workers against requests through it.
 //!
-//! Everything runs in this process on loopback, each role on threads of its own: two mock workers,
-//! a gateway with its default configuration and both as static backends, a relay of bytes for
-//! comparison, and one thread of clients. Each measurement is warmed up, then its two sides take
+//! Everything runs in this process on loopback, each role on threads of its own and no more of them
+//! than its share of the cores, as if it had a machine to itself: two mock workers, a gateway with its
+//! default configuration and both as static backends, a relay of bytes for comparison, and one
+//! thread of clients. Each measurement is warmed up, then its two sides take
 //! turns, round by round, and the medians of the rounds are reported. No log is written.
 
 mod load;
@@ -19,6 +20,7 @@ use kvik_runtime::shutdown::Shutdown;
 use tokio::runtime::{Builder, Runtime};
 
 use self::load::{Load, Target, Until, prompts, stream_request};
+use self::mock::Pace;
 use super::report::{Baseline, Goal, Measurement};
 
 const SMALL_BYTES: usize = 800;
@@ -27,6 +29,8 @@ const LARGE_CONCURRENCY: usize = 20;
 /// Requests at a time while the memory is watched.
 const MEMORY_CONCURRENCY: usize = 16;
 const N_WORKERS: usize = 2;
+/// Roles that work at the same time: clients, gateway or relay, workers, and room for the system.
+const N_ROLES: usize = 4;
 /// Names of threads; the system cuts them after 15 bytes.
 const GATEWAY_THREADS: &str = "bench-gateway";
 const RELAY_THREADS: &str = "bench-relay";
@@ -47,8 +51,10 @@ pub(crate) enum Kind {
     AddedTime,
     /// Rate of long requests.
     LargeRate,
-    /// CPU time of a chunk of a stream.
+    /// CPU time of a chunk of streams whose chunks come as fast as they are taken.
     ChunkTime,
+    /// CPU time of a chunk of streams whose chunks come one at a time.
+    PacedChunkTime,
     /// Growth of the memory.
     Memory,
 }
@@ -71,7 +77,8 @@ pub(crate) struct GatewayBench {
 
 impl Kind {
     /// All of them.
-    pub(crate) const ALL: [Self; 4] = [Self::AddedTime, Self::LargeRate, Self::ChunkTime, Self::Memory];
+    pub(crate) const ALL: [Self; 5] =
+        [Self::AddedTime, Self::LargeRate, Self::ChunkTime, Self::PacedChunkTime, Self::Memory];
 }
 
 // === impl GatewayBenchOptions ===
@@ -90,8 +97,13 @@ impl GatewayBenchOptions {
     }
 
     /// Streams of a round and the chunks of each.
-    fn streams(self) -> (usize, usize) {
-        if self.is_quick { (8, 50) } else { (32, 250) }
+    fn streams(self, pace: Pace) -> (usize, usize) {
+        match (pace, self.is_quick) {
+            (Pace::Saturated, true) => (32, 500),
+            (Pace::Saturated, false) => (64, 2_000),
+            (Pace::Steps, true) => (8, 50),
+            (Pace::Steps, false) => (32, 250),
+        }
     }
 }
 
@@ -133,14 +145,18 @@ impl GatewayBench {
 
     /// What is measured, for programs.
     pub(crate) fn settings(&self) -> serde_json::Value {
-        let (n_streams, n_chunks) = self.options.streams();
+        let (n_streams, n_chunks) = self.options.streams(Pace::Saturated);
+        let (n_paced_streams, n_paced_chunks) = self.options.streams(Pace::Steps);
         serde_json::json!({
             "workers": N_WORKERS,
+            "threads_per_role": threads_per_role(),
             "rounds": self.options.rounds(),
             "requests_per_round": self.options.requests_per_round(),
             "rate_seconds_per_round": self.options.time_per_round().as_secs_f64(),
             "streams": n_streams,
             "chunks_per_stream": n_chunks,
+            "paced_streams": n_paced_streams,
+            "chunks_per_paced_stream": n_paced_chunks,
             "memory_requests": self.options.memory_requests,
             "log": "off",
         })
@@ -149,7 +165,10 @@ impl GatewayBench {
     /// What is measured, for people.
     pub(crate) fn description(&self) -> String {
         let rounds = self.options.rounds();
-        format!("{N_WORKERS} mock workers in this process, loopback, no log; medians of {rounds} rounds")
+        let threads = threads_per_role();
+        format!(
+            "{N_WORKERS} mock workers in this process, loopback, {threads} threads a role, no log; medians of {rounds} rounds"
+        )
     }
 
     /// The name of a measurement.
@@ -158,6 +177,7 @@ impl GatewayBench {
             Kind::AddedTime => "added_p50_concurrency_1".to_owned(),
             Kind::LargeRate => "rate_220kB_concurrency_20".to_owned(),
             Kind::ChunkTime => "cpu_per_chunk".to_owned(),
+            Kind::PacedChunkTime => "cpu_per_chunk_paced_2ms".to_owned(),
             Kind::Memory => match self.options.memory_requests {
                 thousands if thousands % 1000 == 0 => format!("memory_growth_{}k", thousands / 1000),
                 requests => format!("memory_growth_{requests}"),
@@ -170,7 +190,8 @@ impl GatewayBench {
         let results = match kind {
             Kind::AddedTime => vec![self.added_time()?],
             Kind::LargeRate => vec![self.large_rate()?],
-            Kind::ChunkTime => self.chunk_time()?.into(),
+            Kind::ChunkTime => vec![self.chunk_time(Pace::Saturated)?.0],
+            Kind::PacedChunkTime => self.paced_chunk_time()?.into(),
             Kind::Memory => vec![self.memory()?],
         };
         Ok(results.into_iter().flatten().collect())
@@ -206,11 +227,11 @@ impl GatewayBench {
         }))
     }
 
-    /// CPU time of the gateway's threads over the chunks that pass, and the part of it that a relay
-    /// of bytes does not need; what a stream costs at its beginning and end is in both.
-    fn chunk_time(&self) -> anyhow::Result<[Option<Measurement>; 2]> {
-        let (n_streams, n_chunks) = self.options.streams();
-        let body: Bytes = stream_request(n_chunks);
+    /// CPU time of the gateway's threads over the chunks that pass, and that of a relay of bytes for
+    /// each round; what a stream costs at its beginning and end is in both.
+    fn chunk_time(&self, pace: Pace) -> anyhow::Result<(Option<Measurement>, Vec<f64>)> {
+        let (n_streams, n_chunks) = self.options.streams(pace);
+        let body: Bytes = stream_request(n_chunks, pace);
         let measure = |target: &Target, threads: &str| {
             let before = usage::thread_cpu_time(threads)?;
             self.load.stream(target, &body, n_streams, mock::stream_bytes(n_chunks))?;
@@ -226,14 +247,26 @@ impl GatewayBench {
             }
         }
         let above = through.iter().zip(&relayed).map(|(through, relayed)| through - relayed).collect();
-        let baseline = Baseline::new("byte_relay", relayed);
-        let name = self.name(Kind::ChunkTime);
-        Ok([
-            Measurement::from_repeats(name.clone(), "us", through)
-                .map(|result| result.compared_with(baseline.clone(), Some(Goal::AtMost(3.0)))),
-            Measurement::from_repeats(format!("{name}_above_relay"), "us", above)
-                .map(|result| result.compared_with(baseline, None)),
-        ])
+        let (kind, goal) = match pace {
+            Pace::Saturated => (Kind::ChunkTime, Some(Goal::AtMost(3.0))),
+            // Mostly the operating system's: a read, a write and a wake-up for each chunk.
+            Pace::Steps => (Kind::PacedChunkTime, None),
+        };
+        let result = Measurement::from_repeats(self.name(kind), "us", through)
+            .map(|result| result.compared_with(Baseline::new("byte_relay", relayed), goal));
+        Ok((result, above))
+    }
+
+    /// CPU time of paced chunks, and the part of it that a relay of bytes does not need.
+    fn paced_chunk_time(&self) -> anyhow::Result<[Option<Measurement>; 2]> {
+        let (result, above) = self.chunk_time(Pace::Steps)?;
+        let name = format!("{}_above_relay", self.name(Kind::PacedChunkTime));
+        let baseline = result.as_ref().and_then(|result| result.baseline.clone());
+        let above = Measurement::from_repeats(name, "us", above).map(|above| match baseline {
+            Some(baseline) => above.compared_with(baseline, None),
+            None => above,
+        });
+        Ok([result, above])
     }
 
     /// Growth of the whole process, mock workers and clients included.
@@ -271,7 +304,19 @@ impl GatewayBench {
     }
 }
 
+/// Threads of a role: with more, the roles would compete for cores, and a rate through the gateway would
+/// say how the system shares them.
+fn threads_per_role() -> usize {
+    let n_cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    (n_cores / N_ROLES).max(1)
+}
+
 /// A runtime like that of a service, with threads that can be told from others.
 fn runtime(name: &str) -> anyhow::Result<Runtime> {
-    Builder::new_multi_thread().enable_all().thread_name(name).build().context("start a runtime")
+    Builder::new_multi_thread()
+        .worker_threads(threads_per_role())
+        .enable_all()
+        .thread_name(name)
+        .build()
+        .context("start a runtime")
 }

@@ -2,4 +2,5 @@
 
 pub(crate) mod engine;
 pub(crate) mod gateway;
+pub(crate) mod memory;
 pub(crate) mod report;

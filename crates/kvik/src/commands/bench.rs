@@ -9,8 +9,11 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use super::{check_kv_blocks, open_model, print_json};
 use crate::bench::engine::{EngineBench, EngineBenchOptions};
 use crate::bench::gateway::{GatewayBench, GatewayBenchOptions, Kind};
+use crate::bench::memory::{self, MemoryBench, MemoryBenchOptions};
 use crate::bench::report::Report;
-use crate::cli::{BenchEngineArguments, BenchGatewayArguments};
+use crate::cli::{
+    BenchEngineArguments, BenchGatewayArguments, BenchMemoryArguments, BenchMemoryPeerArguments,
+};
 use crate::machine::{self, Machine};
 use crate::terminal;
 
@@ -74,6 +77,34 @@ pub(crate) fn gateway(arguments: &BenchGatewayArguments) -> anyhow::Result<()> {
     };
     bench.finish();
     print(&report, arguments.json)
+}
+
+/// Runs `kvik bench memory`.
+pub(crate) fn memory(arguments: &BenchMemoryArguments) -> anyhow::Result<()> {
+    let options = MemoryBenchOptions { device: arguments.device, is_quick: arguments.quick };
+    let bench = MemoryBench::try_new(options).context("open the device")?;
+    let progress = progress_bar(memory::Kind::ALL.len());
+    let mut results = Vec::new();
+    for kind in memory::Kind::ALL {
+        progress.set_message(kind.name());
+        results.extend(bench.measure(kind).with_context(|| format!("measure {}", kind.name()))?);
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+
+    let report = Report {
+        bench: "memory",
+        machine: Machine::detect(),
+        settings: bench.settings(),
+        description: bench.description(),
+        results,
+    };
+    print(&report, arguments.json)
+}
+
+/// Runs the other process of `kvik bench memory`.
+pub(crate) fn memory_peer(arguments: &BenchMemoryPeerArguments) -> anyhow::Result<()> {
+    memory::run_peer(&arguments.folder, &arguments.device).context("take part in the measurement")
 }
 
 fn print(report: &Report, is_json: bool) -> anyhow::Result<()> {

@@ -3,9 +3,11 @@
 pub(crate) mod bench;
 pub(crate) mod config;
 pub(crate) mod generate;
+pub(crate) mod memory;
 pub(crate) mod models;
 pub(crate) mod roles;
 pub(crate) mod service;
+pub(crate) mod top;
 pub(crate) mod up;
 
 use std::io::{self, Write};

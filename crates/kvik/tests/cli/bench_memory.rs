@@ -44,8 +44,8 @@ fn json_has_blocks_pages_grants_extents_and_growth() {
             ["grow_512_mib", "ms", ""],
             ["grow_512_mib_slowest", "ms", ""],
             ["grow_1_gib_at_once", "ms", ""],
-            ["free_1_gib", "ms", ""],
             ["free_1_gib_grown_at_once", "ms", ""],
+            ["free_1_gib_grown_by_512_mib", "ms", ""],
         ]
     );
     for result in results {

@@ -8,6 +8,7 @@ mod config;
 mod coordinators;
 mod etcd;
 mod http;
+mod memory;
 mod process;
 mod restarts;
 mod slow_clients;

@@ -111,9 +111,15 @@ impl CpuBackend {
         let shape = PageShape { n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
         let n_layers = config.n_layers;
         let (pages, memory) = match options.kv_dtype {
-            Dtype::F32 => make_pages(n_layers, shape, options).map(|(pages, memory)| (Pages::F32(pages), memory)),
-            Dtype::F16 => make_pages(n_layers, shape, options).map(|(pages, memory)| (Pages::F16(pages), memory)),
-            Dtype::BF16 => make_pages(n_layers, shape, options).map(|(pages, memory)| (Pages::Bf16(pages), memory)),
+            Dtype::F32 => {
+                make_pages(n_layers, shape, options).map(|(pages, memory)| (Pages::F32(pages), memory))
+            }
+            Dtype::F16 => {
+                make_pages(n_layers, shape, options).map(|(pages, memory)| (Pages::F16(pages), memory))
+            }
+            Dtype::BF16 => {
+                make_pages(n_layers, shape, options).map(|(pages, memory)| (Pages::Bf16(pages), memory))
+            }
             other => return Err(ModelError::request("kv_dtype", other, "f32, f16, bf16")),
         }?;
         let rotary = match &config.position {

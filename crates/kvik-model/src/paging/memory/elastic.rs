@@ -18,9 +18,6 @@ use super::{BlockMemory, Need};
 use crate::error::{ModelError, Result};
 use crate::paging::BlockId;
 
-/// Pages that are taken at least when a pool grows, so that it does not grow for every block.
-const GROWTH_PAGES: usize = 1;
-
 /// The memory that engines with one name share.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MemoryGroup {
@@ -45,8 +42,12 @@ pub struct ElasticMemory {
     page_cost_bytes: u64,
     grants: Arc<CacheGrants>,
     asks: Arc<Asks>,
-    /// Whether the last blocks that were required were not all there.
+    /// Whether the last blocks that were required were not all there. Idle pages do not count as such then:
+    /// they are a part of what is needed.
     is_waiting: bool,
+    idle_bytes: u64,
+    /// Blocks that were taken and not given back.
+    n_taken: usize,
     buffer: Vec<geometry::BlockId>,
 }
 
@@ -67,15 +68,16 @@ struct Published {
 }
 
 /// What others asked for and was not answered yet.
-#[derive(Default)]
 struct Asks {
-    n_bytes: AtomicU64,
+    /// What may be held afterwards: unlike a number of bytes to give back, it stays right when the same is
+    /// asked twice or some of it went back in the meantime.
+    target_bytes: AtomicU64,
     waker: Mutex<Option<Arc<dyn Fn() + Send + Sync>>>,
 }
 
 impl std::fmt::Debug for Asks {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_struct("Asks").field("n_bytes", &self.n_bytes).finish_non_exhaustive()
+        formatter.debug_struct("Asks").field("target_bytes", &self.target_bytes).finish_non_exhaustive()
     }
 }
 
@@ -132,12 +134,18 @@ impl ElasticMemory {
     ///
     /// # Errors
     /// If the ledger cannot be joined or the addresses cannot be reserved.
-    pub(crate) fn open(group: &MemoryGroup, n_layers: usize, block_bytes: usize, n_blocks: usize) -> Result<Self> {
+    pub(crate) fn open(
+        group: &MemoryGroup,
+        n_layers: usize,
+        block_bytes: usize,
+        n_blocks: usize,
+    ) -> Result<Self> {
         let memory_error = |error: kvik_memory::MemoryError| ModelError::Memory(Box::new(error));
         let page_bytes = page_bytes_for(block_bytes as u64);
         // A block that straddles two pages is nobody's, so a page has one block less than fits.
         let blocks_per_page = (page_bytes / block_bytes as u64).max(1) as usize;
-        let usable = if page_bytes.is_multiple_of(block_bytes as u64) { blocks_per_page } else { blocks_per_page - 1 };
+        let usable =
+            if page_bytes.is_multiple_of(block_bytes as u64) { blocks_per_page } else { blocks_per_page - 1 };
         let n_pages = u32::try_from(n_blocks.div_ceil(usable.max(1))).unwrap_or(u32::MAX);
         let n_layers = u32::try_from(n_layers).unwrap_or(u32::MAX);
         let geometry = Geometry::try_new(n_layers, page_bytes, n_pages).map_err(memory_error)?;
@@ -163,15 +171,18 @@ impl ElasticMemory {
         let states = member.create_page_states(geometry.capacity_pages(), geometry.page_cost_bytes());
         let states = Arc::new(states.map_err(memory_error)?);
         let member = Arc::new(member);
-        let grants =
-            Arc::new(CacheGrants { member: Arc::clone(&member), published: Mutex::default() });
+        let grants = Arc::new(CacheGrants { member: Arc::clone(&member), published: Mutex::default() });
         let pool = KvPool::open_with(vmm, grants.clone(), member, Some(states), &options);
         let pool = Arc::new(pool.map_err(memory_error)?);
-        let asks = Arc::new(Asks::default());
+        let asks = Arc::new(Asks { target_bytes: AtomicU64::new(u64::MAX), waker: Mutex::new(None) });
         pool.set_reclaim_callback({
             let asks = Arc::clone(&asks);
+            // Weak: the pool owns this.
+            let pool = Arc::downgrade(&pool);
             move |n_bytes| {
-                asks.n_bytes.fetch_max(n_bytes, Ordering::SeqCst);
+                let Some(pool) = pool.upgrade() else { return };
+                let target_bytes = pool.counters().held_bytes.saturating_sub(n_bytes);
+                asks.target_bytes.fetch_min(target_bytes, Ordering::SeqCst);
                 let waker = asks.waker.lock().clone();
                 if let Some(waker) = waker {
                     waker();
@@ -187,6 +198,8 @@ impl ElasticMemory {
             grants,
             asks,
             is_waiting: false,
+            idle_bytes: 0,
+            n_taken: 0,
             buffer: Vec::new(),
         })
     }
@@ -194,6 +207,51 @@ impl ElasticMemory {
     /// The pool below, for whoever reads and writes the blocks.
     pub(crate) fn pool(&self) -> &Arc<KvPool> {
         &self.pool
+    }
+
+    /// Adds pages to `buffer` until it has `n_blocks`; returns how many are not there.
+    ///
+    /// A whole page even for one block, so that a pool does not grow for every block, and one page at a time:
+    /// pages that were taken together would go back only together.
+    fn take_pages(&mut self, n_blocks: usize) -> usize {
+        while self.buffer.len() < n_blocks {
+            let n_next = self.pool.available_blocks().min(self.blocks_per_page as u32);
+            if n_next == 0 {
+                break;
+            }
+            match self.pool.alloc(n_next, &mut self.buffer) {
+                Ok(BlocksOutcome::Allocated) => {}
+                Ok(BlocksOutcome::NoMemory(_)) => break,
+                Err(error) => {
+                    tracing::warn!(%error, "cannot take memory");
+                    break;
+                }
+            }
+        }
+        n_blocks.saturating_sub(self.buffer.len())
+    }
+
+    /// Makes those who hold more than their share give back enough for `n_blocks`; says whether so much is
+    /// free already, as after the death of who held it.
+    fn ask_others(&self, n_blocks: usize) -> bool {
+        let n_bytes = (n_blocks.div_ceil(self.blocks_per_page) as u64).saturating_mul(self.page_cost_bytes);
+        match self.grants.claim(n_bytes) {
+            Ok(Claim::Granted) => {
+                self.grants.give_back(n_bytes);
+                true
+            }
+            Ok(Claim::Denied(_)) => false,
+            Err(error) => {
+                tracing::warn!(%error, "cannot ask for memory");
+                false
+            }
+        }
+    }
+
+    fn publish_idle(&self) {
+        if !self.is_waiting {
+            self.grants.set_idle_bytes(self.idle_bytes);
+        }
     }
 }
 
@@ -204,35 +262,30 @@ impl BlockMemory for ElasticMemory {
 
     fn limit_blocks(&self) -> usize {
         let n_pages = self.pool.counters().limit_bytes / self.page_cost_bytes;
-        self.capacity_blocks.min(usize::try_from(n_pages).unwrap_or(usize::MAX).saturating_mul(self.blocks_per_page))
+        self.capacity_blocks
+            .min(usize::try_from(n_pages).unwrap_or(usize::MAX).saturating_mul(self.blocks_per_page))
     }
 
     fn take(&mut self, n_blocks: usize, need: Need, blocks: &mut Vec<BlockId>) {
-        let n_available = self.pool.available_blocks() as usize;
-        let n_wanted = match need {
-            Need::Spare if n_available == 0 => return,
-            Need::Spare => n_blocks.max(GROWTH_PAGES * self.blocks_per_page).min(n_available),
-            // Also if there are fewer: that makes the others give back.
-            Need::Required => n_blocks.max(n_available.min(GROWTH_PAGES * self.blocks_per_page)),
-        };
-        self.buffer.clear();
-        for n_tried in [n_wanted, n_blocks.min(n_available)] {
-            if n_tried == 0 {
-                continue;
-            }
-            match self.pool.alloc(u32::try_from(n_tried).unwrap_or(u32::MAX), &mut self.buffer) {
-                Ok(BlocksOutcome::Allocated) => break,
-                Ok(BlocksOutcome::NoMemory(_)) => {}
-                Err(error) => tracing::warn!(%error, "cannot take memory"),
-            }
+        if need == Need::Required {
+            // Before the claim, which is judged by what is used.
+            self.grants.set_idle_bytes(0);
         }
-        let is_short = self.buffer.len() < n_blocks;
+        self.buffer.clear();
+        let mut n_missing = self.take_pages(n_blocks);
         match need {
-            Need::Required => self.is_waiting = is_short,
+            Need::Required => {
+                if 0 < n_missing && self.ask_others(n_missing) {
+                    n_missing = self.take_pages(n_blocks);
+                }
+                self.is_waiting = 0 < n_missing;
+                self.publish_idle();
+            }
             // Somebody was faster, or has a better claim: nobody is to give anything up for these.
-            Need::Spare if is_short && !self.is_waiting => self.grants.stop_waiting(),
+            Need::Spare if 0 < n_missing && !self.is_waiting => self.grants.stop_waiting(),
             Need::Spare => {}
         }
+        self.n_taken += self.buffer.len();
         blocks.extend(self.buffer.iter().map(|block| BlockId::new(block.0)));
     }
 
@@ -243,11 +296,15 @@ impl BlockMemory for ElasticMemory {
             // The books differ: the blocks stay taken, which loses memory and never mixes KV.
             tracing::error!(%error, "cannot give memory back");
         }
+        self.n_taken = self.n_taken.saturating_sub(blocks.len());
     }
 
     fn take_asked_pages(&mut self) -> usize {
-        let n_bytes = self.asks.n_bytes.swap(0, Ordering::SeqCst);
-        usize::try_from(n_bytes.div_ceil(self.page_cost_bytes)).unwrap_or(usize::MAX)
+        let target_bytes = self.asks.target_bytes.swap(u64::MAX, Ordering::SeqCst);
+        // A limit that fell is told once, and holds also for what could not go back then.
+        let n_allowed = target_bytes.min(self.grants.claimable_bytes()) / self.page_cost_bytes;
+        let n_held = self.n_taken.div_ceil(self.blocks_per_page);
+        n_held.saturating_sub(usize::try_from(n_allowed).unwrap_or(usize::MAX))
     }
 
     fn page_of(&self, block: BlockId) -> usize {
@@ -256,7 +313,16 @@ impl BlockMemory for ElasticMemory {
     }
 
     fn note_idle_pages(&mut self, n_pages: usize) {
-        self.grants.set_idle_bytes((n_pages as u64).saturating_mul(self.page_cost_bytes));
+        self.idle_bytes = (n_pages as u64).saturating_mul(self.page_cost_bytes);
+        self.publish_idle();
+    }
+
+    fn stop_waiting(&mut self) {
+        if self.is_waiting {
+            self.is_waiting = false;
+            self.grants.stop_waiting();
+            self.publish_idle();
+        }
     }
 
     fn set_waker(&mut self, waker: Box<dyn Fn() + Send + Sync>) {

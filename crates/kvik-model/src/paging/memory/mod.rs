@@ -35,7 +35,8 @@ pub trait BlockMemory: Send + fmt::Debug {
     /// Gives back blocks that were taken.
     fn give_back(&mut self, blocks: &[BlockId]);
 
-    /// How many pages others ask for; the answer is given by giving blocks back, once.
+    /// How many pages others ask for, told once, or a limit forbids, told as long as it does; the answer is
+    /// given by giving blocks back.
     fn take_asked_pages(&mut self) -> usize;
 
     /// The page of `block`: memory goes back to others only page by page.
@@ -44,6 +45,9 @@ pub trait BlockMemory: Send + fmt::Debug {
     /// Tells on how many pages nobody holds a block: what lies there can be computed again, so others who
     /// need memory come first. Called whenever the number changes; does nothing by default.
     fn note_idle_pages(&mut self, _n_pages: usize) {}
+
+    /// Tells that nobody needs the blocks any more that were required and not there; does nothing by default.
+    fn stop_waiting(&mut self) {}
 
     /// Sets what is called, on another thread, when others ask for memory or return some.
     fn set_waker(&mut self, waker: Box<dyn Fn() + Send + Sync>);

@@ -8,7 +8,7 @@ use super::*;
 
 /// Memory in pages that come and go.
 #[derive(Debug, Clone, Default)]
-struct Pages {
+struct PagedMemory {
     n_pages: usize,
     page_blocks: usize,
     /// The most pages that may be held now.
@@ -21,9 +21,9 @@ struct Pages {
 
 /// The pages of a pool, which its test sees too.
 #[derive(Debug, Clone)]
-struct PagesOfPool(Arc<Mutex<Pages>>);
+struct MemoryOfPool(Arc<Mutex<PagedMemory>>);
 
-impl Pages {
+impl PagedMemory {
     fn page_of(&self, block: BlockId) -> usize {
         block.index() / self.page_blocks
     }
@@ -53,7 +53,7 @@ impl Pages {
     }
 }
 
-impl BlockMemory for PagesOfPool {
+impl BlockMemory for MemoryOfPool {
     fn capacity_blocks(&self) -> usize {
         let pages = self.0.lock();
         pages.n_pages * pages.page_blocks
@@ -93,7 +93,7 @@ impl BlockMemory for PagesOfPool {
 /// Blocks as the specification sees them: slow and obvious.
 #[derive(Debug, Default)]
 struct NaivePool {
-    pages: Pages,
+    pages: PagedMemory,
     n_holders: BTreeMap<BlockId, u32>,
     /// Oldest first.
     free: Vec<BlockId>,
@@ -106,7 +106,7 @@ impl NaivePool {
     /// All of `n_blocks` from the start, each on a page of its own.
     fn fixed(n_blocks: u32) -> Self {
         let n_pages = n_blocks as usize;
-        let pages = Pages { n_pages, page_blocks: 1, limit_pages: n_pages, ..Pages::default() };
+        let pages = PagedMemory { n_pages, page_blocks: 1, limit_pages: n_pages, ..PagedMemory::default() };
         let mut naive = Self { pages, ..Self::default() };
         naive.grow(n_pages, Need::Required);
         naive
@@ -138,10 +138,11 @@ impl NaivePool {
         let mut orphans: BTreeSet<BlockId> = BTreeSet::new();
         loop {
             let known: BTreeSet<BlockId> = self.registered.keys().copied().collect();
-            let is_orphan =
-                |content: &Content| content.parent.is_some_and(|parent| !known.contains(&parent));
+            let is_orphan = |content: &Content| content.parent.is_some_and(|parent| !known.contains(&parent));
             let n_known = known.len();
-            orphans.extend(self.registered.extract_if(.., |_, content| is_orphan(content)).map(|(block, _)| block));
+            orphans.extend(
+                self.registered.extract_if(.., |_, content| is_orphan(content)).map(|(block, _)| block),
+            );
             if self.registered.len() == n_known {
                 break;
             }
@@ -149,7 +150,7 @@ impl NaivePool {
         assert!(orphans.iter().all(|block| !self.n_holders.contains_key(block)), "an orphan is held");
         let (mut moved, kept): (Vec<BlockId>, Vec<BlockId>) =
             self.free.iter().partition(|block| orphans.contains(block));
-        // The youngest of them is moved to the front first.
+        // Moved to the front one by one, the youngest first: they keep their order.
         moved.extend(kept);
         self.free = moved;
         given.len()
@@ -283,7 +284,7 @@ struct Both {
     pool: BlockPool,
     naive: NaivePool,
     /// Where the pool's memory comes and goes.
-    pages: Option<PagesOfPool>,
+    pages: Option<MemoryOfPool>,
     tables: Vec<Table>,
 }
 
@@ -293,8 +294,8 @@ impl Both {
         Self { pool, naive: NaivePool::fixed(n_blocks), pages: None, tables: Vec::new() }
     }
 
-    fn elastic(pages: Pages) -> Self {
-        let shared = PagesOfPool(Arc::new(Mutex::new(pages.clone())));
+    fn elastic(pages: PagedMemory) -> Self {
+        let shared = MemoryOfPool(Arc::new(Mutex::new(pages.clone())));
         Self {
             pool: BlockPool::with_memory(Box::new(shared.clone())),
             naive: NaivePool { pages, ..NaivePool::default() },
@@ -481,7 +482,7 @@ proptest! {
         page_blocks in 1..5_usize,
         operations in elastic_operations(),
     ) {
-        let pages = Pages { n_pages, page_blocks, limit_pages: n_pages, ..Pages::default() };
+        let pages = PagedMemory { n_pages, page_blocks, limit_pages: n_pages, ..PagedMemory::default() };
         let mut both = Both::elastic(pages);
         for operation in &operations {
             both.apply(operation);

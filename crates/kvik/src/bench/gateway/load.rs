@@ -16,7 +16,7 @@ use serde_json::json;
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
 
-use super::mock::MODEL;
+use super::mock::{MODEL, Pace};
 
 /// Bytes of the messages of which a long prompt consists.
 const MESSAGE_BYTES: usize = 2_000;
@@ -186,9 +186,15 @@ pub(crate) fn prompts(n_bytes: usize) -> Vec<Bytes> {
 }
 
 /// A request for a stream of `n_chunks`.
-pub(crate) fn stream_request(n_chunks: usize) -> Bytes {
+pub(crate) fn stream_request(n_chunks: usize, pace: Pace) -> Bytes {
     let messages = [json!({"role": "user", "content": text(0, 200)})];
-    let request = json!({"model": MODEL, "stream": true, "n_chunks": n_chunks, "messages": messages});
+    let request = json!({
+        "model": MODEL,
+        "stream": true,
+        "n_chunks": n_chunks,
+        "is_paced": pace == Pace::Steps,
+        "messages": messages,
+    });
     Bytes::from(request.to_string())
 }
 

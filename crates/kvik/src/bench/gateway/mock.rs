@@ -23,13 +23,22 @@ use tokio::time::{Interval, MissedTickBehavior};
 /// The model that the mock workers serve.
 pub(crate) const MODEL: &str = "bench";
 
-/// Time between two chunks of a stream, as between two steps of an engine: without it the chunks
-/// would travel together and one system call would carry many.
+/// Time between two chunks of a paced stream, as between two steps of an engine: each chunk travels
+/// alone and costs system calls of its own.
 const STEP: Duration = Duration::from_millis(2);
 
 const CHUNK: &[u8] = b"data: {\"id\":\"cmpl-bench\",\"object\":\"chat.completion.chunk\",\"created\":0,\
 \"model\":\"bench\",\"choices\":[{\"index\":0,\"delta\":{\"content\":\" word\"},\"finish_reason\":null}]}\n\n";
 const DONE: &[u8] = b"data: [DONE]\n\n";
+
+/// How fast the chunks of a stream come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pace {
+    /// As fast as they are taken.
+    Saturated,
+    /// One every two milliseconds.
+    Steps,
+}
 
 /// Bytes of a stream of `n_chunks` chunks.
 pub(crate) const fn stream_bytes(n_chunks: usize) -> usize {
@@ -54,7 +63,7 @@ async fn serve(stream: TcpStream) {
     let _ = http1::Builder::new().serve_connection(TokioIo::new(stream), service_fn(answer)).await;
 }
 
-async fn answer(request: Request<Incoming>) -> Result<Response<Either<Full<Bytes>, Steps>>, Infallible> {
+async fn answer(request: Request<Incoming>) -> Result<Response<Either<Full<Bytes>, Chunks>>, Infallible> {
     if request.method() == Method::GET {
         return Ok(Response::new(Either::Left(Full::from("{}"))));
     }
@@ -66,7 +75,10 @@ async fn answer(request: Request<Incoming>) -> Result<Response<Either<Full<Bytes
         return Ok(refused);
     };
     let (kind, body) = match body["n_chunks"].as_u64() {
-        Some(n_chunks) => ("text/event-stream", Either::Right(Steps::new(n_chunks as usize))),
+        Some(n_chunks) => {
+            let pace = if body["is_paced"] == true { Pace::Steps } else { Pace::Saturated };
+            ("text/event-stream", Either::Right(Chunks::new(n_chunks as usize, pace)))
+        }
         None => ("application/json", Either::Left(Full::from(completion(&body)))),
     };
     let mut response = Response::new(body);
@@ -91,23 +103,27 @@ fn completion(request: &Value) -> String {
     .to_string()
 }
 
-/// The body of a stream: one chunk a step, the last of them `[DONE]`.
+/// The body of a stream: chunks, the last of them `[DONE]`.
 #[derive(Debug)]
-struct Steps {
-    interval: Interval,
+struct Chunks {
+    /// `None` where they come as fast as they are taken.
+    interval: Option<Interval>,
     n_left: usize,
 }
 
-impl Steps {
-    fn new(n_chunks: usize) -> Self {
-        let mut interval = tokio::time::interval(STEP);
-        // A late step does not make the next ones come together.
-        interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+impl Chunks {
+    fn new(n_chunks: usize, pace: Pace) -> Self {
+        let interval = (pace == Pace::Steps).then(|| {
+            let mut interval = tokio::time::interval(STEP);
+            // A late step does not make the next ones come together.
+            interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            interval
+        });
         Self { interval, n_left: n_chunks }
     }
 }
 
-impl Body for Steps {
+impl Body for Chunks {
     type Data = Bytes;
     type Error = Infallible;
 
@@ -119,7 +135,9 @@ impl Body for Steps {
         if this.n_left == 0 {
             return Poll::Ready(None);
         }
-        std::task::ready!(this.interval.poll_tick(context));
+        if let Some(interval) = &mut this.interval {
+            std::task::ready!(interval.poll_tick(context));
+        }
         this.n_left -= 1;
         let chunk = if this.n_left == 0 { DONE } else { CHUNK };
         Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(chunk)))))

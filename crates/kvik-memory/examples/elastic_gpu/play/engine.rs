@@ -25,7 +25,7 @@ use super::pattern::Painter;
 use super::{Answer, Backend};
 
 /// For how long an engine waits for memory of others.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_mins(1);
 
 /// Opens the device of a backend.
 pub(crate) fn open_device(backend: Backend) -> Answer<Arc<dyn Vmm>> {

@@ -56,7 +56,8 @@ impl Painter {
         match self {
             Self::Host => {
                 let words = words_at(address, n_bytes).iter().enumerate();
-                *n_different += words.filter(|(idx, word)| **word != word_of(*idx as u64, seed)).count() as u64;
+                *n_different +=
+                    words.filter(|(idx, word)| **word != word_of(*idx as u64, seed)).count() as u64;
                 Ok(())
             }
             Self::Cuda(kernels) => kernels.launch_check(address, n_bytes / 8, seed),
@@ -81,7 +82,10 @@ fn words_at<'a>(address: u64, n_bytes: u64) -> &'a mut [u64] {
     // SAFETY: the caller of `fill` and `check` has the range mapped for writing, pages are aligned, and this
     // process has one thread that touches them, one range at a time.
     unsafe {
-        std::slice::from_raw_parts_mut(ptr::with_exposed_provenance_mut(address as usize), n_bytes as usize / 8)
+        std::slice::from_raw_parts_mut(
+            ptr::with_exposed_provenance_mut(address as usize),
+            n_bytes as usize / 8,
+        )
     }
 }
 

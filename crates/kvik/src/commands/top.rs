@@ -1,0 +1,10 @@
+//! `kvik top`: the screen of `kvctl kvtop`.
+
+use anyhow::Context as _;
+
+use crate::cli::TopArguments;
+
+/// Shows the elastic memory of this machine.
+pub(crate) fn run(arguments: &TopArguments) -> anyhow::Result<()> {
+    kvik_tools::kvctl::top::run(&arguments.common, &arguments.top).context("show the memory")
+}
