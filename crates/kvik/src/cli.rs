@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use kvik_store::policy::PolicyKind;
 use kvik_types::Dtype;
 
 use crate::bench::memory::BenchDevice;
@@ -61,11 +62,46 @@ pub(crate) enum Command {
     Gateway(GatewayArguments),
     /// Print the effective configuration of every role and where each value comes from
     Config(ConfigArguments),
+    /// Replay a recorded load through eviction policies: what would a cache have found of it?
+    Sim(SimArguments),
     /// Show what engines use of this machine's elastic memory, on a screen that follows it
     Top(TopArguments),
     /// Share the elastic memory of this machine
     #[command(subcommand)]
     Memory(MemoryCommand),
+}
+
+/// What is replayed.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct SimArguments {
+    /// Requests in Mooncake's format, one JSON object a line: timestamp in ms, input_length and
+    /// output_length in tokens, hash_ids of blocks of 512 tokens
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: PathBuf,
+
+    /// Policies: lru, lfu, fifo, s3fifo, arc, cost, kvik; the optimum is always shown beside them
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', default_value = "lru,s3fifo,kvik")]
+    pub(crate) policy: Vec<PolicyKind>,
+
+    /// Sizes of the cache, in blocks, at least 1
+    #[arg(long, value_name = "BLOCKS", value_delimiter = ',', required = true, value_parser = parse_capacity)]
+    pub(crate) capacity: Vec<usize>,
+
+    /// Also draw the hit ratios over the capacity
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+fn parse_capacity(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(capacity) if capacity > 0 => Ok(capacity),
+        _ => Err("allowed: whole numbers of blocks, at least 1".to_owned()),
+    }
 }
 
 /// The screen of `kvctl kvtop`.

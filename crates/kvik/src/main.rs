@@ -23,6 +23,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use kvik_model::ModelError;
+use kvik_store::sim::TraceError;
 
 use cli::{BenchCommand, Cli, Command, ModelsCommand};
 use commands::memory::MemoryCommand;
@@ -62,6 +63,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Coordinator(arguments) => commands::roles::coordinator(arguments),
         Command::Gateway(arguments) => commands::roles::gateway(arguments),
         Command::Config(arguments) => commands::config::run(arguments),
+        Command::Sim(arguments) => commands::sim::run(arguments),
         Command::Top(arguments) => commands::top::run(arguments),
         Command::Memory(MemoryCommand::Serve(arguments)) => commands::memory::serve(arguments),
     }
@@ -82,6 +84,9 @@ fn message(error: &anyhow::Error) -> String {
 fn exit_code(error: &anyhow::Error) -> u8 {
     if error.is::<commands::service::InvalidInput>() {
         return exit::INVALID_INPUT;
+    }
+    if let Some(error) = error.downcast_ref::<TraceError>() {
+        return if matches!(error, TraceError::Io { .. }) { exit::FAILED } else { exit::INVALID_INPUT };
     }
     match error.downcast_ref::<ModelError>() {
         None | Some(ModelError::Io { .. } | ModelError::NotFinite { .. }) => exit::FAILED,

@@ -7,6 +7,7 @@ pub(crate) mod memory;
 pub(crate) mod models;
 pub(crate) mod roles;
 pub(crate) mod service;
+pub(crate) mod sim;
 pub(crate) mod top;
 pub(crate) mod up;
 

@@ -10,4 +10,5 @@ mod bench_memory;
 mod generate;
 mod help;
 mod models_inspect;
+mod sim;
 mod support;

@@ -1,0 +1,100 @@
+//! Leaves in order of a key: what all policies with a total order of victims share.
+
+use std::collections::BTreeSet;
+
+use super::{BlockId, Request, Tree};
+
+/// A tree whose leaves are ordered by a key; the smallest leaves first.
+///
+/// The key of a block that is not a leaf waits in its slot until the block is one. Every operation takes
+/// O(log n).
+#[derive(Debug)]
+pub(super) struct Ranked<K> {
+    tree: Tree,
+    keys: Vec<K>,
+    leaves: BTreeSet<(K, u32)>,
+}
+
+impl<K: Ord + Copy> Ranked<K> {
+    pub(super) fn new() -> Self {
+        Self { tree: Tree::default(), keys: Vec::new(), leaves: BTreeSet::new() }
+    }
+
+    pub(super) fn tree(&self) -> &Tree {
+        &self.tree
+    }
+
+    pub(super) fn key(&self, slot: u32) -> K {
+        self.keys[slot as usize]
+    }
+
+    pub(super) fn set_key(&mut self, slot: u32, key: K) {
+        let old = std::mem::replace(&mut self.keys[slot as usize], key);
+        if self.tree.is_leaf(slot) {
+            self.leaves.remove(&(old, slot));
+            self.leaves.insert((key, slot));
+        }
+    }
+
+    /// Adds block `index` of the chain; `None` if it is there already or its parent is not.
+    pub(super) fn insert(&mut self, request: &Request<'_>, index: usize, key: K) -> Option<u32> {
+        let block = request.blocks.get(index)?;
+        let parent = index.checked_sub(1).map(|above| request.blocks[above].id);
+        let inserted = self.tree.insert(block.id, parent, block.bytes)?;
+        if let Some(covered) = inserted.covered {
+            self.leaves.remove(&(self.key(covered), covered));
+        }
+        match self.keys.get_mut(inserted.slot as usize) {
+            Some(place) => *place = key,
+            None => self.keys.push(key),
+        }
+        self.leaves.insert((key, inserted.slot));
+        Some(inserted.slot)
+    }
+
+    /// The leaf with the smallest key.
+    pub(super) fn first(&self) -> Option<(K, u32)> {
+        self.leaves.first().copied()
+    }
+
+    /// The leaf with the smallest key that is not below `low`.
+    pub(super) fn first_from(&self, low: K) -> Option<(K, u32)> {
+        self.leaves.range((low, 0)..).next().copied()
+    }
+
+    /// Takes a leaf out.
+    pub(super) fn remove_leaf(&mut self, slot: u32) -> BlockId {
+        let id = self.tree.id(slot);
+        self.leaves.remove(&(self.key(slot), slot));
+        if let Some(exposed) = self.tree.remove_leaf(slot) {
+            self.leaves.insert((self.key(exposed), exposed));
+        }
+        id
+    }
+
+    /// The slot of a block that may be removed.
+    pub(super) fn removable(&self, id: BlockId) -> Option<u32> {
+        self.tree.slot(id).filter(|&slot| self.tree.is_leaf(slot))
+    }
+
+    pub(super) fn pin(&mut self, id: BlockId) -> bool {
+        let Some(slot) = self.tree.slot(id) else { return false };
+        if self.tree.pin(slot) {
+            self.leaves.remove(&(self.key(slot), slot));
+        }
+        true
+    }
+
+    pub(super) fn unpin(&mut self, id: BlockId) -> bool {
+        let Some(slot) = self.tree.slot(id) else { return false };
+        match self.tree.unpin(slot) {
+            None => false,
+            Some(is_leaf) => {
+                if is_leaf {
+                    self.leaves.insert((self.key(slot), slot));
+                }
+                true
+            }
+        }
+    }
+}
