@@ -75,8 +75,8 @@ pub(crate) enum Command {
 #[derive(Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct SimArguments {
-    /// Requests in Mooncake's format, one JSON object a line: timestamp in ms, input_length and
-    /// output_length in tokens, hash_ids of blocks of 512 tokens
+    /// Requests in Mooncake's format, one JSON object a line: `timestamp` in ms, `input_length` and
+    /// `output_length` in tokens, `hash_ids` of blocks of 512 tokens
     #[arg(long, value_name = "FILE")]
     pub(crate) trace: PathBuf,
 
