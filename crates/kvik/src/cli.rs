@@ -65,7 +65,7 @@ pub(crate) enum Command {
     /// Replay a recorded load through eviction policies: what would a cache have found of it?
     Sim(SimArguments),
     /// Show what engines use of this machine's elastic memory, on a screen that follows it
-    Top(TopArguments),
+    Top(TopScreenArguments),
     /// Share the elastic memory of this machine
     #[command(subcommand)]
     Memory(MemoryCommand),
@@ -107,7 +107,7 @@ fn parse_capacity(text: &str) -> Result<usize, String> {
 /// The screen of `kvctl kvtop`.
 #[derive(Debug, Args)]
 #[command(after_help = EXIT_CODES)]
-pub(crate) struct TopArguments {
+pub(crate) struct TopScreenArguments {
     #[command(flatten)]
     pub(crate) top: kvik_tools::kvctl::top::TopArguments,
 

@@ -2,9 +2,9 @@
 
 use anyhow::Context as _;
 
-use crate::cli::TopArguments;
+use crate::cli::TopScreenArguments;
 
 /// Shows the elastic memory of this machine.
-pub(crate) fn run(arguments: &TopArguments) -> anyhow::Result<()> {
+pub(crate) fn run(arguments: &TopScreenArguments) -> anyhow::Result<()> {
     kvik_tools::kvctl::top::run(&arguments.common, &arguments.top).context("show the memory")
 }
