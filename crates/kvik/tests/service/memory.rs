@@ -161,8 +161,9 @@ fn a_lowered_limit_shrinks_an_idle_worker_within_a_second() {
 
     let started = Instant::now();
     let change = ledger.set_limit(NAME, Some(PAGE_BYTES), None).unwrap();
-    assert_eq!(change.status, LimitStatus::Deferred, "{change:?}");
-    assert_eq!(change.over_limit_bytes, 2 * PAGE_BYTES);
+    // The worker may have given everything back before the answer is made.
+    assert!(matches!(change.status, LimitStatus::Applied | LimitStatus::Deferred), "{change:?}");
+    assert_eq!(change.limit_bytes, Some(PAGE_BYTES));
     eventually("the worker shrinks", || (ledger.snapshot().unwrap().held_bytes <= PAGE_BYTES).then_some(()));
     assert!(started.elapsed() < Duration::from_secs(1), "{:?}", started.elapsed());
     let after = blocks(&worker);
