@@ -1,7 +1,7 @@
 //! How a ledger lies in its segment.
 //!
 //! Every field is an atomic, so every bit pattern is a value and two processes may look at it at the
-//! same time. Nothing that is read here may be trusted: [`super::book`] checks what it takes out.
+//! same time. Nothing that is read here may be trusted: `book.rs` checks what it takes out.
 
 use std::mem::{offset_of, size_of};
 use std::sync::atomic::{AtomicU32, AtomicU64};
