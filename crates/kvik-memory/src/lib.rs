@@ -25,6 +25,7 @@ pub mod service;
 pub mod vmm;
 
 mod error;
+mod wire;
 
 pub use error::{MemoryError, Result};
 pub use geometry::{BlockId, Extent, Geometry, PageId};

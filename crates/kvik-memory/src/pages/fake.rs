@@ -38,7 +38,7 @@ struct State {
 
 impl FakeMapper {
     pub(crate) fn new(capacity_pages: u32) -> Arc<Self> {
-        let geometry = Geometry::try_new(1, UNIT_BYTES, capacity_pages).unwrap();
+        let geometry = Geometry::try_new(1, UNIT_BYTES, capacity_pages).expect("one buffer of small pages");
         Arc::new(Self { geometry, state: Mutex::default(), gate_moved: Condvar::new() })
     }
 

@@ -13,8 +13,9 @@
 //! What decodes is exactly what encoding gives: no byte is ignored, so two sides cannot read one frame
 //! differently.
 
+use crate::Result;
 use crate::geometry::{Extent, Geometry, MAX_EXTENT_PAGES, PageId};
-use crate::{MemoryError, Result};
+use crate::wire::{Fields, cut, invalid};
 
 #[cfg(test)]
 mod tests;
@@ -35,6 +36,7 @@ const REQUEST_MAGIC: [u8; 4] = *b"KVRQ";
 const REPLY_MAGIC: [u8; 4] = *b"KVRA";
 const REPLY_HEADER_BYTES: usize = 36;
 const EXTENT_BYTES: usize = 8;
+const LENGTH: &str = "rank frame length";
 
 /// What a request asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -236,15 +238,15 @@ impl Request {
 
     /// Reads a request from any bytes.
     ///
-    /// Fails with [`MemoryError::Invalid`] where they are not exactly one request of this version.
+    /// Fails with [`MemoryError::Invalid`](crate::MemoryError::Invalid) where they are not exactly one request of this version.
     pub fn decode(frame: &[u8]) -> Result<Self> {
-        let mut reader = Reader::new(frame, REQUEST_MAGIC)?;
-        let op = Op::from_code(reader.u8()?)?;
-        reader.zero()?;
-        let transaction = reader.u64()?;
-        let group = reader.u32()?;
-        let part = reader.u32()?;
-        let n_extents = reader.u32()?;
+        let mut fields = open(frame, REQUEST_MAGIC)?;
+        let op = Op::from_code(fields.u8()?)?;
+        take_zero(&mut fields)?;
+        let transaction = fields.u64()?;
+        let group = fields.u32()?;
+        let part = fields.u32()?;
+        let n_extents = fields.u32()?;
         let is_prepare = matches!(op, Op::PrepareMap | Op::PrepareUnmap);
         if is_prepare && n_extents == 0 {
             return Err(invalid("rank frame n_extents", &n_extents, "1 or more in a prepare"));
@@ -255,9 +257,9 @@ impl Request {
         if (op == Op::Hello) != (transaction == 0) {
             return Err(invalid("rank frame transaction", &transaction, "0 in a hello, 1 or more elsewhere"));
         }
-        let extents = reader.extents(n_extents)?;
+        let extents = take_extents(&mut fields, n_extents)?;
         let body = match op {
-            Op::Hello => Body::Hello(Greeting::take(&mut reader)?),
+            Op::Hello => Body::Hello(Greeting::take(&mut fields)?),
             Op::PrepareMap => Body::Prepare { kind: Kind::Map, part, extents },
             Op::PrepareUnmap => Body::Prepare { kind: Kind::Unmap, part, extents },
             Op::CommitMap => Body::Commit(Kind::Map),
@@ -266,7 +268,7 @@ impl Request {
             Op::AbortUnmap => Body::Abort(Kind::Unmap),
             Op::Status => Body::Status,
         };
-        reader.end()?;
+        fields.end()?;
         Ok(Self { transaction, group, body })
     }
 }
@@ -283,14 +285,14 @@ impl Greeting {
         }
     }
 
-    fn take(reader: &mut Reader<'_>) -> Result<Self> {
-        let generation = reader.u64()?;
-        let resumed_instance = reader.u64()?;
-        let page_bytes = reader.u64()?;
-        let rank = reader.u32()?;
-        let world = reader.u32()?;
-        let n_buffers = reader.u32()?;
-        let capacity_pages = reader.u32()?;
+    fn take(fields: &mut Fields<'_>) -> Result<Self> {
+        let generation = fields.u64()?;
+        let resumed_instance = fields.u64()?;
+        let page_bytes = fields.u64()?;
+        let rank = fields.u32()?;
+        let world = fields.u32()?;
+        let n_buffers = fields.u32()?;
+        let capacity_pages = fields.u32()?;
         let geometry = Geometry::try_new(n_buffers, page_bytes, capacity_pages)?;
         Ok(Self { generation, resumed_instance, rank, world, geometry })
     }
@@ -301,13 +303,10 @@ impl Greeting {
 impl Reply {
     /// The bytes of this reply; a detail that is too long is cut at a character.
     pub fn encode(&self) -> Vec<u8> {
-        let mut detail_bytes = self.detail.len().min(MAX_DETAIL_BYTES);
-        while !self.detail.is_char_boundary(detail_bytes) {
-            detail_bytes -= 1;
-        }
+        let detail = cut(&self.detail, MAX_DETAIL_BYTES);
         let n_extents = self.extents.len().min(MAX_FRAME_EXTENTS);
         let whole = self.whole || n_extents < self.extents.len();
-        let mut frame = Vec::with_capacity(REPLY_HEADER_BYTES + n_extents * EXTENT_BYTES + detail_bytes);
+        let mut frame = Vec::with_capacity(REPLY_HEADER_BYTES + n_extents * EXTENT_BYTES + detail.len());
         frame.extend_from_slice(&REPLY_MAGIC);
         frame.extend_from_slice(&VERSION.to_le_bytes());
         frame.extend_from_slice(&[self.op.code(), self.status.code()]);
@@ -316,38 +315,38 @@ impl Reply {
         frame.extend_from_slice(&self.part.to_le_bytes());
         frame.extend_from_slice(&(n_extents as u32).to_le_bytes());
         frame.extend_from_slice(&[u8::from(whole), 0]);
-        frame.extend_from_slice(&(detail_bytes as u16).to_le_bytes());
+        frame.extend_from_slice(&(detail.len() as u16).to_le_bytes());
         put_extents(&mut frame, &self.extents[..n_extents]);
-        frame.extend_from_slice(&self.detail.as_bytes()[..detail_bytes]);
+        frame.extend_from_slice(detail.as_bytes());
         frame
     }
 
     /// Reads a reply from any bytes.
     ///
-    /// Fails with [`MemoryError::Invalid`] where they are not exactly one reply of this version.
+    /// Fails with [`MemoryError::Invalid`](crate::MemoryError::Invalid) where they are not exactly one reply of this version.
     pub fn decode(frame: &[u8]) -> Result<Self> {
-        let mut reader = Reader::new(frame, REPLY_MAGIC)?;
-        let op = Op::from_code(reader.u8()?)?;
-        let status = Status::from_code(reader.u8()?)?;
-        let transaction = reader.u64()?;
-        let instance = reader.u64()?;
-        let part = reader.u32()?;
-        let n_extents = reader.u32()?;
-        let whole = match reader.u8()? {
+        let mut fields = open(frame, REPLY_MAGIC)?;
+        let op = Op::from_code(fields.u8()?)?;
+        let status = Status::from_code(fields.u8()?)?;
+        let transaction = fields.u64()?;
+        let instance = fields.u64()?;
+        let part = fields.u32()?;
+        let n_extents = fields.u32()?;
+        let whole = match fields.u8()? {
             0 => false,
             1 => true,
             other => return Err(invalid("rank frame whole", &other, "0 or 1")),
         };
-        reader.zero()?;
-        let detail_bytes = usize::from(reader.u16()?);
+        take_zero(&mut fields)?;
+        let detail_bytes = usize::from(fields.u16()?);
         if MAX_DETAIL_BYTES < detail_bytes {
             return Err(invalid("rank frame detail_bytes", &detail_bytes, "up to 512"));
         }
-        let extents = reader.extents(n_extents)?;
-        let detail = std::str::from_utf8(reader.take(detail_bytes)?)
+        let extents = take_extents(&mut fields, n_extents)?;
+        let detail = std::str::from_utf8(fields.take(detail_bytes)?)
             .map_err(|_| invalid("rank frame detail", &"other bytes", "UTF-8"))?
             .to_owned();
-        reader.end()?;
+        fields.end()?;
         Ok(Self { op, transaction, part, instance, status, extents, whole, detail })
     }
 }
@@ -383,91 +382,43 @@ impl Status {
     }
 }
 
-/// Takes fields off the front of a frame.
-struct Reader<'a> {
-    rest: &'a [u8],
+/// The fields behind magic and version.
+fn open(frame: &[u8], magic: [u8; 4]) -> Result<Fields<'_>> {
+    if MAX_FRAME_BYTES < frame.len() {
+        return Err(invalid(LENGTH, &frame.len(), "up to the largest frame"));
+    }
+    let mut fields = Fields::new(LENGTH, frame);
+    if fields.array::<4>()? != magic {
+        return Err(invalid("rank frame magic", &"another", "KVRQ for requests, KVRA for replies"));
+    }
+    match fields.u16()? {
+        VERSION => Ok(fields),
+        version => Err(invalid("rank frame version", &version, "1: run one version of kvik on all ranks")),
+    }
 }
 
-impl<'a> Reader<'a> {
-    /// Starts behind magic and version.
-    fn new(frame: &'a [u8], magic: [u8; 4]) -> Result<Self> {
-        if MAX_FRAME_BYTES < frame.len() {
-            return Err(invalid("rank frame length", &frame.len(), "up to the largest frame"));
+fn take_zero(fields: &mut Fields<'_>) -> Result<()> {
+    match fields.u8()? {
+        0 => Ok(()),
+        other => Err(invalid("rank frame reserved byte", &other, "0")),
+    }
+}
+
+fn take_extents(fields: &mut Fields<'_>, n_extents: u32) -> Result<Vec<Extent>> {
+    if MAX_FRAME_EXTENTS < n_extents as usize {
+        return Err(invalid("rank frame n_extents", &n_extents, "up to 4096"));
+    }
+    let mut listed = Fields::new(LENGTH, fields.take(n_extents as usize * EXTENT_BYTES)?);
+    let mut extents = Vec::with_capacity(n_extents as usize);
+    for _ in 0..n_extents {
+        let extent = Extent { first_page: PageId(listed.u32()?), n_pages: listed.u32()? };
+        if !is_aligned(extent) {
+            let value = format!("{} at page {}", extent.n_pages, extent.first_page);
+            return Err(invalid("rank frame extent", &value, "1, 2, 4 .. 32 pages, aligned"));
         }
-        let mut reader = Self { rest: frame };
-        if reader.array::<4>()? != magic {
-            return Err(invalid("rank frame magic", &"another", "KVRQ for requests, KVRA for replies"));
-        }
-        let version = reader.u16()?;
-        if version != VERSION {
-            return Err(invalid("rank frame version", &version, "1: run one version of kvik on all ranks"));
-        }
-        Ok(reader)
+        extents.push(extent);
     }
-
-    fn take(&mut self, n_bytes: usize) -> Result<&'a [u8]> {
-        let Some((taken, rest)) = self.rest.split_at_checked(n_bytes) else {
-            return Err(invalid("rank frame length", &self.rest.len(), "all fields of the frame"));
-        };
-        self.rest = rest;
-        Ok(taken)
-    }
-
-    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
-        let mut array = [0; N];
-        array.copy_from_slice(self.take(N)?);
-        Ok(array)
-    }
-
-    fn u8(&mut self) -> Result<u8> {
-        Ok(u8::from_le_bytes(self.array()?))
-    }
-
-    fn u16(&mut self) -> Result<u16> {
-        Ok(u16::from_le_bytes(self.array()?))
-    }
-
-    fn u32(&mut self) -> Result<u32> {
-        Ok(u32::from_le_bytes(self.array()?))
-    }
-
-    fn u64(&mut self) -> Result<u64> {
-        Ok(u64::from_le_bytes(self.array()?))
-    }
-
-    fn zero(&mut self) -> Result<()> {
-        match self.u8()? {
-            0 => Ok(()),
-            other => Err(invalid("rank frame reserved byte", &other, "0")),
-        }
-    }
-
-    fn extents(&mut self, n_extents: u32) -> Result<Vec<Extent>> {
-        if MAX_FRAME_EXTENTS < n_extents as usize {
-            return Err(invalid("rank frame n_extents", &n_extents, "up to 4096"));
-        }
-        let bytes = self.take(n_extents as usize * EXTENT_BYTES)?;
-        let mut extents = Vec::with_capacity(n_extents as usize);
-        let mut reader = Reader { rest: bytes };
-        for _ in 0..n_extents {
-            let extent = Extent { first_page: PageId(reader.u32()?), n_pages: reader.u32()? };
-            if !is_aligned(extent) {
-                let value = format!("{} at page {}", extent.n_pages, extent.first_page);
-                return Err(invalid("rank frame extent", &value, "1, 2, 4 .. 32 pages, aligned"));
-            }
-            extents.push(extent);
-        }
-        Ok(extents)
-    }
-
-    fn end(&self) -> Result<()> {
-        match self.rest.len() {
-            0 => Ok(()),
-            n_bytes => {
-                Err(invalid("rank frame length", &format!("{n_bytes} more"), "nothing behind a frame"))
-            }
-        }
-    }
+    Ok(extents)
 }
 
 /// Whether an extent is as [`Extent`] demands and ends within the numbers of pages.
@@ -483,8 +434,4 @@ fn put_extents(frame: &mut Vec<u8>, extents: &[Extent]) {
         frame.extend_from_slice(&extent.first_page.0.to_le_bytes());
         frame.extend_from_slice(&extent.n_pages.to_le_bytes());
     }
-}
-
-fn invalid(field: &'static str, value: &impl ToString, allowed: &str) -> MemoryError {
-    MemoryError::Invalid { field, value: value.to_string(), allowed: allowed.to_owned() }
 }

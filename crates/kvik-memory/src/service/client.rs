@@ -92,7 +92,7 @@ impl MemoryClient {
 
     /// Sets the limit of the session's group; `None` for all that the device has.
     ///
-    /// Where more is held it is asked for, of this session too.
+    /// Where more is held it is asked for, of this client too.
     pub fn set_limit(&mut self, limit_bytes: Option<u64>) -> Result<()> {
         match self.ask(RequestBody::SetLimit { limit_bytes }, REPLY_WITHIN)? {
             Outcome::LimitSet => Ok(()),

@@ -22,9 +22,10 @@
 //!
 //! What decodes is exactly what encoding gives: no byte is ignored.
 
+use crate::Result;
 use crate::ledger::Policy;
 use crate::pages::Shortage;
-use crate::{MemoryError, Result};
+use crate::wire::{Fields, cut, invalid};
 
 #[cfg(test)]
 mod tests;
@@ -39,6 +40,7 @@ const REQUEST_MAGIC: [u8; 4] = *b"KVMQ";
 const REPLY_MAGIC: [u8; 4] = *b"KVMA";
 const NOTICE_MAGIC: [u8; 4] = *b"KVMN";
 const UNLIMITED: u64 = u64::MAX;
+const LENGTH: &str = "memory frame length";
 
 /// What a client asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -142,7 +144,7 @@ pub struct DeviceStanding {
 /// What a client is told unasked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Notice {
-    /// Others wait for memory that this session holds above its share; they ask again while they wait.
+    /// Others wait for memory that this client holds above its share; they ask again while they wait.
     Reclaim {
         /// How much it is asked to give back.
         n_bytes: u64,
@@ -207,29 +209,33 @@ impl Request {
 
     /// Reads a frame, all of it.
     pub fn decode(frame: &[u8]) -> Result<Self> {
-        let mut reader = Reader { rest: frame };
-        let (op, zero) = reader.head(REQUEST_MAGIC)?;
+        let mut fields = Fields::new(LENGTH, frame);
+        let (op, zero) = take_head(&mut fields, REQUEST_MAGIC)?;
         check_zero(zero)?;
-        let number = reader.u32()?;
+        let number = fields.u32()?;
         let body = match op {
             1 => {
                 let policy = Policy {
-                    min_bytes: reader.u64()?,
-                    max_bytes: Some(reader.u64()?).filter(|&max_bytes| max_bytes != UNLIMITED),
-                    weight: reader.u32()?,
-                    priority: reader.u32()?,
+                    min_bytes: fields.u64()?,
+                    max_bytes: Some(fields.u64()?).filter(|&max_bytes| max_bytes != UNLIMITED),
+                    weight: fields.u32()?,
+                    priority: fields.u32()?,
                 };
-                RequestBody::Open { policy, ipc_name: reader.text()?, label: reader.text()? }
+                RequestBody::Open {
+                    policy,
+                    ipc_name: take_text(&mut fields)?,
+                    label: take_text(&mut fields)?,
+                }
             }
-            2 => RequestBody::Claim { n_bytes: reader.u64()?, timeout_ms: reader.u32()? },
-            3 => RequestBody::GiveBack { n_bytes: reader.u64()? },
+            2 => RequestBody::Claim { n_bytes: fields.u64()?, timeout_ms: fields.u32()? },
+            3 => RequestBody::GiveBack { n_bytes: fields.u64()? },
             4 => RequestBody::Stats,
             5 => RequestBody::SetLimit {
-                limit_bytes: Some(reader.u64()?).filter(|&limit_bytes| limit_bytes != UNLIMITED),
+                limit_bytes: Some(fields.u64()?).filter(|&limit_bytes| limit_bytes != UNLIMITED),
             },
             other => return Err(invalid("memory frame op", &other, "1 to 5")),
         };
-        reader.end()?;
+        fields.end()?;
         Ok(Self { number, body })
     }
 }
@@ -286,24 +292,24 @@ impl Notice {
 impl FromServer {
     /// Reads a frame, all of it.
     pub fn decode(frame: &[u8]) -> Result<Self> {
-        let mut reader = Reader { rest: frame };
+        let mut fields = Fields::new(LENGTH, frame);
         if frame.starts_with(&NOTICE_MAGIC) {
-            let (kind, zero) = reader.head(NOTICE_MAGIC)?;
+            let (kind, zero) = take_head(&mut fields, NOTICE_MAGIC)?;
             check_zero(zero)?;
-            let n_bytes = reader.u64()?;
-            reader.end()?;
+            let n_bytes = fields.u64()?;
+            fields.end()?;
             return match kind {
                 1 => Ok(Self::Notice(Notice::Reclaim { n_bytes })),
                 2 => Ok(Self::Notice(Notice::Limit { limit_bytes: n_bytes })),
                 other => Err(invalid("memory frame notice", &other, "1 or 2")),
             };
         }
-        let (op, status) = reader.head(REPLY_MAGIC)?;
-        let number = reader.u32()?;
+        let (op, status) = take_head(&mut fields, REPLY_MAGIC)?;
+        let number = fields.u32()?;
         let standing = Standing {
-            held_bytes: reader.u64()?,
-            claimable_bytes: reader.u64()?,
-            limit_bytes: reader.u64()?,
+            held_bytes: fields.u64()?,
+            claimable_bytes: fields.u64()?,
+            limit_bytes: fields.u64()?,
         };
         let outcome = match (op, status) {
             (1, 0) => Outcome::Opened,
@@ -313,84 +319,39 @@ impl FromServer {
             (2, 3) => Outcome::Denied(Shortage::OverShare),
             (3, 0) => Outcome::GivenBack,
             (4, 0) => Outcome::Stats(DeviceStanding {
-                budget_bytes: reader.u64()?,
-                held_bytes: reader.u64()?,
-                group_held_bytes: reader.u64()?,
+                budget_bytes: fields.u64()?,
+                held_bytes: fields.u64()?,
+                group_held_bytes: fields.u64()?,
             }),
             (5, 0) => Outcome::LimitSet,
-            (op, 4) => Outcome::Refused { op, reason: reader.text()? },
+            (op, 4) => Outcome::Refused { op, reason: take_text(&mut fields)? },
             _ => return Err(invalid("memory frame status", &format!("{status} of op {op}"), "0 to 4")),
         };
-        if !matches!(outcome, Outcome::Refused { .. }) && !reader.text()?.is_empty() {
+        if !matches!(outcome, Outcome::Refused { .. }) && !take_text(&mut fields)?.is_empty() {
             return Err(invalid("memory frame detail", &"a text", "nothing unless refused"));
         }
-        reader.end()?;
+        fields.end()?;
         Ok(Self::Reply(Reply { number, outcome, standing }))
     }
 }
 
-/// The bytes that are left of a frame.
-struct Reader<'a> {
-    rest: &'a [u8],
+fn take_head(fields: &mut Fields<'_>, magic: [u8; 4]) -> Result<(u8, u8)> {
+    if fields.array::<4>()? != magic {
+        return Err(invalid("memory frame magic", &"another", "KVMQ, KVMA or KVMN"));
+    }
+    match fields.u16()? {
+        VERSION => Ok((fields.u8()?, fields.u8()?)),
+        version => Err(invalid("memory frame version", &version, "1: run one version of kvik on both sides")),
+    }
 }
 
-impl<'a> Reader<'a> {
-    fn head(&mut self, magic: [u8; 4]) -> Result<(u8, u8)> {
-        if self.array::<4>()? != magic {
-            return Err(invalid("memory frame magic", &"another", "KVMQ, KVMA or KVMN"));
-        }
-        let version = u16::from_le_bytes(self.array()?);
-        if version != VERSION {
-            return Err(invalid(
-                "memory frame version",
-                &version,
-                "1: run one version of kvik on both sides",
-            ));
-        }
-        let [kind, second] = self.array()?;
-        Ok((kind, second))
+fn take_text(fields: &mut Fields<'_>) -> Result<String> {
+    let n_bytes = usize::from(fields.u16()?);
+    if MAX_TEXT_BYTES < n_bytes {
+        return Err(invalid("memory frame text", &format!("{n_bytes} bytes"), "up to 512 bytes"));
     }
-
-    fn take(&mut self, n_bytes: usize) -> Result<&'a [u8]> {
-        let Some((taken, rest)) = self.rest.split_at_checked(n_bytes) else {
-            return Err(invalid("memory frame length", &self.rest.len(), "all fields of the frame"));
-        };
-        self.rest = rest;
-        Ok(taken)
-    }
-
-    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
-        let mut array = [0; N];
-        array.copy_from_slice(self.take(N)?);
-        Ok(array)
-    }
-
-    fn u32(&mut self) -> Result<u32> {
-        Ok(u32::from_le_bytes(self.array()?))
-    }
-
-    fn u64(&mut self) -> Result<u64> {
-        Ok(u64::from_le_bytes(self.array()?))
-    }
-
-    fn text(&mut self) -> Result<String> {
-        let n_bytes = usize::from(u16::from_le_bytes(self.array()?));
-        if MAX_TEXT_BYTES < n_bytes {
-            return Err(invalid("memory frame text", &format!("{n_bytes} bytes"), "up to 512 bytes"));
-        }
-        let bytes = self.take(n_bytes)?;
-        let text = str::from_utf8(bytes);
-        text.map(str::to_owned).map_err(|_| invalid("memory frame text", &"other bytes", "UTF-8"))
-    }
-
-    fn end(&self) -> Result<()> {
-        match self.rest.len() {
-            0 => Ok(()),
-            n_bytes => {
-                Err(invalid("memory frame length", &format!("{n_bytes} more"), "nothing behind a frame"))
-            }
-        }
-    }
+    let text = str::from_utf8(fields.take(n_bytes)?);
+    text.map(str::to_owned).map_err(|_| invalid("memory frame text", &"other bytes", "UTF-8"))
 }
 
 fn head(magic: [u8; 4], kind: u8, second: u8) -> Vec<u8> {
@@ -403,18 +364,11 @@ fn head(magic: [u8; 4], kind: u8, second: u8) -> Vec<u8> {
 
 /// Writes as much of `text` as a frame has room for.
 fn put_text(frame: &mut Vec<u8>, text: &str) {
-    let mut end = text.len().min(MAX_TEXT_BYTES);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    frame.extend_from_slice(&(end as u16).to_le_bytes());
-    frame.extend_from_slice(&text.as_bytes()[..end]);
+    let text = cut(text, MAX_TEXT_BYTES);
+    frame.extend_from_slice(&(text.len() as u16).to_le_bytes());
+    frame.extend_from_slice(text.as_bytes());
 }
 
 fn check_zero(byte: u8) -> Result<()> {
     if byte == 0 { Ok(()) } else { Err(invalid("memory frame reserved byte", &byte, "0")) }
-}
-
-fn invalid(field: &'static str, value: &impl ToString, allowed: &str) -> MemoryError {
-    MemoryError::Invalid { field, value: value.to_string(), allowed: allowed.to_owned() }
 }

@@ -22,11 +22,12 @@ use std::str::FromStr;
 use serde::Serialize;
 
 pub use arc::ArcPolicy;
-pub use cost::CostPolicy;
-pub use fifo::FifoPolicy;
+pub use cost::{CostPolicy, Saving};
+pub use fifo::{Arrival, FifoPolicy};
 pub use kvik::KvikPolicy;
-pub use lfu::LfuPolicy;
-pub use lru::LruPolicy;
+pub use lfu::{Frequency, LfuPolicy};
+pub use lru::{LruPolicy, Recency};
+pub use ranked::{RankedPolicy, Ranking};
 pub use s3fifo::S3FifoPolicy;
 pub use tree::Tree;
 

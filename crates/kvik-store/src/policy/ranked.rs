@@ -1,8 +1,86 @@
 //! Leaves in order of a key: what all policies with a total order of victims share.
 
 use std::collections::BTreeSet;
+use std::fmt;
 
-use super::{BlockId, Request, Tree};
+use super::{BlockId, Policy, Request, Tree};
+
+/// A total order of blocks by a key.
+pub trait Ranking: fmt::Debug + Default + Send {
+    /// What blocks are ordered by; the smallest leaves first.
+    type Key: Ord + Copy + fmt::Debug + Send;
+
+    /// Tells of a request, before the keys of its blocks are asked for.
+    fn begin(&mut self, _request: &Request<'_>) {}
+
+    /// The new key of a resident block that was asked for again; `None` keeps the old one.
+    fn used(&mut self, request: &Request<'_>, index: usize, old: Self::Key) -> Option<Self::Key>;
+
+    /// The key of a block that becomes resident.
+    fn inserted(&mut self, request: &Request<'_>, index: usize) -> Self::Key;
+
+    /// Tells of the key with which a block was evicted.
+    fn evicted(&mut self, _key: Self::Key) {}
+}
+
+/// Evicts the leaf with the smallest key.
+#[derive(Debug)]
+pub struct RankedPolicy<R: Ranking> {
+    ranked: Ranked<R::Key>,
+    ranking: R,
+}
+
+impl<R: Ranking> RankedPolicy<R> {
+    /// An empty cache.
+    pub fn new() -> Self {
+        Self { ranked: Ranked::new(), ranking: R::default() }
+    }
+}
+
+impl<R: Ranking> Default for RankedPolicy<R> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<R: Ranking> Policy for RankedPolicy<R> {
+    fn access(&mut self, _now_ms: u64, request: &Request<'_>) {
+        self.ranking.begin(request);
+        for (index, block) in request.blocks.iter().enumerate() {
+            let Some(slot) = self.ranked.tree().slot(block.id) else { continue };
+            if let Some(key) = self.ranking.used(request, index, self.ranked.key(slot)) {
+                self.ranked.set_key(slot, key);
+            }
+        }
+    }
+
+    fn insert(&mut self, _now_ms: u64, request: &Request<'_>, index: usize) -> bool {
+        let key = self.ranking.inserted(request, index);
+        self.ranked.insert(request, index, key).is_some()
+    }
+
+    fn victim(&mut self, _now_ms: u64) -> Option<BlockId> {
+        let (key, slot) = self.ranked.first()?;
+        self.ranking.evicted(key);
+        Some(self.ranked.remove_leaf(slot))
+    }
+
+    fn remove(&mut self, id: BlockId) -> bool {
+        self.ranked.removable(id).map(|slot| self.ranked.remove_leaf(slot)).is_some()
+    }
+
+    fn pin(&mut self, id: BlockId) -> bool {
+        self.ranked.pin(id)
+    }
+
+    fn unpin(&mut self, id: BlockId) -> bool {
+        self.ranked.unpin(id)
+    }
+
+    fn tree(&self) -> &Tree {
+        self.ranked.tree()
+    }
+}
 
 /// A tree whose leaves are ordered by a key; the smallest leaves first.
 ///
