@@ -1,0 +1,261 @@
+//! The trait of all tiers.
+
+use std::fmt;
+
+use crate::error::{Result, TierError};
+use crate::key::ChunkKey;
+
+/// A place that holds chunks.
+///
+/// All operations take batches and block until every item of the batch has its outcome. A batch is not a
+/// transaction: items succeed and fail one by one, and an item's failure never hides another's success.
+/// Implementations are called from many threads at a time.
+pub trait Tier: fmt::Debug + Send + Sync {
+    /// What kind of place it is.
+    fn kind(&self) -> TierKind;
+
+    /// Stores the items in their order and sets every outcome.
+    ///
+    /// An item whose key is present stays as it was ([`PutOutcome::Present`]). An item becomes visible to
+    /// other calls as a whole or not at all.
+    fn put(&self, batch: &mut [PutItem<'_>]);
+
+    /// Reads the items into their buffers and sets every outcome.
+    fn get(&self, batch: &mut [GetItem<'_>]);
+
+    /// Says of every key whether it is present, without reading its bytes.
+    ///
+    /// `present` has the length of `keys`. A later read may still miss.
+    ///
+    /// # Errors
+    /// If the tier cannot be asked; `present` is then undefined.
+    fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> Result<()>;
+
+    /// Removes the keys; returns how many were there. A read that has begun is not disturbed.
+    ///
+    /// # Errors
+    /// If the tier cannot be asked; some of the keys may be gone.
+    fn delete(&self, keys: &[ChunkKey]) -> Result<usize>;
+
+    /// Calls `visit` with every key that is known here without asking anybody, and its length in bytes.
+    ///
+    /// Local tiers know all of theirs, also those from before a restart; remote tiers know none.
+    fn visit_keys(&self, visit: &mut dyn FnMut(ChunkKey, u64));
+
+    /// Makes what was stored survive a loss of power, where the medium survives it.
+    ///
+    /// # Errors
+    /// If the medium does not confirm.
+    fn flush(&self) -> Result<()>;
+
+    /// The tier's counts and state, without asking anybody.
+    fn stat(&self) -> TierStat;
+}
+
+/// What kind of place a tier is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum TierKind {
+    /// Memory of this machine.
+    Ram,
+    /// Disks of this machine.
+    Nvme,
+    /// A Redis or Valkey server or cluster.
+    Redis,
+    /// An object store.
+    Object,
+}
+
+/// A chunk to be stored.
+#[derive(Debug)]
+pub struct PutItem<'a> {
+    /// Its name.
+    pub key: ChunkKey,
+    /// Its bytes, in pieces that are stored one after the other.
+    pub parts: &'a [&'a [u8]],
+    /// The unit in which it will be read: a range that is read starts and ends at multiples of it, or at
+    /// the end. The length of the chunk where it is only read whole.
+    pub section_bytes: usize,
+    /// What became of it.
+    pub outcome: PutOutcome,
+}
+
+/// A chunk to be read, or a range of one.
+#[derive(Debug)]
+pub struct GetItem<'a> {
+    /// Its name.
+    pub key: ChunkKey,
+    /// First byte to read.
+    pub offset: u64,
+    /// Whether the buffer is for the whole chunk: a chunk of another length then is no hit.
+    pub is_whole: bool,
+    /// Where the bytes go; exactly that many are read.
+    pub buffer: &'a mut [u8],
+    /// What became of it.
+    pub outcome: GetOutcome,
+}
+
+/// What became of a chunk that was to be stored.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub enum PutOutcome {
+    /// Not done yet.
+    #[default]
+    Pending,
+    /// It is there.
+    Stored,
+    /// It was there before.
+    Present,
+    /// The tier is full: delete something and try again.
+    NoRoom,
+    /// The tier was not asked, because it fails or is asked too much.
+    Skipped,
+    /// It is not there.
+    Failed(TierError),
+}
+
+/// What became of a chunk that was to be read.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub enum GetOutcome {
+    /// Not done yet.
+    #[default]
+    Pending,
+    /// The buffer has its bytes.
+    Hit,
+    /// It is not there.
+    Miss,
+    /// Something is there that is not what was stored: a miss, and the key should be deleted.
+    Corrupt(&'static str),
+    /// The tier was not asked, because it fails or is asked too much.
+    Skipped,
+    /// It could not be read.
+    Failed(TierError),
+}
+
+/// Whether a tier can be used.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum TierHealth {
+    /// Reads and writes.
+    #[default]
+    Up,
+    /// Reads only.
+    ReadOnly(String),
+    /// Not asked at present.
+    Down(String),
+}
+
+/// Counts of a tier; `None` where it does not know.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct TierStat {
+    /// Chunks that are present.
+    pub n_chunks: Option<u64>,
+    /// Bytes they take.
+    pub used_bytes: Option<u64>,
+    /// The most bytes they may take.
+    pub capacity_bytes: Option<u64>,
+    /// Whether the tier can be used.
+    pub health: TierHealth,
+    /// Further counts by name, for people and metrics.
+    pub details: Vec<(&'static str, u64)>,
+}
+
+/// Comfort on top of [`Tier`].
+pub trait TierExt: Tier {
+    /// Stores one chunk that is read whole.
+    fn put_one(&self, key: ChunkKey, bytes: &[u8]) -> PutOutcome {
+        let parts = [bytes];
+        let mut batch = [PutItem::new(key, &parts)];
+        self.put(&mut batch);
+        let [item] = batch;
+        item.outcome
+    }
+
+    /// Reads one whole chunk.
+    fn get_one(&self, key: ChunkKey, buffer: &mut [u8]) -> GetOutcome {
+        let mut batch = [GetItem::whole(key, buffer)];
+        self.get(&mut batch);
+        let [item] = batch;
+        item.outcome
+    }
+
+    /// Number of keys, from the first on, that are present without a gap.
+    ///
+    /// # Errors
+    /// As [`Tier::contains`].
+    fn longest_prefix(&self, keys: &[ChunkKey]) -> Result<usize> {
+        let mut present = vec![false; keys.len()];
+        self.contains(keys, &mut present)?;
+        Ok(present.iter().take_while(|is_present| **is_present).count())
+    }
+}
+
+impl<T: Tier + ?Sized> TierExt for T {}
+
+// === impl TierKind ===
+
+impl TierKind {
+    /// The name in configuration, metrics and usage reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Ram => "ram",
+            Self::Nvme => "nvme",
+            Self::Redis => "redis",
+            Self::Object => "object",
+        }
+    }
+}
+
+impl fmt::Display for TierKind {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.pad(self.name())
+    }
+}
+
+// === impl PutItem, GetItem ===
+
+impl<'a> PutItem<'a> {
+    /// A chunk that is read whole.
+    pub fn new(key: ChunkKey, parts: &'a [&'a [u8]]) -> Self {
+        let n_bytes = parts.iter().map(|part| part.len()).sum();
+        Self::with_sections(key, parts, n_bytes)
+    }
+
+    /// A chunk that is read in units of `section_bytes`.
+    pub fn with_sections(key: ChunkKey, parts: &'a [&'a [u8]], section_bytes: usize) -> Self {
+        Self { key, parts, section_bytes, outcome: PutOutcome::Pending }
+    }
+
+    /// Length of the chunk.
+    pub fn n_bytes(&self) -> usize {
+        self.parts.iter().map(|part| part.len()).sum()
+    }
+}
+
+impl<'a> GetItem<'a> {
+    /// All of a chunk, which must have the buffer's length.
+    pub fn whole(key: ChunkKey, buffer: &'a mut [u8]) -> Self {
+        Self { key, offset: 0, is_whole: true, buffer, outcome: GetOutcome::Pending }
+    }
+
+    /// Bytes of a chunk from `offset` on, as many as the buffer takes.
+    pub fn range(key: ChunkKey, offset: u64, buffer: &'a mut [u8]) -> Self {
+        Self { key, offset, is_whole: false, buffer, outcome: GetOutcome::Pending }
+    }
+}
+
+// === impl PutOutcome, GetOutcome ===
+
+impl PutOutcome {
+    /// Whether the chunk is there now.
+    pub fn is_present(&self) -> bool {
+        matches!(self, Self::Stored | Self::Present)
+    }
+}
+
+impl GetOutcome {
+    /// Whether the buffer has the bytes.
+    pub fn is_hit(&self) -> bool {
+        matches!(self, Self::Hit)
+    }
+}
