@@ -4,8 +4,8 @@
 //! servers and clients depend on it and never on each other. Fields may be added with a default;
 //! a field that changes its meaning gets a new name.
 //!
-//! Parts: [`coordinator`] and [`worker`] hold the messages of the two services' own APIs,
-//! [`openai`] those of the compatible one, [`sse`] the framing of streams, [`client`] the clients.
+//! Parts: [`coordinator`] and [`worker`] hold the messages of the two services' own APIs, [`cache`] those
+//! of a worker's store, [`openai`] those of the compatible one, [`sse`] the framing of streams, [`client`] the clients.
 //!
 //! ```
 //! use kvik_proto::coordinator::{Snapshot, WatchEvent};
@@ -18,6 +18,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod cache;
 pub mod client;
 pub mod coordinator;
 pub mod openai;

@@ -1,8 +1,11 @@
 //! Typed clients over HTTP/1.1.
 
+mod cache;
+mod calls;
 mod coordinator;
 mod http;
 
+pub use cache::CacheClient;
 pub use coordinator::{CoordinatorClient, Watch};
 pub use http::{HttpClient, TlsClientConfig, http_client};
 

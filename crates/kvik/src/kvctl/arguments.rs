@@ -6,6 +6,7 @@ use clap::builder::styling::{AnsiColor, Styles};
 use clap::{Args, Parser, Subcommand};
 use kvik_memory::ledger::DEFAULT_DIR;
 
+use super::cache::CacheArguments;
 use super::size::{Limit, parse_limit, parse_percent, parse_seconds, parse_size};
 use super::top::TopArguments;
 
@@ -22,6 +23,7 @@ Examples:
   kvctl limit-percent vllm_a 50            half of what the device's engines have
   kvctl policy vllm_b --min 4G --weight 2  before or after the engine starts
   kvctl kvtop                              a screen that follows it all
+  kvctl cache health                       the tiers of a worker's KV store
 
 Sizes: a number of bytes, or with a unit: b, k, kb, kib, m, mb, mib, g, gb, gib, t, tb, tib, in any
 case, all of them powers of 1024: 2G is 2147483648. `1,024` and `1_024` are read too. Limits and
@@ -32,7 +34,7 @@ Exit codes:
   1  it failed or was refused: an unknown name, no ledger, a limit below the minimum
   2  the command line is wrong";
 
-/// Looks at the elastic KV memory of this machine and governs it.
+/// Looks at the elastic KV memory of this machine and at the KV stores of workers, and governs them.
 ///
 /// An IPC name stands for a group: all engines that were started with it, under one limit.
 /// Without a verb, on a terminal, kvctl is a shell.
@@ -108,6 +110,8 @@ Examples:
     Gc,
     /// Ask the engines of an IPC name to return the pages they keep ready
     Trim(NameArguments),
+    /// Look at the KV store of a worker and govern it
+    Cache(CacheArguments),
     /// Show it all on a screen that follows it
     Kvtop(TopArguments),
     /// Read verbs from a prompt with completion and history

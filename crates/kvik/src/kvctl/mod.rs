@@ -1,7 +1,7 @@
-//! `kvctl`: looks at the elastic memory of a machine and governs it.
+//! `kvctl`: looks at the elastic memory of a machine and at the KV stores of workers, and governs them.
 //!
 //! Parts: `arguments` declares the command line, one file a verb does it, `folder` reads the ledgers,
-//! `report` is what is seen as JSON, `size` reads and writes sizes, `shell` is the prompt and [`top`] the
+//! `report` is what is seen as JSON, `cache` talks to the store of a worker, `size` reads and writes sizes, `shell` is the prompt and [`top`] the
 //! screen of `kvctl kvtop` and `kvik top`.
 //!
 //! # Invariants
@@ -12,6 +12,7 @@
 //! * No line is ever handed to a system shell.
 
 mod arguments;
+mod cache;
 mod cleanup;
 mod delete;
 mod folder;
@@ -82,6 +83,7 @@ fn run(verb: &Verb, common: &CommonArguments) -> anyhow::Result<()> {
         Verb::Delete(arguments) => print(&delete::delete(&folder, &arguments.ipc_name)?, is_json),
         Verb::Gc => print(&cleanup::clean_up(&folder)?, is_json),
         Verb::Trim(arguments) => print(&trim::trim(&folder, &arguments.ipc_name)?, is_json),
+        Verb::Cache(arguments) => cache::run(arguments, is_json),
         Verb::Kvtop(arguments) => top::run(common, arguments),
         Verb::Shell(arguments) => shell::run(common, arguments.history.as_deref()),
     }

@@ -1,0 +1,163 @@
+//! The admin API of a worker's store of KV.
+//!
+//! | call | body | answer |
+//! |---|---|---|
+//! | `POST /cache/lookup` | [`PromptInput`] | [`LookupResponse`] |
+//! | `POST /cache/prefetch` | [`PromptInput`] | [`PrefetchStatus`], at once |
+//! | `GET /cache/prefetch/{id}` | none | [`PrefetchStatus`] |
+//! | `DELETE /cache/prefetch/{id}` | none | [`PrefetchStatus`], cancelled |
+//! | `POST /cache/pin`, `POST /cache/unpin` | [`PromptInput`] | [`PinResponse`] |
+//! | `POST /cache/move` | [`MoveRequest`] | [`MoveResponse`] |
+//! | `POST /cache/clear` | [`ClearRequest`] | [`ClearResponse`] |
+//! | `POST /cache/retrieve[?layer=..]` | [`PromptInput`] | safetensors: `token_ids`, `chunk.N.layer.N` |
+//! | `POST /cache/store` | safetensors as `retrieve` gives them, all layers | [`StoreResponse`] |
+//! | `GET /cache/health` | none | [`CacheHealth`] |
+//! | `GET /cache/stats` | none | [`CacheStats`] |
+//!
+//! The bytes of `chunk.N.layer.N` lie as the engine keeps them; the metadata field `namespace` says for
+//! which model, type and layout they are good, and `store` takes no others.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::worker::PromptInput;
+
+/// How much of a prompt is in the store.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LookupResponse {
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Of these, from the first on, tokens whose KV is in some tier.
+    pub cached_tokens: usize,
+    /// The same by tier; a chunk that is in several counts for the fastest.
+    pub tiers: BTreeMap<String, usize>,
+    /// Tokens in a chunk.
+    pub chunk_tokens: usize,
+}
+
+/// Where a prefetch stands.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PrefetchStatus {
+    /// Names the prefetch for a while.
+    pub id: String,
+    /// Whether it still loads.
+    pub state: PrefetchState,
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Of these, from the first on, tokens whose KV is in memory now.
+    pub loaded_tokens: usize,
+}
+
+/// The states of a prefetch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PrefetchState {
+    /// Chunks are on their way.
+    Loading,
+    /// All that could be loaded is there.
+    Done,
+    /// It was ended before.
+    Cancelled,
+}
+
+/// What is kept in memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PinResponse {
+    /// Tokens of the prompt, from the first on, that the call pinned or unpinned.
+    pub tokens: usize,
+}
+
+/// Puts the chunks of a prompt into another tier.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MoveRequest {
+    /// The prompt.
+    #[serde(flatten)]
+    pub input: PromptInput,
+    /// The tier that has them, such as `ram`.
+    pub from: String,
+    /// The tier that shall have them.
+    pub to: String,
+    /// Whether they also stay where they are. Default: false.
+    #[serde(default)]
+    pub copy: bool,
+}
+
+/// What was moved.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MoveResponse {
+    /// Chunks that are in the new tier now.
+    pub chunks: usize,
+}
+
+/// Forgets chunks.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClearRequest {
+    /// Only the chunks of this prompt, and what hangs on them.
+    /// Default: everything of the model.
+    #[serde(flatten)]
+    pub input: PromptInput,
+    /// Only in these tiers. Default: all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tiers: Option<Vec<String>>,
+}
+
+/// What was forgotten.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClearResponse {
+    /// Chunks by tier.
+    pub chunks: BTreeMap<String, usize>,
+}
+
+/// What was stored.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StoreResponse {
+    /// Chunks that are new.
+    pub stored_chunks: usize,
+    /// Chunks that were there before.
+    pub present_chunks: usize,
+}
+
+/// The state of the store.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CacheHealth {
+    /// `ok`, `degraded` if some tier is not up, `off` if there is no store.
+    pub status: String,
+    /// Fastest first.
+    pub tiers: Vec<TierReport>,
+}
+
+/// The state of a tier.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TierReport {
+    /// Its name: `ram`, `nvme`, `redis` or `object`.
+    pub tier: String,
+    /// `up`, `read_only` or `down`.
+    pub state: String,
+    /// Why it is not up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// Chunks that are there; absent where the tier does not know.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chunks: Option<u64>,
+    /// Bytes they take.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub used_bytes: Option<u64>,
+    /// The most bytes they may take.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub capacity_bytes: Option<u64>,
+    /// Further counts by name.
+    #[serde(default)]
+    pub details: BTreeMap<String, u64>,
+}
+
+/// Counts of the store since its start, by name.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct CacheStats {
+    /// Tokens in a chunk.
+    pub chunk_tokens: usize,
+    /// Counts by name.
+    pub counts: BTreeMap<String, u64>,
+    /// The tiers.
+    pub tiers: Vec<TierReport>,
+}

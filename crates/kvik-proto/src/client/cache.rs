@@ -1,0 +1,98 @@
+//! Calls to the store of a worker.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use hyper::Method;
+
+use super::calls::{Calls, json_body, parse, percent_encoded};
+use super::{ClientError, HttpClient};
+use crate::cache::{
+    CacheHealth, CacheStats, ClearRequest, ClearResponse, LookupResponse, MoveRequest, MoveResponse,
+    PinResponse, PrefetchStatus, StoreResponse,
+};
+use crate::worker::PromptInput;
+
+/// Time for a whole call: some of them wait for disks and remote tiers.
+const CALL_TIMEOUT: Duration = Duration::from_mins(2);
+
+/// Talks to the store of one worker.
+///
+/// Every call fails with [`ClientError::Refused`] and status 404 where the worker has no store.
+#[derive(Debug, Clone)]
+pub struct CacheClient {
+    calls: Calls,
+}
+
+impl CacheClient {
+    /// A client of the worker at `base`, such as `http://host:8082`.
+    pub fn new(http: HttpClient, base: &str) -> Self {
+        Self { calls: Calls::new(http, base, CALL_TIMEOUT) }
+    }
+
+    /// How much of a prompt is in the store.
+    pub async fn lookup(&self, input: &PromptInput) -> Result<LookupResponse, ClientError> {
+        self.calls.post("/cache/lookup", input).await
+    }
+
+    /// Starts loading a prompt's KV into memory.
+    pub async fn prefetch(&self, input: &PromptInput) -> Result<PrefetchStatus, ClientError> {
+        self.calls.post("/cache/prefetch", input).await
+    }
+
+    /// Where a prefetch stands.
+    pub async fn prefetch_status(&self, id: &str) -> Result<PrefetchStatus, ClientError> {
+        self.calls.get(&format!("/cache/prefetch/{}", percent_encoded(id))).await
+    }
+
+    /// Ends a prefetch.
+    pub async fn cancel_prefetch(&self, id: &str) -> Result<PrefetchStatus, ClientError> {
+        let path = format!("/cache/prefetch/{}", percent_encoded(id));
+        let (url, response) = self.calls.send(&path, Method::DELETE, Bytes::new()).await?;
+        parse(&url, &self.calls.read(&url, response).await?)
+    }
+
+    /// Keeps a prompt's KV in memory until it is unpinned.
+    pub async fn pin(&self, input: &PromptInput) -> Result<PinResponse, ClientError> {
+        self.calls.post("/cache/pin", input).await
+    }
+
+    /// Takes one pin away.
+    pub async fn unpin(&self, input: &PromptInput) -> Result<PinResponse, ClientError> {
+        self.calls.post("/cache/unpin", input).await
+    }
+
+    /// Puts a prompt's KV into another tier.
+    pub async fn relocate(&self, request: &MoveRequest) -> Result<MoveResponse, ClientError> {
+        self.calls.post("/cache/move", request).await
+    }
+
+    /// Forgets KV.
+    pub async fn clear(&self, request: &ClearRequest) -> Result<ClearResponse, ClientError> {
+        self.calls.post("/cache/clear", request).await
+    }
+
+    /// A prompt's KV, of one layer or of all, as safetensors.
+    pub async fn retrieve(&self, input: &PromptInput, layer: Option<usize>) -> Result<Bytes, ClientError> {
+        let query = layer.map(|layer| format!("?layer={layer}")).unwrap_or_default();
+        let path = format!("/cache/retrieve{query}");
+        let (url, response) = self.calls.send(&path, Method::POST, json_body(input)?).await?;
+        self.calls.read(&url, response).await
+    }
+
+    /// Stores what [`Self::retrieve`] gave, of all layers.
+    pub async fn store(&self, safetensors: Bytes) -> Result<StoreResponse, ClientError> {
+        let (url, response) = self.calls.send("/cache/store", Method::POST, safetensors).await?;
+        parse(&url, &self.calls.read(&url, response).await?)
+    }
+
+    /// The state of every tier.
+    pub async fn health(&self) -> Result<CacheHealth, ClientError> {
+        self.calls.get("/cache/health").await
+    }
+
+    /// Counts since the worker's start.
+    pub async fn stats(&self) -> Result<CacheStats, ClientError> {
+        self.calls.get("/cache/stats").await
+    }
+}

@@ -1,0 +1,131 @@
+//! What the verbs of `kvctl cache` print for people.
+
+use std::io::{self, Write};
+
+use anstyle::{AnsiColor, Style};
+use kvik_proto::cache::{
+    CacheHealth, CacheStats, ClearResponse, LookupResponse, MoveResponse, PinResponse, PrefetchState,
+    PrefetchStatus, StoreResponse, TierReport,
+};
+use serde::Serialize;
+
+use super::super::{Answer, size};
+
+/// An answer of the worker as it came, for machines, and as text for people.
+#[derive(Debug, Serialize)]
+#[serde(transparent)]
+pub(super) struct Shown<T>(pub(super) T);
+
+/// A file that was written.
+#[derive(Debug, Serialize)]
+pub(super) struct FileAnswer {
+    pub(super) file: String,
+    pub(super) bytes: usize,
+}
+
+impl Answer for Shown<LookupResponse> {
+    fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
+        let LookupResponse { prompt_tokens, cached_tokens, tiers, chunk_tokens } = &self.0;
+        writeln!(output, "{cached_tokens} of {prompt_tokens} tokens, in chunks of {chunk_tokens}")?;
+        for (tier, n_tokens) in tiers {
+            writeln!(output, "  {tier:<8} {n_tokens:>8}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Answer for Shown<PrefetchStatus> {
+    fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
+        let PrefetchStatus { id, state, prompt_tokens, loaded_tokens } = &self.0;
+        let state = match state {
+            PrefetchState::Loading => "loading",
+            PrefetchState::Done => "done",
+            PrefetchState::Cancelled => "cancelled",
+        };
+        writeln!(output, "{id}: {state}, {loaded_tokens} of {prompt_tokens} tokens in memory")
+    }
+}
+
+impl Answer for Shown<PinResponse> {
+    fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
+        writeln!(output, "{} tokens", self.0.tokens)
+    }
+}
+
+impl Answer for Shown<MoveResponse> {
+    fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
+        writeln!(output, "{} chunks", self.0.chunks)
+    }
+}
+
+impl Answer for Shown<ClearResponse> {
+    fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
+        if self.0.chunks.is_empty() {
+            return writeln!(output, "nothing was there");
+        }
+        for (tier, n_chunks) in &self.0.chunks {
+            writeln!(output, "{tier:<8} {n_chunks:>8} chunks forgotten")?;
+        }
+        Ok(())
+    }
+}
+
+impl Answer for Shown<StoreResponse> {
+    fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
+        writeln!(output, "{} chunks stored, {} were there", self.0.stored_chunks, self.0.present_chunks)
+    }
+}
+
+impl Answer for Shown<CacheHealth> {
+    fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
+        writeln!(output, "{}", self.0.status)?;
+        write_tiers(&self.0.tiers, output)
+    }
+}
+
+impl Answer for Shown<CacheStats> {
+    fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
+        write_tiers(&self.0.tiers, output)?;
+        let counts = &self.0.counts;
+        let width = counts.keys().map(String::len).max().unwrap_or(0);
+        for (name, count) in counts {
+            writeln!(output, "{name:<width$} {count:>14}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Answer for FileAnswer {
+    fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
+        if self.file == "-" {
+            return Ok(());
+        }
+        writeln!(output, "{}: {}", self.file, size::long(self.bytes as u64))
+    }
+}
+
+fn write_tiers(tiers: &[TierReport], output: &mut dyn Write) -> io::Result<()> {
+    if tiers.is_empty() {
+        return Ok(());
+    }
+    writeln!(output, "{:<8} {:<10} {:>10} {:>12} {:>12}", "Tier", "State", "Chunks", "Used", "Capacity")?;
+    for TierReport { tier, state, reason, chunks, used_bytes, capacity_bytes, .. } in tiers {
+        let style = state_style(state);
+        let chunks = chunks.map_or("-".to_owned(), |n_chunks| n_chunks.to_string());
+        let [used, capacity] =
+            [used_bytes, capacity_bytes].map(|n_bytes| n_bytes.map_or("-".to_owned(), size::long));
+        write!(output, "{tier:<8} {style}{state:<10}{style:#} {chunks:>10} {used:>12} {capacity:>12}")?;
+        let gap = if reason.is_some() { "  " } else { "" };
+        writeln!(output, "{gap}{}", reason.as_deref().unwrap_or_default())?;
+    }
+    Ok(())
+}
+
+fn state_style(state: &str) -> Style {
+    let color = match state {
+        "up" => AnsiColor::Green,
+        "read_only" => AnsiColor::Yellow,
+        _ => AnsiColor::Red,
+    };
+    color.on_default()
+}

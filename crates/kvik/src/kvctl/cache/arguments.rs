@@ -1,0 +1,144 @@
+//! The arguments of `kvctl cache`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand};
+
+const AFTER_HELP: &str = "\
+Examples:
+  kvctl cache health
+  kvctl cache lookup --prompt-file question.txt
+  kvctl cache prefetch --prompt 'Once upon a time' --wait
+  kvctl cache move --prompt-file question.txt --from ram --to nvme
+  kvctl cache clear --all --tier redis
+  kvctl --json cache stats";
+
+/// Looks at the KV store of a worker and governs it.
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct CacheArguments {
+    /// Base address of the worker
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8082")]
+    pub(crate) worker: String,
+
+    /// PEM file of the authorities that sign the worker's certificate [default: none, only http:// works]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) authorities: Option<PathBuf>,
+
+    #[command(subcommand)]
+    pub(crate) verb: CacheVerb,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum CacheVerb {
+    /// Print how much of a prompt the store has, by tier
+    Lookup(PromptArguments),
+    /// Load the KV of a prompt from lower tiers into memory
+    Prefetch(PrefetchArguments),
+    /// Print where a prefetch stands
+    PrefetchStatus(IdArguments),
+    /// End a prefetch: what was not begun is not loaded
+    Cancel(IdArguments),
+    /// Keep the KV of a prompt in memory until it is unpinned
+    Pin(PromptArguments),
+    /// Take one pin away
+    Unpin(PromptArguments),
+    /// Put the KV of a prompt into another tier
+    Move(MoveArguments),
+    /// Forget the KV of a prompt and what hangs on it, or all of it
+    Clear(ClearArguments),
+    /// Write the KV of a prompt to a safetensors file
+    Retrieve(RetrieveArguments),
+    /// Store what `retrieve` has written, also of another worker with the same model
+    Store(StoreArguments),
+    /// Print the state of every tier
+    Health,
+    /// Print the counts of the store since the worker's start
+    Stats,
+}
+
+#[derive(Debug, Args)]
+#[group(multiple = false)]
+pub(crate) struct PromptArguments {
+    /// The prompt as text, tokenized by the worker
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    pub(crate) prompt: Option<String>,
+
+    /// A file with the prompt; `-` reads standard input
+    #[arg(long, value_name = "FILE")]
+    pub(crate) prompt_file: Option<PathBuf>,
+
+    /// The prompt as tokens, separated by commas
+    #[arg(long, value_name = "ID,...", value_delimiter = ',')]
+    pub(crate) token_ids: Option<Vec<u32>>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PrefetchArguments {
+    #[command(flatten)]
+    pub(crate) prompt: PromptArguments,
+
+    /// Return when all that can be loaded is there
+    #[arg(long)]
+    pub(crate) wait: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct IdArguments {
+    /// The prefetch, as `kvctl cache prefetch` named it
+    #[arg(value_name = "ID")]
+    pub(crate) id: String,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct MoveArguments {
+    #[command(flatten)]
+    pub(crate) prompt: PromptArguments,
+
+    /// Tier that has it: ram, nvme, redis or object
+    #[arg(long, value_name = "TIER")]
+    pub(crate) from: String,
+
+    /// Tier that shall have it: ram, nvme, redis or object
+    #[arg(long, value_name = "TIER")]
+    pub(crate) to: String,
+
+    /// Keep it where it is too
+    #[arg(long)]
+    pub(crate) copy: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ClearArguments {
+    #[command(flatten)]
+    pub(crate) prompt: PromptArguments,
+
+    /// Everything that the worker's model has stored
+    #[arg(long, conflicts_with_all = ["prompt", "prompt_file", "token_ids"])]
+    pub(crate) all: bool,
+
+    /// Only in this tier; may be repeated [default: all]
+    #[arg(long, value_name = "TIER")]
+    pub(crate) tier: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RetrieveArguments {
+    #[command(flatten)]
+    pub(crate) prompt: PromptArguments,
+
+    /// Only this layer, from 0 [default: all]
+    #[arg(long, value_name = "N")]
+    pub(crate) layer: Option<usize>,
+
+    /// File to write; `-` is standard output
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) output: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct StoreArguments {
+    /// File that `retrieve` has written, with all layers
+    #[arg(value_name = "FILE")]
+    pub(crate) file: PathBuf,
+}
