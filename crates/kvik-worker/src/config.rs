@@ -2,6 +2,8 @@
 //!
 //! The unit of a time or size is part of its field's name.
 
+mod store;
+
 use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -14,6 +16,8 @@ use kvik_types::Dtype;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, WorkerError};
+
+pub use store::StoreConfig;
 
 /// Most blocks that can be asked for; block ids have 32 bits.
 const MAX_KV_BLOCKS: usize = 1 << 30;
@@ -38,6 +42,8 @@ pub struct WorkerConfig {
     pub kv_blocks: usize,
     /// Memory for keys and values that is shared with other workers. Default: memory of its own.
     pub memory: SharedMemoryConfig,
+    /// Where KV goes beyond the engine's memory. Default: nowhere.
+    pub store: StoreConfig,
     /// Type in which keys and values are kept: `f32`, `f16` or `bf16`. Default: `f32`.
     pub kv_dtype: String,
     /// Threads that compute; 0 for the number of cores. Default: 0.
@@ -115,6 +121,7 @@ impl Default for WorkerConfig {
             served_model_name: None,
             kv_blocks: 1024,
             memory: SharedMemoryConfig::default(),
+            store: StoreConfig::default(),
             kv_dtype: "f32".to_owned(),
             threads: 0,
             max_batched_tokens: 512,
@@ -158,6 +165,7 @@ impl WorkerConfig {
         let blocks = self.kv_blocks;
         check((1..=MAX_KV_BLOCKS).contains(&blocks), "kv_blocks", &blocks, "1 to 1073741824")?;
         self.memory.validate()?;
+        self.store.resolve()?;
         check(self.threads <= 1024, "threads", &self.threads, "0 to 1024")?;
         let rows = self.max_batched_tokens;
         check((1..=1 << 20).contains(&rows), "max_batched_tokens", &rows, "1 to 1048576")?;

@@ -47,6 +47,6 @@ mod staging;
 mod state;
 mod worker;
 
-pub use config::{SharedMemoryConfig, WorkerConfig};
+pub use config::{SharedMemoryConfig, StoreConfig, WorkerConfig};
 pub use error::{Result, WorkerError};
 pub use worker::{Running, Worker};

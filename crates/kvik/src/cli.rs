@@ -386,6 +386,23 @@ pub(crate) enum LogForm {
     Json,
 }
 
+/// Where KV is kept beyond the engine's own memory.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "KV store")]
+pub(crate) struct StoreArguments {
+    /// Memory for KV of earlier prompts, such as `2GiB` [default: none; 256MiB with --nvme or --remote]
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) ram: Option<String>,
+
+    /// Folder and size for KV on a local disk, such as `/var/cache/kvik:20GiB` [default: none]
+    #[arg(long, value_name = "DIR:SIZE")]
+    pub(crate) nvme: Option<String>,
+
+    /// Remote store for KV: redis://, rediss://, redis+cluster://, s3://, gs://, az:// or file:// [default: none]
+    #[arg(long, value_name = "URL")]
+    pub(crate) remote: Option<String>,
+}
+
 /// Everything runs on loopback in this process. The first Ctrl-C drains, a second one ends at once.
 #[derive(Debug, Args)]
 #[command(after_help = EXIT_CODES)]
@@ -401,6 +418,9 @@ pub(crate) struct UpArguments {
     /// Port of the gateway; 0 takes a free one
     #[arg(long, value_name = "PORT", default_value_t = 8080)]
     pub(crate) port: u16,
+
+    #[command(flatten)]
+    pub(crate) store: StoreArguments,
 
     #[command(flatten)]
     pub(crate) service: ServiceArguments,
@@ -436,6 +456,9 @@ pub(crate) struct WorkerArguments {
     /// Blocks of 16 tokens for keys and values [default: 1024]
     #[arg(long, value_name = "N")]
     pub(crate) kv_blocks: Option<usize>,
+
+    #[command(flatten)]
+    pub(crate) store: StoreArguments,
 
     #[command(flatten)]
     pub(crate) service: ServiceArguments,

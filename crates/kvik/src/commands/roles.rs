@@ -25,6 +25,7 @@ pub(crate) fn worker(arguments: &WorkerArguments) -> anyhow::Result<()> {
         .with("model", arguments.model.as_ref().map(|folder| folder.display().to_string()))
         .with("threads", arguments.threads)
         .with("kv_blocks", arguments.kv_blocks)
+        .with("store", service::store_flags(&arguments.store))
         .with_list("coordinators", &arguments.coordinator);
     let common = &arguments.service;
     let config = service::load::<WorkerConfig>("worker", common.config.as_deref(), flags, &common.set)?.value;

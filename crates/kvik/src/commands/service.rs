@@ -13,7 +13,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use crate::cli::{LogForm, ServiceArguments};
+use crate::cli::{LogForm, ServiceArguments, StoreArguments};
 
 /// Marks an error as the fault of what was given.
 #[derive(Debug)]
@@ -56,6 +56,15 @@ impl Flags {
         }
         Ok(self)
     }
+}
+
+/// The flags of a store in the shape of its configuration; `None` if none was given.
+pub(crate) fn store_flags(arguments: &StoreArguments) -> Option<Value> {
+    let flags = Flags::default()
+        .with("ram", arguments.ram.clone())
+        .with("nvme", arguments.nvme.clone())
+        .with("remote", arguments.remote.clone());
+    (!flags.0.is_empty()).then_some(Value::Object(flags.0))
 }
 
 /// Puts `value` under the dotted `path`, making maps where there are none.

@@ -40,8 +40,12 @@ pub(crate) fn run(arguments: &UpArguments) -> anyhow::Result<()> {
                 .with("listen", Some("127.0.0.1:0"))
                 .with("id", Some(format!("worker-{number}")))
                 .with("threads", Some(n_threads))
-                .with("model", arguments.model.as_ref().map(|folder| folder.display().to_string()));
-            Ok(service::load::<WorkerConfig>("worker", file, flags, &[])?.value)
+                .with("model", arguments.model.as_ref().map(|folder| folder.display().to_string()))
+                .with("store", service::store_flags(&arguments.store));
+            let mut config = service::load::<WorkerConfig>("worker", file, flags, &[])?.value;
+            let id = config.id.clone().unwrap_or_default();
+            config.store = config.store.share_of(&id, arguments.workers.into())?;
+            Ok(config)
         })
         .collect::<anyhow::Result<Vec<_>>>()?;
     service::run(common, "warn", async |shutdown| serve(gateway, coordinator, workers, shutdown).await)

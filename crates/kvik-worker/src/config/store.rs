@@ -1,0 +1,390 @@
+//! The store of KV below the engine: where chunks go when the engine's own memory has no room for them.
+//!
+//! Options of LMCache are read too, under its names; [`StoreConfig::resolve`] makes one plan of both.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kvik_model::BLOCK_TOKENS;
+use kvik_store::policy::PolicyKind;
+use kvik_types::ByteSize;
+use serde::{Deserialize, Deserializer, Serialize};
+
+use super::check;
+use crate::error::{Result, WorkerError};
+
+/// Memory of a store that has lower tiers and was given none: everything read from below passes through it.
+const STAGING_BYTES: u64 = 256 << 20;
+
+/// What LMCache takes of memory where nothing is said.
+const LOCAL_CPU_GB: f64 = 5.0;
+
+const SIZES: &str = "a size such as 2GiB, 512MiB or 1073741824";
+
+/// Where KV is kept beyond the engine's own memory.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct StoreConfig {
+    /// Memory for chunks, such as `2GiB`; `0`: none of its own. Default: `0`, no store, or 256 MiB where
+    /// `nvme` or `remote` is set.
+    #[serde(deserialize_with = "size_text")]
+    pub ram: String,
+    /// Folder and size on a local disk, such as `/var/cache/kvik:20GiB`. Default: none.
+    pub nvme: Option<String>,
+    /// A remote tier: `redis://`, `rediss://`, `redis+cluster://`, `s3://`, `gs://`, `az://` or `file://`.
+    /// Default: none.
+    pub remote: Option<String>,
+    /// Tokens in a chunk, a multiple of 16. Default: 256.
+    pub chunk_tokens: usize,
+    /// What leaves a full tier: `lru`, `lfu`, `fifo`, `s3fifo`, `arc`, `cost` or `kvik`. Default: `kvik`.
+    pub policy: String,
+    /// Whether chunks are read layer by layer. Default: false.
+    pub layerwise: bool,
+    /// Whether the last chunk of a sequence is stored too if it is not full. Default: false.
+    pub tails: bool,
+    /// When chunks go to lower tiers: `store`, as soon as they are there, or `reuse`, when they are used
+    /// again. Default: `store`.
+    pub write_back: String,
+    /// Longest time that a request waits for chunks of lower tiers before it computes them. Default: 2000 ms.
+    pub load_timeout_ms: u64,
+    /// Whose cache it is: workers with other tenants never share KV. Default: empty, shared.
+    pub tenant: String,
+    /// How the disk is read and written: `auto`, `uring` or `positional`. Default: `auto`.
+    pub nvme_io: String,
+    /// Time for one call to the remote tier. Default: 2000 ms.
+    pub remote_timeout_ms: u64,
+    /// Time after which a Redis server forgets a chunk. Default: none.
+    pub remote_ttl_s: Option<u64>,
+    /// Settings of an object store by name, such as `endpoint`, `region`, `access_key_id`,
+    /// `secret_access_key`, `allow_http`. Default: none.
+    pub remote_options: BTreeMap<String, String>,
+
+    /// LMCache's name: whether there is memory for chunks; `max_local_cpu_size` says how much. Default: none.
+    pub local_cpu: Option<bool>,
+    /// LMCache's name for `ram`, in GB (10^9 bytes). Default: none; 5 where only `local_cpu` is set.
+    pub max_local_cpu_size: Option<f64>,
+    /// LMCache's name for the folder of `nvme`, with or without `file://`. Default: none.
+    pub local_disk: Option<String>,
+    /// LMCache's name for the size of `nvme`, in GB (10^9 bytes). Default: none.
+    pub max_local_disk_size: Option<f64>,
+    /// LMCache's name for `remote`. Default: none.
+    pub remote_url: Option<String>,
+    /// LMCache's name for `chunk_tokens`. Default: none.
+    pub chunk_size: Option<usize>,
+    /// LMCache's name for `policy`, in any case. Default: none.
+    pub cache_policy: Option<String>,
+    /// LMCache's name for `layerwise`. Default: none.
+    pub use_layerwise: Option<bool>,
+}
+
+/// What to build of a [`StoreConfig`].
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct StorePlan {
+    pub(crate) ram_bytes: u64,
+    pub(crate) nvme: Option<NvmePlan>,
+    pub(crate) remote: Option<String>,
+    pub(crate) chunk_tokens: usize,
+    pub(crate) policy: PolicyKind,
+    pub(crate) is_layerwise: bool,
+    pub(crate) stores_tails: bool,
+    pub(crate) writes_on_reuse: bool,
+    pub(crate) load_timeout: Duration,
+    pub(crate) remote_timeout: Duration,
+    pub(crate) remote_ttl: Option<Duration>,
+}
+
+/// A folder on a local disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct NvmePlan {
+    pub(crate) dir: PathBuf,
+    pub(crate) capacity_bytes: u64,
+}
+
+impl Default for StoreConfig {
+    fn default() -> Self {
+        Self {
+            ram: "0".to_owned(),
+            nvme: None,
+            remote: None,
+            chunk_tokens: 256,
+            policy: PolicyKind::Kvik.name().to_owned(),
+            layerwise: false,
+            tails: false,
+            write_back: "store".to_owned(),
+            load_timeout_ms: 2000,
+            tenant: String::new(),
+            nvme_io: "auto".to_owned(),
+            remote_timeout_ms: 2000,
+            remote_ttl_s: None,
+            remote_options: BTreeMap::new(),
+            local_cpu: None,
+            max_local_cpu_size: None,
+            local_disk: None,
+            max_local_disk_size: None,
+            remote_url: None,
+            chunk_size: None,
+            cache_policy: None,
+            use_layerwise: None,
+        }
+    }
+}
+
+impl StoreConfig {
+    /// What to build; `None` where there is no store.
+    ///
+    /// # Errors
+    /// [`WorkerError::InvalidConfig`] for the first value that is not allowed, also where a value stands
+    /// under both of its names and differs.
+    pub(crate) fn resolve(&self) -> Result<Option<StorePlan>> {
+        let default = Self::default();
+        let nvme = self.nvme_plan()?;
+        let remote = either("store.remote_url", self.remote.clone(), self.remote_url.clone())?;
+        let mut ram_bytes = self.ram_bytes()?;
+        if ram_bytes == 0 && (nvme.is_some() || remote.is_some()) {
+            ram_bytes = STAGING_BYTES;
+        }
+        let chunk_tokens =
+            over("store.chunk_size", self.chunk_tokens, &default.chunk_tokens, self.chunk_size)?;
+        let fits =
+            (BLOCK_TOKENS..=65_536).contains(&chunk_tokens) && chunk_tokens.is_multiple_of(BLOCK_TOKENS);
+        check(fits, "store.chunk_tokens", &chunk_tokens, "multiples of 16 up to 65536")?;
+        let alias = self.cache_policy.as_ref().map(|name| name.to_ascii_lowercase());
+        let policy = over("store.cache_policy", self.policy.clone(), &default.policy, alias)?;
+        let Ok(policy) = policy.parse::<PolicyKind>() else {
+            return refuse("store.policy", &policy, "lru, lfu, fifo, s3fifo, arc, cost or kvik");
+        };
+        let is_layerwise =
+            over("store.use_layerwise", self.layerwise, &default.layerwise, self.use_layerwise)?;
+        let write_back = self.write_back.as_str();
+        check(["store", "reuse"].contains(&write_back), "store.write_back", write_back, "store or reuse")?;
+        let io = self.nvme_io.as_str();
+        check(
+            ["auto", "uring", "positional"].contains(&io),
+            "store.nvme_io",
+            io,
+            "auto, uring or positional",
+        )?;
+        for (field, milliseconds) in [
+            ("store.load_timeout_ms", self.load_timeout_ms),
+            ("store.remote_timeout_ms", self.remote_timeout_ms),
+        ] {
+            check((1..=600_000).contains(&milliseconds), field, &milliseconds, "1 to 600000 (ten minutes)")?;
+        }
+        if let Some(seconds) = self.remote_ttl_s {
+            check((1..=315_360_000).contains(&seconds), "store.remote_ttl_s", &seconds, "1 to 315360000")?;
+        }
+        check(self.tenant.len() <= 256, "store.tenant", &self.tenant, "at most 256 bytes")?;
+        if ram_bytes == 0 {
+            return Ok(None);
+        }
+        Ok(Some(StorePlan {
+            ram_bytes,
+            nvme,
+            remote,
+            chunk_tokens,
+            policy,
+            is_layerwise,
+            stores_tails: self.tails,
+            writes_on_reuse: write_back == "reuse",
+            load_timeout: Duration::from_millis(self.load_timeout_ms),
+            remote_timeout: Duration::from_millis(self.remote_timeout_ms),
+            remote_ttl: self.remote_ttl_s.map(Duration::from_secs),
+        }))
+    }
+
+    /// This store's share for one of `n_workers` in one process: memory and disk are divided, and each has
+    /// a folder of its own, because a folder has one owner.
+    ///
+    /// # Errors
+    /// As for the configuration of one worker.
+    pub fn share_of(&self, worker_id: &str, n_workers: u64) -> Result<Self> {
+        let n_workers = n_workers.max(1);
+        let Some(plan) = self.resolve()? else { return Ok(self.clone()) };
+        let nvme = plan.nvme.map(|NvmePlan { dir, capacity_bytes }| {
+            format!("{}:{}", dir.join(worker_id).display(), capacity_bytes / n_workers)
+        });
+        Ok(Self {
+            ram: (plan.ram_bytes / n_workers).to_string(),
+            nvme,
+            local_cpu: None,
+            max_local_cpu_size: None,
+            local_disk: None,
+            max_local_disk_size: None,
+            ..self.clone()
+        })
+    }
+
+    fn ram_bytes(&self) -> Result<u64> {
+        let ram = parse_size("store.ram", &self.ram)?;
+        let alias = match (self.local_cpu, self.max_local_cpu_size) {
+            (Some(false), _) => Some(0),
+            (Some(true), None) => Some(gigabytes("store.max_local_cpu_size", LOCAL_CPU_GB)?),
+            (_, Some(size)) => Some(gigabytes("store.max_local_cpu_size", size)?),
+            (None, None) => None,
+        };
+        over("store.local_cpu", ram, &0, alias)
+    }
+
+    fn nvme_plan(&self) -> Result<Option<NvmePlan>> {
+        const FORM: &str = "DIR:SIZE, such as /var/cache/kvik:20GiB";
+        let nvme = match &self.nvme {
+            None => None,
+            Some(text) => {
+                let Some((dir, size)) = text.rsplit_once(':').filter(|(dir, _)| !dir.is_empty()) else {
+                    return refuse("store.nvme", text, FORM);
+                };
+                let capacity_bytes = size.parse::<ByteSize>().map(ByteSize::bytes);
+                let Ok(capacity_bytes @ 1..) = capacity_bytes else {
+                    return refuse("store.nvme", text, FORM);
+                };
+                Some(NvmePlan { dir: PathBuf::from(dir), capacity_bytes })
+            }
+        };
+        let alias = match (&self.local_disk, self.max_local_disk_size) {
+            (None, None) => None,
+            (Some(dir), Some(size)) => Some(NvmePlan {
+                dir: PathBuf::from(dir.strip_prefix("file://").unwrap_or(dir)),
+                capacity_bytes: gigabytes("store.max_local_disk_size", size)?,
+            }),
+            (Some(_), None) => {
+                return refuse("store.max_local_disk_size", "not set", "a size in GB beside `local_disk`");
+            }
+            (None, Some(_)) => {
+                return refuse("store.local_disk", "not set", "a folder beside `max_local_disk_size`");
+            }
+        };
+        either("store.local_disk", nvme, alias)
+    }
+}
+
+/// The value of a field that has an alias: whichever is given.
+fn either<T: PartialEq>(alias_field: &'static str, value: Option<T>, alias: Option<T>) -> Result<Option<T>> {
+    match (&value, &alias) {
+        (Some(one), Some(other)) if one != other => contradiction(alias_field),
+        _ => Ok(value.or(alias)),
+    }
+}
+
+/// The same for a field that always has a value: one that is not the default was given.
+fn over<T: PartialEq>(alias_field: &'static str, value: T, default: &T, alias: Option<T>) -> Result<T> {
+    match alias {
+        None => Ok(value),
+        Some(alias) if value == *default || value == alias => Ok(alias),
+        Some(_) => contradiction(alias_field),
+    }
+}
+
+fn contradiction<T>(alias_field: &'static str) -> Result<T> {
+    refuse(alias_field, "set beside kvik's own name with another value", "one of the two names")
+}
+
+fn refuse<T>(field: &'static str, value: &str, allowed: &'static str) -> Result<T> {
+    Err(WorkerError::InvalidConfig { field, value: value.to_owned(), allowed })
+}
+
+fn parse_size(field: &'static str, text: &str) -> Result<u64> {
+    match text.parse::<ByteSize>() {
+        Ok(size) => Ok(size.bytes()),
+        Err(_) => refuse(field, text, SIZES),
+    }
+}
+
+fn gigabytes(field: &'static str, size: f64) -> Result<u64> {
+    check((0.0..=1e9).contains(&size), field, &size, "GB from 0 to 1000000000")?;
+    Ok((size * 1e9) as u64)
+}
+
+/// Reads a size given as a number of bytes or as text.
+fn size_text<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<String, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Given {
+        Bytes(u64),
+        Text(String),
+    }
+    Ok(match Given::deserialize(deserializer)? {
+        Given::Bytes(n_bytes) => n_bytes.to_string(),
+        Given::Text(text) => text,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan(yaml: &str) -> Result<Option<StorePlan>> {
+        serde_json::from_str::<StoreConfig>(yaml).unwrap().resolve()
+    }
+
+    fn message(json: &str) -> String {
+        plan(json).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn without_settings_there_is_no_store() {
+        assert_eq!(plan("{}").unwrap(), None);
+    }
+
+    #[test]
+    fn a_lower_tier_alone_gets_memory_to_pass_through() {
+        let plan = plan(r#"{"nvme": "/cache:20GiB"}"#).unwrap().unwrap();
+        assert_eq!(plan.ram_bytes, STAGING_BYTES);
+        assert_eq!(plan.nvme, Some(NvmePlan { dir: "/cache".into(), capacity_bytes: 20 << 30 }));
+    }
+
+    #[test]
+    fn the_names_of_lmcache_give_the_same_plan() {
+        let own = plan(
+            r#"{"ram": 5000000000, "nvme": "/d:10GB", "remote": "redis://h", "chunk_tokens": 512,
+                "policy": "lru", "layerwise": true}"#,
+        );
+        let aliases = plan(
+            r#"{"local_cpu": true, "local_disk": "file:///d", "max_local_disk_size": 10,
+                "remote_url": "redis://h", "chunk_size": 512, "cache_policy": "LRU", "use_layerwise": true}"#,
+        );
+        assert_eq!(own.unwrap(), aliases.unwrap());
+        assert_eq!(
+            plan(r#"{"local_cpu": true, "max_local_cpu_size": 0.5}"#).unwrap().unwrap().ram_bytes,
+            500_000_000
+        );
+        assert_eq!(plan(r#"{"local_cpu": false}"#).unwrap(), None);
+    }
+
+    #[test]
+    fn workers_of_one_process_divide_a_store_and_share_no_folder() {
+        let config =
+            StoreConfig { ram: "2GiB".into(), nvme: Some("/d:20GiB".into()), ..StoreConfig::default() };
+        let plan = config.share_of("worker-2", 2).unwrap().resolve().unwrap().unwrap();
+        assert_eq!(plan.ram_bytes, 1 << 30);
+        assert_eq!(plan.nvme, Some(NvmePlan { dir: "/d/worker-2".into(), capacity_bytes: 10 << 30 }));
+        assert_eq!(StoreConfig::default().share_of("worker-1", 2).unwrap(), StoreConfig::default());
+    }
+
+    #[test]
+    fn two_names_with_two_values_are_a_contradiction() {
+        for json in [
+            r#"{"ram": "1GiB", "max_local_cpu_size": 2}"#,
+            r#"{"chunk_tokens": 128, "chunk_size": 512}"#,
+            r#"{"remote": "redis://a", "remote_url": "redis://b"}"#,
+            r#"{"nvme": "/a:1GB", "local_disk": "/b", "max_local_disk_size": 1}"#,
+            r#"{"policy": "arc", "cache_policy": "LRU"}"#,
+        ] {
+            assert!(message(json).contains("one of the two names"), "{json}");
+        }
+    }
+
+    #[test]
+    fn a_bad_value_is_refused_with_its_field_and_what_is_allowed() {
+        assert_eq!(
+            message(r#"{"ram": "2 Gigs"}"#),
+            "`store.ram` is 2 Gigs; allowed: a size such as 2GiB, 512MiB or 1073741824"
+        );
+        assert!(message(r#"{"nvme": "/cache"}"#).contains("`store.nvme` is /cache; allowed: DIR:SIZE"));
+        assert!(message(r#"{"nvme": "/cache:0"}"#).contains("DIR:SIZE"));
+        assert!(message(r#"{"ram": "1GiB", "chunk_tokens": 100}"#).contains("`store.chunk_tokens` is 100"));
+        assert!(message(r#"{"cache_policy": "MRU"}"#).contains("`store.policy` is mru; allowed: lru"));
+        assert!(message(r#"{"local_disk": "/d"}"#).contains("`store.max_local_disk_size` is not set"));
+        assert!(message(r#"{"max_local_cpu_size": -1}"#).contains("`store.max_local_cpu_size` is -1"));
+    }
+}
