@@ -5,7 +5,8 @@
 //! a field that changes its meaning gets a new name.
 //!
 //! Parts: [`coordinator`] and [`worker`] hold the messages of the two services' own APIs, [`cache`] those
-//! of a worker's store, [`openai`] those of the compatible one, [`sse`] the framing of streams, [`client`] the clients.
+//! of a worker's store, [`openai`] those of the compatible one, [`events`] the KV events of engines, [`sse`] the framing of
+//! streams, [`client`] the clients.
 //!
 //! ```
 //! use kvik_proto::coordinator::{Snapshot, WatchEvent};
@@ -21,6 +22,7 @@
 pub mod cache;
 pub mod client;
 pub mod coordinator;
+pub mod events;
 pub mod openai;
 pub mod sse;
 pub mod worker;
