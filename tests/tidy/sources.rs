@@ -15,7 +15,7 @@ const UNSAFE_PLACES: &[&str] = &[
     "crates/kvik-memory",
     "crates/kvik-model/src/kernels",
     "crates/kvik-tier/src/arena",
-    "crates/kvik-tier/src/io",
+    "crates/kvik-tier/src/nvme/io",
 ];
 
 /// Crates that are a function of their inputs.

@@ -13,10 +13,37 @@
 
 #![deny(unsafe_code)]
 
+#[expect(unsafe_code, reason = "it maps memory and hands out references into it")]
+mod arena;
+#[cfg(feature = "conformance")]
+pub mod conformance;
+mod decorator;
+mod envelope;
 mod error;
 mod key;
+pub mod nvme;
+mod object;
+mod ram;
+mod random;
+mod redis;
+mod remote;
+mod tally;
 mod tier;
+mod tls;
 
+pub use arena::{
+    Arena, ArenaOptions, ArenaStat, Commitment, HostRegistrar, HugePages, Lease, NumaPlacement, Slot,
+};
+pub use decorator::{
+    Breaker, BreakerOptions, Checksummed, Clock, FaultRates, Faulty, Latencies, Metered, OperationMetrics,
+    Retry, RetryOptions, SystemClock, Throttled, ThrottledOptions, TierMetrics,
+};
+pub use envelope::{ENVELOPE_BYTES, Envelope, seal};
 pub use error::{Result, TierError};
 pub use key::{ChunkKey, NamespaceId};
+pub use nvme::{IoKind, NvmeOptions, NvmeTier};
+pub use object::{ObjectOptions, ObjectTier, ObjectUrl};
+pub use ram::RamTier;
+pub use redis::{RedisOptions, RedisTier, RedisUrl, Reply, ReplyReader, ValueReply};
+pub use remote::{RemoteOptions, RemoteUrl, open_remote};
 pub use tier::{GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierExt, TierHealth, TierKind, TierStat};

@@ -39,7 +39,8 @@ pub trait Tier: fmt::Debug + Send + Sync {
 
     /// Calls `visit` with every key that is known here without asking anybody, and its length in bytes.
     ///
-    /// Local tiers know all of theirs, also those from before a restart; remote tiers know none.
+    /// Local tiers know all of theirs, also those from before a restart, and a disk names them in the order
+    /// in which they lie in its log; remote tiers know none.
     fn visit_keys(&self, visit: &mut dyn FnMut(ChunkKey, u64));
 
     /// Makes what was stored survive a loss of power, where the medium survives it.

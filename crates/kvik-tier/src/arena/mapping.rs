@@ -1,0 +1,179 @@
+//! One stretch of addresses over a memory file.
+
+use std::ffi::c_void;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::{self, NonNull};
+
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
+};
+use rustix::io::Errno;
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+
+use super::run::Run;
+use super::{HugePages, numa};
+use crate::error::{Result, TierError};
+
+/// The size of the huge pages that are asked for: every x86-64 and most arm64 machines have it.
+pub(super) const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+/// A shared mapping of a whole memory file, which it owns.
+///
+/// The file cannot be resized any more, so no address of the mapping ever lies past its end. A child of
+/// `fork` does not get the mapping: a copy of the allocator there would hand out the same bytes.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    address: NonNull<u8>,
+    n_bytes: usize,
+    file: OwnedFd,
+    is_huge: bool,
+}
+
+// SAFETY: the mapping is plain memory that belongs to no thread. It hands out addresses, no references; who
+// makes references of them, `Held` alone, upholds their rules.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; no method changes the mapping itself.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Reserves `n_bytes`, in huge pages if `huge_pages` says so and the machine has as many free.
+    ///
+    /// Huge pages are reserved here, so that their lack is known now; memory of ordinary pages is not.
+    /// `n_bytes` is a multiple of the ordinary page size; with huge pages it is rounded down to theirs.
+    pub(super) fn new(n_bytes: usize, huge_pages: HugePages) -> Result<Self> {
+        if huge_pages == HugePages::Never {
+            return Self::with_pages(n_bytes, false);
+        }
+        let huge_bytes = n_bytes - n_bytes % HUGE_PAGE_BYTES;
+        match Self::with_pages(huge_bytes, true) {
+            Err(_) if huge_pages == HugePages::Auto => Self::with_pages(n_bytes, false),
+            outcome => outcome,
+        }
+    }
+
+    pub(super) fn n_bytes(&self) -> usize {
+        self.n_bytes
+    }
+
+    pub(super) fn is_huge(&self) -> bool {
+        self.is_huge
+    }
+
+    pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+
+    /// The first address.
+    pub(super) fn address(&self) -> NonNull<u8> {
+        self.address
+    }
+
+    /// The address of the byte `offset`, which must be at most the mapping's length.
+    pub(super) fn at(&self, offset: usize) -> NonNull<u8> {
+        debug_assert!(offset <= self.n_bytes);
+        // SAFETY: the result lies inside of the mapping, or one past its end; all callers pass an offset of
+        // a run, and runs lie inside of the arena, which is as long as the mapping.
+        unsafe { self.address.add(offset) }
+    }
+
+    /// Spreads the memory that is still to come over `nodes` in turn.
+    pub(super) fn interleave(&self, nodes: &[u32]) -> io::Result<()> {
+        numa::interleave(self.address, self.n_bytes, nodes)
+    }
+
+    /// Gets memory for `run` from the kernel, and its page table entries with it.
+    ///
+    /// What has memory already keeps it, with its content.
+    ///
+    /// # Errors
+    /// If there is no memory: touching the run would have killed the process.
+    pub(super) fn populate(&self, run: Run) -> io::Result<()> {
+        let range = run.byte_range();
+        let address = self.at(range.start).as_ptr().cast::<c_void>();
+        loop {
+            // SAFETY: the range is inside of the mapping; this advice changes no byte of it.
+            match unsafe { madvise(address, range.len(), Advice::LinuxPopulateWrite) } {
+                Ok(()) => return Ok(()),
+                Err(Errno::INTR) => {}
+                // A kernel before 5.14: it can give the memory, without the page table.
+                Err(Errno::INVAL) => break,
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+        loop {
+            match fallocate(&self.file, FallocateFlags::empty(), range.start as u64, range.len() as u64) {
+                Err(Errno::INTR) => {}
+                outcome => return outcome.map_err(io::Error::from),
+            }
+        }
+    }
+
+    fn with_pages(n_bytes: usize, is_huge: bool) -> Result<Self> {
+        let failed = |action: &str| {
+            let action = format!(
+                "{action} for {n_bytes} bytes of {} pages",
+                if is_huge { "huge" } else { "ordinary" }
+            );
+            move |errno: Errno| TierError::io(action, errno.into())
+        };
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let flags = if is_huge { flags | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB } else { flags };
+        let file = memfd_create("kvik-arena", flags).map_err(failed("create a memory file"))?;
+        ftruncate(&file, n_bytes as u64).map_err(failed("size a memory file"))?;
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+            .map_err(failed("seal a memory file"))?;
+        let address = map_aligned(&file, n_bytes).map_err(failed("map a memory file"))?;
+        let mapping = Self { address, n_bytes, file, is_huge };
+        mapping.advise(Advice::LinuxDontFork).map_err(failed("keep a mapping from children"))?;
+        if !is_huge {
+            // A kernel that is built or set up without them goes on with ordinary pages.
+            let _ = mapping.advise(Advice::LinuxHugepage);
+        }
+        Ok(mapping)
+    }
+
+    fn advise(&self, advice: Advice) -> rustix::io::Result<()> {
+        // SAFETY: the range is the whole mapping; neither of the two advices that are given changes what
+        // this process reads there.
+        unsafe { madvise(self.address.as_ptr().cast(), self.n_bytes, advice) }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the range is the mapping that `map_aligned` made. Every reference into it was made through
+        // a `Held`, which keeps the mapping, so there is none left.
+        let unmapped = unsafe { munmap(self.address.as_ptr().cast(), self.n_bytes) };
+        debug_assert!(unmapped.is_ok(), "a mapping is unmapped by the range that was mapped");
+    }
+}
+
+/// Maps all of `file` at a multiple of the huge page size, so that its huge pages can be mapped as such.
+fn map_aligned(file: &OwnedFd, n_bytes: usize) -> rustix::io::Result<NonNull<u8>> {
+    let padded_bytes = n_bytes.checked_add(HUGE_PAGE_BYTES).ok_or(Errno::NOMEM)?;
+    // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing.
+    let reserved = unsafe {
+        mmap_anonymous(
+            ptr::null_mut(),
+            padded_bytes,
+            ProtFlags::empty(),
+            MapFlags::PRIVATE | MapFlags::NORESERVE,
+        )
+    }?;
+    let head_bytes = reserved.cast::<u8>().align_offset(HUGE_PAGE_BYTES);
+    let start = reserved.wrapping_byte_add(head_bytes);
+    let protection = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: the range lies inside of the reservation just made, which nobody else knows.
+    let mapped = unsafe { mmap(start, n_bytes, protection, MapFlags::SHARED | MapFlags::FIXED, file, 0) };
+    let margins = match mapped {
+        Ok(_) => [(reserved, head_bytes), (start.wrapping_byte_add(n_bytes), HUGE_PAGE_BYTES - head_bytes)],
+        Err(_) => [(reserved, padded_bytes), (reserved, 0)],
+    };
+    for (address, margin_bytes) in margins.into_iter().filter(|(_, margin_bytes)| *margin_bytes != 0) {
+        // SAFETY: the margin is part of the reservation, outside of what is returned.
+        let trimmed = unsafe { munmap(address, margin_bytes) };
+        debug_assert!(trimmed.is_ok(), "a margin lies inside of the reservation");
+    }
+    NonNull::new(mapped?.cast()).ok_or(Errno::NOMEM)
+}

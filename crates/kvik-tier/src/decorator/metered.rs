@@ -1,0 +1,196 @@
+//! Counts and times of everything a tier is asked.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::histogram::{Histogram, Latencies};
+use super::{Clock, SystemClock};
+use crate::error::Result;
+use crate::key::ChunkKey;
+use crate::tier::{GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierKind, TierStat};
+
+/// Counts every operation by outcome, its bytes, and the time of its calls.
+#[derive(Debug)]
+pub struct Metered<T> {
+    inner: T,
+    clock: Arc<dyn Clock>,
+    operations: [Counters; OPERATIONS.len()],
+}
+
+/// What a tier was asked so far.
+#[derive(Debug, Clone)]
+pub struct TierMetrics {
+    /// One for each operation, in the order of [`Tier`]: put, get, contains, delete, flush.
+    pub operations: Vec<OperationMetrics>,
+}
+
+/// The counts of one operation.
+#[derive(Debug, Clone)]
+pub struct OperationMetrics {
+    /// Its name in metrics.
+    pub operation: &'static str,
+    /// Outcomes by their names in metrics, and the number of items that had them; of calls, where items have none.
+    pub outcomes: Vec<(&'static str, u64)>,
+    /// Bytes that were stored or read; 0 for other operations.
+    pub n_bytes: u64,
+    /// How long the calls took.
+    pub latencies: Latencies,
+}
+
+/// Operations and the names of their outcomes.
+const OPERATIONS: [(&str, &[&str]); 5] = [
+    ("put", &["stored", "present", "no_room", "skipped", "failed"]),
+    ("get", &["hit", "miss", "corrupt", "skipped", "failed"]),
+    ("contains", &["done", "failed"]),
+    ("delete", &["done", "failed"]),
+    ("flush", &["done", "failed"]),
+];
+
+/// Indices of [`OPERATIONS`].
+const PUT: usize = 0;
+const GET: usize = 1;
+const CONTAINS: usize = 2;
+const DELETE: usize = 3;
+const FLUSH: usize = 4;
+
+/// All orderings on these are relaxed: counts are read for people, each by itself.
+#[derive(Debug)]
+struct Counters {
+    outcomes: [AtomicU64; 5],
+    n_bytes: AtomicU64,
+    latencies: Histogram,
+}
+
+// === impl Metered ===
+
+impl<T: Tier> Metered<T> {
+    /// Counts what `inner` is asked.
+    pub fn new(inner: T) -> Self {
+        Self::with_clock(inner, Arc::new(SystemClock))
+    }
+
+    /// Counts what `inner` is asked, and times it by a clock of the caller.
+    pub fn with_clock(inner: T, clock: Arc<dyn Clock>) -> Self {
+        Self { inner, clock, operations: OPERATIONS.map(|_| Counters::new()) }
+    }
+
+    /// The tier inside.
+    pub fn inner(&self) -> &T {
+        &self.inner
+    }
+
+    /// The counts so far. Those of a call that is under way may be there in part.
+    pub fn snapshot(&self) -> TierMetrics {
+        let operations = OPERATIONS
+            .iter()
+            .zip(&self.operations)
+            .map(|((operation, outcomes), counters)| OperationMetrics {
+                operation,
+                outcomes: outcomes.iter().copied().zip(counters.outcomes.each_ref().map(load)).collect(),
+                n_bytes: load(&counters.n_bytes),
+                latencies: counters.latencies.snapshot(),
+            })
+            .collect();
+        TierMetrics { operations }
+    }
+
+    fn time<R>(&self, operation: usize, call: impl FnOnce(&T) -> R) -> R {
+        let begin = self.clock.now();
+        let result = call(&self.inner);
+        let elapsed = self.clock.now().saturating_duration_since(begin);
+        self.operations[operation].latencies.record(elapsed);
+        result
+    }
+
+    /// Makes a call whose failure is an error.
+    fn call<R>(&self, operation: usize, call: impl FnOnce(&T) -> Result<R>) -> Result<R> {
+        let result = self.time(operation, call);
+        self.operations[operation].count(usize::from(result.is_err()), 0);
+        result
+    }
+}
+
+impl<T: Tier> Tier for Metered<T> {
+    fn kind(&self) -> TierKind {
+        self.inner.kind()
+    }
+
+    fn put(&self, batch: &mut [PutItem<'_>]) {
+        self.time(PUT, |inner| inner.put(batch));
+        for item in batch {
+            match &item.outcome {
+                PutOutcome::Stored => self.operations[PUT].count(0, item.n_bytes()),
+                PutOutcome::Present => self.operations[PUT].count(1, 0),
+                PutOutcome::NoRoom => self.operations[PUT].count(2, 0),
+                PutOutcome::Skipped => self.operations[PUT].count(3, 0),
+                PutOutcome::Pending | PutOutcome::Failed(_) => self.operations[PUT].count(4, 0),
+            }
+        }
+    }
+
+    fn get(&self, batch: &mut [GetItem<'_>]) {
+        self.time(GET, |inner| inner.get(batch));
+        for item in batch {
+            match &item.outcome {
+                GetOutcome::Hit => self.operations[GET].count(0, item.buffer.len()),
+                GetOutcome::Miss => self.operations[GET].count(1, 0),
+                GetOutcome::Corrupt(_) => self.operations[GET].count(2, 0),
+                GetOutcome::Skipped => self.operations[GET].count(3, 0),
+                GetOutcome::Pending | GetOutcome::Failed(_) => self.operations[GET].count(4, 0),
+            }
+        }
+    }
+
+    fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> Result<()> {
+        self.call(CONTAINS, |inner| inner.contains(keys, present))
+    }
+
+    fn delete(&self, keys: &[ChunkKey]) -> Result<usize> {
+        self.call(DELETE, |inner| inner.delete(keys))
+    }
+
+    fn visit_keys(&self, visit: &mut dyn FnMut(ChunkKey, u64)) {
+        self.inner.visit_keys(visit);
+    }
+
+    fn flush(&self) -> Result<()> {
+        self.call(FLUSH, Tier::flush)
+    }
+
+    fn stat(&self) -> TierStat {
+        self.inner.stat()
+    }
+}
+
+// === impl TierMetrics, OperationMetrics ===
+
+impl TierMetrics {
+    /// The counts of an operation by its name; none if there is no such operation.
+    pub fn operation(&self, name: &str) -> Option<&OperationMetrics> {
+        self.operations.iter().find(|metrics| metrics.operation == name)
+    }
+}
+
+impl OperationMetrics {
+    /// How often an outcome was counted, by its name; 0 if there is no such outcome.
+    pub fn n_outcomes(&self, name: &str) -> u64 {
+        self.outcomes.iter().find(|(outcome, _)| *outcome == name).map_or(0, |(_, count)| *count)
+    }
+}
+
+// === impl Counters ===
+
+impl Counters {
+    fn new() -> Self {
+        Self { outcomes: Default::default(), n_bytes: AtomicU64::new(0), latencies: Histogram::new() }
+    }
+
+    fn count(&self, outcome_idx: usize, n_bytes: usize) {
+        self.outcomes[outcome_idx].fetch_add(1, Ordering::Relaxed);
+        self.n_bytes.fetch_add(n_bytes as u64, Ordering::Relaxed);
+    }
+}
+
+fn load(count: &AtomicU64) -> u64 {
+    count.load(Ordering::Relaxed)
+}

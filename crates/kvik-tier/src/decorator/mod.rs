@@ -1,0 +1,106 @@
+//! Tiers around tiers.
+//!
+//! A decorator owns what it wraps and is a tier itself, so they stack in any order. Shared and boxed tiers
+//! are tiers too. From the outside in, the order that makes sense is `Metered`, `Breaker`, `Retry`,
+//! `Throttled`, `Checksummed` and then the place itself: what was skipped is counted and not tried again,
+//! and a breaker sees a failure only after it was tried again.
+
+mod breaker;
+mod checksummed;
+mod clock;
+mod faulty;
+mod histogram;
+mod metered;
+mod retry;
+mod scratch;
+mod throttled;
+
+use std::sync::Arc;
+
+pub use breaker::{Breaker, BreakerOptions};
+pub use checksummed::Checksummed;
+pub use clock::{Clock, SystemClock};
+pub use faulty::{FaultRates, Faulty};
+pub use histogram::Latencies;
+pub use metered::{Metered, OperationMetrics, TierMetrics};
+pub use retry::{Retry, RetryOptions};
+pub use throttled::{Throttled, ThrottledOptions};
+
+use crate::error::{Result, TierError};
+use crate::key::ChunkKey;
+use crate::tier::{GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierKind, TierStat};
+
+/// Implements [`Tier`] for pointers to one.
+macro_rules! impl_tier_for_pointer {
+    ($pointer:ident) => {
+        impl<T: Tier + ?Sized> Tier for $pointer<T> {
+            fn kind(&self) -> TierKind {
+                (**self).kind()
+            }
+
+            fn put(&self, batch: &mut [PutItem<'_>]) {
+                (**self).put(batch);
+            }
+
+            fn get(&self, batch: &mut [GetItem<'_>]) {
+                (**self).get(batch);
+            }
+
+            fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> Result<()> {
+                (**self).contains(keys, present)
+            }
+
+            fn delete(&self, keys: &[ChunkKey]) -> Result<usize> {
+                (**self).delete(keys)
+            }
+
+            fn visit_keys(&self, visit: &mut dyn FnMut(ChunkKey, u64)) {
+                (**self).visit_keys(visit);
+            }
+
+            fn flush(&self) -> Result<()> {
+                (**self).flush()
+            }
+
+            fn stat(&self) -> TierStat {
+                (**self).stat()
+            }
+        }
+    };
+}
+
+impl_tier_for_pointer!(Arc);
+impl_tier_for_pointer!(Box);
+
+/// Why a chunk was not stored, where that is an error.
+fn put_error(outcome: &PutOutcome) -> Option<&TierError> {
+    match outcome {
+        PutOutcome::Failed(error) => Some(error),
+        _ => None,
+    }
+}
+
+/// Why a chunk was not read, where that is an error.
+fn get_error(outcome: &GetOutcome) -> Option<&TierError> {
+    match outcome {
+        GetOutcome::Failed(error) => Some(error),
+        _ => None,
+    }
+}
+
+fn skip_puts(batch: &mut [PutItem<'_>]) {
+    for item in batch {
+        item.outcome = PutOutcome::Skipped;
+    }
+}
+
+fn skip_gets(batch: &mut [GetItem<'_>]) {
+    for item in batch {
+        item.outcome = GetOutcome::Skipped;
+    }
+}
+
+/// The error of calls that have no outcome for "not asked".
+fn not_asked(kind: TierKind, reason: &'static str) -> TierError {
+    TierError::remote(format!("ask the {kind} tier"), &reason, true)
+}

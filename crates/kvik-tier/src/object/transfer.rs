@@ -1,0 +1,299 @@
+//! Single operations on an object store, bounded in time.
+
+use std::error::Error as _;
+use std::io;
+use std::os::unix::fs::FileExt as _;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
+use object_store::path::Path;
+use object_store::{
+    Error, GetOptions, GetRange, GetResultPayload, ObjectStore, ObjectStoreExt as _, PutMode, PutOptions,
+    PutPayload,
+};
+use tokio::time::timeout;
+
+use super::runtime::Reporter;
+use crate::error::TierError;
+use crate::tier::{GetOutcome, PutOutcome};
+
+/// Chunks with more bytes go in several requests.
+const MULTIPART_BYTES: usize = 64 << 20;
+/// Bytes of one of them; object stores want 5 MiB at least.
+const PART_BYTES: usize = 16 << 20;
+/// Requests of one chunk at a time.
+const N_PARTS_AT_A_TIME: usize = 4;
+/// Bytes that are read from a file at a time.
+const FILE_PIECE_BYTES: usize = 1 << 20;
+/// How often a chunk is sent to a store that does not answer.
+const N_TRIES: usize = 3;
+/// Time to take back what was sent of a chunk that failed.
+const ABORT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// What a read tells its caller.
+pub(super) enum ReadMessage {
+    /// Bytes and where they belong in the buffer.
+    Piece(usize, Bytes),
+    /// The read is over.
+    End(GetOutcome),
+}
+
+/// What became of a chunk that was to be stored, and why none can be, if so.
+pub(super) type PutEnd = (PutOutcome, Option<String>);
+
+/// Stores a chunk.
+pub(super) async fn put(
+    store: Arc<dyn ObjectStore>,
+    path: Path,
+    payload: PutPayload,
+    creates: Arc<AtomicBool>,
+    budget: Duration,
+) -> PutEnd {
+    let n_bytes = payload.content_length();
+    let result = if n_bytes > MULTIPART_BYTES {
+        put_large(&*store, &path, payload, budget).await
+    } else {
+        in_time(budget, put_until_answered(&*store, &path, payload, &creates)).await
+    };
+    match result {
+        Ok(outcome) => (outcome, None),
+        Err(Error::AlreadyExists { .. }) => (PutOutcome::Present, None),
+        Err(error) if is_out_of_space(&error) => (PutOutcome::NoRoom, None),
+        Err(error) => {
+            let read_only = is_write_forbidden(&error).then(|| error.to_string());
+            (PutOutcome::Failed(to_tier_error("store a chunk", &error)), read_only)
+        }
+    }
+}
+
+/// Stores a chunk, again if no answer came.
+///
+/// A store may refuse a chunk that it has before it took all bytes, and close the connection: the refusal is
+/// lost with it, and so is whatever was sent next over that connection. Storing twice is harmless here, which
+/// the client library cannot know.
+async fn put_until_answered(
+    store: &dyn ObjectStore,
+    path: &Path,
+    payload: PutPayload,
+    creates: &AtomicBool,
+) -> Result<PutOutcome, Error> {
+    for _ in 1..N_TRIES {
+        match put_small(store, path, payload.clone(), creates).await {
+            Err(Error::Generic { .. }) => {}
+            result => return result,
+        }
+        if store.head(path).await.is_ok_and(|meta| meta.size == payload.content_length() as u64) {
+            return Ok(PutOutcome::Present);
+        }
+    }
+    put_small(store, path, payload, creates).await
+}
+
+async fn put_small(
+    store: &dyn ObjectStore,
+    path: &Path,
+    payload: PutPayload,
+    creates: &AtomicBool,
+) -> Result<PutOutcome, Error> {
+    // Relaxed: it is learned once, and learning it again is harmless.
+    if creates.load(Ordering::Relaxed) {
+        let options = PutOptions { mode: PutMode::Create, ..PutOptions::default() };
+        match store.put_opts(path, payload.clone(), options).await {
+            Err(Error::NotImplemented { .. } | Error::NotSupported { .. }) => {
+                creates.store(false, Ordering::Relaxed);
+            }
+            result => return result.map(|_| PutOutcome::Stored),
+        }
+    }
+    // Equal keys are equal bytes, so an object that is replaced stays what it was.
+    store.put(path, payload).await.map(|_| PutOutcome::Stored)
+}
+
+/// Stores a chunk in several requests. It appears with the last one.
+async fn put_large(
+    store: &dyn ObjectStore,
+    path: &Path,
+    payload: PutPayload,
+    budget: Duration,
+) -> Result<PutOutcome, Error> {
+    // No store can be told here not to replace what is there.
+    match in_time(budget, store.head(path)).await {
+        Ok(_) => return Ok(PutOutcome::Present),
+        Err(Error::NotFound { .. }) => {}
+        Err(error) => return Err(error),
+    }
+    let mut upload = in_time(budget, store.put_multipart(path)).await?;
+    let result = in_time(budget, async {
+        let bytes = Bytes::from(payload);
+        let starts = (0..bytes.len()).step_by(PART_BYTES);
+        let parts: Vec<_> = starts
+            .map(|start| upload.put_part(bytes.slice(start..bytes.len().min(start + PART_BYTES)).into()))
+            .collect();
+        stream::iter(parts).buffer_unordered(N_PARTS_AT_A_TIME).try_collect::<()>().await?;
+        upload.complete().await
+    })
+    .await;
+    if result.is_err() {
+        // If this fails too, the parts stay until the store's own rules remove them; nobody sees them.
+        drop(timeout(ABORT_TIMEOUT, upload.abort()).await);
+    }
+    result.map(|_| PutOutcome::Stored)
+}
+
+/// Reads `n_bytes` from `offset` on; all of the object where it `is_whole`.
+pub(super) async fn get(
+    store: Arc<dyn ObjectStore>,
+    path: Path,
+    offset: u64,
+    n_bytes: usize,
+    is_whole: bool,
+    budget: Duration,
+    reporter: Reporter<ReadMessage>,
+) {
+    let range = offset..offset.saturating_add(n_bytes as u64);
+    let read = read_range(&*store, &path, range.clone(), is_whole, &reporter);
+    let outcome = match in_time(budget, read).await {
+        Ok(outcome) => outcome,
+        Err(Error::NotFound { .. }) => GetOutcome::Miss,
+        // Stores refuse a range that begins behind the end, each in its own words.
+        Err(error) => match in_time(budget, store.head(&path)).await {
+            Ok(meta) if meta.size < range.end => GetOutcome::Corrupt("length"),
+            Err(Error::NotFound { .. }) => GetOutcome::Miss,
+            _ => GetOutcome::Failed(to_tier_error("read a chunk", &error)),
+        },
+    };
+    reporter.report(ReadMessage::End(outcome));
+}
+
+async fn read_range(
+    store: &dyn ObjectStore,
+    path: &Path,
+    range: std::ops::Range<u64>,
+    is_whole: bool,
+    reporter: &Reporter<ReadMessage>,
+) -> Result<GetOutcome, Error> {
+    if range.is_empty() && !is_whole {
+        // A range without bytes cannot be asked for.
+        let meta = store.head(path).await?;
+        let is_inside = range.end <= meta.size;
+        return Ok(if is_inside { GetOutcome::Hit } else { GetOutcome::Corrupt("length") });
+    }
+    let bounds = (!is_whole).then(|| GetRange::Bounded(range.clone()));
+    let result = store.get_opts(path, GetOptions { range: bounds, ..GetOptions::default() }).await?;
+    if result.range != range || (is_whole && result.meta.size != range.end) {
+        return Ok(GetOutcome::Corrupt("length"));
+    }
+    let n_bytes = (range.end - range.start) as usize;
+    let n_read = match result.payload {
+        GetResultPayload::Stream(mut pieces) => {
+            let mut n_read = 0;
+            while let Some(piece) = pieces.try_next().await? {
+                n_read += piece.len();
+                if n_read > n_bytes {
+                    return Ok(GetOutcome::Corrupt("length"));
+                }
+                reporter.report(ReadMessage::Piece(n_read - piece.len(), piece));
+            }
+            n_read
+        }
+        GetResultPayload::File(file, _) => {
+            let file = Arc::new(file);
+            let mut n_read = 0;
+            while n_read < n_bytes {
+                let piece_bytes = FILE_PIECE_BYTES.min(n_bytes - n_read);
+                let (file, start) = (Arc::clone(&file), range.start + n_read as u64);
+                let piece = tokio::task::spawn_blocking(move || {
+                    let mut piece = vec![0; piece_bytes];
+                    file.read_exact_at(&mut piece, start).map(|()| piece)
+                })
+                .await?
+                .map_err(|error| Error::Generic { store: "folder", source: Box::new(error) })?;
+                reporter.report(ReadMessage::Piece(n_read, piece.into()));
+                n_read += piece_bytes;
+            }
+            n_read
+        }
+    };
+    Ok(if n_read == n_bytes { GetOutcome::Hit } else { GetOutcome::Corrupt("length") })
+}
+
+/// Whether an object is there.
+pub(super) async fn contains(
+    store: Arc<dyn ObjectStore>,
+    path: Path,
+    budget: Duration,
+) -> Result<bool, TierError> {
+    match in_time(budget, store.head(&path)).await {
+        Ok(_) => Ok(true),
+        Err(Error::NotFound { .. }) => Ok(false),
+        Err(error) => Err(to_tier_error("ask for a chunk", &error)),
+    }
+}
+
+/// Removes objects; those that are not there are removed already.
+pub(super) async fn delete(
+    store: Arc<dyn ObjectStore>,
+    paths: Vec<Path>,
+    budget: Duration,
+) -> Result<(), TierError> {
+    let paths = stream::iter(paths.into_iter().map(Ok)).boxed();
+    let delete_all = async {
+        let mut deleted = store.delete_stream(paths);
+        while let Some(result) = deleted.next().await {
+            match result {
+                Ok(_) | Err(Error::NotFound { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    };
+    in_time(budget, delete_all).await.map_err(|error| to_tier_error("delete chunks", &error))
+}
+
+async fn in_time<T>(budget: Duration, operation: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+    match timeout(budget, operation).await {
+        Ok(result) => result,
+        Err(elapsed) => Err(Error::Generic { store: "object store", source: Box::new(elapsed) }),
+    }
+}
+
+fn to_tier_error(action: &str, error: &Error) -> TierError {
+    let is_final = matches!(
+        error,
+        Error::PermissionDenied { .. }
+            | Error::Unauthenticated { .. }
+            | Error::InvalidPath { .. }
+            | Error::NotFound { .. }
+            | Error::NotImplemented { .. }
+            | Error::NotSupported { .. }
+            | Error::UnknownConfigurationKey { .. }
+    );
+    TierError::remote(action, error, !is_final)
+}
+
+fn is_out_of_space(error: &Error) -> bool {
+    let kind = io_error_kind(error);
+    matches!(kind, Some(io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded))
+}
+
+/// Whether nothing can be written, while reading may work.
+fn is_write_forbidden(error: &Error) -> bool {
+    let kind = io_error_kind(error);
+    matches!(error, Error::PermissionDenied { .. })
+        || matches!(kind, Some(io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied))
+}
+
+/// What the operating system said, if that is what is behind an error.
+fn io_error_kind(error: &Error) -> Option<io::ErrorKind> {
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        if let Some(error) = error.downcast_ref::<io::Error>() {
+            return Some(error.kind());
+        }
+        cause = error.source();
+    }
+    None
+}

@@ -1,0 +1,84 @@
+//! From a URL to a remote tier.
+
+use std::fmt;
+use std::str::FromStr;
+
+use crate::error::{Result, TierError};
+use crate::object::{ObjectOptions, ObjectTier, ObjectUrl};
+use crate::redis::{RedisOptions, RedisTier, RedisUrl};
+use crate::tier::{Tier, TierKind};
+
+/// The address of a remote tier; its scheme says of which kind.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum RemoteUrl {
+    /// `redis://`, `rediss://`, `redis+cluster://`, `rediss+cluster://`, `unix://`.
+    Redis(RedisUrl),
+    /// `s3://`, `gs://`, `az://`, `file://`.
+    Object(ObjectUrl),
+}
+
+/// How remote tiers work; those of one kind read their own part.
+#[derive(Clone, Debug, Default)]
+pub struct RemoteOptions {
+    /// For Redis.
+    pub redis: RedisOptions,
+    /// For object stores.
+    pub object: ObjectOptions,
+}
+
+/// Opens the tier at `url`.
+///
+/// No server is asked, so one that is down is found at the first call and not here.
+///
+/// # Errors
+/// [`TierError::Invalid`] if the URL or an option is, [`TierError::Io`] if this machine refuses.
+///
+/// ```
+/// use kvik_tier::{RemoteOptions, TierKind, open_remote};
+///
+/// let tier = open_remote(&"redis://127.0.0.1:6379".parse()?, &RemoteOptions::default())?;
+/// assert_eq!(tier.kind(), TierKind::Redis);
+/// # Ok::<(), kvik_tier::TierError>(())
+/// ```
+pub fn open_remote(url: &RemoteUrl, options: &RemoteOptions) -> Result<Box<dyn Tier>> {
+    Ok(match url {
+        RemoteUrl::Redis(url) => Box::new(RedisTier::open(url, &options.redis)?),
+        RemoteUrl::Object(url) => Box::new(ObjectTier::open(url, &options.object)?),
+    })
+}
+
+impl RemoteUrl {
+    /// The kind of tier that is there.
+    pub fn kind(&self) -> TierKind {
+        match self {
+            Self::Redis(_) => TierKind::Redis,
+            Self::Object(_) => TierKind::Object,
+        }
+    }
+}
+
+impl FromStr for RemoteUrl {
+    type Err = TierError;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let scheme = text.split_once("://").map_or("", |(scheme, _)| scheme);
+        if RedisUrl::has_scheme(scheme) {
+            return text.parse().map(Self::Redis);
+        }
+        if ObjectUrl::has_scheme(scheme) {
+            return text.parse().map(Self::Object);
+        }
+        let allowed = "redis, rediss, redis+cluster, rediss+cluster, unix, s3, gs, az, file";
+        Err(TierError::invalid("scheme of a remote URL", &scheme, allowed))
+    }
+}
+
+impl fmt::Display for RemoteUrl {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Redis(url) => url.fmt(formatter),
+            Self::Object(url) => url.fmt(formatter),
+        }
+    }
+}
