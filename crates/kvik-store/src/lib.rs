@@ -1,13 +1,20 @@
-//! The cache engine: which KV is kept when there is no room for all of it.
+//! The cache engine: tokens to chunks to tiers, and what is kept when there is no room for all of it.
+//!
+//! [`Store`] owns the memory tier and the tiers below it. A [`Space`] is a namespace with a format, a
+//! [`Chain`] the chunks of one sequence in it. Chunks are retrieved whole or layer by layer, in the foreground
+//! or ahead of their use, and are held by leases; they are stored through slots that become visible as a
+//! whole, and go to the lower tiers in the background. `docs/store.md` is the design.
 //!
 //! [`policy`] has the eviction and admission policies: pure state machines over a tree of blocks that are
-//! told what happens and asked for victims. [`sim`] replays request traces through the same code.
-//!
-//! The crate does no I/O of its own and reads no clock: time is an argument, and the sequence of calls
-//! determines every answer.
+//! told what happens and asked for victims. [`sim`] replays request traces through the same code. Both do no
+//! I/O and read no clock: time is an argument, and the sequence of calls determines every answer.
 //!
 //! Invariants:
 //!
+//! * What is retrieved under a chain is what was committed under it, byte for byte, or nothing.
+//! * A chunk is found after its last byte is there, and never after its namespace was cleared.
+//! * Memory of a reader is not used again before its lease is gone; nothing is freed by a clock.
+//! * No lock is held while a lower tier is called, and nobody waits for a queue.
 //! * A block is never named as a victim while another resident block hangs on it, or while it is pinned.
 //! * A policy names only blocks that were inserted, and each of them once.
 //!
@@ -30,3 +37,26 @@
 
 pub mod policy;
 pub mod sim;
+
+mod book;
+mod chain;
+mod device;
+mod directory;
+mod error;
+mod flight;
+mod format;
+mod gather;
+mod lower;
+mod options;
+mod promise;
+mod store;
+
+pub use chain::{Chain, Space};
+pub use device::register_with_cuda;
+pub use error::{Result, StoreError};
+pub use format::{ChunkFormat, MAX_RANKS};
+pub use options::{StoreOptions, WriteBack};
+pub use store::{
+    ChunkWriter, Clear, Cleared, Commit, Layer, LayerReader, LayerWrite, LayerWriter, Lookup, Prefetch,
+    Retrieved, RetrievedChunk, Store, StoreBuilder, StoreStats, TierQueues, Write,
+};

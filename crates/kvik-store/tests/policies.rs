@@ -198,3 +198,21 @@ fn kvik_lets_partly_full_tails_go_first() {
     let victims: Vec<u64> = (0..50).map_while(|_| policy.victim(60_000)).map(|id| id.0 % 10).collect();
     assert_eq!(victims, [3; 50]);
 }
+
+#[test]
+fn blocks_that_come_without_a_request_are_residents_like_others() {
+    for kind in PolicyKind::ALL {
+        let mut policy = kind.build(8);
+        let first = chain(&[1, 2, 3]);
+        for index in 0..3 {
+            assert!(policy.insert(0, &Request::new(&first), index), "{kind}");
+        }
+        assert_eq!(policy.victim(1), Some(first[2].id), "{kind}");
+        // The slot of the block that left is used again.
+        let second = chain(&[1, 2, 0]);
+        assert!(policy.insert(2, &Request::new(&second), 2), "{kind}");
+        policy.access(3, &Request::new(&second));
+        let rest: Vec<_> = std::iter::from_fn(|| policy.victim(4)).collect();
+        assert_eq!(rest, [second[2].id, first[1].id, first[0].id], "{kind}");
+    }
+}

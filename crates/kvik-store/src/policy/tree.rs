@@ -59,6 +59,11 @@ impl Tree {
         self.n_bytes
     }
 
+    /// How many resident blocks hang on a block; 0 where it is not resident.
+    pub fn n_children(&self, id: BlockId) -> usize {
+        self.slot(id).map_or(0, |slot| self.nodes[slot as usize].n_children as usize)
+    }
+
     pub(super) fn slot(&self, id: BlockId) -> Option<u32> {
         self.slots.get(&id).copied()
     }

@@ -20,6 +20,9 @@ use crate::{MemoryError, Result};
 mod call;
 mod context;
 mod fence;
+mod host;
+
+pub use self::host::CudaHostMemory;
 
 /// Virtual memory of an NVIDIA GPU.
 pub type CudaVmm = CheckedVmm<CudaDriver>;

@@ -311,7 +311,10 @@ impl Policy for KvikPolicy {
     fn insert(&mut self, now_ms: u64, request: &Request<'_>, index: usize) -> bool {
         let Some(block) = request.blocks.get(index) else { return false };
         let parent = index.checked_sub(1).map(|above| request.blocks[above].id);
-        let Some(inserted) = self.tree.insert(block.id, parent, block.bytes) else { return false };
+        if self.tree.contains(block.id) || parent.is_some_and(|parent_id| !self.tree.contains(parent_id)) {
+            return false;
+        }
+        // What is known of the block is asked before it has a slot, which still holds another's memory.
         let memory = if let Some(memory) = self.remembered.take(block.id) {
             memory
         } else {
@@ -320,6 +323,7 @@ impl Policy for KvikPolicy {
             let class = self.model.class([0; features::N_FEATURES]);
             self.used(&Arrival { request: NOT_WATCHED, class, n_forked_blocks: 0 }, request, index, block)
         };
+        let Some(inserted) = self.tree.insert(block.id, parent, block.bytes) else { return false };
         if let Some(covered) = inserted.covered {
             self.take_leaf(covered);
         }

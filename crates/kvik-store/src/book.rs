@@ -1,0 +1,120 @@
+//! The residents of one local tier, in the order of its policy.
+
+use std::collections::{HashSet, VecDeque};
+
+use crate::chain::Chain;
+use crate::policy::{BlockId, Policy, PolicyKind, Request};
+
+/// What a local tier holds, as a policy sees it.
+///
+/// The tree of the policy is for order alone: the directory says what is there. A block that was cleared while
+/// it was pinned stays in the tree until it comes out as a victim with nothing behind it.
+///
+/// Chunks that were found at the start, whose parents are unknown, are *unplaced*: they wait outside of the
+/// tree until a chain shows where they hang. They are the first to leave, in the order in which the tier named
+/// them, which for a log is the order in which they were written: so long as one is there, nothing of the
+/// tree is a victim, and so no placed parent leaves before an unplaced child.
+#[derive(Debug)]
+pub(crate) struct Book {
+    policy: Box<dyn Policy>,
+    unplaced: HashSet<BlockId>,
+    /// The unplaced, oldest first, and some that have been placed or removed since.
+    unplaced_order: VecDeque<BlockId>,
+}
+
+impl Book {
+    pub(crate) fn new(kind: PolicyKind, capacity_blocks: usize) -> Self {
+        Self {
+            policy: kind.build(capacity_blocks),
+            unplaced: HashSet::new(),
+            unplaced_order: VecDeque::new(),
+        }
+    }
+
+    /// Adds a block that was found at the start.
+    pub(crate) fn add_unplaced(&mut self, id: BlockId) {
+        if self.unplaced.insert(id) {
+            self.unplaced_order.push_back(id);
+        }
+    }
+
+    /// Tells the policy of a request.
+    pub(crate) fn access(&mut self, now_ms: u64, chain: &Chain, n_generated_tokens: Option<u32>) {
+        self.place(now_ms, chain, chain.n_chunks());
+        self.policy.access(now_ms, &Request { blocks: chain.blocks(), n_generated_tokens });
+    }
+
+    /// Gives the unplaced among the first `n_chunks` chunks of a chain their place in the tree.
+    pub(crate) fn place(&mut self, now_ms: u64, chain: &Chain, n_chunks: usize) {
+        if self.unplaced.is_empty() {
+            return;
+        }
+        let request = Request::new(chain.blocks());
+        for chunk_idx in 0..n_chunks {
+            let id = chain.id(chunk_idx);
+            if self.policy.tree().contains(id) {
+                continue;
+            }
+            if !self.unplaced.contains(&id) || !self.policy.insert(now_ms, &request, chunk_idx) {
+                return;
+            }
+            self.unplaced.remove(&id);
+        }
+    }
+
+    /// Makes a chunk a resident. False where its parent is none.
+    pub(crate) fn insert(&mut self, now_ms: u64, chain: &Chain, chunk_idx: usize) -> bool {
+        let id = chain.id(chunk_idx);
+        if self.policy.tree().contains(id) {
+            return true;
+        }
+        if chunk_idx > 0 && !self.policy.tree().contains(chain.id(chunk_idx - 1)) {
+            self.place(now_ms, chain, chunk_idx);
+        }
+        let is_inserted = self.policy.insert(now_ms, &Request::new(chain.blocks()), chunk_idx);
+        if is_inserted {
+            self.unplaced.remove(&id);
+        }
+        is_inserted
+    }
+
+    /// Says whether a missing chunk is worth that another one leaves.
+    pub(crate) fn admits(&mut self, now_ms: u64, chain: &Chain, chunk_idx: usize) -> bool {
+        self.policy.admits(now_ms, &Request::new(chain.blocks()), chunk_idx)
+    }
+
+    /// Names a block that must leave.
+    pub(crate) fn victim(&mut self, now_ms: u64) -> Option<BlockId> {
+        while let Some(id) = self.unplaced_order.pop_front() {
+            if self.unplaced.remove(&id) {
+                return Some(id);
+            }
+        }
+        self.policy.victim(now_ms)
+    }
+
+    /// Forgets a block that is gone, where nothing hangs on it and nothing pins it.
+    pub(crate) fn remove(&mut self, id: BlockId) {
+        if !self.unplaced.remove(&id) {
+            self.policy.remove(id);
+        }
+    }
+
+    /// Says whether resident blocks hang on a block.
+    pub(crate) fn n_children(&self, id: BlockId) -> usize {
+        self.policy.tree().n_children(id)
+    }
+
+    pub(crate) fn contains(&self, id: BlockId) -> bool {
+        self.policy.tree().contains(id) || self.unplaced.contains(&id)
+    }
+
+    /// Keeps a chunk and all before it from being victims. False where it is no resident.
+    pub(crate) fn pin(&mut self, id: BlockId) -> bool {
+        self.policy.pin(id)
+    }
+
+    pub(crate) fn unpin(&mut self, id: BlockId) {
+        self.policy.unpin(id);
+    }
+}

@@ -1,0 +1,213 @@
+//! What is known of every chunk: which ranks of it are where.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry as MapEntry;
+use std::hash::{BuildHasherDefault, Hasher};
+
+use kvik_types::BlockHash;
+use parking_lot::RwLock;
+
+use crate::chain::{Chain, block_id};
+use crate::policy::BlockId;
+
+/// Tiers that a store can have, memory included.
+pub(crate) const MAX_TIERS: usize = 4;
+
+/// A place in the list of tiers; memory is the first.
+pub(crate) type TierIdx = usize;
+
+/// Memory.
+pub(crate) const RAM: TierIdx = 0;
+
+/// Enough that threads on all cores of a large machine seldom meet, and a small part of a small store.
+const N_SHARDS: usize = 256;
+
+/// The directory: one entry for each chunk that a local tier holds or that is being written.
+///
+/// Entries are found by the first half of the chunk's hash and hold the second; a chunk that shares its first
+/// half with another one is as good as absent, and is never stored. For local tiers the ranks are exact: they
+/// change in the same critical section of the shard as the index of the memory tier. For remote tiers they
+/// are what was written or seen.
+#[derive(Debug)]
+pub(crate) struct Directory {
+    shards: Box<[RwLock<Shard>]>,
+    /// Memory and the local tiers, which come first in the list.
+    n_local_tiers: usize,
+}
+
+/// What is known of one chunk.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Entry {
+    second_half: u64,
+    /// The ranks that are in each tier, one bit for each.
+    pub(crate) ranks: [u64; MAX_TIERS],
+    /// The place of its namespace in the list.
+    pub(crate) namespace_idx: u32,
+    /// Its place in its chain: children are deeper than their parents.
+    pub(crate) depth: u32,
+    /// Writers that have a slot for it.
+    pub(crate) n_writers: u16,
+    /// Whether it was retrieved before.
+    pub(crate) was_used: bool,
+    /// Whether it left a lower tier for others: it is not written there again while it is in memory.
+    pub(crate) was_evicted_below: bool,
+}
+
+type Shard = HashMap<BlockId, Entry, BuildHasherDefault<IdHasher>>;
+
+/// Ids are hashes: their bits are the hash.
+#[derive(Debug, Default)]
+struct IdHasher(u64);
+
+impl Directory {
+    pub(crate) fn new(n_local_tiers: usize) -> Self {
+        Self { shards: (0..N_SHARDS).map(|_| RwLock::default()).collect(), n_local_tiers }
+    }
+
+    /// What is known of a chunk; an empty entry where nothing is.
+    pub(crate) fn view(&self, hash: BlockHash) -> Entry {
+        let id = block_id(hash);
+        let shard = self.shard(id).read();
+        let entry = shard.get(&id).filter(|entry| entry.second_half == second_half(hash)).copied();
+        entry.unwrap_or_else(|| Entry::new(hash, 0, 0))
+    }
+
+    /// Says which ranks of a block are in a tier.
+    pub(crate) fn ranks(&self, id: BlockId, tier: TierIdx) -> u64 {
+        self.shard(id).read().get(&id).map_or(0, |entry| entry.ranks[tier])
+    }
+
+    /// Changes the entry of a chunk of a chain, which is made if there is none.
+    ///
+    /// `None` where another chunk has the place. An entry that says nothing afterwards is removed.
+    pub(crate) fn update<R>(
+        &self,
+        chain: &Chain,
+        chunk_idx: usize,
+        change: impl FnOnce(&mut Entry) -> R,
+    ) -> Option<R> {
+        let depth = u32::try_from(chunk_idx).unwrap_or(u32::MAX);
+        self.update_hash(chain.hash(chunk_idx), chain.namespace().idx, depth, change)
+    }
+
+    pub(crate) fn update_hash<R>(
+        &self,
+        hash: BlockHash,
+        namespace_idx: u32,
+        depth: u32,
+        change: impl FnOnce(&mut Entry) -> R,
+    ) -> Option<R> {
+        let id = block_id(hash);
+        let mut shard = self.shard(id).write();
+        match shard.entry(id) {
+            MapEntry::Occupied(mut place) => {
+                if place.get().second_half != second_half(hash) {
+                    return None;
+                }
+                let entry = place.get_mut();
+                // A chunk that was found on disk has no depth before a chain shows it.
+                entry.depth = entry.depth.max(depth);
+                let result = change(entry);
+                if entry.is_empty(self.n_local_tiers) {
+                    place.remove();
+                }
+                Some(result)
+            }
+            MapEntry::Vacant(place) => {
+                let mut entry = Entry::new(hash, namespace_idx, depth);
+                let result = change(&mut entry);
+                if !entry.is_empty(self.n_local_tiers) {
+                    place.insert(entry);
+                }
+                Some(result)
+            }
+        }
+    }
+
+    /// Changes the entry of a block that is known; `None` where it is not.
+    pub(crate) fn update_known<R>(
+        &self,
+        id: BlockId,
+        change: impl FnOnce(BlockHash, &mut Entry) -> R,
+    ) -> Option<R> {
+        let mut shard = self.shard(id).write();
+        let MapEntry::Occupied(mut place) = shard.entry(id) else { return None };
+        let hash = place.get().hash(id);
+        let result = change(hash, place.get_mut());
+        if place.get().is_empty(self.n_local_tiers) {
+            place.remove();
+        }
+        Some(result)
+    }
+
+    /// Calls `visit` with the entries of one shard; those that say nothing afterwards are removed.
+    pub(crate) fn sweep_shard(&self, shard_idx: usize, mut visit: impl FnMut(BlockHash, &mut Entry)) {
+        self.shards[shard_idx].write().retain(|id, entry| {
+            visit(entry.hash(*id), entry);
+            !entry.is_empty(self.n_local_tiers)
+        });
+    }
+
+    pub(crate) fn n_shards(&self) -> usize {
+        self.shards.len()
+    }
+
+    pub(crate) fn n_entries(&self) -> usize {
+        self.shards.iter().map(|shard| shard.read().len()).sum()
+    }
+
+    /// Memory of the tables, free places included.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        // One byte of control beside each place; capacity leaves out the eighth that the table keeps free.
+        let place_bytes = size_of::<(BlockId, Entry)>() + 1;
+        self.shards.iter().map(|shard| shard.read().capacity() * 8 / 7 * place_bytes).sum()
+    }
+
+    fn shard(&self, id: BlockId) -> &RwLock<Shard> {
+        // The table takes its bucket from the lowest bits and its tag from the highest.
+        &self.shards[(id.0 >> 40) as usize % N_SHARDS]
+    }
+}
+
+fn second_half(hash: BlockHash) -> u64 {
+    hash.to_u128() as u64
+}
+
+impl Entry {
+    fn new(hash: BlockHash, namespace_idx: u32, depth: u32) -> Self {
+        Self {
+            second_half: second_half(hash),
+            ranks: [0; MAX_TIERS],
+            namespace_idx,
+            depth,
+            n_writers: 0,
+            was_used: false,
+            was_evicted_below: false,
+        }
+    }
+
+    fn hash(&self, id: BlockId) -> BlockHash {
+        BlockHash::from_u128(u128::from(id.0) << 64 | u128::from(self.second_half))
+    }
+
+    /// Remote tiers alone keep no entry: they are asked.
+    fn is_empty(&self, n_local_tiers: usize) -> bool {
+        self.n_writers == 0 && self.ranks[..n_local_tiers].iter().all(|ranks| *ranks == 0)
+    }
+}
+
+impl Hasher for IdHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.0 = self.0.rotate_left(8) ^ u64::from(*byte);
+        }
+    }
+
+    fn write_u64(&mut self, value: u64) {
+        self.0 = value;
+    }
+}

@@ -1,0 +1,201 @@
+//! Writing to a lower tier.
+
+use std::sync::Arc;
+
+use kvik_tier::{Lease, PutItem, PutOutcome};
+
+use super::{Lower, PutJob, QueueGuard, WriteJob};
+use crate::chain::Chain;
+use crate::directory::TierIdx;
+use crate::store::core::Core;
+use crate::store::stats::Counter;
+
+/// Doublings of the number of victims before a full tier is given up.
+const MAX_ROUNDS: u32 = 8;
+
+impl Core {
+    /// Works on a tier's writes until its queue ends, then makes them durable.
+    pub(crate) fn run_writes(self: &Arc<Self>, tier: TierIdx) {
+        let Some(lower) = self.lower(tier) else { return };
+        let _guard = QueueGuard(lower);
+        while let Some(mut batch) = lower.writes.pop(self.options.batch_bytes) {
+            let mut puts = Vec::new();
+            for job in batch.jobs.drain(..) {
+                match job {
+                    WriteJob::Put(put) => puts.push(put),
+                    WriteJob::Task(task) => {
+                        self.write_down(lower, std::mem::take(&mut puts));
+                        task(self, lower);
+                    }
+                }
+            }
+            self.write_down(lower, puts);
+        }
+        // What is not durable is a miss after the next start, and never wrong.
+        let _ = lower.tier.flush();
+    }
+
+    /// Leaves a chunk to the writing thread of a tier, and keeps it in memory until then; counted where the
+    /// queue is full.
+    pub(crate) fn queue_write(
+        self: &Arc<Self>,
+        lower: &Lower,
+        chain: &Chain,
+        chunk_idx: usize,
+        rank: u16,
+        lease: &Lease,
+        generation: u64,
+    ) {
+        let id = chain.id(chunk_idx);
+        let is_pinned = self.ram_book.lock().pin(id);
+        let job = PutJob {
+            chain: chain.clone(),
+            chunk_idx,
+            rank,
+            lease: lease.clone(),
+            generation,
+            _pin: is_pinned.then(|| self.adopt_pin(id)),
+        };
+        if lower.writes.push(job.lease.len() as u64, WriteJob::Put(job)).is_err() {
+            self.counters.add(Counter::DroppedWrites(lower.tier_idx), 1);
+        }
+    }
+
+    /// Writes chunks, parents first; returns how many of them the tier has now.
+    pub(crate) fn write_down(&self, lower: &Lower, jobs: Vec<PutJob>) -> usize {
+        let mut n_jobs = jobs.len();
+        let mut n_there = 0;
+        let mut waiting: Vec<PutJob> = Vec::with_capacity(n_jobs);
+        for job in jobs {
+            if self.has_written(lower, &job) {
+                n_there += 1;
+            } else if waiting.iter().any(|other| other.key() == job.key()) {
+                n_jobs -= 1;
+            } else if self.may_write(lower, &job, &waiting) {
+                waiting.push(job);
+            }
+        }
+        for round in 0..=MAX_ROUNDS {
+            if waiting.is_empty() {
+                break;
+            }
+            let outcomes = put_all(lower, &waiting);
+            let mut refused = Vec::new();
+            for (job, outcome) in waiting.into_iter().zip(outcomes) {
+                match outcome {
+                    PutOutcome::NoRoom => refused.push(job),
+                    _ if outcome.is_present() && self.note_written(lower, &job) => {
+                        self.counters.add(Counter::Written(lower.tier_idx), 1);
+                        n_there += 1;
+                    }
+                    _ => {}
+                }
+            }
+            waiting = self.admitted(lower, refused);
+            let n_victims = waiting.len() << round;
+            if !waiting.is_empty() && self.evict_from(lower, n_victims) == 0 {
+                break;
+            }
+        }
+        self.counters.add(Counter::DroppedWrites(lower.tier_idx), (n_jobs - n_there) as u64);
+        n_there
+    }
+
+    fn has_written(&self, lower: &Lower, job: &PutJob) -> bool {
+        let ranks = self.directory.view(job.chain.hash(job.chunk_idx)).ranks[lower.tier_idx];
+        ranks & (1 << job.rank) != 0
+    }
+
+    /// A chunk without its parent would lie in a local tier for nothing.
+    fn may_write(&self, lower: &Lower, job: &PutJob, before: &[PutJob]) -> bool {
+        if job.is_stale() {
+            return false;
+        }
+        if !lower.is_local() || self.has_parent_in(lower.tier_idx, &job.chain, job.chunk_idx, job.rank) {
+            return true;
+        }
+        let parent = job.chain.key_of(job.chunk_idx - 1, job.rank);
+        before.iter().any(|other| other.key() == parent)
+    }
+
+    /// Those of the chunks that a full tier refused for which others shall leave.
+    fn admitted(&self, lower: &Lower, refused: Vec<PutJob>) -> Vec<PutJob> {
+        let Some(book) = lower.book.as_ref().filter(|_| !refused.is_empty()) else { return Vec::new() };
+        let mut book = book.lock();
+        let (admitted, dropped): (Vec<PutJob>, Vec<PutJob>) =
+            refused.into_iter().partition(|job| book.admits(self.now_ms(), &job.chain, job.chunk_idx));
+        // What is dropped unpins, which takes another book's lock.
+        drop(book);
+        drop(dropped);
+        admitted
+    }
+
+    /// Makes a written chunk known; false, and takes it back, where it may not be.
+    fn note_written(&self, lower: &Lower, job: &PutJob) -> bool {
+        let PutJob { chain, chunk_idx, rank, .. } = job;
+        let mut book = lower.book.as_ref().map(|book| book.lock());
+        let mut is_known = true;
+        if let Some(book) = &mut book {
+            is_known = self.has_parent_in(lower.tier_idx, chain, *chunk_idx, *rank)
+                && book.insert(self.now_ms(), chain, *chunk_idx);
+        }
+        if is_known {
+            let noted = self.directory.update(chain, *chunk_idx, |entry| {
+                if job.is_stale() {
+                    return false;
+                }
+                entry.ranks[lower.tier_idx] |= 1 << rank;
+                true
+            });
+            is_known = noted == Some(true);
+            if !is_known
+                && let Some(book) = &mut book
+                && self.directory.ranks(chain.id(*chunk_idx), lower.tier_idx) == 0
+            {
+                book.remove(chain.id(*chunk_idx));
+            }
+        }
+        drop(book);
+        if !is_known {
+            // Where that fails, an unknown chunk lies there until the next start finds it.
+            let _ = lower.tier.delete(&[job.key()]);
+        }
+        is_known
+    }
+
+    /// Makes chunks leave a local tier; says how many did.
+    fn evict_from(&self, lower: &Lower, n_wanted: usize) -> usize {
+        let Some(book) = &lower.book else { return 0 };
+        let mut keys = Vec::new();
+        let mut n_evicted = 0;
+        {
+            let mut book = book.lock();
+            while n_evicted < n_wanted
+                && let Some(id) = book.victim(self.now_ms())
+            {
+                let left = self.directory.update_known(id, |hash, entry| {
+                    entry.was_evicted_below = true;
+                    let ranks = std::mem::take(&mut entry.ranks[lower.tier_idx]);
+                    self.keys(hash, entry, ranks)
+                });
+                let left = left.unwrap_or_default();
+                n_evicted += usize::from(!left.is_empty());
+                keys.extend(left);
+            }
+        }
+        self.counters.add(Counter::EvictedChunks(lower.tier_idx), n_evicted as u64);
+        // A tier that cannot delete stays full: no more is forgotten for nothing.
+        if lower.tier.delete(&keys).is_ok() { n_evicted } else { 0 }
+    }
+}
+
+fn put_all(lower: &Lower, jobs: &[PutJob]) -> Vec<PutOutcome> {
+    let parts: Vec<[&[u8]; 1]> = jobs.iter().map(|job| [&job.lease[..]]).collect();
+    let mut items: Vec<PutItem<'_>> = jobs
+        .iter()
+        .zip(&parts)
+        .map(|(job, parts)| PutItem::with_sections(job.key(), parts, job.chain.section_bytes(job.chunk_idx)))
+        .collect();
+    lower.tier.put(&mut items);
+    items.into_iter().map(|item| item.outcome).collect()
+}

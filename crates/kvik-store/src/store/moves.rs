@@ -1,0 +1,85 @@
+//! Chunks that change their tier because somebody said so.
+
+use std::time::Instant;
+
+use kvik_tier::TierKind;
+
+use super::Store;
+use super::retrieve::Retrieved;
+use crate::chain::Chain;
+use crate::directory::{RAM, TierIdx};
+use crate::lower::{PutJob, WriteJob};
+use crate::promise::promise;
+
+impl Store {
+    /// Copies a chain from one tier to another, and removes it from the first if `keep_source` is false;
+    /// returns the number of chunks, from the first on, that are in `to` now.
+    ///
+    /// Only chunks that are in `from` are moved, up to the first that is not. What cannot be read or written
+    /// in time stays where it was, and so do chunks on which others hang.
+    pub fn relocate(&self, chain: &Chain, from: TierKind, to: TierKind, keep_source: bool) -> usize {
+        let core = self.core();
+        let (Some(from), Some(to)) = (core.tier_idx(from), core.tier_idx(to)) else { return 0 };
+        if from == to {
+            return 0;
+        }
+        let generation = chain.namespace().generation();
+        let retrieved = core.bring(chain);
+        let n_found = self.n_chunks_in(from, chain, &retrieved);
+        let n_moved = if to == RAM {
+            core.settle(chain, generation, &retrieved).min(n_found)
+        } else {
+            self.copy_to(to, chain, generation, &retrieved, n_found)
+        };
+        if !keep_source {
+            core.remove_chunks(from, chain, n_moved, Instant::now() + core.options.retrieve_timeout);
+        }
+        n_moved
+    }
+
+    /// Retrieved chunks, from the first on, that a tier has. A remote tier has what came from it.
+    fn n_chunks_in(&self, tier: TierIdx, chain: &Chain, retrieved: &Retrieved) -> usize {
+        let core = self.core();
+        let all_ranks = chain.space().format().all_ranks();
+        let is_there = |chunk_idx: usize| {
+            core.directory.view(chain.hash(chunk_idx)).ranks[tier] == all_ranks
+                || retrieved.chunks()[chunk_idx].tier() == core.kind_of(tier)
+        };
+        (0..retrieved.chunks().len()).take_while(|chunk_idx| is_there(*chunk_idx)).count()
+    }
+
+    fn copy_to(
+        &self,
+        to: TierIdx,
+        chain: &Chain,
+        generation: u64,
+        retrieved: &Retrieved,
+        n_chunks: usize,
+    ) -> usize {
+        let core = self.core();
+        let Some(lower) = core.lower(to) else { return 0 };
+        let mut answers = Vec::with_capacity(n_chunks);
+        for (chunk_idx, chunk) in retrieved.chunks().iter().enumerate().take(n_chunks) {
+            let jobs: Vec<PutJob> = (0..chain.n_ranks())
+                .filter_map(|rank| {
+                    let lease = chunk.lease(rank)?.clone();
+                    Some(PutJob { chain: chain.clone(), chunk_idx, rank, lease, generation, _pin: None })
+                })
+                .collect();
+            let n_bytes = jobs.iter().map(|job| job.lease.len() as u64).sum();
+            let (promise, answer) = promise();
+            let task = WriteJob::Task(Box::new(move |core, lower| {
+                let n_jobs = jobs.len();
+                if promise.is_wanted() {
+                    promise.keep(core.write_down(lower, jobs) == n_jobs);
+                }
+            }));
+            if lower.writes.push(n_bytes, task).is_err() {
+                break;
+            }
+            answers.push(answer);
+        }
+        let deadline = Instant::now() + core.options.retrieve_timeout;
+        answers.into_iter().map_while(|answer| answer.wait(deadline).filter(|is_there| *is_there)).count()
+    }
+}

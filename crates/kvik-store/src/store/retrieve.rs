@@ -1,0 +1,115 @@
+//! Chunks in the hands of a reader.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvik_tier::{Lease, TierKind};
+
+use super::Store;
+use super::core::{BookPin, Core};
+use super::prefetch::{Prefetch, Purpose};
+use crate::chain::Chain;
+use crate::flight::Flight;
+use crate::gather::Gathered;
+
+/// The longest part of a chain, without a gap, that a retrieve could get.
+///
+/// It holds leases: its bytes stay as they are until it is dropped, whatever is evicted or cleared meanwhile.
+/// So long as it is held, the store does not choose its chunks as victims.
+#[derive(Debug)]
+pub struct Retrieved {
+    chunks: Vec<RetrievedChunk>,
+    n_tokens: usize,
+    is_truncated: bool,
+    /// Lets others join what was read and did not stay in memory.
+    _flights: Vec<Arc<Flight>>,
+    _pin: Option<BookPin>,
+}
+
+/// One chunk of a [`Retrieved`].
+#[derive(Debug)]
+pub struct RetrievedChunk {
+    token_range: Range<usize>,
+    tier: TierKind,
+    section_bytes: usize,
+    leases: Vec<Lease>,
+}
+
+impl Store {
+    /// Gets as much of a chain from `first_chunk` on as arrives until
+    /// [`retrieve_timeout`](crate::StoreOptions::retrieve_timeout).
+    ///
+    /// A tier that fails or is slow shortens the answer. Use [`Store::prefetch`] where the thread must not
+    /// wait.
+    pub fn retrieve(&self, chain: &Chain, first_chunk: usize) -> Retrieved {
+        self.prefetch(chain, first_chunk).wait(self.core().options.retrieve_timeout)
+    }
+}
+
+impl Core {
+    /// Gets as much of a chain as arrives in time, for the store's own ends.
+    pub(crate) fn bring(self: &Arc<Self>, chain: &Chain) -> Retrieved {
+        Prefetch::start(self, chain, 0, Purpose::Move).wait(self.options.retrieve_timeout)
+    }
+}
+
+impl Retrieved {
+    pub(crate) fn new(chain: &Chain, first_chunk: usize, gathered: Gathered, pin: Option<BookPin>) -> Self {
+        let chunks: Vec<RetrievedChunk> = gathered
+            .cells
+            .into_iter()
+            .enumerate()
+            .map(|(place, cell)| RetrievedChunk {
+                token_range: chain.tokens_of(first_chunk + place),
+                tier: cell.tier,
+                section_bytes: chain.section_bytes(first_chunk + place),
+                leases: cell.leases.into_iter().flatten().collect(),
+            })
+            .collect();
+        let n_tokens = chunks.iter().map(|chunk| chunk.token_range.len()).sum();
+        let is_truncated = gathered.is_truncated;
+        Self { chunks, n_tokens, is_truncated, _flights: gathered.flights, _pin: pin }
+    }
+
+    /// Tokens of its chunks.
+    pub fn n_tokens(&self) -> usize {
+        self.n_tokens
+    }
+
+    /// Its chunks, in the order of the chain.
+    pub fn chunks(&self) -> &[RetrievedChunk] {
+        &self.chunks
+    }
+
+    /// Whether more was found than arrived: a tier failed or was too slow, or there was no memory.
+    pub fn is_truncated(&self) -> bool {
+        self.is_truncated
+    }
+}
+
+impl RetrievedChunk {
+    /// The tokens whose KV it is, as places in the sequence.
+    pub fn token_range(&self) -> Range<usize> {
+        self.token_range.clone()
+    }
+
+    /// The slowest tier that a rank came from.
+    pub fn tier(&self) -> TierKind {
+        self.tier
+    }
+
+    /// What a rank holds; empty where there is no such rank.
+    pub fn payload(&self, rank: u16) -> &[u8] {
+        self.leases.get(usize::from(rank)).map_or(&[], |lease| &lease[..])
+    }
+
+    /// One layer of what a rank holds; empty where there is no such rank or layer.
+    pub fn layer(&self, rank: u16, layer_idx: usize) -> &[u8] {
+        let start = layer_idx.saturating_mul(self.section_bytes);
+        self.payload(rank).get(start..start.saturating_add(self.section_bytes)).unwrap_or_default()
+    }
+
+    pub(crate) fn lease(&self, rank: u16) -> Option<&Lease> {
+        self.leases.get(usize::from(rank))
+    }
+}

@@ -1,0 +1,173 @@
+//! Counts of a store.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvik_tier::{Tier, TierKind, TierStat};
+
+use super::Store;
+use crate::directory::{MAX_TIERS, TierIdx};
+
+/// Counts of a store since it was opened, and what its directory takes now.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct StoreStats {
+    /// Lookups that were asked.
+    pub n_lookups: u64,
+    /// Retrieves that were answered.
+    pub n_retrieves: u64,
+    /// Tokens that were asked for by retrieves.
+    pub requested_tokens: u64,
+    /// Tokens that retrieves gave, by the slowest tier that a rank of their chunk came from.
+    pub hit_tokens: Vec<(TierKind, u64)>,
+    /// Retrieves that gave less than was found.
+    pub n_truncated: u64,
+    /// Retrieves whose wait ended before all was there.
+    pub n_timeouts: u64,
+    /// Payloads that were stored.
+    pub n_stored: u64,
+    /// Payloads that were given to commit and were there already.
+    pub n_stored_before: u64,
+    /// Slots that were refused for want of memory, to stores and to loads.
+    pub n_refused: u64,
+    /// Bytes of the payloads that were stored.
+    pub stored_bytes: u64,
+    /// Payloads that each lower tier has taken.
+    pub written: Vec<(TierKind, u64)>,
+    /// Payloads that each lower tier should have taken and did not: no room in the queue or the tier, no
+    /// parent there, or a failure.
+    pub dropped_writes: Vec<(TierKind, u64)>,
+    /// Payloads that each lower tier gave.
+    pub loaded: Vec<(TierKind, u64)>,
+    /// Payloads that each lower tier should have given and did not.
+    pub failed_loads: Vec<(TierKind, u64)>,
+    /// Chunks that left each local tier for others.
+    pub evicted_chunks: Vec<(TierKind, u64)>,
+    /// Payloads from lower tiers that stayed in memory.
+    pub n_promoted: u64,
+    /// Reads that were begun.
+    pub n_flights: u64,
+    /// Reads that were not begun because another one was under way.
+    pub n_joined_flights: u64,
+    /// Chunks in the directory.
+    pub n_entries: u64,
+    /// Memory of the directory, in bytes.
+    pub directory_bytes: u64,
+}
+
+/// What is counted.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Counter {
+    Lookups,
+    Retrieves,
+    RequestedTokens,
+    Truncated,
+    Timeouts,
+    StoredPayloads,
+    StoredBefore,
+    StoredBytes,
+    Refused,
+    PromotedChunks,
+    Flights,
+    JoinedFlights,
+    HitTokens(TierIdx),
+    Written(TierIdx),
+    DroppedWrites(TierIdx),
+    Loaded(TierIdx),
+    FailedLoads(TierIdx),
+    EvictedChunks(TierIdx),
+}
+
+const N_PLAIN: usize = 12;
+const N_COUNTERS: usize = N_PLAIN + 6 * MAX_TIERS;
+
+/// All counts. They order nothing, so they are relaxed.
+#[derive(Debug)]
+pub(crate) struct Counters {
+    values: [AtomicU64; N_COUNTERS],
+}
+
+impl Counter {
+    fn place(self) -> usize {
+        let of_tier = |group: usize, tier: TierIdx| N_PLAIN + group * MAX_TIERS + tier;
+        match self {
+            Self::Lookups => 0,
+            Self::Retrieves => 1,
+            Self::RequestedTokens => 2,
+            Self::Truncated => 3,
+            Self::Timeouts => 4,
+            Self::StoredPayloads => 5,
+            Self::StoredBefore => 6,
+            Self::StoredBytes => 7,
+            Self::Refused => 8,
+            Self::PromotedChunks => 9,
+            Self::Flights => 10,
+            Self::JoinedFlights => 11,
+            Self::HitTokens(tier) => of_tier(0, tier),
+            Self::Written(tier) => of_tier(1, tier),
+            Self::DroppedWrites(tier) => of_tier(2, tier),
+            Self::Loaded(tier) => of_tier(3, tier),
+            Self::FailedLoads(tier) => of_tier(4, tier),
+            Self::EvictedChunks(tier) => of_tier(5, tier),
+        }
+    }
+}
+
+impl Counters {
+    pub(crate) fn new() -> Self {
+        Self { values: std::array::from_fn(|_| AtomicU64::new(0)) }
+    }
+
+    pub(crate) fn add(&self, counter: Counter, n: u64) {
+        self.values[counter.place()].fetch_add(n, Ordering::Relaxed);
+    }
+
+    fn get(&self, counter: Counter) -> u64 {
+        self.values[counter.place()].load(Ordering::Relaxed)
+    }
+}
+
+impl Store {
+    /// The store's counts.
+    pub fn stats(&self) -> StoreStats {
+        let core = self.core();
+        let count = |counter| core.counters.get(counter);
+        let of_lowers = |counter: fn(TierIdx) -> Counter| {
+            core.lowers.iter().map(|lower| (lower.kind, count(counter(lower.tier_idx)))).collect::<Vec<_>>()
+        };
+        let of_all = |counter: fn(TierIdx) -> Counter| {
+            let mut counts = vec![(TierKind::Ram, count(counter(0)))];
+            counts.extend(of_lowers(counter));
+            counts
+        };
+        StoreStats {
+            n_lookups: count(Counter::Lookups),
+            n_retrieves: count(Counter::Retrieves),
+            requested_tokens: count(Counter::RequestedTokens),
+            hit_tokens: of_all(Counter::HitTokens),
+            n_truncated: count(Counter::Truncated),
+            n_timeouts: count(Counter::Timeouts),
+            n_stored: count(Counter::StoredPayloads),
+            n_stored_before: count(Counter::StoredBefore),
+            n_refused: count(Counter::Refused),
+            stored_bytes: count(Counter::StoredBytes),
+            written: of_lowers(Counter::Written),
+            dropped_writes: of_lowers(Counter::DroppedWrites),
+            loaded: of_lowers(Counter::Loaded),
+            failed_loads: of_lowers(Counter::FailedLoads),
+            evicted_chunks: of_all(Counter::EvictedChunks),
+            n_promoted: count(Counter::PromotedChunks),
+            n_flights: count(Counter::Flights),
+            n_joined_flights: count(Counter::JoinedFlights),
+            n_entries: core.directory.n_entries() as u64,
+            directory_bytes: core.directory.memory_bytes() as u64,
+        }
+    }
+
+    /// Every tier with its counts and state, memory first, without asking anybody.
+    pub fn health(&self) -> Vec<(TierKind, TierStat)> {
+        let core = self.core();
+        let mut tiers = vec![(TierKind::Ram, core.ram.stat())];
+        tiers.extend(core.lowers.iter().map(|lower| (lower.kind, lower.tier.stat())));
+        tiers
+    }
+}

@@ -1,0 +1,178 @@
+//! Chunks in the hands of a writer.
+
+use std::sync::Arc;
+
+use kvik_tier::Slot;
+
+use super::Store;
+use super::core::{BookPin, Core};
+use super::reclaim::Published;
+use super::stats::Counter;
+use crate::chain::Chain;
+use crate::directory::RAM;
+use crate::options::WriteBack;
+
+/// The answer to a wish to write.
+#[derive(Debug)]
+pub enum Write {
+    /// Memory to be filled.
+    Slot(ChunkWriter),
+    /// It is in memory already: go on with the next chunk.
+    Present,
+    /// Memory is full of what is leased, pinned or still to be written: the chain ends here.
+    NoRoom,
+    /// The chunk before it is neither in memory nor being written, or the chain has no such chunk or rank.
+    /// Nothing is stored behind a hole: begin with the first chunk, what is there costs nothing.
+    NoParent,
+}
+
+/// What became of a chunk that was committed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Commit {
+    /// It can be retrieved.
+    Stored,
+    /// Somebody else stored it meanwhile; equal keys are equal content.
+    Present,
+    /// The chunk before it is not in memory (any more), so it was dropped. Commit in the order of the chain.
+    NoParent,
+    /// Its namespace was cleared since the writing began, so it was dropped.
+    Cleared,
+}
+
+/// Memory for what one rank holds of one chunk.
+///
+/// The bytes are undefined at first: the writer fills all of them. Nobody sees them before
+/// [`ChunkWriter::commit`]; dropping the writer without it leaves nothing behind.
+#[derive(Debug)]
+pub struct ChunkWriter {
+    begun: Begun,
+    rank: u16,
+    generation: u64,
+    slot: Slot,
+    /// Keeps the chunk before it in memory.
+    _parent: Option<BookPin>,
+}
+
+/// Counts a writer in the directory, so that the next chunk can be begun before this one is committed.
+#[derive(Debug)]
+struct Begun {
+    core: Arc<Core>,
+    chain: Chain,
+    chunk_idx: usize,
+}
+
+impl Store {
+    /// Takes memory for what a rank holds of a chunk.
+    ///
+    /// Never waits: what is worth less leaves memory for it, and where nothing may leave it says so. Several
+    /// chunks of a chain can be written at a time if they are begun and committed in the order of the chain.
+    pub fn begin_write(&self, chain: &Chain, chunk_idx: usize, rank: u16) -> Write {
+        let core = self.core();
+        if chunk_idx >= core.n_chunks(chain) || chain.key(chunk_idx, rank).is_none() {
+            return Write::NoParent;
+        }
+        let bit = 1 << rank;
+        let generation = chain.namespace().generation();
+        if core.directory.view(chain.hash(chunk_idx)).ranks[RAM] & bit != 0 {
+            core.counters.add(Counter::StoredBefore, 1);
+            return Write::Present;
+        }
+        let mut parent = None;
+        if let Some(parent_idx) = chunk_idx.checked_sub(1) {
+            let entry = core.directory.view(chain.hash(parent_idx));
+            let id = chain.id(parent_idx);
+            if entry.ranks[RAM] & bit != 0 && core.ram_book.lock().pin(id) {
+                parent = Some(core.adopt_pin(id));
+            } else if entry.n_writers == 0 {
+                return Write::NoParent;
+            }
+        }
+        let begun = Begun::new(core, chain, chunk_idx);
+        let slot = core.reserve(chain.payload_bytes(chunk_idx));
+        let (Some(begun), Some(slot)) = (begun, slot) else {
+            core.counters.add(Counter::Refused, 1);
+            return Write::NoRoom;
+        };
+        Write::Slot(ChunkWriter { begun, rank, generation, slot, _parent: parent })
+    }
+
+    /// Tells the eviction policies of a request: its whole chain, and how many tokens were generated after
+    /// it where that is known.
+    ///
+    /// Call it once for each request, after its retrieve and before its first [`Store::begin_write`]: the
+    /// policies tell what a request brought from what it found.
+    pub fn note_request(&self, chain: &Chain, n_generated_tokens: Option<u32>) {
+        let core = self.core();
+        if core.n_chunks(chain) == 0 {
+            return;
+        }
+        let books =
+            std::iter::once(&core.ram_book).chain(core.lowers.iter().filter_map(|lower| lower.book.as_ref()));
+        for book in books {
+            book.lock().access(core.now_ms(), chain, n_generated_tokens);
+        }
+    }
+}
+
+// === impl ChunkWriter ===
+
+impl ChunkWriter {
+    /// The whole payload, layer 0 first.
+    pub fn payload_mut(&mut self) -> &mut [u8] {
+        &mut self.slot
+    }
+
+    /// One layer of the payload; empty where there is no such layer.
+    pub fn layer_mut(&mut self, layer_idx: usize) -> &mut [u8] {
+        let section_bytes = self.begun.chain.section_bytes(self.begun.chunk_idx);
+        let start = layer_idx.saturating_mul(section_bytes);
+        self.slot.get_mut(start..start.saturating_add(section_bytes)).unwrap_or_default()
+    }
+
+    /// Makes the chunk visible, as a whole, and has it written to the lower tiers in the background.
+    pub fn commit(self) -> Commit {
+        let Self { begun, rank, generation, slot, _parent } = self;
+        let Begun { core, chain, chunk_idx } = &begun;
+        match core.publish(chain, *chunk_idx, rank, generation, slot.freeze()) {
+            Published::Stored(lease) => {
+                core.counters.add(Counter::StoredPayloads, 1);
+                core.counters.add(Counter::StoredBytes, lease.len() as u64);
+                if core.options.write_back == WriteBack::OnStore {
+                    for lower in &core.lowers {
+                        core.queue_write(lower, chain, *chunk_idx, rank, &lease, generation);
+                    }
+                }
+                Commit::Stored
+            }
+            Published::Present => {
+                core.counters.add(Counter::StoredBefore, 1);
+                Commit::Present
+            }
+            Published::NoParent => Commit::NoParent,
+            Published::Stale => Commit::Cleared,
+        }
+    }
+}
+
+// === impl Begun ===
+
+impl Begun {
+    /// `None` where another chunk has the place in the directory.
+    fn new(core: &Arc<Core>, chain: &Chain, chunk_idx: usize) -> Option<Self> {
+        let is_counted = core.directory.update(chain, chunk_idx, |entry| {
+            let n_writers = entry.n_writers.checked_add(1);
+            entry.n_writers = n_writers.unwrap_or(entry.n_writers);
+            n_writers.is_some()
+        });
+        let begun = || Self { core: Arc::clone(core), chain: chain.clone(), chunk_idx };
+        is_counted.filter(|is_counted| *is_counted).map(|_| begun())
+    }
+}
+
+impl Drop for Begun {
+    fn drop(&mut self) {
+        self.core.directory.update(&self.chain, self.chunk_idx, |entry| {
+            entry.n_writers = entry.n_writers.saturating_sub(1);
+        });
+    }
+}

@@ -1,0 +1,15 @@
+//! The cache engine against tiers that block, fail, lie and forget.
+
+#![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
+
+mod clears;
+mod failures;
+mod flights;
+mod hits;
+mod layers;
+mod model;
+mod moves;
+mod restarts;
+mod stress;
+mod support;
+mod writes;

@@ -1,0 +1,186 @@
+//! What a store knows after it was closed and opened again.
+
+use std::sync::Arc;
+
+use kvik_store::policy::PolicyKind;
+use kvik_store::{Clear, Store};
+use kvik_tier::conformance::MapTier;
+use kvik_tier::{Checksummed, ChunkKey, NvmeOptions, NvmeTier, Tier, TierKind};
+
+use crate::support::*;
+
+/// Stores chains by their names and closes the store.
+fn fill(nvme: &Arc<TestTier>, names: std::ops::Range<u32>, n_chunks: usize) {
+    let store = Setup::new(256).local(nvme).open();
+    for name in names {
+        assert_eq!(store_chain(&store, &chain_of(&store, name, n_chunks)), n_chunks);
+    }
+}
+
+#[test]
+fn a_local_tier_is_warm_after_a_restart() {
+    let nvme = TestTier::new(TierKind::Nvme);
+    fill(&nvme, 0..4, 3);
+    let store = Setup::new(256).local(&nvme).open();
+    for name in 0..4 {
+        let chain = chain_of(&store, name, 3);
+        assert_eq!(store.lookup_local(&chain).tokens_in(TierKind::Nvme), 12);
+        assert_eq!(retrieve_all(&store, &chain), 3);
+    }
+    assert_eq!(store.stats().n_entries, 12);
+    // A namespace can be cleared before any of its chunks was asked for.
+    drop(store);
+    let store = Setup::new(256).local(&nvme).open();
+    let cleared = store.clear(&Clear { namespace: Some(namespace("")), ..Clear::default() });
+    assert_eq!(cleared.chunks[1], (TierKind::Nvme, 12));
+    assert_eq!(nvme.stat_chunks(), 0);
+}
+
+#[test]
+fn a_chain_can_go_on_where_it_ended_before_the_restart() {
+    let nvme = TestTier::new(TierKind::Nvme);
+    fill(&nvme, 1..2, 3);
+    let store = Setup::new(256).local(&nvme).open();
+    let chain = chain_of(&store, 1, 6);
+    assert_eq!(retrieve_all(&store, &chain), 3);
+    assert_eq!(store_chain(&store, &chain), 6);
+    flush(&store);
+    assert!((0..6).all(|chunk_idx| store.tiers_of(&chain, chunk_idx).contains(&TierKind::Nvme)));
+}
+
+/// Names its keys in the order in which they were put.
+#[derive(Debug)]
+struct Log {
+    tier: Arc<TestTier>,
+    order: Vec<ChunkKey>,
+}
+
+#[test]
+fn after_a_restart_the_oldest_that_nobody_asked_for_leave_first() {
+    let nvme = TestTier::on(TierKind::Nvme, MapTier::with_capacity_bytes(12 * PAYLOAD_BYTES as u64));
+    fill(&nvme, 0..4, 3);
+    let plain = Setup::new(1).open();
+    let order = (0..4).flat_map(|name| {
+        let chain = chain_of(&plain, name, 3);
+        (0..3).map(move |chunk_idx| chain.key(chunk_idx, 0).unwrap())
+    });
+    let log = Log { order: order.collect(), tier: Arc::clone(&nvme) };
+    let store = Setup::new(256).local_dyn(Arc::new(log)).open();
+    // The oldest of all is used, and so is the youngest.
+    for name in [0, 3] {
+        let chain = chain_of(&store, name, 3);
+        assert_eq!(retrieve_all(&store, &chain), 3);
+        store.note_request(&chain, None);
+    }
+    assert_eq!(store_chain(&store, &chain_of(&store, 7, 3)), 3);
+    flush(&store);
+    let on_disk = |name| {
+        let chain = chain_of(&store, name, 3);
+        (0..3).filter(|chunk_idx| nvme.has(&chain, *chunk_idx)).count()
+    };
+    assert_eq!([0, 1, 2, 3, 7].map(on_disk), [3, 0, 3, 3, 3]);
+    assert_eq!(store_chain(&store, &chain_of(&store, 8, 3)), 3);
+    flush(&store);
+    assert_eq!([0, 2, 3, 7, 8].map(on_disk), [3, 0, 3, 3, 3]);
+    // Then the policy decides, among all.
+    assert_eq!(store_chain(&store, &chain_of(&store, 9, 3)), 3);
+    flush(&store);
+    assert_eq!([0, 3, 7, 8, 9].map(on_disk).iter().sum::<usize>(), 12);
+    assert_eq!(on_disk(9), 3);
+}
+
+#[test]
+fn every_policy_takes_over_a_warm_disk() {
+    for policy in PolicyKind::ALL {
+        let nvme = TestTier::on(TierKind::Nvme, MapTier::with_capacity_bytes(12 * PAYLOAD_BYTES as u64));
+        fill(&nvme, 0..4, 3);
+        let store: Store = Setup::new(64).with(|options| options.policy = policy).local(&nvme).open();
+        for name in [2, 5, 6, 7, 8, 9, 2, 1] {
+            let chain = chain_of(&store, name, 3);
+            retrieve_all(&store, &chain);
+            assert_eq!(store_chain(&store, &chain), 3, "{policy}");
+            flush(&store);
+        }
+        assert!(nvme.stat_chunks() >= 10, "{policy}: {}", nvme.stat_chunks());
+        let stats = store.stats();
+        assert_eq!(stats.failed_loads, [(TierKind::Nvme, 0)], "{policy}: the directory is exact");
+    }
+}
+
+#[test]
+fn a_disk_is_warm_after_a_restart_and_stays_within_its_capacity() {
+    let folder = tempfile::tempdir().unwrap();
+    let open_disk = || -> Arc<dyn Tier> {
+        let options = NvmeOptions::new(folder.path(), 4 << 20);
+        Arc::new(Checksummed::new(NvmeTier::open(&options).unwrap()))
+    };
+    {
+        let store = Setup::new(256).local_dyn(open_disk()).open();
+        for name in 0..10 {
+            assert_eq!(store_chain(&store, &chain_of(&store, name, 6)), 6);
+        }
+        flush(&store);
+    }
+    let store = Setup::new(256).local_dyn(open_disk()).open();
+    for name in 0..10 {
+        let chain = chain_of(&store, name, 6);
+        assert_eq!(store.lookup_local(&chain).tokens_in(TierKind::Nvme), 24);
+        let mut reader = store.retrieve_layers(&chain, 0);
+        let mut n_layers = 0;
+        while let Some(layer) = reader.next_layer() {
+            let payload = content(chain.key(5, 0).unwrap(), PAYLOAD_BYTES);
+            let start = layer.idx() * SECTION_BYTES;
+            assert!(layer.section(5, 0) == &payload[start..start + SECTION_BYTES]);
+            n_layers += 1;
+        }
+        assert_eq!(n_layers, N_LAYERS);
+        assert_eq!(retrieve_all(&store, &chain), 6);
+    }
+    for name in 10..120 {
+        assert_eq!(store_chain(&store, &chain_of(&store, name, 6)), 6);
+        flush(&store);
+    }
+    let stats = store.stats();
+    assert!(stats.evicted_chunks[1].1 > 100, "{stats:?}");
+    assert_eq!(stats.dropped_writes, [(TierKind::Nvme, 0)]);
+    forget_memory(&store);
+    let n_found: usize = (0..120).map(|name| retrieve_all(&store, &chain_of(&store, name, 6))).sum();
+    assert!(n_found > 100, "{n_found}");
+    assert_eq!(store.stats().failed_loads, [(TierKind::Nvme, 0)], "the directory is exact");
+}
+
+impl Tier for Log {
+    fn kind(&self) -> TierKind {
+        TierKind::Nvme
+    }
+
+    fn put(&self, batch: &mut [kvik_tier::PutItem<'_>]) {
+        self.tier.put(batch);
+    }
+
+    fn get(&self, batch: &mut [kvik_tier::GetItem<'_>]) {
+        self.tier.get(batch);
+    }
+
+    fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> kvik_tier::Result<()> {
+        self.tier.contains(keys, present)
+    }
+
+    fn delete(&self, keys: &[ChunkKey]) -> kvik_tier::Result<usize> {
+        self.tier.delete(keys)
+    }
+
+    fn visit_keys(&self, visit: &mut dyn FnMut(ChunkKey, u64)) {
+        for key in &self.order {
+            visit(*key, PAYLOAD_BYTES as u64);
+        }
+    }
+
+    fn flush(&self) -> kvik_tier::Result<()> {
+        self.tier.flush()
+    }
+
+    fn stat(&self) -> kvik_tier::TierStat {
+        self.tier.stat()
+    }
+}
