@@ -57,8 +57,8 @@ mod tokenizer;
 pub use checkpoint::{Checkpoint, Header, Tensor, TensorInfo, TensorPlace, WeightDtype, parse_header};
 pub use config::{Activation, Architecture, ModelConfig, Norm, Position, RopeConfig, RopeScaling};
 pub use engine::{
-    Engine, EngineEvent, EngineOptions, EngineStats, FinishReason, GenerateRequest, RequestId, SequenceKv,
-    SubmitOptions, TokenEvent, Usage,
+    EndedSequence, Engine, EngineEvent, EngineOptions, EngineStats, FinishReason, GenerateRequest, KvSink,
+    PrefixKv, RequestId, SequenceKv, SubmitOptions, TokenEvent, Usage,
 };
 pub use error::{ModelError, Result};
 pub use forward::{Backend, CpuBackend, CpuBackendOptions, LayerKv, Logits, SequenceRows};

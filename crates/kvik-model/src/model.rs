@@ -1,9 +1,10 @@
 //! A model folder, opened.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use kvik_types::{Dtype, Namespace};
+use xxhash_rust::xxh3::xxh3_128;
 
 use crate::bundled;
 use crate::checkpoint::Checkpoint;
@@ -21,6 +22,10 @@ const MAX_CONFIG_BYTES: u64 = 16 << 20;
 pub struct Model {
     name: String,
     config: ModelConfig,
+    /// Hash of the text that `config` was read from.
+    config_hash: u128,
+    /// Hash of that and of the weights, once somebody has asked for it.
+    revision: OnceLock<u128>,
     checkpoint: Checkpoint,
     tokenizer: Arc<Tokenizer>,
 }
@@ -58,6 +63,8 @@ impl Model {
         Ok(Self {
             name,
             config: ModelConfig::from_json(&config)?,
+            config_hash: xxh3_128(config.as_bytes()),
+            revision: OnceLock::new(),
             checkpoint: Checkpoint::open(folder)?,
             tokenizer: Arc::new(Tokenizer::open(folder)?),
         })
@@ -71,6 +78,8 @@ impl Model {
         Ok(Self {
             name: bundled::NAME.to_owned(),
             config: ModelConfig::from_json(bundled::CONFIG)?,
+            config_hash: xxh3_128(bundled::CONFIG.as_bytes()),
+            revision: OnceLock::new(),
             checkpoint: Checkpoint::from_bytes("model.safetensors", bundled::WEIGHTS)?,
             tokenizer: Arc::new(Tokenizer::from_parts(
                 bundled::TOKENIZER,
@@ -102,17 +111,25 @@ impl Model {
     }
 
     /// What KV of this model may be mixed with.
-    pub fn namespace(&self, kv_dtype: Dtype) -> Namespace {
-        let config = &self.config;
-        Namespace {
-            model: self.name.clone(),
+    ///
+    /// A folder whose configuration or weights have changed is another model, whatever its name: KV that is
+    /// kept somewhere outlives them. Reads all weights the first time.
+    ///
+    /// # Errors
+    /// If the weights cannot be read.
+    pub fn namespace(&self, kv_dtype: Dtype) -> Result<Namespace> {
+        let revision = if let Some(revision) = self.revision.get() {
+            *revision
+        } else {
+            let hashes = [self.config_hash.to_le_bytes(), self.checkpoint.fingerprint()?.to_le_bytes()];
+            *self.revision.get_or_init(|| xxh3_128(hashes.as_flattened()))
+        };
+        Ok(Namespace {
+            model: format!("{}@{revision:032x}", self.name),
             dtype: kv_dtype,
-            layout: format!(
-                "kvik_paged/layers={}/heads={}/head_dim={}",
-                config.n_layers, config.n_kv_heads, config.head_dim
-            ),
+            layout: CpuBackend::kv_layout_of(&self.config, kv_dtype),
             tenant: String::new(),
-        }
+        })
     }
 
     /// Loads the weights into an engine on the CPU.
@@ -121,7 +138,7 @@ impl Model {
     /// If the weights do not fit the configuration, or an option is out of its range.
     pub fn cpu_engine(&self, backend: &CpuBackendOptions, engine: EngineOptions) -> Result<Engine> {
         let loaded = CpuBackend::load(self.config.clone(), &self.checkpoint, backend)?;
-        let namespace = self.namespace(backend.kv_dtype);
+        let namespace = self.namespace(backend.kv_dtype)?;
         Engine::new(Box::new(loaded), Some(Arc::clone(&self.tokenizer)), &namespace, engine)
     }
 }

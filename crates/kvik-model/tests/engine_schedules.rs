@@ -81,7 +81,7 @@ fn a_request_is_admitted_once_and_before_its_first_token_with_what_its_usage_tel
         let mut n_finished = 0;
         for event in &events {
             match event {
-                EngineEvent::Admitted { request, cached_tokens } if *request == id => {
+                EngineEvent::Admitted { request, cached_tokens, .. } if *request == id => {
                     assert_eq!(admitted.replace(*cached_tokens), None);
                 }
                 EngineEvent::Token(token) if token.request == id => assert!(admitted.is_some()),

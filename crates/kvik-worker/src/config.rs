@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Result, WorkerError};
 
 pub use store::StoreConfig;
+pub(crate) use store::StorePlan;
 
 /// Most blocks that can be asked for; block ids have 32 bits.
 const MAX_KV_BLOCKS: usize = 1 << 30;

@@ -33,6 +33,20 @@ pub enum WorkerError {
     /// The model cannot be loaded.
     #[error("load the model: {0}")]
     Model(#[from] ModelError),
+    /// The address of the remote tier cannot be used. It is not repeated, because it may have a password.
+    #[error("`store.remote`, a {scheme}:// address: {reason}")]
+    InvalidRemote {
+        /// What it begins with.
+        scheme: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The store of KV cannot be opened.
+    #[error("open the KV store: {reason}")]
+    Store {
+        /// What it said.
+        reason: String,
+    },
     /// A file of the TLS towards coordinators cannot be read, or a thread cannot be started.
     #[error("{what}: {source}")]
     Io {

@@ -8,7 +8,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvik_model::{FinishReason, GenerateRequest, ModelError, TokenLogprobs, Usage};
+use kvik_model::{FinishReason, GenerateRequest, ModelError, TokenLogprobs};
+use kvik_proto::openai::CachedTiers;
 use kvik_runtime::telemetry::Phases;
 use tokio::sync::mpsc;
 
@@ -51,6 +52,17 @@ pub(crate) enum Event {
     Failed(String),
 }
 
+/// Tokens that an output used.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Usage {
+    pub(crate) prompt_tokens: usize,
+    /// Of these, tokens whose KV was there already.
+    pub(crate) cached_tokens: usize,
+    /// The same by where they came from.
+    pub(crate) tiers: CachedTiers,
+    pub(crate) completion_tokens: usize,
+}
+
 /// A token of an output.
 #[derive(Debug)]
 pub(crate) struct Token {
@@ -89,6 +101,17 @@ struct Part {
     /// For each choice: tokens read, `None` after its end.
     n_read: Vec<Option<u32>>,
     n_granted: u32,
+}
+
+impl Usage {
+    pub(crate) fn new(usage: kvik_model::Usage, tiers: CachedTiers) -> Self {
+        Self {
+            prompt_tokens: usage.prompt_tokens,
+            cached_tokens: usage.cached_tokens,
+            tiers,
+            completion_tokens: usage.completion_tokens,
+        }
+    }
 }
 
 impl Generation {

@@ -34,6 +34,7 @@
 
 mod admission;
 mod api;
+mod cache;
 mod clock;
 mod config;
 mod drain;
@@ -45,6 +46,7 @@ mod registration;
 mod sequences;
 mod staging;
 mod state;
+mod store;
 mod worker;
 
 pub use config::{SharedMemoryConfig, StoreConfig, WorkerConfig};

@@ -27,11 +27,18 @@
 //! | `kvik_worker_kv_blocks_limit` | gauge | the most that it could have; more where memory is shared |
 //! | `kvik_worker_kv_blocks_given_back_total` | counter | blocks given back because other workers needed memory |
 //! | `kvik_worker_computed_tokens_total` | counter | token rows computed |
+//! | `kvik_worker_cached_tokens_total{tier}` | counter | prompt tokens whose KV was there: `engine`, `ram`, `nvme`, `redis`, `object` |
 //! | `kvik_worker_steps_total` | counter | forward passes |
 //! | `kvik_worker_cancelled_total{reason}` | counter | requests ended early: `client`, `slow_client`, `failure` |
 //! | `kvik_worker_refused_total{status}` | counter | requests that were refused |
+//! | `kvik_store_tier_up{tier}` | gauge | 1 while a tier of the store reads and writes |
+//! | `kvik_store_tier_chunks{tier}`, `_used_bytes`, `_capacity_bytes` | gauge | what a tier holds and may hold |
+//! | `kvik_store_indexed_chunks`, `kvik_store_index_bytes` | gauge | chunks that the store knows, and what knowing them takes |
+//! | `kvik_store_<count>_total` | counter | the counts of `GET /cache/stats`, such as `kvik_store_hit_tokens_ram_total` |
 //! | `kvik_worker_registered` | gauge | 1 while a coordinator knows the worker |
 
+use kvik_proto::cache::CacheStats;
+use kvik_proto::openai::CachedTiers;
 use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 
 use crate::engine_thread::Snapshot;
@@ -139,9 +146,48 @@ impl WorkerMetrics {
         self.count("kvik_worker_refused_total", "status", status.to_string());
     }
 
+    /// The prompt of a request was admitted with cached tokens.
+    pub(crate) fn cached(&self, tiers: CachedTiers) {
+        let CachedTiers { engine, ram, nvme, redis, object } = tiers;
+        let tiers = [("engine", engine), ("ram", ram), ("nvme", nvme), ("redis", redis), ("object", object)];
+        for (tier, n_tokens) in tiers.into_iter().filter(|(_, n_tokens)| 0 < *n_tokens) {
+            self.add("kvik_worker_cached_tokens_total", "tier", tier.to_owned(), n_tokens as u64);
+        }
+    }
+
+    /// The state of the store below the engine.
+    pub(crate) fn store(&self, stats: &CacheStats) {
+        for (name, count) in &stats.counts {
+            if ["index_bytes", "indexed_chunks"].contains(&name.as_str()) {
+                gauge!(format!("kvik_store_{name}"), &self.labels).set(*count as f64);
+            } else {
+                counter!(format!("kvik_store_{name}_total"), &self.labels).absolute(*count);
+            }
+        }
+        for tier in &stats.tiers {
+            let [model, engine] = self.labels.clone();
+            let labels = [model, engine, ("tier", tier.tier.clone())];
+            let is_up = f64::from(u8::from(tier.state == "up"));
+            gauge!("kvik_store_tier_up", &labels).set(is_up);
+            for (name, value) in [
+                ("kvik_store_tier_chunks", tier.chunks),
+                ("kvik_store_tier_used_bytes", tier.used_bytes),
+                ("kvik_store_tier_capacity_bytes", tier.capacity_bytes),
+            ] {
+                if let Some(value) = value {
+                    gauge!(name, &labels).set(value as f64);
+                }
+            }
+        }
+    }
+
     fn count(&self, name: &'static str, label: &'static str, value: String) {
+        self.add(name, label, value, 1);
+    }
+
+    fn add(&self, name: &'static str, label: &'static str, value: String, n: u64) {
         let [model, engine] = self.labels.clone();
         let labels = [model, engine, (label, value)];
-        counter!(name, &labels).increment(1);
+        counter!(name, &labels).increment(n);
     }
 }

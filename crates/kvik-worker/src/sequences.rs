@@ -12,7 +12,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvik_model::{GenerateRequest, Usage};
+use kvik_model::GenerateRequest;
 use kvik_proto::worker::{InitResponse, StepResponse};
 use kvik_runtime::shutdown::Shutdown;
 use parking_lot::Mutex;
@@ -241,8 +241,7 @@ impl Stepped {
             Event::Admitted { cached_tokens, .. } => self.cached_tokens = cached_tokens,
             Event::Token(token) => self.tokens.push((token.id, token.text)),
             Event::Finished { text, reason, usage, .. } => {
-                let Usage { cached_tokens, .. } = usage;
-                self.cached_tokens = cached_tokens;
+                self.cached_tokens = usage.cached_tokens;
                 self.set_end(End::Finished { text, reason: reason.as_str() });
             }
             Event::Failed(message) => self.set_end(End::Failed(message)),

@@ -9,6 +9,7 @@ use kvik_types::Dtype;
 use tokio_util::sync::CancellationToken;
 
 use crate::admission::Admission;
+use crate::cache::Cache;
 use crate::config::WorkerConfig;
 use crate::engine_thread::EngineHandle;
 use crate::error::Refusal;
@@ -44,6 +45,8 @@ pub(crate) struct Loaded {
     pub(crate) metrics: WorkerMetrics,
     pub(crate) sequences: Sequences,
     pub(crate) staging: Staging,
+    /// The store below the engine, if there is one.
+    pub(crate) cache: Option<Cache>,
     /// The name that clients ask for.
     pub(crate) model_name: String,
     /// Longest sequence, prompt and output together.

@@ -11,6 +11,7 @@ use kvik_runtime::telemetry::Tracer;
 use kvik_runtime::tls::TlsClientPem;
 use tokio_util::sync::CancellationToken;
 
+use crate::cache::Cache;
 use crate::config::WorkerConfig;
 use crate::drain::Drain;
 use crate::engine_thread::{EngineHandle, Patience};
@@ -20,6 +21,7 @@ use crate::registration::Registration;
 use crate::sequences::{self, Sequences};
 use crate::staging::Staging;
 use crate::state::{KvShape, Loaded, WorkerState, random_seed};
+use crate::store::WorkerStore;
 use crate::{api, clock};
 
 /// Starts workers.
@@ -90,12 +92,18 @@ impl Worker {
         let (loaded, thread) = load(&state, shutdown).await?;
         starting.disarm();
 
-        let (engine, ended, server_ended) = (loaded.engine.clone(), closed.clone(), served.clone());
+        let (loading, ended, server_ended) = (Arc::clone(&loaded), closed.clone(), served.clone());
         shutdown.spawn(async move {
             server_ended.cancelled().await;
-            engine.stop();
-            // A thread that panicked has said so.
-            let _ = tokio::task::spawn_blocking(move || thread.join()).await;
+            loading.engine.stop();
+            let end = move || {
+                // A thread that panicked has said so.
+                let _ = thread.join();
+                if let Some(cache) = &loading.cache {
+                    cache.close();
+                }
+            };
+            let _ = tokio::task::spawn_blocking(end).await;
             ended.cancel();
         });
         let unregistered = CancellationToken::new();
@@ -153,7 +161,7 @@ async fn load(
 ) -> Result<(Arc<Loaded>, std::thread::JoinHandle<()>)> {
     let config = state.config.clone();
     let loading = tokio::task::spawn_blocking(move || load_engine(&config));
-    let (model, engine) = tokio::select! {
+    let (model, engine, store) = tokio::select! {
         loaded = loading => loaded.map_err(|_| WorkerError::Stopped)??,
         () = shutdown.stopping() => return Err(WorkerError::Stopped),
     };
@@ -170,13 +178,14 @@ async fn load(
     let max_tokens = engine.max_sequence_tokens();
     let patience =
         Patience { slow_client: config.slow_client_timeout(), memory: config.memory.wait_timeout() };
-    let (engine, thread) = EngineHandle::spawn(engine, metrics.clone(), patience)?;
+    let (engine, thread) = EngineHandle::spawn(engine, store.clone(), metrics.clone(), patience)?;
     let loaded = Loaded {
         engine,
         tokenizer: Arc::clone(model.tokenizer()),
         metrics,
         sequences: Sequences::default(),
         staging: Staging::new(config.kv_staging_bytes),
+        cache: store.map(Cache::new),
         max_tokens,
         // Everything that decides the bits of an answer, given its request.
         fingerprint: format!("kvik-{}-{}", env!("CARGO_PKG_VERSION"), shape.dtype),
@@ -186,7 +195,7 @@ async fn load(
     Ok((state.set_loaded(loaded), thread))
 }
 
-fn load_engine(config: &WorkerConfig) -> Result<(Model, Engine)> {
+fn load_engine(config: &WorkerConfig) -> Result<(Model, Engine, Option<WorkerStore>)> {
     let model = match &config.model {
         Some(folder) => Model::open(folder)?,
         None => Model::bundled()?,
@@ -204,7 +213,8 @@ fn load_engine(config: &WorkerConfig) -> Result<(Model, Engine)> {
     // Requests without a seed must differ from those of other workers and earlier lives.
     options.seed = random_seed();
     let engine = model.cpu_engine(&backend, options)?;
-    Ok((model, engine))
+    let store = WorkerStore::open(&config.store, &engine)?;
+    Ok((model, engine, store))
 }
 
 fn coordinator_clients(config: &WorkerConfig) -> Result<Vec<CoordinatorClient>> {

@@ -11,6 +11,8 @@ use std::io;
 use std::ops::Range;
 use std::path::Path;
 
+use xxhash_rust::xxh3::Xxh3;
+
 use crate::error::{ModelError, Result};
 
 mod header;
@@ -114,6 +116,21 @@ impl Checkpoint {
     /// Returns the number of elements of all tensors that can be read.
     pub fn n_parameters(&self) -> u64 {
         self.tensors.values().map(|entry| entry.info.n_elements() as u64).sum()
+    }
+
+    /// Returns a hash of all tensors that can be read: names, dtypes, shapes and elements. Reads all of them.
+    pub fn fingerprint(&self) -> Result<u128> {
+        let mut hash = Xxh3::new();
+        for (name, entry) in &self.tensors {
+            let tensor = self.read(name)?;
+            let header = format!("{name:?} {} {:?}", entry.info.dtype, entry.info.shape);
+            for part in [header.as_bytes(), &tensor.bytes] {
+                // With its length, so that no part can take bytes from the next one.
+                hash.update(&(part.len() as u64).to_le_bytes());
+                hash.update(part);
+            }
+        }
+        Ok(hash.digest128())
     }
 
     fn empty() -> Self {

@@ -187,3 +187,32 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn the_fingerprint_tells_any_difference_of_what_can_be_read_and_no_other() {
+    let (header, data) = two_tensors();
+    let fingerprint = |header: &Value, data: &[u8]| {
+        let checkpoint = Checkpoint::from_bytes("test", file_bytes(&header.to_string(), data)).unwrap();
+        checkpoint.fingerprint().unwrap()
+    };
+    let original = fingerprint(&header, &data);
+    let changed_header = |change: &dyn Fn(&mut Value)| {
+        let mut changed = header.clone();
+        change(&mut changed);
+        fingerprint(&changed, &data)
+    };
+    let rename = |header: &mut Value, from: &str, to: &str| {
+        let tensor = header.as_object_mut().unwrap().remove(from).unwrap();
+        header[to] = tensor;
+    };
+    assert_ne!(changed_header(&|header| header["a"]["shape"] = json!([2, 1])), original);
+    assert_ne!(changed_header(&|header| header["b"]["dtype"] = json!("F16")), original);
+    assert_ne!(changed_header(&|header| rename(header, "b", "c")), original);
+    for byte_idx in 0..12 {
+        let mut changed = data.clone();
+        changed[byte_idx] ^= 1;
+        assert_ne!(fingerprint(&header, &changed), original, "byte {byte_idx}");
+    }
+    assert_eq!(changed_header(&|header| header["__metadata__"] = json!({"format": "np"})), original);
+    assert_eq!(changed_header(&|header| rename(header, "mask", "other")), original);
+}

@@ -10,9 +10,11 @@ mod request;
 mod resident;
 mod scheduler;
 mod sequence;
+mod transfer;
 
 pub use request::{EngineEvent, FinishReason, GenerateRequest, RequestId, SubmitOptions, TokenEvent, Usage};
 pub use resident::SequenceKv;
+pub use transfer::{EndedSequence, KvSink, PrefixKv};
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -58,8 +60,10 @@ impl Default for EngineOptions {
 pub struct EngineStats {
     /// Token rows computed, those of preempted sequences each time.
     pub n_computed_tokens: u64,
-    /// Prompt tokens taken from registered blocks.
+    /// Prompt tokens whose KV was there already.
     pub n_cached_tokens: u64,
+    /// Of these, tokens whose KV came in with their request.
+    pub n_loaded_tokens: u64,
     /// Tokens chosen.
     pub n_generated_tokens: u64,
     /// Times a sequence had to give its blocks back.
@@ -75,6 +79,7 @@ pub struct EngineStats {
 pub struct Engine {
     backend: Box<dyn Backend>,
     tokenizer: Option<Arc<Tokenizer>>,
+    namespace: Namespace,
     /// Stands before the first block of every sequence.
     first_chain: KvikChain,
     options: EngineOptions,
@@ -84,6 +89,7 @@ pub struct Engine {
     /// In order of arrival.
     running: Vec<Sequence>,
     residents: Residents,
+    kv_sink: Option<Box<dyn KvSink>>,
     sampler: Sampler,
     logits: Logits,
     n_submitted: u64,
@@ -119,6 +125,7 @@ impl Engine {
                 Some(memory) => BlockPool::with_memory(memory),
                 None => BlockPool::new(backend.n_blocks()),
             },
+            namespace: namespace.clone(),
             first_chain: KvikChain::new(namespace, block_size),
             backend,
             tokenizer,
@@ -126,6 +133,7 @@ impl Engine {
             waiting: VecDeque::new(),
             running: Vec::new(),
             residents: Residents::default(),
+            kv_sink: None,
             sampler: Sampler::default(),
             logits: Logits::default(),
             n_submitted: 0,
@@ -207,6 +215,22 @@ impl Engine {
     /// # Errors
     /// As [`Engine::submit`].
     pub fn submit_with(&mut self, request: GenerateRequest, options: SubmitOptions) -> Result<RequestId> {
+        self.submit_from(request, options, None)
+    }
+
+    /// Takes a request that brings KV of its prompt along.
+    ///
+    /// What of it lies behind the blocks that the engine has is copied and registered at the first admission,
+    /// as far as there is room; `prefix` is dropped then, or when the request ends before.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`].
+    pub fn submit_from(
+        &mut self,
+        request: GenerateRequest,
+        options: SubmitOptions,
+        prefix: Option<Box<dyn PrefixKv>>,
+    ) -> Result<RequestId> {
         request.sampling.validate()?;
         let n_prompt = request.prompt.len();
         let longest = self.max_sequence_tokens();
@@ -223,7 +247,7 @@ impl Engine {
         let id = RequestId(self.n_submitted);
         let seed = request.sampling.seed.unwrap_or_else(|| mix(self.options.seed ^ mix(id.0)));
         self.n_submitted += 1;
-        let sequence = Sequence::new(id, request, options, seed, self.first_chain.clone(), text);
+        let sequence = Sequence::new(id, request, options, seed, self.first_chain.clone(), text, prefix);
         self.waiting.push_back(sequence);
         Ok(id)
     }
@@ -239,7 +263,8 @@ impl Engine {
 
     /// Ends a request without further events and forgets it; does nothing if it has ended.
     pub fn cancel(&mut self, id: RequestId) {
-        for sequence in self.running.extract_if(.., |sequence| sequence.request == id) {
+        for sequence in self.take_running(id) {
+            self.offer(&sequence);
             sequence.release(&mut self.pool);
         }
         self.waiting.retain(|sequence| sequence.request != id);
@@ -275,6 +300,11 @@ impl Engine {
         }
         self.retire_finished();
         Ok(())
+    }
+
+    /// Takes the sequences of a request out of the running ones.
+    fn take_running(&mut self, id: RequestId) -> Vec<Sequence> {
+        self.running.extract_if(.., |sequence| sequence.request == id).collect()
     }
 
     fn text_stream(&self, stop: &[String]) -> Result<Option<TextStream>> {
@@ -316,7 +346,7 @@ impl Engine {
             let request = self.running[idx].request;
             events.push(EngineEvent::Failed { request, error: ModelError::NotFinite { position } });
             for sequence in self.running.iter_mut().filter(|sequence| sequence.request == request) {
-                sequence.set_finished();
+                sequence.set_failed();
             }
             self.waiting.retain(|sequence| sequence.request != request);
             return Ok(());

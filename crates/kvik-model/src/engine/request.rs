@@ -69,6 +69,8 @@ pub struct Usage {
     pub prompt_tokens: usize,
     /// Of these, tokens whose KV was there already.
     pub cached_tokens: usize,
+    /// Of the cached tokens, those whose KV came in with the request.
+    pub loaded_tokens: usize,
     /// Tokens of this output.
     pub completion_tokens: usize,
 }
@@ -83,6 +85,8 @@ pub enum EngineEvent {
         request: RequestId,
         /// Prompt tokens whose KV was there already.
         cached_tokens: usize,
+        /// Of these, tokens whose KV came in with the request.
+        loaded_tokens: usize,
     },
     /// An output grew by a token.
     Token(TokenEvent),

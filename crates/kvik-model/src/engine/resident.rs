@@ -166,6 +166,7 @@ impl Engine {
 
     /// Ends one sequence; a named one stays resident.
     pub(super) fn retire(&mut self, sequence: Sequence) {
+        self.offer(&sequence);
         match sequence.into_resident() {
             (Some(name), resident) if !resident.tokens.is_empty() => {
                 self.residents.insert(name, resident, &mut self.pool);
@@ -177,8 +178,7 @@ impl Engine {
     /// Ends the request at its next chance, without further events; its named sequence stays
     /// resident with what was computed.
     pub fn finish(&mut self, id: super::RequestId) {
-        let ended: Vec<Sequence> = self.running.extract_if(.., |sequence| sequence.request == id).collect();
-        for sequence in ended {
+        for sequence in self.take_running(id) {
             self.retire(sequence);
         }
         self.waiting.retain(|sequence| sequence.request != id);

@@ -5,12 +5,13 @@
 //! that are partly computed take what is left, oldest first. Then waiting sequences are admitted,
 //! oldest first and only while nobody was preempted in this step: each takes the registered blocks
 //! of its prefix and needs free blocks for all its tokens, so that an admission does not cause the
-//! next preemption. Sequences that wait for credits are passed over. If no block is free for a
-//! running sequence, residents give theirs back, oldest first; then a sequence that waits for
-//! credits; then the youngest one, at worst the sequence itself. The oldest sequence with credits can
-//! thus always take every block, and submission refuses what would not fit then: somebody always
-//! advances. With memory that is shared with other engines, every block means every block that the
-//! others leave: the oldest sequence may have to wait for them.
+//! next preemption; KV that came in with its request goes into some of those. Sequences that wait
+//! for credits are passed over. If no block is free for a running sequence, residents give theirs
+//! back, oldest first; then a sequence that waits for credits; then the youngest one, at worst the
+//! sequence itself. The oldest sequence with credits can thus always take every block, and
+//! submission refuses what would not fit then: somebody always advances. With memory that is shared
+//! with other engines, every block means every block that the others leave: the oldest sequence may
+//! have to wait for them.
 
 use super::sequence::{Sequence, SequenceKey};
 use super::{Engine, EngineEvent};
@@ -88,11 +89,14 @@ impl Engine {
                 self.wait_again(sequence);
                 return;
             }
+            self.load_prefix(&mut sequence);
             let n_rows = sequence.n_pending().min(*budget);
             let key = sequence.key();
-            if let Some(n_cached) = sequence.note_cached() {
-                self.stats.n_cached_tokens += n_cached as u64;
-                events.push(EngineEvent::Admitted { request: sequence.request, cached_tokens: n_cached });
+            if let Some((cached_tokens, loaded_tokens)) = sequence.note_cached() {
+                self.stats.n_cached_tokens += cached_tokens as u64;
+                self.stats.n_loaded_tokens += loaded_tokens as u64;
+                let request = sequence.request;
+                events.push(EngineEvent::Admitted { request, cached_tokens, loaded_tokens });
             }
             let place = self.running.partition_point(|other| other.key() < key);
             self.running.insert(place, sequence);
@@ -158,6 +162,7 @@ impl Engine {
     /// Takes the sequence at `idx` out of the running ones.
     fn preempt(&mut self, idx: usize) {
         let sequence = self.running.remove(idx);
+        self.offer(&sequence);
         self.wait_again(sequence);
         self.stats.n_preemptions += 1;
     }

@@ -1,5 +1,7 @@
 //! One output in the making: its tokens, its blocks, its text.
 
+use std::ops::Range;
+
 use kvik_types::hash::{HashChain, KvikChain};
 use kvik_types::{BlockHash, TokenId};
 
@@ -7,6 +9,8 @@ use super::request::{
     EngineEvent, FinishReason, GenerateRequest, RequestId, SubmitOptions, TokenEvent, Usage,
 };
 use super::resident::Resident;
+use super::transfer::{EndedSequence, PrefixKv};
+use crate::forward::Backend;
 use crate::paging::{BLOCK_TOKENS, BlockId, BlockPool};
 use crate::sampling::{SamplerInput, SamplingParams, TokenCounts, TokenLogprobs};
 use crate::tokenizer::TextStream;
@@ -33,8 +37,12 @@ pub(super) struct Sequence {
     /// Hashes of full blocks from the start; `chain` stands after the last of them.
     hashes: Vec<BlockHash>,
     chain: KvikChain,
-    /// Prompt tokens found in the pool at the first admission.
+    /// KV that came in with the request, until the first admission.
+    prefix: Option<Box<dyn PrefixKv>>,
+    /// Prompt tokens whose KV was there at the first admission.
     n_cached: Option<usize>,
+    /// Of these, tokens whose KV came in with the request.
+    n_loaded: usize,
     /// Choices that still share this sequence, until the first token is chosen.
     n_forks: u32,
     counts: Option<TokenCounts>,
@@ -47,7 +55,16 @@ pub(super) struct Sequence {
     has_resident: bool,
     /// Whether some of the KV in `table` came from outside; such blocks are never registered.
     is_foreign: bool,
-    is_finished: bool,
+    phase: Phase,
+}
+
+/// How far an output has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Growing,
+    Finished,
+    /// Its logits were not finite: nobody is offered its KV.
+    Failed,
 }
 
 impl Sequence {
@@ -58,6 +75,7 @@ impl Sequence {
         seed: u64,
         chain: KvikChain,
         text: Option<TextStream>,
+        prefix: Option<Box<dyn PrefixKv>>,
     ) -> Self {
         Self {
             request,
@@ -73,13 +91,15 @@ impl Sequence {
             n_registered: 0,
             hashes: Vec::new(),
             chain,
+            prefix,
             n_cached: None,
+            n_loaded: 0,
             text,
             name: options.name,
             credits: options.credits,
             has_resident: false,
             is_foreign: false,
-            is_finished: false,
+            phase: Phase::Growing,
         }
     }
 
@@ -110,11 +130,12 @@ impl Sequence {
     }
 
     pub(super) fn is_finished(&self) -> bool {
-        self.is_finished
+        self.phase != Phase::Growing
     }
 
-    pub(super) fn set_finished(&mut self) {
-        self.is_finished = true;
+    /// Ends the sequence because its logits were not finite.
+    pub(super) fn set_failed(&mut self) {
+        self.phase = Phase::Failed;
     }
 
     pub(super) fn is_named(&self, name: &str) -> bool {
@@ -229,13 +250,58 @@ impl Sequence {
         self.hash_blocks(self.n_registered);
     }
 
-    /// Remembers, at the first admission, how much of the prompt was found; returns it then.
-    pub(super) fn note_cached(&mut self) -> Option<usize> {
+    pub(super) fn take_prefix(&mut self) -> Option<Box<dyn PrefixKv>> {
+        self.prefix.take()
+    }
+
+    /// The blocks that `prefix` may add to what the sequence has: none if there is a gap between the two, or
+    /// if what it has came from outside, because blocks behind that are never registered. At least the last
+    /// token is left to compute.
+    pub(super) fn loadable_blocks(&self, prefix: &dyn PrefixKv) -> Range<usize> {
+        let first = self.n_computed / BLOCK_TOKENS;
+        let end_token = prefix.first_token().saturating_add(prefix.n_tokens());
+        let end = (end_token / BLOCK_TOKENS).min((self.tokens.len() - 1) / BLOCK_TOKENS);
+        let is_next = prefix.first_token() <= first * BLOCK_TOKENS && !self.is_foreign;
+        if is_next { first..end } else { first..first }
+    }
+
+    /// Goes on after a full block that came in with the request, in the place of a partly filled one if there
+    /// is one, and registers it.
+    pub(super) fn push_loaded(&mut self, block_idx: usize, block: BlockId, pool: &mut BlockPool) {
+        match self.table.get_mut(block_idx) {
+            Some(partial) => pool.release_block(std::mem::replace(partial, block)),
+            None => self.table.push(block),
+        }
+        let n_more = (block_idx + 1) * BLOCK_TOKENS - self.n_computed;
+        self.n_loaded += n_more;
+        self.advance(n_more, pool);
+    }
+
+    /// Remembers, at the first admission, how much of the prompt was found and how much of that came in with
+    /// the request; returns both then.
+    pub(super) fn note_cached(&mut self) -> Option<(usize, usize)> {
         if self.n_cached.is_some() {
             return None;
         }
         self.n_cached = Some(self.n_computed);
-        self.n_cached
+        Some((self.n_computed, self.n_loaded))
+    }
+
+    /// What may be kept of the sequence when it gives its blocks back; `None` if it has no full block, if some
+    /// of its KV came from outside by name, or if it has failed.
+    pub(super) fn ended<'a>(&'a self, backend: &'a dyn Backend) -> Option<EndedSequence<'a>> {
+        let n_blocks = self.n_computed / BLOCK_TOKENS;
+        if n_blocks == 0 || self.is_foreign || self.phase == Phase::Failed {
+            return None;
+        }
+        let tokens = &self.tokens[..n_blocks * BLOCK_TOKENS];
+        Some(EndedSequence {
+            backend,
+            tokens,
+            n_prompt_tokens: self.n_prompt.min(tokens.len()),
+            hashes: &self.hashes[..n_blocks],
+            table: &self.table[..n_blocks],
+        })
     }
 
     /// Marks `n_rows` more tokens as computed and registers the blocks that became full.
@@ -280,7 +346,9 @@ impl Sequence {
             n_registered: self.n_registered,
             hashes: self.hashes.clone(),
             chain: self.chain.clone(),
+            prefix: None,
             n_cached: self.n_cached,
+            n_loaded: self.n_loaded,
             n_forks: 0,
             counts: self.counts.clone(),
             text,
@@ -288,7 +356,7 @@ impl Sequence {
             credits: self.credits,
             has_resident: false,
             is_foreign: self.is_foreign,
-            is_finished: false,
+            phase: Phase::Growing,
         }
     }
 
@@ -341,13 +409,14 @@ impl Sequence {
         if !is_stop && !is_longest {
             return;
         }
-        self.is_finished = true;
+        self.phase = Phase::Finished;
         let text = self.text.as_mut().map(TextStream::finish).unwrap_or_default();
         let stopped_late = self.text.as_ref().is_some_and(|text| text.stopped().is_some());
         let reason = if is_stop || stopped_late { FinishReason::Stop } else { FinishReason::Length };
         let usage = Usage {
             prompt_tokens: self.n_prompt,
             cached_tokens: self.n_cached.unwrap_or(0),
+            loaded_tokens: self.n_loaded,
             completion_tokens: n_generated,
         };
         events.push(EngineEvent::Finished { request, choice, text, reason, usage });

@@ -97,6 +97,32 @@ pub trait Backend: Send + std::fmt::Debug {
     /// # Errors
     /// If a tensor has not `n_tokens * n_kv_heads * head_dim` elements; nothing was written then.
     fn import_kv(&mut self, layer_idx: usize, block_table: &[BlockId], kv: &LayerKv) -> Result<()>;
+
+    /// Names the bytes of a block and the arithmetic that makes them.
+    ///
+    /// Two backends of the same weights with equal names MUST leave the same bytes for the same tokens: what
+    /// one has exported, the other may import and share.
+    fn kv_layout(&self) -> String;
+
+    /// Bytes of one block in one layer, as [`Backend::export_block`] gives them.
+    fn block_layer_bytes(&self) -> usize;
+
+    /// Copies a block of one layer to `out`, in the order of the pool. Equal keys and values give equal bytes.
+    ///
+    /// The caller guarantees that all tokens of the block were computed.
+    ///
+    /// # Panics
+    /// If `out` is not exactly [`Backend::block_layer_bytes`] long.
+    fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]);
+
+    /// Writes a block of one layer from the bytes that [`Backend::export_block`] gave under the same
+    /// [`Backend::kv_layout`].
+    ///
+    /// The caller guarantees that nobody else holds the block.
+    ///
+    /// # Errors
+    /// If there are not exactly [`Backend::block_layer_bytes`] bytes; nothing was written then.
+    fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) -> Result<()>;
 }
 
 impl Logits {

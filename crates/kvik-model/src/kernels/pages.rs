@@ -24,6 +24,10 @@ pub(crate) trait KvElement: Copy + Send + Sync + Default + std::fmt::Debug + 'st
     fn push_le(self, out: &mut Vec<u8>);
     /// Reads an element of [`KvElement::N_BYTES`] bytes in little endian.
     fn from_le(bytes: &[u8]) -> Self;
+    /// Writes elements in little endian, as many as both sides have.
+    fn write_le(elements: &[Self], out: &mut [u8]);
+    /// Reads elements in little endian, as many as both sides have.
+    fn read_le(bytes: &[u8], elements: &mut [Self]);
     fn widen<S: Simd>(simd: S, from: &[Self; LANES]) -> S::Lanes;
 }
 
@@ -40,6 +44,20 @@ macro_rules! little_endian {
         #[inline(always)]
         fn from_le(bytes: &[u8]) -> Self {
             Self::from_le_bytes(bytes.first_chunk().copied().unwrap_or_default())
+        }
+
+        #[inline(always)]
+        fn write_le(elements: &[Self], out: &mut [u8]) {
+            for (slot, element) in out.as_chunks_mut::<$n_bytes>().0.iter_mut().zip(elements) {
+                *slot = element.to_le_bytes();
+            }
+        }
+
+        #[inline(always)]
+        fn read_le(bytes: &[u8], elements: &mut [Self]) {
+            for (element, slot) in elements.iter_mut().zip(bytes.as_chunks::<$n_bytes>().0) {
+                *element = Self::from_le_bytes(*slot);
+            }
         }
     };
 }
@@ -97,6 +115,16 @@ impl PageShape {
     /// Vectors of one block in one layer.
     pub(super) fn vectors_per_block(self) -> usize {
         self.n_kv_heads * self.vectors_per_head()
+    }
+
+    /// Vectors of the values of one token in one KV head.
+    fn vectors_per_row(self) -> usize {
+        padded(self.head_dim) / LANES
+    }
+
+    /// Keys and values of one block in one layer, without what pads them.
+    fn elements_per_block(self) -> usize {
+        2 * self.n_kv_heads * self.head_dim * LANES
     }
 }
 
@@ -227,6 +255,65 @@ impl<E: KvElement> KvPages<E> {
         }
     }
 
+    /// Bytes of one block in one layer outside of the pages.
+    pub(crate) fn packed_block_bytes(&self) -> usize {
+        self.shape.elements_per_block() * E::N_BYTES
+    }
+
+    /// Copies a block of one layer to `out`: the elements in the order in which they lie in the block, in
+    /// little endian, without padding, which may be anything.
+    ///
+    /// # Panics
+    /// If `out` is not exactly [`KvPages::packed_block_bytes`] long.
+    pub(crate) fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) {
+        assert!(out.len() == self.packed_block_bytes(), "a buffer that is not as long as a block");
+        let shape = self.shape;
+        let start = block.index() * shape.vectors_per_block();
+        let vectors = &self.layers[layer_idx][start..start + shape.vectors_per_block()];
+        let heads = vectors.chunks_exact(shape.vectors_per_head());
+        let head_bytes = shape.head_dim * LANES * E::N_BYTES;
+        for (head, out) in heads.zip(out.chunks_exact_mut(2 * head_bytes)) {
+            let (keys, values) = head.split_at(shape.head_dim);
+            let (key_bytes, value_bytes) = out.split_at_mut(head_bytes);
+            for (vector, out) in keys.iter().zip(key_bytes.chunks_exact_mut(LANES * E::N_BYTES)) {
+                E::write_le(&vector.0, out);
+            }
+            let rows = values.chunks_exact(shape.vectors_per_row());
+            for (row, out) in rows.zip(value_bytes.chunks_exact_mut(shape.head_dim * E::N_BYTES)) {
+                // The last vector of a row may be wider than what is left of its bytes.
+                for (vector, out) in row.iter().zip(out.chunks_mut(LANES * E::N_BYTES)) {
+                    E::write_le(&vector.0, out);
+                }
+            }
+        }
+    }
+
+    /// Writes a block of one layer from the bytes that [`KvPages::export_block`] gives.
+    ///
+    /// # Panics
+    /// If `bytes` is not exactly [`KvPages::packed_block_bytes`] long.
+    pub(crate) fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) {
+        assert!(bytes.len() == self.packed_block_bytes(), "bytes that are not as long as a block");
+        let shape = self.shape;
+        let start = block.index() * shape.vectors_per_block();
+        let vectors = &mut self.layers[layer_idx][start..start + shape.vectors_per_block()];
+        let heads = vectors.chunks_exact_mut(shape.vectors_per_head());
+        let head_bytes = shape.head_dim * LANES * E::N_BYTES;
+        for (head, bytes) in heads.zip(bytes.chunks_exact(2 * head_bytes)) {
+            let (keys, values) = head.split_at_mut(shape.head_dim);
+            let (key_bytes, value_bytes) = bytes.split_at(head_bytes);
+            for (vector, bytes) in keys.iter_mut().zip(key_bytes.chunks_exact(LANES * E::N_BYTES)) {
+                E::read_le(bytes, &mut vector.0);
+            }
+            let rows = values.chunks_exact_mut(shape.vectors_per_row());
+            for (row, bytes) in rows.zip(value_bytes.chunks_exact(shape.head_dim * E::N_BYTES)) {
+                for (vector, bytes) in row.iter_mut().zip(bytes.chunks(LANES * E::N_BYTES)) {
+                    E::read_le(bytes, &mut vector.0);
+                }
+            }
+        }
+    }
+
     /// Writes the keys and values of the planned rows into their blocks of one layer.
     ///
     /// # Panics
@@ -277,3 +364,6 @@ fn write_run<E: KvElement>(
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -289,17 +289,27 @@ impl BlockPool {
     ///
     /// `hashes` are those of the full blocks of `tokens`, from the start.
     pub fn match_prefix(&mut self, hashes: &[BlockHash], tokens: &[TokenId]) -> Vec<BlockId> {
-        let mut matched: Vec<BlockId> = Vec::new();
-        for (hash, block_tokens) in hashes.iter().zip(tokens.as_chunks::<BLOCK_TOKENS>().0) {
-            match self.find(hash, block_tokens, matched.last().copied()) {
-                Some(block) => matched.push(block),
-                None => break,
-            }
-        }
+        let matched: Vec<BlockId> = self.known_prefix(hashes.iter().copied(), tokens).collect();
         for &block in &matched {
             self.retain(block);
         }
         matched
+    }
+
+    /// The registered blocks of the longest known prefix; no reference is taken.
+    ///
+    /// `hashes` are those of the full blocks of `tokens`, from the start; they are asked for only as far as
+    /// blocks are known.
+    pub fn known_prefix(
+        &self,
+        hashes: impl IntoIterator<Item = BlockHash>,
+        tokens: &[TokenId],
+    ) -> impl Iterator<Item = BlockId> {
+        let mut parent = None;
+        hashes.into_iter().zip(tokens.as_chunks::<BLOCK_TOKENS>().0).map_while(move |(hash, block_tokens)| {
+            parent = Some(self.find(&hash, block_tokens, parent)?);
+            parent
+        })
     }
 
     /// Registers a full block that its holder has computed.

@@ -9,6 +9,7 @@
 pub mod notes_qa;
 pub mod requests;
 pub mod schedule;
+pub mod shelf;
 pub mod visits;
 
 use std::path::{Path, PathBuf};

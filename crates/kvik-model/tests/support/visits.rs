@@ -24,7 +24,7 @@ pub struct Visit {
 
 /// How the engine under test is set up.
 #[derive(Debug, Clone)]
-struct Setup {
+pub struct Setup {
     max_batched_tokens: usize,
     max_sequences: usize,
     n_spare_blocks: usize,
@@ -104,7 +104,7 @@ fn setups() -> impl Strategy<Value = Setup> {
 impl Setup {
     /// An engine whose blocks hold the longest of `visits` and a few more, so that several of them
     /// are too many.
-    fn engine(&self, model: &TestModel, visits: &[Visit]) -> Engine {
+    pub fn engine(&self, model: &TestModel, visits: &[Visit]) -> Engine {
         let longest = visits
             .iter()
             .map(|visit| visit.request.prompt.len() + visit.request.sampling.max_tokens as usize)
@@ -122,8 +122,13 @@ impl Setup {
     }
 }
 
-/// Plays `visits` and returns what came of them; the id of a visit is at its index.
-fn play(engine: &mut Engine, visits: &[Visit]) -> Result<(Vec<RequestId>, Outputs), TestCaseError> {
+/// Plays `visits`, each taken to the engine by `submit`, and returns what came of them; the id of a visit is at
+/// its index.
+fn play(
+    engine: &mut Engine,
+    visits: &[Visit],
+    submit: impl Fn(&mut Engine, &Visit) -> RequestId,
+) -> Result<(Vec<RequestId>, Outputs), TestCaseError> {
     let mut ids: Vec<Option<RequestId>> = vec![None; visits.len()];
     let mut outputs = Outputs::new();
     // Every step computes a row of the oldest sequence or chooses a token, and neither is lost.
@@ -136,7 +141,7 @@ fn play(engine: &mut Engine, visits: &[Visit]) -> Result<(Vec<RequestId>, Output
         prop_assert!(step <= most_steps, "no end after {step} steps");
         for (visit, id) in visits.iter().zip(&mut ids) {
             if visit.arrival == step {
-                *id = Some(engine.submit(visit.request.clone()).unwrap());
+                *id = Some(submit(engine, visit));
             }
             if visit.cancel == Some(step)
                 && let Some(id) = *id
@@ -156,7 +161,17 @@ fn play(engine: &mut Engine, visits: &[Visit]) -> Result<(Vec<RequestId>, Output
 
 /// Plays `visits` on `engine` and compares what comes of each with what comes of it alone.
 pub fn check_visits(model: &TestModel, engine: &mut Engine, visits: &[Visit]) -> Result<(), TestCaseError> {
-    let (ids, outputs) = play(engine, visits)?;
+    check_visits_by(model, engine, visits, |engine, visit| engine.submit(visit.request.clone()).unwrap())
+}
+
+/// As [`check_visits`], each visit taken to the engine by `submit`.
+pub fn check_visits_by(
+    model: &TestModel,
+    engine: &mut Engine,
+    visits: &[Visit],
+    submit: impl Fn(&mut Engine, &Visit) -> RequestId,
+) -> Result<(), TestCaseError> {
+    let (ids, outputs) = play(engine, visits, submit)?;
     for (visit, id) in visits.iter().zip(ids) {
         for (choice, expected) in alone(model, None, &visit.request).iter().enumerate() {
             let actual = outputs.get(&(id, choice as u32));
@@ -202,9 +217,9 @@ pub struct Totals {
 /// If what comes of a request is not what comes of it alone.
 pub fn check_random_visits(model: &TestModel, n_cases: u32) -> Totals {
     let totals = RefCell::new(Totals::default());
-    let outcome = runner(n_cases).run(&(setups(), visits()), |(setup, visits)| {
-        let mut engine = setup.engine(model, &visits);
-        check_visits(model, &mut engine, &visits)?;
+    for_random_visits(model, n_cases, |setup, visits| {
+        let mut engine = setup.engine(model, visits);
+        check_visits(model, &mut engine, visits)?;
         let (stats, mut totals) = (engine.stats(), totals.borrow_mut());
         totals.n_preemptions += stats.n_preemptions;
         totals.n_block_copies += stats.n_block_copies;
@@ -212,8 +227,20 @@ pub fn check_random_visits(model: &TestModel, n_cases: u32) -> Totals {
         totals.n_evicted += engine.pool_stats().n_evicted;
         Ok(())
     });
+    totals.into_inner()
+}
+
+/// Calls `check` with random visits and a random setup, `n_cases` times.
+///
+/// # Panics
+/// If it fails.
+pub fn for_random_visits(
+    model: &TestModel,
+    n_cases: u32,
+    check: impl Fn(&Setup, &[Visit]) -> Result<(), TestCaseError>,
+) {
+    let outcome = runner(n_cases).run(&(setups(), visits()), |(setup, visits)| check(&setup, &visits));
     if let Err(error) = outcome {
         panic!("{}: {error}", model.name);
     }
-    totals.into_inner()
 }

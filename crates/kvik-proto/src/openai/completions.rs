@@ -147,6 +147,30 @@ pub struct PromptTokensDetails {
     /// Tokens whose KV was there already.
     #[serde(default)]
     pub cached_tokens: usize,
+    /// The same by where the KV was; absent where there was none.
+    #[serde(default, skip_serializing_if = "CachedTiers::is_empty")]
+    pub cached_tokens_by_tier: CachedTiers,
+}
+
+/// Cached tokens by where their KV was; absent where there were none.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct CachedTiers {
+    /// In the engine's own memory.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub engine: usize,
+    /// In the store's memory.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub ram: usize,
+    /// On a local disk.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub nvme: usize,
+    /// On a Redis server or cluster.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub redis: usize,
+    /// In an object store.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub object: usize,
 }
 
 impl CompletionRequest {
@@ -154,6 +178,26 @@ impl CompletionRequest {
     pub fn sampling(&self) -> Sampling {
         Sampling { logprobs: self.logprobs, ..self.sampling_fields.sampling() }
     }
+}
+
+impl CachedTiers {
+    /// Adds the counts of another prompt.
+    pub fn add(&mut self, other: Self) {
+        self.engine += other.engine;
+        self.ram += other.ram;
+        self.nvme += other.nvme;
+        self.redis += other.redis;
+        self.object += other.object;
+    }
+
+    fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(count: &usize) -> bool {
+    *count == 0
 }
 
 impl Usage {

@@ -15,8 +15,8 @@ pub use chat::{
     ChatTokenLogprob, ContentPart, MessageContent, TopLogprob,
 };
 pub use completions::{
-    CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse, Prompt, PromptTokensDetails,
-    StreamOptions, Usage,
+    CachedTiers, CompletionChoice, CompletionLogprobs, CompletionRequest, CompletionResponse, Prompt,
+    PromptTokensDetails, StreamOptions, Usage,
 };
 pub use error::{ErrorBody, ErrorDetail};
 pub use models::{ModelCard, ModelList};

@@ -18,6 +18,17 @@ use serde_json::Value;
 
 use crate::error::Result;
 
+/// What the clients of cloud stores are usually configured by.
+const CLOUD_PREFIXES: &[&str] = &["AWS_", "AZURE_", "GOOGLE_"];
+
+/// The variables of the environment that configure clients of cloud stores.
+pub fn cloud_environment() -> BTreeMap<String, String> {
+    std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+        .filter(|(name, _)| CLOUD_PREFIXES.iter().any(|prefix| name.starts_with(prefix)))
+        .collect()
+}
+
 /// Where a value comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {

@@ -22,7 +22,12 @@ pub(super) async fn ready(State(state): Shared) -> Answer {
 }
 
 /// `GET /metrics`: those of the whole process, in Prometheus' text format.
-pub(super) async fn metrics() -> Response {
+pub(super) async fn metrics(State(state): Shared) -> Response {
+    if let Ok(loaded) = state.loaded()
+        && let Some(cache) = &loaded.cache
+    {
+        loaded.metrics.store(&cache.stats());
+    }
     typed(StatusCode::OK, "text/plain; version=0.0.4", Body::from(render_metrics()))
 }
 

@@ -7,10 +7,12 @@
 //! | `/v1/models`, `/tokenize`, `/detokenize` | [`tokenize`] |
 //! | `/inference/init`, `step`, `generate`, `finish` | [`inference`] |
 //! | `/kv/put`, `/kv/get`, `/kv/stats` | [`kv`] |
+//! | `/cache/...` | [`cache`] |
 //! | `/health`, `/ready`, `/metrics`, `/drain` | [`admin`] |
 
 mod admin;
 mod answer;
+mod cache;
 mod chat;
 mod completions;
 mod inference;
@@ -65,6 +67,17 @@ pub(crate) fn router(state: Arc<WorkerState>) -> Router {
         .route("/kv/put", post(kv::put))
         .route("/kv/get", get(kv::get))
         .route("/kv/stats", get(kv::stats))
+        .route("/cache/lookup", post(cache::lookup))
+        .route("/cache/prefetch", post(cache::prefetch))
+        .route("/cache/prefetch/{id}", get(cache::prefetch_status).delete(cache::cancel_prefetch))
+        .route("/cache/pin", post(cache::pin))
+        .route("/cache/unpin", post(cache::unpin))
+        .route("/cache/move", post(cache::relocate))
+        .route("/cache/clear", post(cache::clear))
+        .route("/cache/retrieve", post(cache::retrieve))
+        .route("/cache/store", post(cache::store))
+        .route("/cache/health", get(cache::health))
+        .route("/cache/stats", get(cache::stats))
         .route("/health", get(admin::health))
         .route("/ready", get(admin::ready))
         .route("/metrics", get(admin::metrics))

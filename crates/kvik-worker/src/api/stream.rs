@@ -8,14 +8,14 @@ use bytes::Bytes;
 use futures_util::stream;
 use http::header::CACHE_CONTROL;
 use http::{HeaderValue, StatusCode};
-use kvik_model::{TokenLogprobs, Usage};
+use kvik_model::TokenLogprobs;
 use kvik_proto::openai;
 use kvik_proto::sse;
 use serde::Serialize;
 
 use super::typed;
 use crate::error::Refusal;
-use crate::generation::{Event, Generation};
+use crate::generation::{Event, Generation, Usage};
 
 /// Size from which a frame is sent although more events wait.
 const FRAME_BYTES: usize = 16 << 10;
@@ -111,6 +111,7 @@ pub(super) fn total_usage(outcomes: &[Vec<Outcome>]) -> openai::Usage {
 pub(super) fn add_usage(total: &mut openai::Usage, choice: u32, usage: Usage) {
     if choice == 0 {
         total.add(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens);
+        total.prompt_tokens_details.cached_tokens_by_tier.add(usage.tiers);
     } else {
         total.add(0, 0, usage.completion_tokens);
     }

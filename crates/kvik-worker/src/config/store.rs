@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use kvik_model::BLOCK_TOKENS;
 use kvik_store::policy::PolicyKind;
+use kvik_tier::RemoteUrl;
 use kvik_types::ByteSize;
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -52,13 +53,17 @@ pub struct StoreConfig {
     pub tenant: String,
     /// How the disk is read and written: `auto`, `uring` or `positional`. Default: `auto`.
     pub nvme_io: String,
+    /// GPU through which the memory is registered with CUDA, for engines that copy from it. Default: none.
+    pub cuda_device: Option<u32>,
     /// Time for one call to the remote tier. Default: 2000 ms.
     pub remote_timeout_ms: u64,
     /// Time after which a Redis server forgets a chunk. Default: none.
     pub remote_ttl_s: Option<u64>,
     /// Settings of an object store by name, such as `endpoint`, `region`, `access_key_id`,
-    /// `secret_access_key`, `allow_http`. Default: none.
+    /// `secret_access_key`, `allow_http`; variables such as `AWS_ACCESS_KEY_ID` set them too. Default: none.
     pub remote_options: BTreeMap<String, String>,
+    /// Authorities that sign the remote tier's certificate, PEM. Default: none, those of the system.
+    pub remote_ca_file: Option<PathBuf>,
 
     /// LMCache's name: whether there is memory for chunks; `max_local_cpu_size` says how much. Default: none.
     pub local_cpu: Option<bool>,
@@ -83,7 +88,7 @@ pub struct StoreConfig {
 pub(crate) struct StorePlan {
     pub(crate) ram_bytes: u64,
     pub(crate) nvme: Option<NvmePlan>,
-    pub(crate) remote: Option<String>,
+    pub(crate) remote: Option<RemoteUrl>,
     pub(crate) chunk_tokens: usize,
     pub(crate) policy: PolicyKind,
     pub(crate) is_layerwise: bool,
@@ -115,9 +120,11 @@ impl Default for StoreConfig {
             load_timeout_ms: 2000,
             tenant: String::new(),
             nvme_io: "auto".to_owned(),
+            cuda_device: None,
             remote_timeout_ms: 2000,
             remote_ttl_s: None,
             remote_options: BTreeMap::new(),
+            remote_ca_file: None,
             local_cpu: None,
             max_local_cpu_size: None,
             local_disk: None,
@@ -139,7 +146,14 @@ impl StoreConfig {
     pub(crate) fn resolve(&self) -> Result<Option<StorePlan>> {
         let default = Self::default();
         let nvme = self.nvme_plan()?;
-        let remote = either("store.remote_url", self.remote.clone(), self.remote_url.clone())?;
+        let remote = either("store.remote_url", self.remote.as_ref(), self.remote_url.as_ref())?;
+        let remote = match remote {
+            None => None,
+            Some(url) => Some(url.parse::<RemoteUrl>().map_err(|error| WorkerError::InvalidRemote {
+                scheme: url.split_once("://").map_or("", |(scheme, _)| scheme).to_owned(),
+                reason: error.to_string(),
+            })?),
+        };
         let mut ram_bytes = self.ram_bytes()?;
         if ram_bytes == 0 && (nvme.is_some() || remote.is_some()) {
             ram_bytes = STAGING_BYTES;

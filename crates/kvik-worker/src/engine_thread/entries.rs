@@ -1,9 +1,12 @@
 //! The requests that the engine has, as its thread sees them.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use kvik_model::RequestId;
+use kvik_proto::openai::CachedTiers;
+use kvik_tier::TierKind;
 
 use super::Origin;
 use crate::generation::Event;
@@ -17,6 +20,9 @@ pub(super) struct Entry {
     choices: Vec<Choice>,
     n_live_choices: usize,
     n_granted: u64,
+    /// Tokens that came from the store, by chunk, and the tier of each.
+    chunks: Vec<(Range<usize>, TierKind)>,
+    cached_tiers: CachedTiers,
     admitted: Option<Instant>,
     first_token: Option<Instant>,
     /// When the client last read or the output last grew.
@@ -55,12 +61,19 @@ pub(super) struct RequestTime {
 }
 
 impl Entry {
-    pub(super) fn new(id: RequestId, origin: Origin, n_choices: usize) -> Self {
+    pub(super) fn new(
+        id: RequestId,
+        origin: Origin,
+        n_choices: usize,
+        chunks: Vec<(Range<usize>, TierKind)>,
+    ) -> Self {
         Self {
             id,
             choices: vec![Choice { n_sent: 0, last_sent: None }; n_choices],
             n_live_choices: n_choices,
             n_granted: u64::from(origin.credits),
+            chunks,
+            cached_tiers: CachedTiers::default(),
             admitted: None,
             first_token: None,
             progressed: origin.arrived,
@@ -95,6 +108,29 @@ impl Entry {
     pub(super) fn note_admitted(&mut self, now: Instant) -> Duration {
         self.admitted = Some(now);
         now.saturating_duration_since(self.origin.arrived)
+    }
+
+    /// Notes where the cached tokens of the prompt came from: the last `loaded_tokens` of them from the
+    /// store, the others were in the engine.
+    pub(super) fn note_cached(&mut self, cached_tokens: usize, loaded_tokens: usize) -> CachedTiers {
+        let first_loaded = cached_tokens.saturating_sub(loaded_tokens);
+        let mut tiers = CachedTiers { engine: first_loaded, ..CachedTiers::default() };
+        for (tokens, tier) in std::mem::take(&mut self.chunks) {
+            let n_tokens = tokens.end.min(cached_tokens).saturating_sub(tokens.start.max(first_loaded));
+            *match tier {
+                TierKind::Ram => &mut tiers.ram,
+                TierKind::Nvme => &mut tiers.nvme,
+                TierKind::Redis => &mut tiers.redis,
+                TierKind::Object => &mut tiers.object,
+            } += n_tokens;
+        }
+        self.cached_tiers = tiers;
+        tiers
+    }
+
+    /// Where the cached tokens of the prompt came from.
+    pub(super) fn cached_tiers(&self) -> CachedTiers {
+        self.cached_tiers
     }
 
     pub(super) fn note_token(&mut self, choice: u32, now: Instant) -> TokenTime {

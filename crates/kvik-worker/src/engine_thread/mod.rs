@@ -9,6 +9,7 @@
 //! see their channel closed, and [`EngineHandle::is_alive`] turns false.
 
 mod entries;
+mod loads;
 mod run;
 #[cfg(test)]
 mod tests;
@@ -28,6 +29,7 @@ use crate::admission::Permit;
 use crate::error::{Refusal, Result, WorkerError};
 use crate::generation::EventSender;
 use crate::metrics::WorkerMetrics;
+use crate::store::WorkerStore;
 
 use run::EngineThread;
 
@@ -87,6 +89,10 @@ pub(super) enum Command {
     Stats {
         reply: oneshot::Sender<Snapshot>,
     },
+    /// The KV of a request has come from the store.
+    Loaded {
+        ticket: u64,
+    },
     /// Other engines ask for memory.
     GiveBack,
     Stop,
@@ -143,6 +149,7 @@ impl std::fmt::Debug for Command {
             Self::Export { .. } => "Export",
             Self::Import { .. } => "Import",
             Self::Stats { .. } => "Stats",
+            Self::Loaded { .. } => "Loaded",
             Self::GiveBack => "GiveBack",
             Self::Stop => "Stop",
         })
@@ -172,12 +179,13 @@ impl Snapshot {
 // === impl EngineHandle ===
 
 impl EngineHandle {
-    /// Starts the thread of `engine`.
+    /// Starts the thread of `engine`, with the store below it.
     ///
     /// # Errors
     /// If the operating system gives no thread.
     pub(crate) fn spawn(
         engine: Engine,
+        store: Option<WorkerStore>,
         metrics: WorkerMetrics,
         patience: Patience,
     ) -> Result<(Self, JoinHandle<()>)> {
@@ -186,6 +194,10 @@ impl EngineHandle {
         // Weak: the thread must still see when nobody can send commands any more.
         let waker = Arc::downgrade(&sender);
         let mut engine = engine;
+        let store = store.map(|store| {
+            engine.set_kv_sink(store.sink());
+            (store, Arc::downgrade(&sender))
+        });
         engine.set_memory_waker(Box::new(move || {
             if let Some(sender) = waker.upgrade() {
                 // A thread that has ended holds no memory.
@@ -197,7 +209,7 @@ impl EngineHandle {
             n_tickets: AtomicU64::new(0),
             snapshot: Mutex::new(Snapshot::default()),
         });
-        let thread = EngineThread::new(engine, receiver, Arc::clone(&shared), metrics, patience);
+        let thread = EngineThread::new(engine, store, receiver, Arc::clone(&shared), metrics, patience);
         let thread =
             std::thread::Builder::new()
                 .name("kvik-engine".to_owned())

@@ -2,19 +2,21 @@
 //!
 //! One turn: take commands, step, send events, end clients that do not read. The thread sleeps only
 //! when the engine has nothing to do, and then wakes once a second if some output waits for its
-//! client.
+//! client, and when KV of the store is waited for no longer.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use kvik_model::{Engine, EngineEvent, SubmitOptions};
+use kvik_model::{Engine, EngineEvent, PrefixKv, SubmitOptions};
 
 use super::entries::{Entries, Entry, TokenTime};
-use super::{Command, Patience, Shared, Snapshot, Submission};
-use crate::generation::{Event, Token};
+use super::loads::Loads;
+use super::{Command, Origin, Patience, Shared, Snapshot, Submission};
+use crate::generation::{Event, Token, Usage};
 use crate::metrics::WorkerMetrics;
+use crate::store::{LoadedPrefix, Loading, WorkerStore};
 
 /// Time between two tries to get memory that other engines hold.
 const STARVED_INTERVAL: Duration = Duration::from_millis(5);
@@ -25,6 +27,10 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// The thread's state.
 pub(super) struct EngineThread {
     engine: Engine,
+    /// The store and how it wakes this thread. Weak: the thread must still see when nobody can send commands
+    /// any more.
+    store: Option<(WorkerStore, Weak<Sender<Command>>)>,
+    loads: Loads,
     commands: Receiver<Command>,
     shared: Arc<Shared>,
     metrics: WorkerMetrics,
@@ -52,6 +58,7 @@ impl Drop for EndGuard {
 impl EngineThread {
     pub(super) fn new(
         engine: Engine,
+        store: Option<(WorkerStore, Weak<Sender<Command>>)>,
         commands: Receiver<Command>,
         shared: Arc<Shared>,
         metrics: WorkerMetrics,
@@ -59,6 +66,8 @@ impl EngineThread {
     ) -> Self {
         let mut thread = Self {
             engine,
+            store,
+            loads: Loads::default(),
             commands,
             shared,
             metrics,
@@ -77,6 +86,7 @@ impl EngineThread {
     pub(super) fn run(mut self) {
         let _guard = EndGuard(Arc::clone(&self.shared));
         while self.take_commands() {
+            self.end_late_loads();
             if self.engine.has_work() {
                 self.step();
                 self.end_starved();
@@ -87,6 +97,11 @@ impl EngineThread {
         }
         for entry in self.entries.drain() {
             entry.send_last(Event::Failed("the worker stops".to_owned()));
+        }
+        for submission in self.loads.drain() {
+            let Origin { part_idx, events, permit, .. } = submission.origin;
+            drop(permit);
+            let _ = events.send((part_idx, Event::Failed("the worker stops".to_owned())));
         }
     }
 
@@ -99,12 +114,13 @@ impl EngineThread {
         }
         let is_starved = self.engine.is_starved();
         if is_starved || !self.engine.has_work() {
+            let late = self.loads.next_deadline().map(|at| at.saturating_duration_since(Instant::now()));
             let command = if is_starved {
                 self.commands.recv_timeout(STARVED_INTERVAL)
-            } else if self.entries.is_empty() {
+            } else if self.entries.is_empty() && late.is_none() {
                 self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
             } else {
-                self.commands.recv_timeout(LOOK_INTERVAL)
+                self.commands.recv_timeout(late.unwrap_or(LOOK_INTERVAL).min(LOOK_INTERVAL))
             };
             match command {
                 Ok(command) => {
@@ -128,7 +144,13 @@ impl EngineThread {
     fn obey(&mut self, command: Command) -> bool {
         // Who asked may be gone; the answers then go nowhere.
         match command {
-            Command::Submit(submission) => self.submit(*submission),
+            Command::Submit(submission) => self.load(submission),
+            Command::Loaded { ticket } => {
+                // One that was waited for no longer is in the engine already.
+                if let Some((submission, prefix)) = self.loads.finish(ticket) {
+                    self.submit(submission, prefix);
+                }
+            }
             Command::Grant { ticket, n } => {
                 if let Some(entry) = self.entries.get_mut(ticket) {
                     entry.grant(n, Instant::now());
@@ -136,12 +158,14 @@ impl EngineThread {
                 }
             }
             Command::Abandon { ticket } => {
-                if self.end(ticket).is_some() {
+                if self.loads.remove(ticket).is_some() || self.end(ticket).is_some() {
                     self.metrics.cancelled("client");
                 }
             }
             Command::Finish { ticket, name, forgets, reply } => {
-                if let Some(ticket) = ticket {
+                if let Some(ticket) = ticket
+                    && self.loads.remove(ticket).is_none()
+                {
                     self.end(ticket);
                 }
                 if forgets {
@@ -176,14 +200,48 @@ impl EngineThread {
         Some(entry)
     }
 
-    fn submit(&mut self, submission: Submission) {
+    /// Has the KV of a request's prompt come from the store, then takes the request.
+    fn load(&mut self, submission: Box<Submission>) {
+        let Some((store, waker)) = &self.store else { return self.submit(*submission, None) };
+        let prompt = &submission.request.prompt;
+        match store.load(prompt, self.engine.matched_tokens(prompt)) {
+            Loading::Nothing => self.submit(*submission, None),
+            Loading::Ready(prefix) => self.submit(*submission, Some(prefix)),
+            Loading::Pending(load) => {
+                let (ticket, waker) = (submission.origin.ticket, Weak::clone(waker));
+                load.on_done(move || {
+                    if let Some(sender) = waker.upgrade() {
+                        // A thread that has ended waits for nothing.
+                        let _ = sender.send(Command::Loaded { ticket });
+                    }
+                });
+                self.loads.insert(submission, load);
+            }
+        }
+    }
+
+    /// Takes the requests whose KV did not come in time, with what has arrived.
+    fn end_late_loads(&mut self) {
+        if self.loads.is_empty() {
+            return;
+        }
+        for ticket in self.loads.late(Instant::now()) {
+            if let Some((submission, prefix)) = self.loads.finish(ticket) {
+                self.submit(submission, prefix);
+            }
+        }
+    }
+
+    fn submit(&mut self, submission: Submission, prefix: Option<LoadedPrefix>) {
         let Submission { origin, request } = submission;
         let options = SubmitOptions { name: origin.name.clone(), credits: Some(origin.credits) };
         let (n_prompt_tokens, n_choices) = (request.prompt.len(), request.sampling.n as usize);
-        match self.engine.submit_with(request, options) {
+        let chunks = prefix.as_ref().map(|prefix| prefix.chunks().to_vec()).unwrap_or_default();
+        let prefix = prefix.map(|prefix| Box::new(prefix) as Box<dyn PrefixKv>);
+        match self.engine.submit_from(request, options, prefix) {
             Ok(id) => {
                 self.metrics.accepted(n_prompt_tokens);
-                let entry = Entry::new(id, origin, n_choices);
+                let entry = Entry::new(id, origin, n_choices, chunks);
                 entry.send(Event::Accepted);
                 self.entries.insert(entry);
             }
@@ -220,9 +278,10 @@ impl EngineThread {
     /// Passes on an event of the step from `started` to `now`.
     fn deliver(&mut self, event: EngineEvent, started: Instant, now: Instant) {
         match event {
-            EngineEvent::Admitted { request, cached_tokens } => {
+            EngineEvent::Admitted { request, cached_tokens, loaded_tokens } => {
                 let Some((_, entry)) = self.entries.of_request(request) else { return };
                 self.metrics.queue_seconds.record(entry.note_admitted(started));
+                self.metrics.cached(entry.note_cached(cached_tokens, loaded_tokens));
                 entry.send(Event::Admitted { cached_tokens, at: started });
             }
             EngineEvent::Token(token) => {
@@ -245,6 +304,7 @@ impl EngineThread {
             EngineEvent::Finished { request, choice, text, reason, usage } => {
                 let Some((ticket, entry)) = self.entries.of_request(request) else { return };
                 self.metrics.finished(reason.as_str());
+                let usage = Usage::new(usage, entry.cached_tiers());
                 let event = Event::Finished { choice, text, reason, usage };
                 match entry.note_finished(now) {
                     None => entry.send(event),
@@ -319,7 +379,7 @@ impl EngineThread {
         let busy = self.busy.as_secs_f64();
         Snapshot {
             n_running: self.engine.n_running(),
-            n_waiting: self.engine.n_waiting(),
+            n_waiting: self.engine.n_waiting() + self.loads.len(),
             n_residents: self.engine.n_residents(),
             n_resident_blocks: self.engine.n_resident_blocks(),
             outstanding_tokens: self.engine.outstanding_tokens(),

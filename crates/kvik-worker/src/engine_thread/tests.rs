@@ -56,6 +56,22 @@ impl Backend for Fragile {
     fn import_kv(&mut self, layer_idx: usize, block_table: &[BlockId], kv: &LayerKv) -> Result<()> {
         self.inner.import_kv(layer_idx, block_table, kv)
     }
+
+    fn kv_layout(&self) -> String {
+        self.inner.kv_layout()
+    }
+
+    fn block_layer_bytes(&self) -> usize {
+        self.inner.block_layer_bytes()
+    }
+
+    fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) {
+        self.inner.export_block(layer_idx, block, out);
+    }
+
+    fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) -> Result<()> {
+        self.inner.import_block(layer_idx, block, bytes)
+    }
 }
 
 const PANICS_ON: u32 = 4000;
@@ -67,12 +83,12 @@ fn start(slow_client_timeout: Duration) -> (EngineHandle, std::thread::JoinHandl
     options.n_blocks = 64;
     options.n_threads = 1;
     let inner = CpuBackend::load(model.config().clone(), model.checkpoint(), &options).unwrap();
-    let namespace = model.namespace(Dtype::F32);
+    let namespace = model.namespace(Dtype::F32).unwrap();
     let backend = Box::new(Fragile { inner, panics_on: PANICS_ON, fails_on: FAILS_ON });
     let tokenizer = Some(Arc::clone(model.tokenizer()));
     let engine = Engine::new(backend, tokenizer, &namespace, EngineOptions::default()).unwrap();
     let patience = Patience { slow_client: slow_client_timeout, memory: Duration::from_secs(30) };
-    EngineHandle::spawn(engine, WorkerMetrics::new("m", "w"), patience).unwrap()
+    EngineHandle::spawn(engine, None, WorkerMetrics::new("m", "w"), patience).unwrap()
 }
 
 fn request(prompt: &[u32], max_tokens: u32) -> GenerateRequest {

@@ -9,4 +9,5 @@ mod kv;
 mod lifecycle;
 mod registration;
 mod sequences;
+mod store;
 mod support;

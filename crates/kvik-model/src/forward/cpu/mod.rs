@@ -17,10 +17,14 @@ use crate::kernels::{
     ThreadPool, attend, for_each_chunk_mut, gelu_tanh_rows, layer_norm_row, matmul, padded, rms_norm_row,
     silu_gate_rows,
 };
-use crate::paging::{BlockId, BlockMemory, ElasticMemory, MemoryGroup};
+use crate::paging::{BLOCK_TOKENS, BlockId, BlockMemory, ElasticMemory, MemoryGroup};
 
 use super::{Backend, LayerKv, Logits, SequenceRows};
 use weights::{LayerWeights, ModelWeights, NormWeights};
+
+/// Counts the changes of the bytes that a block has for given weights and tokens: of their order, and of any
+/// operation of the forward pass, be it the order of two additions.
+const KV_VERSION: u32 = 1;
 
 /// Rows that one thread takes of the cheap row-by-row work.
 const ROWS_PER_CHUNK: usize = 8;
@@ -136,6 +140,15 @@ impl CpuBackend {
             isa: options.isa,
             config,
         })
+    }
+
+    /// Names the bytes of a block of a model; see [`Backend::kv_layout`].
+    pub(crate) fn kv_layout_of(config: &ModelConfig, kv_dtype: Dtype) -> String {
+        format!(
+            "kvik_paged_{KV_VERSION}/layers={}/heads={}/head_dim={}/block={BLOCK_TOKENS}/{kv_dtype}_le\
+             /keys=head,dim,token/values=head,token,dim",
+            config.n_layers, config.n_kv_heads, config.head_dim
+        )
     }
 
     /// Bytes of the packed weights.
@@ -287,6 +300,40 @@ impl Backend for CpuBackend {
             Pages::F32(pages) => pages.import(layer_idx, block_table, n_tokens, keys, values),
             Pages::F16(pages) => pages.import(layer_idx, block_table, n_tokens, keys, values),
             Pages::Bf16(pages) => pages.import(layer_idx, block_table, n_tokens, keys, values),
+        }
+        Ok(())
+    }
+
+    fn kv_layout(&self) -> String {
+        Self::kv_layout_of(&self.config, self.kv_dtype())
+    }
+
+    fn block_layer_bytes(&self) -> usize {
+        match &self.pages {
+            Pages::F32(pages) => pages.packed_block_bytes(),
+            Pages::F16(pages) => pages.packed_block_bytes(),
+            Pages::Bf16(pages) => pages.packed_block_bytes(),
+        }
+    }
+
+    fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) {
+        match &self.pages {
+            Pages::F32(pages) => pages.export_block(layer_idx, block, out),
+            Pages::F16(pages) => pages.export_block(layer_idx, block, out),
+            Pages::Bf16(pages) => pages.export_block(layer_idx, block, out),
+        }
+    }
+
+    fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) -> Result<()> {
+        let expected = self.block_layer_bytes();
+        if bytes.len() != expected {
+            let value = format!("{} bytes long", bytes.len());
+            return Err(ModelError::request("block", value, format!("{expected} bytes")));
+        }
+        match &mut self.pages {
+            Pages::F32(pages) => pages.import_block(layer_idx, block, bytes),
+            Pages::F16(pages) => pages.import_block(layer_idx, block, bytes),
+            Pages::Bf16(pages) => pages.import_block(layer_idx, block, bytes),
         }
         Ok(())
     }

@@ -1,0 +1,288 @@
+//! What people and tools may do with the store: the operations behind the admin API.
+//!
+//! All of them may wait for disks and servers; callers bring a thread that may block.
+
+mod export;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use kvik_proto::cache::{
+    CacheHealth, CacheStats, ClearResponse, LookupResponse, MoveResponse, PinResponse, PrefetchState,
+    PrefetchStatus, StoreResponse, TierReport,
+};
+use kvik_store::{Chain, Clear, Prefetch};
+use kvik_tier::{TierHealth, TierKind, TierStat};
+use kvik_types::TokenId;
+use parking_lot::Mutex;
+
+use crate::error::Refusal;
+use crate::store::WorkerStore;
+
+/// Prefetches that are remembered; the oldest are forgotten, and with that cancelled.
+const MAX_PREFETCHES: usize = 1024;
+
+/// All kinds of tiers, fastest first.
+const TIERS: [TierKind; 4] = [TierKind::Ram, TierKind::Nvme, TierKind::Redis, TierKind::Object];
+
+/// The store as its administrators see it.
+#[derive(Debug)]
+pub(crate) struct Cache {
+    store: WorkerStore,
+    prefetches: Mutex<Prefetches>,
+}
+
+#[derive(Debug, Default)]
+struct Prefetches {
+    n_begun: u64,
+    /// In the order in which they were begun.
+    remembered: VecDeque<RememberedPrefetch>,
+}
+
+#[derive(Debug)]
+struct RememberedPrefetch {
+    id: u64,
+    n_prompt_tokens: usize,
+    chain: Chain,
+    /// `None` once it has ended.
+    prefetch: Option<Prefetch>,
+    is_cancelled: bool,
+}
+
+impl Cache {
+    pub(crate) fn new(store: WorkerStore) -> Self {
+        Self { store, prefetches: Mutex::default() }
+    }
+
+    pub(crate) fn close(&self) {
+        self.prefetches.lock().remembered.clear();
+        self.store.close();
+    }
+
+    pub(crate) fn lookup(&self, tokens: &[TokenId]) -> LookupResponse {
+        let found = self.store.store().lookup(&self.store.chain(tokens));
+        LookupResponse {
+            prompt_tokens: tokens.len(),
+            cached_tokens: found.n_tokens,
+            tiers: by_name(found.tokens_by_tier),
+            chunk_tokens: self.store.chunk_tokens(),
+        }
+    }
+
+    /// Begins to load a prompt's KV into memory.
+    pub(crate) fn prefetch(&self, tokens: &[TokenId]) -> PrefetchStatus {
+        let chain = self.store.chain(tokens);
+        let prefetch = self.store.store().prefetch(&chain, 0);
+        let mut prefetches = self.prefetches.lock();
+        let id = prefetches.n_begun;
+        prefetches.n_begun += 1;
+        if prefetches.remembered.len() == MAX_PREFETCHES {
+            prefetches.remembered.pop_front();
+        }
+        let mut remembered = RememberedPrefetch {
+            id,
+            n_prompt_tokens: tokens.len(),
+            chain,
+            prefetch: Some(prefetch),
+            is_cancelled: false,
+        };
+        let status = self.status(&mut remembered);
+        prefetches.remembered.push_back(remembered);
+        status
+    }
+
+    pub(crate) fn prefetch_status(&self, id: &str) -> Result<PrefetchStatus, Refusal> {
+        let mut prefetches = self.prefetches.lock();
+        Ok(self.status(prefetches.find(id)?))
+    }
+
+    pub(crate) fn cancel_prefetch(&self, id: &str) -> Result<PrefetchStatus, Refusal> {
+        let mut prefetches = self.prefetches.lock();
+        let remembered = prefetches.find(id)?;
+        if remembered.prefetch.as_ref().is_some_and(|prefetch| !prefetch.is_done()) {
+            remembered.prefetch = None;
+            remembered.is_cancelled = true;
+        }
+        Ok(self.status(remembered))
+    }
+
+    /// Where a prefetch stands. One that is done lets go of what it holds.
+    fn status(&self, remembered: &mut RememberedPrefetch) -> PrefetchStatus {
+        if remembered.prefetch.as_ref().is_some_and(Prefetch::is_done) {
+            drop(remembered.prefetch.take().map(|prefetch| prefetch.wait(Duration::ZERO)));
+        }
+        let state = match (&remembered.prefetch, remembered.is_cancelled) {
+            (Some(_), _) => PrefetchState::Loading,
+            (None, true) => PrefetchState::Cancelled,
+            (None, false) => PrefetchState::Done,
+        };
+        let found = self.store.store().lookup_local(&remembered.chain);
+        PrefetchStatus {
+            id: remembered.id.to_string(),
+            state,
+            prompt_tokens: remembered.n_prompt_tokens,
+            loaded_tokens: found.tokens_in(TierKind::Ram),
+        }
+    }
+
+    pub(crate) fn pin(&self, tokens: &[TokenId]) -> PinResponse {
+        PinResponse { tokens: self.store.store().pin(&self.store.chain(tokens)) }
+    }
+
+    /// Takes one pin away.
+    ///
+    /// # Errors
+    /// If the prompt has none.
+    pub(crate) fn unpin(&self, tokens: &[TokenId]) -> Result<PinResponse, Refusal> {
+        let chain = self.store.chain(tokens);
+        if self.store.store().unpin(&chain) {
+            return Ok(PinResponse { tokens: chain.n_tokens() });
+        }
+        Err(Refusal::conflict("nothing of this prompt is pinned", Some("prompt")))
+    }
+
+    /// Copies or moves a prompt's KV.
+    ///
+    /// # Errors
+    /// If a tier does not exist or is not configured.
+    pub(crate) fn relocate(
+        &self,
+        tokens: &[TokenId],
+        from: &str,
+        to: &str,
+        keeps_source: bool,
+    ) -> Result<MoveResponse, Refusal> {
+        let (from_tier, to_tier) = (self.tier("from", from)?, self.tier("to", to)?);
+        if from_tier == to_tier {
+            return Err(Refusal::field("to", to, "another tier than `from`"));
+        }
+        let chain = self.store.chain(tokens);
+        let chunks = self.store.store().relocate(&chain, from_tier, to_tier, keeps_source);
+        Ok(MoveResponse { chunks })
+    }
+
+    /// Forgets the KV of a prompt, or all of the model's.
+    ///
+    /// # Errors
+    /// If a tier does not exist or is not configured.
+    pub(crate) fn clear(
+        &self,
+        tokens: Option<&[TokenId]>,
+        tiers: Option<&[String]>,
+    ) -> Result<ClearResponse, Refusal> {
+        let tiers = match tiers {
+            None => None,
+            Some(names) => {
+                Some(names.iter().map(|name| self.tier("tiers", name)).collect::<Result<Vec<_>, _>>()?)
+            }
+        };
+        let clear = Clear {
+            namespace: tokens.is_none().then(|| self.store.namespace().clone()),
+            chain: tokens.map(|tokens| self.store.chain(tokens)),
+            tiers,
+        };
+        Ok(ClearResponse { chunks: by_name(self.store.store().clear(&clear).chunks) })
+    }
+
+    /// A prompt's KV as safetensors, of one layer or of all.
+    ///
+    /// # Errors
+    /// If there is no such layer.
+    pub(crate) fn retrieve(&self, tokens: &[TokenId], layer: Option<usize>) -> Result<Vec<u8>, Refusal> {
+        export::write(&self.store, tokens, layer)
+    }
+
+    /// Stores what [`Self::retrieve`] gave here or elsewhere, of all layers.
+    ///
+    /// # Errors
+    /// If it is not that, or belongs to another model, type or layout.
+    pub(crate) fn store(&self, body: &[u8]) -> Result<StoreResponse, Refusal> {
+        export::read(&self.store, body)
+    }
+
+    pub(crate) fn health(&self) -> CacheHealth {
+        let tiers = self.tiers();
+        let is_up = tiers.iter().all(|tier| tier.state == "up");
+        CacheHealth { status: if is_up { "ok" } else { "degraded" }.to_owned(), tiers }
+    }
+
+    pub(crate) fn stats(&self) -> CacheStats {
+        let stats = self.store.store().stats();
+        let mut counts: BTreeMap<String, u64> = [
+            ("lookups", stats.n_lookups),
+            ("retrieves", stats.n_retrieves),
+            ("requested_tokens", stats.requested_tokens),
+            ("truncated_retrieves", stats.n_truncated),
+            ("timed_out_retrieves", stats.n_timeouts),
+            ("stored_chunks", stats.n_stored),
+            ("stored_again_chunks", stats.n_stored_before),
+            ("refused_slots", stats.n_refused),
+            ("stored_bytes", stats.stored_bytes),
+            ("promoted_chunks", stats.n_promoted),
+            ("flights", stats.n_flights),
+            ("joined_flights", stats.n_joined_flights),
+            ("indexed_chunks", stats.n_entries),
+            ("index_bytes", stats.directory_bytes),
+        ]
+        .map(|(name, count)| (name.to_owned(), count))
+        .into();
+        for (name, by_tier) in [
+            ("hit_tokens", &stats.hit_tokens),
+            ("written_chunks", &stats.written),
+            ("dropped_writes", &stats.dropped_writes),
+            ("loaded_chunks", &stats.loaded),
+            ("failed_loads", &stats.failed_loads),
+            ("evicted_chunks", &stats.evicted_chunks),
+        ] {
+            counts.extend(by_tier.iter().map(|(tier, count)| (format!("{name}_{tier}"), *count)));
+        }
+        CacheStats { chunk_tokens: self.store.chunk_tokens(), counts, tiers: self.tiers() }
+    }
+
+    fn tiers(&self) -> Vec<TierReport> {
+        self.store.store().health().into_iter().map(|(tier, stat)| report(tier, stat)).collect()
+    }
+
+    /// The tier of that name.
+    fn tier(&self, field: &str, name: &str) -> Result<TierKind, Refusal> {
+        let configured: Vec<TierKind> =
+            self.store.store().health().into_iter().map(|(tier, _)| tier).collect();
+        let known = TIERS.into_iter().find(|tier| tier.name() == name && configured.contains(tier));
+        known.ok_or_else(|| {
+            let names: Vec<&str> = configured.iter().map(|tier| tier.name()).collect();
+            Refusal::field(field, name, &names.join(", "))
+        })
+    }
+}
+
+impl Prefetches {
+    fn find(&mut self, id: &str) -> Result<&mut RememberedPrefetch, Refusal> {
+        let known = self.remembered.iter_mut().find(|remembered| remembered.id.to_string() == id);
+        known.ok_or_else(|| Refusal::not_found(format!("no prefetch is called {id}"), Some("id")))
+    }
+}
+
+fn by_name(counts: Vec<(TierKind, usize)>) -> BTreeMap<String, usize> {
+    counts
+        .into_iter()
+        .filter(|(_, count)| 0 < *count)
+        .map(|(tier, count)| (tier.name().to_owned(), count))
+        .collect()
+}
+
+fn report(tier: TierKind, stat: TierStat) -> TierReport {
+    let (state, reason) = match stat.health {
+        TierHealth::Up => ("up", None),
+        TierHealth::ReadOnly(reason) => ("read_only", Some(reason)),
+        TierHealth::Down(reason) => ("down", Some(reason)),
+    };
+    TierReport {
+        tier: tier.name().to_owned(),
+        state: state.to_owned(),
+        reason,
+        chunks: stat.n_chunks,
+        used_bytes: stat.used_bytes,
+        capacity_bytes: stat.capacity_bytes,
+        details: stat.details.into_iter().map(|(name, count)| (name.to_owned(), count)).collect(),
+    }
+}

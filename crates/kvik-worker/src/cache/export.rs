@@ -1,0 +1,136 @@
+//! KV of a prompt as a safetensors file, to be looked at or carried to another worker.
+//!
+//! `token_ids` are the prompt's, as far as its chunks reach. `chunk.N.layer.N` is the layer of a chunk as the
+//! engine keeps it, in bytes. The metadata says what they are good for: `namespace`, which covers model, type,
+//! layout, tenant and the length of chunks.
+
+use std::collections::HashMap;
+
+use kvik_proto::cache::StoreResponse;
+use kvik_store::{Chain, Write};
+use kvik_types::TokenId;
+use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
+
+use crate::error::Refusal;
+use crate::store::WorkerStore;
+
+const NAMESPACE: &str = "namespace";
+const CHUNK_TOKENS: &str = "chunk_tokens";
+const TOKEN_IDS: &str = "token_ids";
+
+/// What the store has of a prompt.
+pub(super) fn write(
+    store: &WorkerStore,
+    tokens: &[TokenId],
+    layer: Option<usize>,
+) -> Result<Vec<u8>, Refusal> {
+    let chain = store.chain(tokens);
+    let n_layers = chain.space().format().n_layers as usize;
+    let layers = match layer {
+        None => 0..n_layers,
+        Some(layer) if layer < n_layers => layer..layer + 1,
+        Some(layer) => return Err(Refusal::field("layer", layer, &format!("0 to {}", n_layers - 1))),
+    };
+    let retrieved = store.store().retrieve(&chain, 0);
+    let failed = |error: safetensors::SafeTensorError| Refusal::failed(error.to_string());
+    let ids: Vec<u8> =
+        tokens[..retrieved.n_tokens()].iter().flat_map(|token| token.cast_signed().to_le_bytes()).collect();
+    let ids = TensorView::new(Dtype::I32, vec![retrieved.n_tokens()], &ids).map_err(failed)?;
+    let mut views = vec![(TOKEN_IDS.to_owned(), ids)];
+    for (chunk_idx, chunk) in retrieved.chunks().iter().enumerate() {
+        for layer_idx in layers.clone() {
+            let section = chunk.layer(0, layer_idx);
+            let view = TensorView::new(Dtype::U8, vec![section.len()], section).map_err(failed)?;
+            views.push((tensor_name(chunk_idx, layer_idx), view));
+        }
+    }
+    serialize(views, Some(metadata(&chain))).map_err(failed)
+}
+
+/// Stores what [`write`] gave.
+pub(super) fn read(store: &WorkerStore, body: &[u8]) -> Result<StoreResponse, Refusal> {
+    let invalid = |error: safetensors::SafeTensorError| {
+        Refusal::invalid(format!("the body is not safetensors: {error}"), None)
+    };
+    let (_, header) = SafeTensors::read_metadata(body).map_err(invalid)?;
+    let tensors = SafeTensors::deserialize(body).map_err(invalid)?;
+    let tokens = token_ids(&tensors)?;
+    let chain = store.chain(&tokens);
+    let given = header.metadata().as_ref();
+    for (field, expected) in metadata(&chain) {
+        let value = given.and_then(|given| given.get(&field)).map_or("missing", String::as_str);
+        if value != expected {
+            return Err(Refusal::field(&field, value, &format!("{expected}, which this worker has")));
+        }
+    }
+    let n_layers = chain.space().format().n_layers as usize;
+    // All is checked before anything is stored.
+    for chunk_idx in 0..chain.n_chunks() {
+        for layer_idx in 0..n_layers {
+            section(&tensors, &chain, chunk_idx, layer_idx)?;
+        }
+    }
+    let mut response = StoreResponse { stored_chunks: 0, present_chunks: 0 };
+    for chunk_idx in 0..chain.n_chunks() {
+        match store.store().begin_write(&chain, chunk_idx, 0) {
+            Write::Slot(mut writer) => {
+                for layer_idx in 0..n_layers {
+                    let bytes = section(&tensors, &chain, chunk_idx, layer_idx)?;
+                    writer.layer_mut(layer_idx).copy_from_slice(bytes);
+                }
+                writer.commit();
+                response.stored_chunks += 1;
+            }
+            Write::Present => response.present_chunks += 1,
+            Write::NoRoom | Write::NoParent => break,
+        }
+    }
+    Ok(response)
+}
+
+fn metadata(chain: &Chain) -> HashMap<String, String> {
+    let space = chain.space();
+    [
+        (NAMESPACE.to_owned(), space.namespace_id().to_string()),
+        (CHUNK_TOKENS.to_owned(), space.chunk_tokens().to_string()),
+    ]
+    .into()
+}
+
+fn tensor_name(chunk_idx: usize, layer_idx: usize) -> String {
+    format!("chunk.{chunk_idx}.layer.{layer_idx}")
+}
+
+fn token_ids(tensors: &SafeTensors<'_>) -> Result<Vec<TokenId>, Refusal> {
+    let Ok(view) = tensors.tensor(TOKEN_IDS) else {
+        return Err(Refusal::field(TOKEN_IDS, "missing", "the tokens of the chunks"));
+    };
+    if view.dtype() != Dtype::I32 || view.shape().len() != 1 {
+        let given = format!("{:?} of shape {:?}", view.dtype(), view.shape());
+        return Err(Refusal::field(TOKEN_IDS, given, "I32 in one dimension"));
+    }
+    let token = |bytes: &[u8; 4]| {
+        let token = i32::from_le_bytes(*bytes);
+        TokenId::try_from(token).map_err(|_| Refusal::field(TOKEN_IDS, token, "0 and above"))
+    };
+    view.data().as_chunks().0.iter().map(token).collect()
+}
+
+/// The bytes of one layer of one chunk, of the right length.
+fn section<'a>(
+    tensors: &SafeTensors<'a>,
+    chain: &Chain,
+    chunk_idx: usize,
+    layer_idx: usize,
+) -> Result<&'a [u8], Refusal> {
+    let name = tensor_name(chunk_idx, layer_idx);
+    let expected = chain.section_bytes(chunk_idx);
+    match tensors.tensor(&name) {
+        Ok(view) if view.data().len() == expected => Ok(view.data()),
+        Ok(view) => {
+            let given = format!("{} bytes long", view.data().len());
+            Err(Refusal::field(&name, given, &format!("{expected} bytes")))
+        }
+        Err(_) => Err(Refusal::field(&name, "missing", "all layers of all chunks of `token_ids`")),
+    }
+}

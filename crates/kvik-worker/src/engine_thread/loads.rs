@@ -1,0 +1,57 @@
+//! Requests whose KV is on its way from the store.
+//!
+//! They are not in the engine yet: it takes them when their KV has come or is waited for no longer.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use super::Submission;
+use crate::store::{Load, LoadedPrefix};
+
+/// All of them, by ticket.
+#[derive(Debug, Default)]
+pub(super) struct Loads {
+    by_ticket: BTreeMap<u64, (Box<Submission>, Load)>,
+}
+
+impl Loads {
+    pub(super) fn len(&self) -> usize {
+        self.by_ticket.len()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.by_ticket.is_empty()
+    }
+
+    /// When the first of them is waited for no longer.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        self.by_ticket.values().map(|(_, load)| load.deadline()).min()
+    }
+
+    pub(super) fn insert(&mut self, submission: Box<Submission>, load: Load) {
+        self.by_ticket.insert(submission.origin.ticket, (submission, load));
+    }
+
+    /// Takes one out, with what has arrived for it.
+    pub(super) fn finish(&mut self, ticket: u64) -> Option<(Submission, Option<LoadedPrefix>)> {
+        let (submission, load) = self.by_ticket.remove(&ticket)?;
+        Some((*submission, load.finish()))
+    }
+
+    /// Takes one out that nobody waits for.
+    pub(super) fn remove(&mut self, ticket: u64) -> Option<Submission> {
+        self.by_ticket.remove(&ticket).map(|(submission, _)| *submission)
+    }
+
+    /// The tickets of those that are waited for no longer, oldest first.
+    pub(super) fn late(&self, now: Instant) -> Vec<u64> {
+        let is_late = |(ticket, (_, load)): (&u64, &(Box<Submission>, Load))| {
+            (load.deadline() <= now).then_some(*ticket)
+        };
+        self.by_ticket.iter().filter_map(is_late).collect()
+    }
+
+    pub(super) fn drain(&mut self) -> impl Iterator<Item = Submission> {
+        std::mem::take(&mut self.by_ticket).into_values().map(|(submission, _)| *submission)
+    }
+}

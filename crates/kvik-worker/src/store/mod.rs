@@ -1,0 +1,142 @@
+//! The store below the engine: KV of ended sequences goes down, and comes back for later prompts.
+//!
+//! Parts: `tiers` puts the store together as configured, `transfer` is how KV leaves the engine and comes
+//! back, `load` is a prompt's KV on its way.
+//!
+//! **Invariant:** nothing here can fail a request. What the store does not have, or does not give in time,
+//! is computed; a store that panics is not asked again.
+
+mod load;
+mod tiers;
+mod transfer;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use kvik_model::{BLOCK_TOKENS, Engine, KvSink};
+use kvik_store::{Chain, ChunkFormat, Space, Store};
+use kvik_types::{BlockSize, Namespace, TokenId};
+
+use crate::config::StoreConfig;
+use crate::error::{Result, WorkerError};
+
+use load::LayerLoader;
+pub(crate) use load::{Load, LoadedPrefix, Loading};
+use transfer::StoreSink;
+
+/// A worker's store, with the place of its model in it. Clones share it.
+#[derive(Debug, Clone)]
+pub(crate) struct WorkerStore {
+    store: Store,
+    space: Space,
+    namespace: Namespace,
+    load_timeout: Duration,
+    /// Reads layer by layer where that is wanted.
+    layer_loader: Option<Arc<LayerLoader>>,
+    fuse: Fuse,
+}
+
+/// Keeps the engine's thread alive if the store panics: from then on it has none.
+#[derive(Debug, Clone, Default)]
+struct Fuse(Arc<AtomicBool>);
+
+impl WorkerStore {
+    /// Opens the store of `config` for the KV of `engine`; `None` where there is to be none.
+    ///
+    /// # Errors
+    /// If the configuration is wrong or a local tier cannot be used.
+    pub(crate) fn open(config: &StoreConfig, engine: &Engine) -> Result<Option<Self>> {
+        let Some(plan) = config.resolve()? else { return Ok(None) };
+        let store = tiers::open(config, &plan)?;
+        let namespace = Namespace { tenant: config.tenant.clone(), ..engine.namespace().clone() };
+        let block_tokens = BlockSize::try_new(BLOCK_TOKENS).map_err(refused)?;
+        let format = ChunkFormat {
+            n_layers: engine.config().n_layers as u32,
+            token_layer_bytes: (engine.block_layer_bytes() / BLOCK_TOKENS) as u64,
+            n_ranks: 1,
+            block_tokens,
+        };
+        let space = store.space(&namespace, format).map_err(refused)?;
+        let layer_loader =
+            if plan.is_layerwise { Some(Arc::new(LayerLoader::start(store.clone())?)) } else { None };
+        Ok(Some(Self {
+            store,
+            space,
+            namespace,
+            load_timeout: plan.load_timeout,
+            layer_loader,
+            fuse: Fuse::default(),
+        }))
+    }
+
+    pub(crate) fn store(&self) -> &Store {
+        &self.store
+    }
+
+    pub(crate) fn namespace(&self) -> &Namespace {
+        &self.namespace
+    }
+
+    /// The chunks of a sequence of this model.
+    pub(crate) fn chain(&self, tokens: &[TokenId]) -> Chain {
+        self.space.chain(tokens)
+    }
+
+    /// Tokens of a full chunk.
+    pub(crate) fn chunk_tokens(&self) -> usize {
+        self.space.chunk_tokens()
+    }
+
+    /// Who takes the KV of ended sequences.
+    pub(crate) fn sink(&self) -> Box<dyn KvSink> {
+        Box::new(StoreSink::new(self.store.clone(), self.space.clone(), self.fuse.clone()))
+    }
+
+    /// Begins to load the KV of `prompt` behind its first `n_matched` tokens, which the engine has.
+    pub(crate) fn load(&self, prompt: &[TokenId], n_matched: usize) -> Loading {
+        self.fuse.run(|| self.begin_load(prompt, n_matched)).unwrap_or(Loading::Nothing)
+    }
+
+    fn begin_load(&self, prompt: &[TokenId], n_matched: usize) -> Loading {
+        // The last token is computed in any case, because its logits are needed.
+        let usable = &prompt[..prompt.len().saturating_sub(1)];
+        let chain = self.chain(usable);
+        let first_chunk = n_matched / self.chunk_tokens();
+        if chain.n_tokens() <= n_matched || chain.n_chunks() <= first_chunk {
+            return Loading::Nothing;
+        }
+        match &self.layer_loader {
+            Some(loader) => loader.load(&chain, first_chunk, self.load_timeout),
+            None => load::begin(&self.store, &chain, first_chunk, self.load_timeout),
+        }
+    }
+
+    /// Writes down what waits for that, as far as its time allows, and ends the store's threads.
+    pub(crate) fn close(&self) {
+        self.store.close();
+    }
+}
+
+impl Fuse {
+    /// What `ask` gives; `None` if it panics, or if anything did before.
+    fn run<T>(&self, ask: impl FnOnce() -> T) -> Option<T> {
+        // Relaxed: who does not see it yet finds out for itself.
+        if self.0.load(Ordering::Relaxed) {
+            return None;
+        }
+        // What a panic leaves behind in the store is not looked at again on this thread.
+        let outcome = catch_unwind(AssertUnwindSafe(ask)).ok();
+        if outcome.is_none() {
+            self.0.store(true, Ordering::Relaxed);
+            tracing::error!("the KV store panicked; the worker goes on without it");
+        }
+        outcome
+    }
+}
+
+/// A store that refuses what the worker asks of it was configured wrongly.
+fn refused(error: impl std::fmt::Display) -> WorkerError {
+    WorkerError::Store { reason: error.to_string() }
+}
