@@ -129,6 +129,8 @@ pub(crate) enum BenchCommand {
     Gateway(BenchGatewayArguments),
     /// Measure elastic memory: blocks, pages, grants, growth, and giving memory back
     Memory(BenchMemoryArguments),
+    /// Measure the KV store: each tier beside what its medium gives without it, lookups, and what a hit saves
+    Store(BenchStoreArguments),
     /// The other process of `kvik bench memory`
     #[command(hide = true)]
     MemoryPeer(BenchMemoryPeerArguments),
@@ -318,6 +320,24 @@ pub(crate) struct BenchMemoryArguments {
     pub(crate) device: BenchDevice,
 
     /// Measure a second only, less precisely, with at most 1 GiB of growth
+    #[arg(long)]
+    pub(crate) quick: bool,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Compares the disk with fio and Redis with redis-benchmark where these are installed. Takes some minutes, 3 GiB
+/// of the disk and 3 GiB of memory; with --quick half a minute and less than 1 GiB.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct BenchStoreArguments {
+    /// Folder on the disk to measure; a folder of its own in there is removed at the end
+    #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
+    pub(crate) dir: PathBuf,
+
+    /// Measure one round of less, less precisely
     #[arg(long)]
     pub(crate) quick: bool,
 

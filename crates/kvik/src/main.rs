@@ -57,6 +57,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Bench(BenchCommand::Engine(arguments)) => commands::bench::engine(arguments),
         Command::Bench(BenchCommand::Gateway(arguments)) => commands::bench::gateway(arguments),
         Command::Bench(BenchCommand::Memory(arguments)) => commands::bench::memory(arguments),
+        Command::Bench(BenchCommand::Store(arguments)) => commands::bench::store(arguments),
         Command::Bench(BenchCommand::MemoryPeer(arguments)) => commands::bench::memory_peer(arguments),
         Command::Up(arguments) => commands::up::run(arguments),
         Command::Worker(arguments) => commands::roles::worker(arguments),

@@ -4,3 +4,4 @@ pub(crate) mod engine;
 pub(crate) mod gateway;
 pub(crate) mod memory;
 pub(crate) mod report;
+pub(crate) mod store;

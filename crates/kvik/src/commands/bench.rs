@@ -11,8 +11,10 @@ use crate::bench::engine::{EngineBench, EngineBenchOptions};
 use crate::bench::gateway::{GatewayBench, GatewayBenchOptions, Kind};
 use crate::bench::memory::{self, MemoryBench, MemoryBenchOptions};
 use crate::bench::report::Report;
+use crate::bench::store::{self, StoreBench, StoreBenchOptions};
 use crate::cli::{
     BenchEngineArguments, BenchGatewayArguments, BenchMemoryArguments, BenchMemoryPeerArguments,
+    BenchStoreArguments,
 };
 use crate::machine::{self, Machine};
 use crate::terminal;
@@ -94,6 +96,29 @@ pub(crate) fn memory(arguments: &BenchMemoryArguments) -> anyhow::Result<()> {
 
     let report = Report {
         bench: "memory",
+        machine: Machine::detect(),
+        settings: bench.settings(),
+        description: bench.description(),
+        results,
+    };
+    print(&report, arguments.json)
+}
+
+/// Runs `kvik bench store`.
+pub(crate) fn store(arguments: &BenchStoreArguments) -> anyhow::Result<()> {
+    let options = StoreBenchOptions { dir: arguments.dir.clone(), is_quick: arguments.quick };
+    let bench = StoreBench::try_new(options)?;
+    let progress = progress_bar(store::Kind::ALL.len());
+    let mut results = Vec::new();
+    for kind in store::Kind::ALL {
+        progress.set_message(kind.name());
+        results.extend(bench.measure(kind).with_context(|| format!("measure {}", kind.name()))?);
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+
+    let report = Report {
+        bench: "store",
         machine: Machine::detect(),
         settings: bench.settings(),
         description: bench.description(),
