@@ -175,7 +175,7 @@ fn comparison_benches_and_fuzz_targets_are_not_members() {
         .packages
         .iter()
         .map(folder)
-        .filter(|folder| folder == "benches/compare" || folder == "fuzz" || folder.starts_with("fuzz/"))
+        .filter(|folder| ["benches/compare", "fuzz"].iter().any(|outside| folder.starts_with(outside)))
         .collect();
     assert_none(
         &places,

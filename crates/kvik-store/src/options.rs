@@ -30,7 +30,8 @@ pub struct StoreOptions {
     /// Bytes that may be asked of one lower tier and not have arrived; what is over shortens the hit.
     /// Default: half of the memory.
     pub load_in_flight_bytes: Option<u64>,
-    /// Bytes that are handed to a lower tier in one call, at least one chunk. Default: 32 MiB.
+    /// Bytes that are handed to a lower tier in one call, at least one chunk; what a retrieve wants is shared
+    /// among the threads in such pieces. Default: 8 MiB.
     pub batch_bytes: u64,
     /// Layers that are read before they are asked for. Default: 2.
     pub read_ahead_layers: usize,
@@ -66,7 +67,7 @@ impl Default for StoreOptions {
             write_back: WriteBack::OnStore,
             write_queue_bytes: None,
             load_in_flight_bytes: None,
-            batch_bytes: 32 << 20,
+            batch_bytes: 8 << 20,
             read_ahead_layers: 2,
             retrieve_timeout: Duration::from_secs(5),
             lookup_timeout: Duration::from_millis(100),

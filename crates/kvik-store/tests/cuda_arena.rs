@@ -1,7 +1,5 @@
 //! An arena that is registered with a GPU's driver; needs the feature `cuda-tests` and a device.
 
-#![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
-
 use kvik_store::register_with_cuda;
 use kvik_tier::{Arena, ArenaOptions};
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use kvik_store::{ChunkFormat, Space, Store, StoreOptions};
+use kvik_store::{ChunkFormat, Space, Store, StoreBuilder, StoreOptions};
 use kvik_tier::{
     Arena, ArenaOptions, Checksummed, ChunkKey, GetItem, NvmeOptions, NvmeTier, PutItem, RamTier, Tier,
     TierKind,
@@ -38,16 +38,14 @@ pub fn measure(dir: &Path, workload: &Workload) -> Result<Sample> {
     let keys = keys(workload)?;
     let subject = TierSubject { workload, keys: &keys, tier: open_tier(dir)? };
     let put_s = workload.time_puts(&subject)?;
+    let n_present = subject.n_on_disk()?;
     drop(subject);
 
     let begin = Instant::now();
     let tier = open_tier(dir)?;
     let reopen_ms = begin.elapsed().as_secs_f64() * 1e3;
-    let mut present = vec![false; keys.len()];
-    tier.contains(&keys, &mut present)?;
-    let n_present = present.iter().filter(|is_present| **is_present).count();
-
     let subject = TierSubject { workload, keys: &keys, tier };
+    let n_recovered = subject.n_on_disk()?;
     let (get_gb_per_s, n_missed) = workload.time_gets(&subject, N_THREADS)?;
     let single_gets_ms = workload.time_single_gets(&subject)?;
     let TierSubject { tier, .. } = subject;
@@ -66,6 +64,7 @@ pub fn measure(dir: &Path, workload: &Workload) -> Result<Sample> {
         single_retrieves_ms,
         reopen_ms,
         n_dropped: keys.len() - n_present,
+        n_lost: n_present - n_recovered,
         n_missed: n_missed + n_missed_retrieves,
     })
 }
@@ -87,6 +86,14 @@ fn keys(workload: &Workload) -> Result<Vec<ChunkKey>> {
 /// The first chunks of the sequence of a batch, in tokens.
 fn tokens(batch_idx: usize, n_chunks: usize) -> Vec<u32> {
     (0..n_chunks * CHUNK_TOKENS).map(|position| ((batch_idx << 20) + position) as u32).collect()
+}
+
+impl TierSubject<'_> {
+    fn n_on_disk(&self) -> Result<usize> {
+        let mut present = vec![false; self.keys.len()];
+        self.tier.contains(self.keys, &mut present)?;
+        Ok(present.into_iter().filter(|is_present| *is_present).count())
+    }
 }
 
 impl Sink for TierSubject<'_> {
@@ -135,7 +142,7 @@ impl<'a> StoreSubject<'a> {
         let options =
             StoreOptions { load_in_flight_bytes: Some(MEMORY_BYTES as u64), ..StoreOptions::default() };
         let builder = Store::builder(options, ram);
-        let store = tier.into_iter().fold(builder, |builder, tier| builder.local(tier)).open()?;
+        let store = tier.into_iter().fold(builder, StoreBuilder::local).open()?;
         let namespace = Namespace {
             model: "compare".into(),
             dtype: Dtype::BF16,

@@ -2,20 +2,27 @@
 //!
 //! `cargo run --release --manifest-path benches/compare/store/Cargo.toml -- --dir DIR [--json]`
 //!
-//! For chunks of 1, 8 and 32 MiB both projects store 1 GiB in batches of 32 MiB from two threads, are closed and
-//! opened again, and read everything back: in the same batches from two threads (`get`), one chunk after the
-//! other in no order (`get_one`), and in batches from one thread through the memory part (`retrieve`). Both have
-//! 64 MiB of memory and 2 GiB of files and go past the page cache. No read is answered from memory; that is
-//! checked, and so are the bytes. Rounds alternate and begin with another project each, so that a busy machine
-//! slows all; speeds and starts are the median of the rounds, quantiles are over the single reads of all rounds.
+//! For chunks of 1, 8 and 32 MiB both projects store 1 GiB in batches of 32 MiB from two threads, are closed
+//! and opened again, and read everything back: in the same batches from two threads (`get`), one chunk after
+//! the other in no order (`get_one`), and in batches from one thread through the memory part (`retrieve`).
+//! Both have 64 MiB of memory and 2 GiB of files and go past the page cache. No read is answered from memory;
+//! that is checked, and so are the bytes. Rounds alternate and begin with another project each, so that a
+//! busy machine slows all; speeds and starts are the median of the rounds, quantiles are over the single
+//! reads of all rounds. The p99 of 32 MiB is over few reads and close to their maximum.
 //!
-//! `get` and `get_one` of kvik are the nvme tier behind its checksums, `retrieve` and `retrieve_one` the store over
-//! it. foyer has one way to read, which stands beside both. It runs with each of its two ways of I/O; the better is
-//! the baseline.
+//! `get` and `get_one` of kvik are the nvme tier behind its checksums, `retrieve` and `retrieve_one` the
+//! store over it. foyer has one way to read, which stands beside both. It runs with each of its two ways of
+//! I/O, so `io_uring` must be allowed; the better is the baseline.
 //!
-//! foyer drops what its queues have no room for. They are made long enough here that nothing has to be; what is
-//! dropped all the same is counted, and its bytes are no part of its speed. The notes that are printed say what
-//! is not like for like. The p99 of 32 MiB is over few reads and close to their maximum.
+//! foyer drops what its queues have no room for. They are made long enough here that nothing has to be; what
+//! is dropped all the same is counted, and its bytes are no part of its speed. The notes that are printed say
+//! what is not like for like.
+//!
+//! The allocator is the system's, which gives the memory of a long chunk back to the kernel each time. foyer
+//! allocates for every read, kvik does not. One that keeps the memory shows foyer at its best:
+//!
+//!     export LD_PRELOAD=libjemalloc.so.2
+//!     export MALLOC_CONF=dirty_decay_ms:-1,muzzy_decay_ms:-1,oversize_threshold:0
 
 mod hybrid;
 mod kvik;
@@ -73,8 +80,8 @@ fn main() -> Result<()> {
     let lines = measured?;
     let load_averages = [load_at_begin, report::load_average()];
     let settings = json!({
-        "stored_mib": n_mib, "batch_mib": BATCH_BYTES / MIB, "threads": N_THREADS, "memory_mib": MEMORY_BYTES / MIB,
-        "disk_mib": DISK_BYTES / MIB, "rounds": arguments.rounds,
+        "stored_mib": n_mib, "batch_mib": BATCH_BYTES / MIB, "threads": N_THREADS, "rounds": arguments.rounds,
+        "memory_mib": MEMORY_BYTES / MIB, "disk_mib": DISK_BYTES / MIB,
     });
     if arguments.json {
         println!("{}", report::to_json(&lines, &settings, &load_averages));

@@ -10,17 +10,17 @@ use crate::workload::MIB;
 
 /// Where the two sides do not do the same.
 const NOTES: &[&str] = &[
-    "put: kvik syncs its files, at every seal and at the end; foyer has no sync, so only its writes past the page \
-     cache are waited for",
+    "put: kvik syncs its files, at every seal and at the end; foyer has no sync, so only its writes past the \
+     page cache are waited for",
     "put: foyer copies every chunk to the buffers of its flushers, which take four times its memory part; \
      kvik's tier writes from where the chunks lie",
-    "get: kvik's tier reads into memory of the caller; foyer gives every chunk in memory that it allocates, and \
-     keeps it in its memory part",
-    "retrieve: one caller, both through 64 MiB of memory; kvik's side begins with the tokens and hashes them, \
-     foyer's with keys",
+    "get: kvik's tier reads into memory of the caller; foyer gives every chunk in memory that it allocates, \
+     and keeps it in its memory part, so its figures depend on the allocator",
+    "retrieve: one caller, both through 64 MiB of memory; kvik's side begins with the tokens and hashes \
+     them, foyer's with keys; kvik may have all of its memory under way and not half of it as by default",
     "checksums: kvik has a CRC-64 of each of 32 sections of a chunk, foyer one XXH64 of the whole",
-    "foyer io_uring: its thread polls without a pause, which takes a core; the faster of its two ways of I/O is \
-     the baseline of each line",
+    "foyer io_uring: its thread polls without a pause, which takes a core; the faster of its two ways of I/O \
+     is the baseline of each line",
 ];
 
 /// All rounds of one length of a chunk.
@@ -55,6 +55,7 @@ const FIGURES: &[(&str, &str, bool, Figure)] = &[
     }),
     ("reopen", "ms", false, |samples| median(samples, |sample| sample.reopen_ms)),
     ("dropped", "chunks", false, |samples| sum(samples, |sample| sample.n_dropped)),
+    ("lost", "chunks", false, |samples| sum(samples, |sample| sample.n_lost)),
     ("missed", "reads", false, |samples| sum(samples, |sample| sample.n_missed)),
 ];
 

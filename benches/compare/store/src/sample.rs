@@ -20,6 +20,8 @@ pub struct Sample {
     pub reopen_ms: f64,
     /// Chunks that were put and are not there.
     pub n_dropped: usize,
+    /// Chunks that were there when the project was closed, and are not after it was opened again.
+    pub n_lost: usize,
     /// Reads that found nothing, in two passes over all chunks that were put.
     pub n_missed: usize,
 }

@@ -124,8 +124,8 @@ impl Workload {
         Ok((gb(n_hits * self.chunk_bytes) / seconds, self.n_chunks() - n_hits))
     }
 
-    /// Reads chunks one at a time, each once and in no order; returns the milliseconds of each that was there.
-    /// Every byte is compared after the time is taken.
+    /// Reads chunks one at a time, each once and in no order; returns the milliseconds of each that was
+    /// there. Every byte is compared after the time is taken.
     pub fn time_single_gets(&self, source: &dyn Source) -> Result<Vec<f64>> {
         let mut memory = ReadMemory::new();
         let mut times_ms = Vec::new();

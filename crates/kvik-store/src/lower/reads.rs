@@ -4,6 +4,7 @@ use std::sync::{Arc, Weak};
 
 use kvik_tier::{GetItem, GetOutcome, Slot};
 
+use super::queue::Batch;
 use super::{Lower, QueueGuard, ReadJob};
 use crate::directory::TierIdx;
 use crate::flight::{Flight, Landing};
@@ -29,7 +30,7 @@ impl Core {
                     ReadJob::Task(task) => task(self, lower),
                 }
             }
-            self.load(lower, flights);
+            self.load(lower, flights, batch);
         }
     }
 
@@ -46,7 +47,9 @@ impl Core {
         flight.land(&Landing::Lost);
     }
 
-    fn load(self: &Arc<Self>, lower: &Lower, flights: Vec<Arc<Flight>>) {
+    /// Reads what flights want. The batch they came in leaves the queue before anybody hears of them: who
+    /// has its chunks and asks for the next finds room for as many.
+    fn load(self: &Arc<Self>, lower: &Lower, flights: Vec<Arc<Flight>>, batch: Batch<'_, ReadJob>) {
         let mut loads: Vec<(Airborne, Slot)> = Vec::with_capacity(flights.len());
         for flight in flights {
             let airborne = Airborne { flight, goes_on: false };
@@ -68,6 +71,7 @@ impl Core {
             .collect();
         lower.tier.get(&mut items);
         let outcomes: Vec<GetOutcome> = items.into_iter().map(|item| item.outcome).collect();
+        drop(batch);
         for ((mut airborne, slot), outcome) in loads.into_iter().zip(outcomes) {
             self.note_outcome(lower, &airborne.flight, &outcome);
             if outcome.is_hit() {

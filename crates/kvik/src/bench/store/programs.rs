@@ -1,11 +1,12 @@
 //! The programs that tiers are compared with.
 
+use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use kvik_tier::RedisUrl;
 
 use super::tiers::Direction;
@@ -15,6 +16,9 @@ const START_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Connections that the tier and `redis-benchmark` have.
 pub(super) const N_CONNECTIONS: usize = 4;
+
+/// How often each key is written on average before reads are measured: one in 55 is missing then.
+const FILLING_TURNS: usize = 4;
 
 /// Whether a program can be started.
 pub(super) fn is_installed(program: &str) -> bool {
@@ -94,6 +98,10 @@ impl RedisServer {
     }
 
     /// What `redis-benchmark` reaches with values of that length, in GB/s.
+    ///
+    /// It has as many keys as the tier has chunks, at random, because one key that is written or read again
+    /// and again would stay in the caches and in memory that the server has already. It writes to an empty
+    /// server, as the tier does, and reads keys of which nearly all are there.
     pub(super) fn benchmark_rate(
         &self,
         value_bytes: usize,
@@ -103,25 +111,55 @@ impl RedisServer {
         if !is_installed("redis-benchmark") {
             return Ok(None);
         }
-        let (test, name) = match direction {
-            Direction::Put => ("set", "\"SET\""),
-            Direction::Get => ("set,get", "\"GET\""),
+        let n_keys = round_bytes / value_bytes;
+        let rate = match direction {
+            Direction::Put => {
+                self.forget_all()?;
+                self.run_benchmark("set", value_bytes, n_keys, n_keys)?
+            }
+            Direction::Get => {
+                self.run_benchmark("set", value_bytes, n_keys, FILLING_TURNS * n_keys)?;
+                let rate = self.run_benchmark("get", value_bytes, n_keys, n_keys)?;
+                self.forget_all()?;
+                rate
+            }
         };
+        Ok(Some(rate))
+    }
+
+    fn run_benchmark(
+        &self,
+        test: &str,
+        value_bytes: usize,
+        n_keys: usize,
+        n_requests: usize,
+    ) -> anyhow::Result<f64> {
         let output = Command::new("redis-benchmark")
             .args(["-p", &self.port.to_string(), "-t", test, "--csv"])
-            .args(["-d", &value_bytes.to_string(), "-n", &(round_bytes / value_bytes).to_string()])
-            .args(["-c", &N_CONNECTIONS.to_string()])
+            .args(["-d", &value_bytes.to_string(), "-n", &n_requests.to_string()])
+            .args(["-r", &n_keys.to_string(), "-c", &N_CONNECTIONS.to_string()])
             .output()
             .context("run redis-benchmark")?;
         let text = String::from_utf8_lossy(&output.stdout);
+        let name = format!("\"{}\"", test.to_uppercase());
         let rate = text
             .lines()
-            .find(|line| line.starts_with(name))
+            .find(|line| line.starts_with(&name))
             .and_then(|line| line.split(',').nth(1)?.trim_matches('"').parse::<f64>().ok());
         match rate {
-            Some(values_per_s) => Ok(Some(values_per_s * value_bytes as f64 / 1e9)),
+            Some(values_per_s) => Ok(values_per_s * value_bytes as f64 / 1e9),
             None => bail!("redis-benchmark gave no rate: {text}"),
         }
+    }
+
+    /// Empties the server.
+    fn forget_all(&self) -> anyhow::Result<()> {
+        let mut connection = TcpStream::connect(("127.0.0.1", self.port)).context("reach redis-server")?;
+        connection.write_all(b"FLUSHALL\r\n")?;
+        let mut reply = [0; 5];
+        connection.read_exact(&mut reply)?;
+        ensure!(&reply == b"+OK\r\n", "redis-server does not forget: {reply:?}");
+        Ok(())
     }
 }
 

@@ -6,8 +6,8 @@ use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
 use kvik_tier::{
-    Arena, ArenaOptions, Checksummed, ChunkKey, GetItem, Lease, NamespaceId, NvmeOptions, NvmeTier, PutItem,
-    RamTier, RedisOptions, RedisTier, Slot, Tier,
+    Arena, ArenaOptions, Checksummed, ChunkKey, Commitment, GetItem, Lease, NamespaceId, NvmeOptions,
+    NvmeTier, PutItem, RamTier, RedisOptions, RedisTier, Slot, Tier,
 };
 use kvik_types::BlockHash;
 
@@ -64,8 +64,10 @@ pub(super) fn open(
     let room_bytes = subject.round_bytes + 2 * N_TIMED * subject.chunk_bytes;
     Ok(match (tier, server) {
         ("ram", _) => {
-            let arena = Arena::new(ArenaOptions::new((room_bytes + room_bytes / 4) as u64))?;
-            Box::new(RamTier::new(arena))
+            // The plain copy goes to memory that the kernel has given already, so this does too.
+            let room_bytes = (room_bytes + room_bytes / 4) as u64;
+            let options = ArenaOptions { commitment: Commitment::AtStart, ..ArenaOptions::new(room_bytes) };
+            Box::new(RamTier::new(Arena::new(options)?))
         }
         ("nvme", _) => {
             let options = NvmeOptions::new(folder.join("nvme"), 2 * room_bytes as u64);
