@@ -52,12 +52,13 @@ impl Store {
         let namespace = clear.namespace.as_ref().map(NamespaceId::from);
         core.begin_generation(clear.chain.as_ref(), namespace);
         let mut cleared = Cleared::default();
-        for tier in &tiers {
+        // The slowest first: what is in a remote tier is known only as long as a local one has it too.
+        for tier in tiers.iter().rev() {
             let n_chunks = match &clear.chain {
                 Some(chain) => core.remove_chunks(*tier, chain, core.n_chunks(chain), deadline),
                 None => core.remove_all(*tier, namespace, deadline),
             };
-            cleared.chunks.push((core.kind_of(*tier), n_chunks));
+            cleared.chunks.insert(0, (core.kind_of(*tier), n_chunks));
         }
         if tiers.iter().any(|tier| core.lower(*tier).is_some_and(|lower| !lower.is_local())) {
             // Meanwhile somebody may have read from a remote tier what was not removed yet.

@@ -32,6 +32,20 @@ fn a_namespace_is_cleared_in_every_tier_and_others_are_not() {
 }
 
 #[test]
+fn what_local_tiers_know_is_cleared_in_a_remote_tier_too() {
+    let (nvme, redis) = (TestTier::new(TierKind::Nvme), TestTier::new(TierKind::Redis));
+    let store = Setup::new(32).local(&nvme).remote(&redis).open();
+    let chain = chain_of(&store, 1, 3);
+    assert_eq!(store_chain(&store, &chain), 3);
+    flush(&store);
+    assert_eq!(redis.stat_chunks(), 3);
+    let cleared = store.clear(&everything());
+    assert_eq!(cleared.chunks, [(TierKind::Ram, 3), (TierKind::Nvme, 3), (TierKind::Redis, 3)]);
+    assert_eq!((nvme.stat_chunks(), redis.stat_chunks()), (0, 0));
+    assert_eq!(store.lookup(&chain).n_tokens, 0);
+}
+
+#[test]
 fn one_tier_can_be_cleared_alone() {
     let nvme = TestTier::new(TierKind::Nvme);
     let store = Setup::new(32).local(&nvme).open();
