@@ -108,7 +108,7 @@ impl StoreBench {
             Kind::Nvme => {
                 let folder = &self.folder.0;
                 self.measure_tiers("nvme", "fio", 0.85, &mut |subject, direction| {
-                    programs::fio_rate(folder, subject.round_bytes, tiers::N_DISK_THREADS, direction)
+                    programs::fio_rate(folder, subject.round_bytes, tiers::N_THREADS, direction)
                 })
             }
             Kind::Redis => {
@@ -147,6 +147,8 @@ impl StoreBench {
         server: Option<&RedisServer>,
         reference: Reference<'_>,
     ) -> anyhow::Result<Vec<Measurement>> {
+        // A copy has one thread; a lower tier is asked by several, so that one checks what another reads.
+        let n_threads = if tier == "ram" { 1 } else { tiers::N_THREADS };
         let mut results = Vec::new();
         for chunk_bytes in CHUNK_BYTES {
             let subject = Subject { chunk_bytes, round_bytes: self.round_bytes() };
@@ -158,7 +160,7 @@ impl StoreBench {
                     references[place].extend(reference(subject, direction)?);
                 }
                 let target = tiers::open(tier, &self.folder.0, server, subject)?;
-                let round = tiers::run_round(target.as_ref(), subject, tier == "nvme")?;
+                let round = tiers::run_round(target.as_ref(), subject, n_threads)?;
                 for (place, (rate, round_times)) in round.into_iter().enumerate() {
                     rates[place].push(rate);
                     times[place].extend(round_times);

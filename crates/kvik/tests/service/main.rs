@@ -12,6 +12,7 @@ mod memory;
 mod process;
 mod restarts;
 mod slow_clients;
+mod store;
 mod tls;
 mod tracing;
 mod up;

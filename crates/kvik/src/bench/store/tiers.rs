@@ -14,8 +14,8 @@ use kvik_types::BlockHash;
 use super::MIB;
 use super::programs::{N_CONNECTIONS, RedisServer};
 
-/// Threads that read and write the disk; `fio` has as many.
-pub(super) const N_DISK_THREADS: usize = 2;
+/// Threads that read and write a lower tier, as many as a store reads one with; `fio` has as many.
+pub(super) const N_THREADS: usize = 2;
 
 /// Bytes of one call when a rate is measured.
 const BATCH_BYTES: usize = 64 * MIB;
@@ -90,8 +90,7 @@ pub(super) fn remove(tier: &str, folder: &Path) -> anyhow::Result<()> {
 }
 
 /// Writes and reads a round in batches, then some chunks one by one, and removes them all.
-pub(super) fn run_round(tier: &dyn Tier, subject: Subject, is_disk: bool) -> anyhow::Result<Round> {
-    let n_threads = if is_disk { N_DISK_THREADS } else { 1 };
+pub(super) fn run_round(tier: &dyn Tier, subject: Subject, n_threads: usize) -> anyhow::Result<Round> {
     let n_chunks = subject.round_bytes / subject.chunk_bytes;
     let keys: Vec<ChunkKey> = (0..n_chunks).map(key).collect();
     let mut buffers: Vec<Buffers> =
