@@ -28,8 +28,10 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
     ("kvik-index", &["kvik-types"]),
     ("kvik-proto", &["kvik-types"]),
     ("kvik-runtime", &["kvik-types"]),
+    ("kvik-tokens", &["kvik-types"]),
     ("kvik-store", &["kvik-types", "kvik-memory", "kvik-tier", "kvik-index", "kvik-proto"]),
-    ("kvik-model", &["kvik-types", "kvik-memory", "kvik-tier", "kvik-store"]),
+    ("kvik-model", &["kvik-types", "kvik-memory", "kvik-tier", "kvik-tokens", "kvik-store"]),
+    ("kvik-indexer", &["kvik-types", "kvik-index", "kvik-proto", "kvik-runtime", "kvik-tokens"]),
     (
         "kvik-worker",
         &[
@@ -40,6 +42,7 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
             "kvik-proto",
             "kvik-runtime",
             "kvik-store",
+            "kvik-tokens",
             "kvik-model",
         ],
     ),
@@ -47,7 +50,18 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
         "kvik-coordinator",
         &["kvik-types", "kvik-tier", "kvik-index", "kvik-proto", "kvik-runtime", "kvik-store"],
     ),
-    ("kvik-gateway", &["kvik-types", "kvik-index", "kvik-proto", "kvik-runtime", "kvik-store"]),
+    (
+        "kvik-gateway",
+        &[
+            "kvik-types",
+            "kvik-index",
+            "kvik-proto",
+            "kvik-runtime",
+            "kvik-store",
+            "kvik-tokens",
+            "kvik-indexer",
+        ],
+    ),
     (
         BINDINGS,
         &[
@@ -71,7 +85,9 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
             "kvik-proto",
             "kvik-runtime",
             "kvik-store",
+            "kvik-tokens",
             "kvik-model",
+            "kvik-indexer",
             "kvik-worker",
             "kvik-coordinator",
             "kvik-gateway",

@@ -1,0 +1,16 @@
+//! The global KV index as a service: which worker already has how much of this prompt.
+//!
+//! [`sources`] listen to engines and hand what they say to a [`Feed`](feed::Feed), one for each worker and
+//! rank. Behind the feeds stand the books of a model: one for each way in which its engines name
+//! blocks, each on a [`Backend`](backend::Backend) that keeps who holds what.
+//!
+//! [docs/index.md](https://github.com/kvik/kvik/blob/main/docs/index.md) is the design.
+
+#![forbid(unsafe_code)]
+
+pub mod backend;
+pub mod error;
+pub mod feed;
+pub mod sources;
+
+pub use error::{IndexerError, Result};

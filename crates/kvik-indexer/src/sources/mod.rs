@@ -1,0 +1,1 @@
+//! Who tells the index what: engines over `ZeroMQ`, workers of kvik over HTTP.
