@@ -20,9 +20,10 @@ use crate::key::ChunkKey;
 /// A call with more bytes than this for one server uses several connections: below it, a thread costs more
 /// than it brings.
 const LANE_BYTES: usize = 4 << 20;
-/// Replies that may be on their way at a time. A server keeps what was asked for and not read in its memory,
-/// so all of a batch at once could cost it gigabytes; two values are enough to keep it busy.
-const WINDOW_BYTES: usize = 8 << 20;
+/// Once so many bytes of chunks are on their way over a connection, in either direction, nothing more is sent. What is
+/// on its way lies in buffers of the server and of both kernels: with more than this they no longer fit the caches, and
+/// a single-threaded server slows down by half. The other connections keep it busy meanwhile.
+const WINDOW_BYTES: usize = 1 << 20;
 /// Requests without a reply at a time, for the same reason.
 const WINDOW_REQUESTS: usize = 1024;
 /// How often a request follows its key through a cluster that is changing.
@@ -296,21 +297,18 @@ fn exchange<R: Request>(
     while *n_answered < lane.len() {
         while let Some(routed) = lane.get(n_sent) {
             let n_awaited = n_sent - *n_answered;
-            let n_reply_bytes = routed.request.n_reply_bytes();
-            // Two at least, so that the server is never without work.
-            if n_awaited >= 2 && awaited_bytes + n_reply_bytes > WINDOW_BYTES || n_awaited >= WINDOW_REQUESTS
-            {
+            if awaited_bytes >= WINDOW_BYTES || n_awaited >= WINDOW_REQUESTS {
                 break;
             }
             if routed.is_asking {
                 connection.send(&[b"ASKING"])?;
             }
             routed.request.send(&routed.name, connection)?;
-            awaited_bytes += n_reply_bytes;
+            awaited_bytes += routed.request.n_bytes();
             n_sent += 1;
         }
         let routed = &mut lane[*n_answered];
-        awaited_bytes -= routed.request.n_reply_bytes();
+        awaited_bytes -= routed.request.n_bytes();
         if routed.is_asking {
             connection.replies()?.read_reply()?;
         }

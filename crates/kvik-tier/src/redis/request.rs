@@ -19,11 +19,6 @@ pub(super) trait Request: Send {
     /// Bytes of the chunk that go either way.
     fn n_bytes(&self) -> usize;
 
-    /// Bytes of the chunk that come back.
-    fn n_reply_bytes(&self) -> usize {
-        0
-    }
-
     /// Writes the command; `name` is the key as the server knows it.
     fn send(&self, name: &[u8], connection: &mut Connection) -> io::Result<()>;
 
@@ -114,10 +109,6 @@ impl Request for GetRequest<'_, '_> {
     }
 
     fn n_bytes(&self) -> usize {
-        self.item.buffer.len()
-    }
-
-    fn n_reply_bytes(&self) -> usize {
         self.item.buffer.len()
     }
 
