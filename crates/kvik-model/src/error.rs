@@ -51,9 +51,9 @@ pub enum ModelError {
         /// What is wrong with it.
         reason: String,
     },
-    /// `tokenizer.json` or the chat template cannot be used.
-    #[error("tokenizer: {0}")]
-    InvalidTokenizer(String),
+    /// The tokenizer cannot be used, or refuses what the request asks of it.
+    #[error(transparent)]
+    Tokens(#[from] kvik_tokens::TokensError),
     /// A request carries a value the engine cannot honor; other requests are not affected.
     #[error("`{field}` is {value}; allowed: {allowed}")]
     InvalidRequest {

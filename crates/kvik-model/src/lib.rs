@@ -2,7 +2,7 @@
 //!
 //! Parts, from the outside in: [`Model`] opens a folder; [`Engine`] batches requests over a
 //! [`Backend`], which runs the forward pass; [`BlockPool`] keeps the books of the blocks that keys
-//! and values lie in; sampling turns logits into tokens and the tokenizer turns them into text.
+//! and values lie in; sampling turns logits into tokens and `kvik-tokens` turns them into text.
 //!
 //! Invariants:
 //! - Batch invariance: a row's logits and KV are the same to the bit whatever is computed beside
@@ -12,7 +12,8 @@
 //! - `unsafe` lives in `kernels` alone.
 //!
 //! ```
-//! use kvik_model::{AddSpecial, EngineEvent, EngineOptions, CpuBackendOptions, GenerateRequest, Model, SamplingParams};
+//! use kvik_model::{EngineEvent, EngineOptions, CpuBackendOptions, GenerateRequest, Model, SamplingParams};
+//! use kvik_tokens::AddSpecial;
 //!
 //! let model = Model::bundled()?;
 //! let mut engine = model.cpu_engine(&CpuBackendOptions::default(), EngineOptions::default())?;
@@ -52,7 +53,6 @@ mod kernels;
 mod model;
 mod paging;
 mod sampling;
-mod tokenizer;
 
 pub use checkpoint::{Checkpoint, Header, Tensor, TensorInfo, TensorPlace, WeightDtype, parse_header};
 pub use config::{Activation, Architecture, ModelConfig, Norm, Position, RopeConfig, RopeScaling};
@@ -65,10 +65,7 @@ pub use forward::{Backend, CpuBackend, CpuBackendOptions, LayerKv, Logits, Seque
 pub use kernels::Isa;
 pub use model::Model;
 pub use paging::{
-    BLOCK_TOKENS, BlockId, BlockMemory, BlockPool, ElasticMemory, FixedMemory, MemoryGroup, Need, PoolStats,
+    BLOCK_TOKENS, BlockChange, BlockId, BlockMemory, BlockPool, ElasticMemory, FixedMemory, MemoryGroup,
+    Need, PoolStats,
 };
 pub use sampling::{SamplingParams, TokenLogprobs};
-pub use tokenizer::{
-    AddSpecial, CalendarDate, ChatMessage, ChatOptions, StopMatch, StreamDelta, TextStream,
-    TextStreamOptions, Tokenizer,
-};

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
+use kvik_tokens::Tokenizer;
 use kvik_types::{Dtype, Namespace};
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -12,7 +13,6 @@ use crate::config::ModelConfig;
 use crate::engine::{Engine, EngineOptions};
 use crate::error::{ModelError, Result};
 use crate::forward::{CpuBackend, CpuBackendOptions};
-use crate::tokenizer::Tokenizer;
 
 /// Largest `config.json` that is read, in bytes; real ones have a few kilobytes.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;

@@ -123,9 +123,11 @@ fn sliding_windows(
 ) -> Result<Vec<Option<usize>>> {
     /// The window of Mistral and Qwen where the field is not written.
     const DEFAULT_WINDOW: usize = 4096;
-    let window = || match fields.optional_count("sliding_window", MAX_POSITIONS)? {
-        None if !fields.contains("sliding_window") => Ok(Some(DEFAULT_WINDOW)),
-        given => Ok(given),
+    let window = || -> Result<Option<usize>> {
+        match fields.optional_count("sliding_window", MAX_POSITIONS)? {
+            None if !fields.contains("sliding_window") => Ok(Some(DEFAULT_WINDOW)),
+            given => Ok(given),
+        }
     };
     match architecture {
         Architecture::Mistral => Ok(vec![window()?; n_layers]),

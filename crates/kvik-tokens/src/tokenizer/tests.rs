@@ -155,8 +155,55 @@ fn a_conversation_renders_with_the_bundled_template() {
     assert_eq!(text, "<|bos|><|system|>Note 1: x.<|user|>Who?<|assistant|>");
     let ids = TINY.encode(&text, AddSpecial::No).unwrap();
     assert_eq!(ids.iter().filter(|id| **id == 1).count(), 1);
-    let options = ChatOptions { add_generation_prompt: false, today: None };
+    let options = ChatOptions { add_generation_prompt: false, ..ChatOptions::default() };
     assert!(TINY.render_chat(&messages, &options).unwrap().ends_with("Who?"));
+}
+
+#[test]
+fn tools_and_calls_reach_the_template_in_the_order_of_the_original() {
+    let json = |text: &str| -> Json { serde_json::from_str(text).unwrap() };
+    let tools = json(
+        r#"[{"type": "function", "function": {"name": "f", "a": [1, 2.5, null, true], "z": -1, "b": {}}}]"#,
+    );
+    let call = r#"{"role": "assistant", "content": null, "tool_calls": [{"z": 1, "id": "a"}]}"#;
+    let messages = [ChatMessage::from_json(json(call)).unwrap()];
+    let options = ChatOptions {
+        tools: Some(tools),
+        template_variables: vec![
+            ("thinking".to_owned(), Json::Bool(false)),
+            ("add_generation_prompt".to_owned(), Json::Text("not this".to_owned())),
+        ],
+        ..ChatOptions::default()
+    };
+    let template = "{{ tools | tojson }} {{ messages[0].content is none }} {{ messages[0].tool_calls | tojson }} \
+                    {{ messages[0].tool_calls[0].id }} {% for k, v in tools[0].function.items() %}{{ k }}{% endfor %} \
+                    {{ thinking }} {{ add_generation_prompt }}";
+    let expected = "[{\"type\": \"function\", \"function\": {\"name\": \"f\", \"a\": [1, 2.5, null, true], \"z\": -1, \
+                    \"b\": {}}}] True [{\"z\": 1, \"id\": \"a\"}] a nameazb False True";
+    assert_eq!(with_template(template).render_chat(&messages, &options).unwrap(), expected);
+}
+
+#[test]
+fn the_last_message_is_continued_where_it_ends() {
+    let continued = |template: &str, content: &str| {
+        let messages = [ChatMessage::new("user", "Yes. "), ChatMessage::new("assistant", content)];
+        let options = ChatOptions {
+            add_generation_prompt: false,
+            continue_final_message: true,
+            ..ChatOptions::default()
+        };
+        with_template(template).render_chat(&messages, &options)
+    };
+    let plain = "{% for m in messages %}<{{ m.content }}>{% endfor %}";
+    assert_eq!(continued(plain, "Yes. ").unwrap(), "<Yes. ><Yes. ");
+    assert_eq!(continued(plain, " No").unwrap(), "<Yes. >< No");
+    let trimmed = "{% for m in messages %}<{{ m.content.strip() }}>{% endfor %}";
+    assert_eq!(continued(trimmed, "No ").unwrap(), "<Yes.><No");
+    let error = continued("{{ messages | length }}", "No").unwrap_err();
+    assert!(matches!(error, TokensError::InvalidRequest { field: "continue_final_message", .. }), "{error}");
+    let both = ChatOptions { continue_final_message: true, ..ChatOptions::default() };
+    let error = TINY.render_chat(&[ChatMessage::new("assistant", "a")], &both).unwrap_err().to_string();
+    assert!(error.contains("together with `add_generation_prompt`"), "{error}");
 }
 
 #[test]
@@ -185,7 +232,7 @@ fn a_date_reaches_the_template_only_if_given() {
 #[test]
 fn a_template_that_raises_refuses_the_request_and_not_the_model() {
     let error = render("{{ raise_exception('roles must alternate') }}").unwrap_err();
-    assert!(matches!(error, ModelError::InvalidRequest { field: "messages", .. }), "{error}");
+    assert!(matches!(error, TokensError::InvalidRequest { field: "messages", .. }), "{error}");
     assert!(error.to_string().contains("roles must alternate"), "{error}");
 }
 
@@ -194,9 +241,9 @@ fn a_template_that_never_ends_is_stopped() {
     let template =
         "{% for a in range(9999) %}{% for b in range(9999) %}{% set c = a %}{% endfor %}{% endfor %}";
     let error = render(template).unwrap_err();
-    assert!(matches!(error, ModelError::InvalidTokenizer(_)), "{error}");
+    assert!(matches!(error, TokensError::InvalidTokenizer(_)), "{error}");
     let error = render("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}").unwrap_err();
-    assert!(matches!(error, ModelError::InvalidTokenizer(_)), "{error}");
+    assert!(matches!(error, TokensError::InvalidTokenizer(_)), "{error}");
 }
 
 #[test]
@@ -255,7 +302,7 @@ fn unusable_stop_strings_are_refused() {
     for stop in [vec![String::new()], vec!["x".repeat(5000)], vec!["x".to_owned(); 65]] {
         let options = TextStreamOptions { stop, ..Default::default() };
         let error = TextStream::try_new(Arc::clone(&TINY), options).unwrap_err();
-        assert!(matches!(error, ModelError::InvalidRequest { field: "stop", .. }), "{error}");
+        assert!(matches!(error, TokensError::InvalidRequest { field: "stop", .. }), "{error}");
     }
 }
 

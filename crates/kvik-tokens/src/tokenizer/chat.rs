@@ -16,7 +16,8 @@ use minijinja::{Environment, Error, ErrorKind};
 use minijinja_contrib::pycompat;
 
 use super::date::CalendarDate;
-use crate::error::{ModelError, Result};
+use super::json::Json;
+use crate::error::{Result, TokensError};
 
 /// Instructions one rendering may take; a message takes some hundred.
 const FUEL: u64 = 10_000_000;
@@ -30,19 +31,28 @@ const MAX_RENDERED_BYTES: usize = 64 << 20;
 const TEMPLATE_NAME: &str = "chat_template";
 
 /// One message of a conversation.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ChatMessage {
     /// Who speaks: `system`, `user` or `assistant`, and what else the template knows.
     pub role: String,
-    /// What is said.
-    pub content: String,
+    /// What is said; none in a message that only calls tools.
+    pub content: Option<String>,
+    /// What else the message has, such as `tool_calls`, for templates that look at it.
+    pub fields: Vec<(String, Json)>,
 }
 
 /// How a conversation is rendered.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ChatOptions {
     /// Whether the text ends with the start of the assistant's answer. Default: true.
     pub add_generation_prompt: bool,
+    /// Whether the text ends with the content of the last message, for the model to go on with it; not
+    /// together with `add_generation_prompt`. Default: false.
+    pub continue_final_message: bool,
+    /// Descriptions of the tools that the model may call. Default: none.
+    pub tools: Option<Json>,
+    /// Variables for the template beside those it always has, which win. Default: none.
+    pub template_variables: Vec<(String, Json)>,
     /// What `strftime_now` gives; without it that function is not defined, and templates that
     /// look for it take a date of their own. Default: none.
     pub today: Option<CalendarDate>,
@@ -72,15 +82,71 @@ struct BoundedOutput<'a> {
 impl ChatMessage {
     /// A message of `role` that says `content`.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
-        Self { role: role.into(), content: content.into() }
+        Self { role: role.into(), content: Some(content.into()), fields: Vec::new() }
     }
+
+    /// A message as an API has it: an object with a `role` and a `content` of text or of parts with text,
+    /// which are joined.
+    ///
+    /// # Errors
+    /// [`TokensError::InvalidRequest`] for anything else, also for parts that are not text.
+    pub fn from_json(message: Json) -> Result<Self> {
+        let refuse = |value: String, allowed: &str| Err(TokensError::request("messages", value, allowed));
+        let Json::Object(entries) = message else {
+            return refuse("a list with something that is not an object".to_owned(), "objects");
+        };
+        let (mut role, mut content, mut fields) = (None, None, Vec::new());
+        for (name, value) in entries {
+            match (name.as_str(), value) {
+                ("role", Json::Text(text)) => role = Some(text),
+                ("content", Json::Text(text)) => content = Some(text),
+                ("content", Json::Null) => {}
+                ("content", Json::List(parts)) => content = Some(joined_parts(&parts)?),
+                ("role" | "content", _) => {
+                    return refuse(
+                        format!("a message with an unusable `{name}`"),
+                        "text, or parts with text",
+                    );
+                }
+                (_, value) => fields.push((name, value)),
+            }
+        }
+        match role {
+            Some(role) => Ok(Self { role, content, fields }),
+            None => refuse("a message without a role".to_owned(), "messages with `role` and `content`"),
+        }
+    }
+}
+
+fn joined_parts(parts: &[Json]) -> Result<String> {
+    let mut text = String::new();
+    for part in parts {
+        match (part.get("type"), part.get("text")) {
+            (Some(Json::Text(kind)), Some(Json::Text(part))) if kind == "text" => text.push_str(part),
+            (Some(Json::Text(kind)), _) => {
+                let value = format!("a message with a part of type `{kind}`");
+                return Err(TokensError::request("messages", value, "parts of type `text`"));
+            }
+            _ => {
+                let value = "a message with a part without a type";
+                return Err(TokensError::request("messages", value, "parts of type `text`"));
+            }
+        }
+    }
+    Ok(text)
 }
 
 // === impl ChatOptions ===
 
 impl Default for ChatOptions {
     fn default() -> Self {
-        Self { add_generation_prompt: true, today: None }
+        Self {
+            add_generation_prompt: true,
+            continue_final_message: false,
+            tools: None,
+            template_variables: Vec::new(),
+            today: None,
+        }
     }
 }
 
@@ -107,13 +173,20 @@ impl ChatTemplate {
     }
 
     pub(super) fn render(&self, messages: &[ChatMessage], options: &ChatOptions) -> Result<String> {
+        let continued =
+            if options.continue_final_message { Some(continued(messages, options)?) } else { None };
         let messages: Value =
             messages.iter().map(|message| Value::from_object(MessageObject(message.clone()))).collect();
-        let mut context = BTreeMap::from([
+        let mut context: BTreeMap<&str, Value> = options
+            .template_variables
+            .iter()
+            .map(|(name, value)| (name.as_str(), value.to_template()))
+            .collect();
+        context.extend([
             ("messages", messages),
             ("add_generation_prompt", Value::from(options.add_generation_prompt)),
             // Templates test these against none, which an undefined variable is not.
-            ("tools", Value::from(())),
+            ("tools", options.tools.as_ref().map_or(Value::from(()), Json::to_template)),
             ("documents", Value::from(())),
         ]);
         if let Some(today) = options.today {
@@ -127,10 +200,39 @@ impl ChatTemplate {
             .get_template(TEMPLATE_NAME)
             .and_then(|template| template.render_captured_to(context, BoundedOutput { bytes: &mut bytes }))
             .map_err(|error| render_error(&error))?;
-        String::from_utf8(bytes).map_err(|_| {
-            ModelError::InvalidTokenizer("the chat template gives text that is not UTF-8".to_owned())
-        })
+        let mut text = String::from_utf8(bytes).map_err(|_| {
+            TokensError::InvalidTokenizer("the chat template gives text that is not UTF-8".to_owned())
+        })?;
+        if let Some(content) = continued {
+            let n_bytes = end_of_content(&text, content).ok_or_else(|| {
+                let value = "true, and the chat template does not write the last message as it is";
+                TokensError::request("continue_final_message", value, "false")
+            })?;
+            text.truncate(n_bytes);
+        }
+        Ok(text)
     }
+}
+
+/// What the model is to go on with.
+fn continued<'a>(messages: &'a [ChatMessage], options: &ChatOptions) -> Result<&'a str> {
+    if options.add_generation_prompt {
+        let value = "true together with `add_generation_prompt`";
+        return Err(TokensError::request("continue_final_message", value, "one of the two"));
+    }
+    messages.last().and_then(|message| message.content.as_deref()).ok_or_else(|| {
+        let value = "true without a last message that says something";
+        TokensError::request("continue_final_message", value, "false")
+    })
+}
+
+/// Where the last message ends in the text: after its content, with the white space behind it if the template
+/// left that.
+fn end_of_content(text: &str, content: &str) -> Option<usize> {
+    let start = text.rfind(content.trim())?;
+    let with_space = content.trim_start();
+    let n_bytes = if text[start..].starts_with(with_space) { with_space.len() } else { content.trim().len() };
+    Some(start + n_bytes)
 }
 
 // === impl RaisedByTemplate ===
@@ -149,13 +251,16 @@ impl Object for MessageObject {
     fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
         match key.as_str()? {
             "role" => Some(Value::from(self.0.role.as_str())),
-            "content" => Some(Value::from(self.0.content.as_str())),
-            _ => None,
+            "content" => Some(self.0.content.as_deref().map_or(Value::from(()), Value::from)),
+            name => {
+                self.0.fields.iter().find(|(field, _)| field == name).map(|(_, value)| value.to_template())
+            }
         }
     }
 
     fn enumerate(self: &Arc<Self>) -> Enumerator {
-        Enumerator::Str(&["role", "content"])
+        let others = self.0.fields.iter().map(|(name, _)| Value::from(name.as_str()));
+        Enumerator::Values(["role", "content"].map(Value::from).into_iter().chain(others).collect())
     }
 }
 
@@ -218,14 +323,14 @@ fn without_html_escapes(json: &str) -> String {
     text
 }
 
-fn render_error(error: &Error) -> ModelError {
+fn render_error(error: &Error) -> TokensError {
     let mut cause: Option<&(dyn StdError + 'static)> = Some(error);
     while let Some(current) = cause {
         if current.is::<RaisedByTemplate>() {
             let refusal = format!("refused by the chat template: {}", error.detail().unwrap_or_default());
-            return ModelError::request("messages", refusal, "a conversation that the chat template takes");
+            return TokensError::request("messages", refusal, "a conversation that the chat template takes");
         }
         cause = current.source();
     }
-    ModelError::InvalidTokenizer(format!("the chat template failed: {error}"))
+    TokensError::InvalidTokenizer(format!("the chat template failed: {error}"))
 }

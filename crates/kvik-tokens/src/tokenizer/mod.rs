@@ -7,14 +7,19 @@ use std::fmt;
 use std::fs;
 use std::io;
 use std::path::Path;
+use std::sync::OnceLock;
 
-use tokenizers::Model;
+use kvik_types::TokenId;
+use tokenizers::{Encoding, Model, Token};
+use xxhash_rust::xxh3::xxh3_64;
 
-use crate::error::{ModelError, Result};
+use crate::cut::CutRule;
+use crate::error::{Result, TokensError};
 
 mod chat;
 mod date;
 mod detokenize;
+mod json;
 mod settings;
 mod stop;
 mod stream;
@@ -23,6 +28,7 @@ mod tests;
 
 pub use chat::{ChatMessage, ChatOptions};
 pub use date::CalendarDate;
+pub use json::Json;
 pub use stop::StopMatch;
 pub use stream::{StreamDelta, TextStream, TextStreamOptions};
 
@@ -49,6 +55,24 @@ pub struct Tokenizer {
     bos_token_id: Option<u32>,
     /// The token to put before a text because the post-processor does not.
     leading_token: Option<u32>,
+    key: TokenizerKey,
+    /// Found when it is asked for: an engine that owns its tokenizer has no use for it.
+    incremental: OnceLock<Option<Incremental>>,
+}
+
+/// What the tokens of a text depend on; two tokenizers with the same key give the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TokenizerKey(pub u64);
+
+/// How the tokens of a text are put together from those of its parts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Incremental {
+    /// Where texts can be cut.
+    pub cut_rule: CutRule,
+    /// Special tokens before the tokens of a whole text.
+    pub leading: Vec<TokenId>,
+    /// Special tokens after them.
+    pub trailing: Vec<TokenId>,
 }
 
 impl Tokenizer {
@@ -58,7 +82,7 @@ impl Tokenizer {
     /// `generation_config.json` may be missing.
     pub fn open(folder: &Path) -> Result<Self> {
         let tokenizer_json = read_optional(folder, "tokenizer.json")?.ok_or_else(|| {
-            ModelError::MissingFile { folder: folder.to_owned(), what: "tokenizer.json".to_owned() }
+            TokensError::MissingFile { folder: folder.to_owned(), what: "tokenizer.json".to_owned() }
         })?;
         let tokenizer_config = read_optional(folder, "tokenizer_config.json")?;
         let generation_config = read_optional(folder, "generation_config.json")?;
@@ -66,7 +90,7 @@ impl Tokenizer {
             match read_optional(folder, "chat_template.jinja")? {
                 None => None,
                 Some(bytes) => Some(String::from_utf8(bytes).map_err(|_| {
-                    ModelError::InvalidTokenizer("chat_template.jinja is not UTF-8".to_owned())
+                    TokensError::InvalidTokenizer("chat_template.jinja is not UTF-8".to_owned())
                 })?),
             };
         Self::from_parts(
@@ -87,10 +111,10 @@ impl Tokenizer {
         generation_config_json: Option<&[u8]>,
     ) -> Result<Self> {
         let mut inner = tokenizers::Tokenizer::from_bytes(tokenizer_json)
-            .map_err(|error| ModelError::InvalidTokenizer(format!("tokenizer.json: {error}")))?;
+            .map_err(|error| TokensError::InvalidTokenizer(format!("tokenizer.json: {error}")))?;
         // Both are left over from training; a prompt is neither cut nor filled up.
         inner.with_padding(None);
-        inner.with_truncation(None).map_err(|error| ModelError::InvalidTokenizer(error.to_string()))?;
+        inner.with_truncation(None).map_err(|error| TokensError::InvalidTokenizer(error.to_string()))?;
 
         let settings = Settings::read(tokenizer_config_json, generation_config_json)?;
         let special_id = |field: &str| {
@@ -115,6 +139,8 @@ impl Tokenizer {
             eos_token_ids,
             bos_token_id,
             leading_token: None,
+            key: TokenizerKey(xxh3_64(tokenizer_json)),
+            incremental: OnceLock::new(),
         };
         if settings.adds_bos_token {
             // What the post-processor adds shows in the encoding of nothing.
@@ -130,16 +156,47 @@ impl Tokenizer {
         let encoding = self
             .inner
             .encode_fast(text, adds_special)
-            .map_err(|error| ModelError::InvalidTokenizer(format!("encode: {error}")))?;
+            .map_err(|error| TokensError::InvalidTokenizer(format!("encode: {error}")))?;
         let leading_token = self.leading_token.filter(|_| adds_special);
         Ok(leading_token.into_iter().chain(encoding.get_ids().iter().copied()).collect())
+    }
+
+    /// Returns what the tokens of a text depend on, special ones around it aside.
+    pub fn key(&self) -> TokenizerKey {
+        self.key
+    }
+
+    /// Returns how texts can be tokenized part by part, or `None` if that is not known to give the same
+    /// tokens.
+    pub fn incremental(&self) -> Option<&Incremental> {
+        self.incremental.get_or_init(|| self.find_incremental()).as_ref()
+    }
+
+    fn find_incremental(&self) -> Option<Incremental> {
+        // Post-processors put fixed tokens around a text, whatever it is; these show around any token.
+        let probe = || Encoding::from_tokens(vec![Token::new(u32::MAX, String::new(), (0, 0))], 0);
+        let plain = self.inner.post_process(probe(), None, false).ok()?;
+        if plain.get_ids() != [u32::MAX] {
+            return None;
+        }
+        let framed = self.inner.post_process(probe(), None, true).ok()?;
+        let mut around = framed.get_ids().split(|id| *id == u32::MAX);
+        let (before, after) = (around.next()?, around.next()?);
+        if around.next().is_some() {
+            return None;
+        }
+        Some(Incremental {
+            cut_rule: CutRule::of(&self.inner)?,
+            leading: self.leading_token.into_iter().chain(before.iter().copied()).collect(),
+            trailing: after.to_vec(),
+        })
     }
 
     /// Returns the text of tokens; ids outside of the vocabulary give none.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         self.inner
             .decode(ids, skip_special)
-            .map_err(|error| ModelError::InvalidTokenizer(format!("decode: {error}")))
+            .map_err(|error| TokensError::InvalidTokenizer(format!("decode: {error}")))
     }
 
     /// Returns a token as the vocabulary writes it, or `None` for an id that it does not have.
@@ -174,11 +231,11 @@ impl Tokenizer {
         match &self.chat_template {
             Some(Ok(template)) => template.render(messages, options),
             Some(Err(reason)) => {
-                Err(ModelError::InvalidTokenizer(format!("the chat template does not compile: {reason}")))
+                Err(TokensError::InvalidTokenizer(format!("the chat template does not compile: {reason}")))
             }
             None => {
                 let allowed = "a plain prompt, because the model has no chat template";
-                Err(ModelError::request("messages", "a conversation", allowed))
+                Err(TokensError::request("messages", "a conversation", allowed))
             }
         }
     }
@@ -215,6 +272,6 @@ fn read_optional(folder: &Path, file_name: &str) -> Result<Option<Vec<u8>>> {
     match fs::read(&path) {
         Ok(bytes) => Ok(Some(bytes)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(ModelError::Io { path, source }),
+        Err(source) => Err(TokensError::Io { path, source }),
     }
 }

@@ -3,7 +3,7 @@
 //! The match that ends first wins, and of those that end together the longest. Both depend on
 //! the text alone, so the cut does not depend on how the text was divided into tokens.
 
-use crate::error::{ModelError, Result};
+use crate::error::{Result, TokensError};
 
 /// Most stop strings that one request may have.
 const MAX_STOP_STRINGS: usize = 64;
@@ -34,11 +34,11 @@ impl StopFilter {
     pub(super) fn try_new(stops: Vec<String>, include_stop: bool) -> Result<Self> {
         if stops.len() > MAX_STOP_STRINGS {
             let allowed = format!("at most {MAX_STOP_STRINGS} strings");
-            return Err(ModelError::request("stop", format!("a list of {}", stops.len()), allowed));
+            return Err(TokensError::request("stop", format!("a list of {}", stops.len()), allowed));
         }
         if let Some(stop) = stops.iter().find(|stop| stop.is_empty() || stop.len() > MAX_STOP_BYTES) {
             let allowed = format!("strings of 1 to {MAX_STOP_BYTES} bytes");
-            return Err(ModelError::request("stop", format!("a string of {} bytes", stop.len()), allowed));
+            return Err(TokensError::request("stop", format!("a string of {} bytes", stop.len()), allowed));
         }
         Ok(Self { stops, include_stop, held: String::new(), matched: None })
     }

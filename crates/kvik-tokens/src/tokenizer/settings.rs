@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value};
 
-use crate::error::{ModelError, Result};
+use crate::error::{Result, TokensError};
 
 /// Fields of `tokenizer_config.json` that name a special token and are handed to chat templates.
 const SPECIAL_TOKEN_FIELDS: [&str; 7] =
@@ -105,9 +105,9 @@ impl Settings {
 
 fn parse_object(file_name: &str, bytes: &[u8]) -> Result<Map<String, Value>> {
     serde_json::from_slice(bytes)
-        .map_err(|error| ModelError::InvalidTokenizer(format!("{file_name} is not a JSON object: {error}")))
+        .map_err(|error| TokensError::InvalidTokenizer(format!("{file_name} is not a JSON object: {error}")))
 }
 
-fn invalid(file_name: &str, field: &str, found: &str, allowed: &str) -> ModelError {
-    ModelError::InvalidTokenizer(format!("{file_name}: `{field}` is {found}; allowed: {allowed}"))
+fn invalid(file_name: &str, field: &str, found: &str, allowed: &str) -> TokensError {
+    TokensError::InvalidTokenizer(format!("{file_name}: `{field}` is {found}; allowed: {allowed}"))
 }

@@ -1,0 +1,4 @@
+//! What the tests of exactness share.
+
+pub mod kinds;
+pub mod properties;
