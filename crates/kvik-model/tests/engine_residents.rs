@@ -3,9 +3,10 @@
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
 use kvik_model::{
-    AddSpecial, CpuBackendOptions, Engine, EngineEvent, EngineOptions, GenerateRequest, Model, ModelError,
+    CpuBackendOptions, Engine, EngineEvent, EngineOptions, GenerateRequest, Model, ModelError,
     SamplingParams, SubmitOptions, Usage,
 };
+use kvik_tokens::AddSpecial;
 
 const PROMPT: &str = "Once upon a time there was a little dog who had a red ball and a";
 

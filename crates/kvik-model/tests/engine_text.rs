@@ -6,7 +6,8 @@ pub mod support;
 
 use std::sync::Arc;
 
-use kvik_model::{AddSpecial, EngineOptions, FinishReason, GenerateRequest, Model, SamplingParams};
+use kvik_model::{EngineOptions, FinishReason, GenerateRequest, Model, SamplingParams};
+use kvik_tokens::AddSpecial;
 
 use support::TestModel;
 use support::requests::{alone, engine_with, run};

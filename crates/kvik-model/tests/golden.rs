@@ -5,9 +5,10 @@
 use std::path::Path;
 
 use kvik_model::{
-    AddSpecial, Backend, BlockId, CpuBackend, CpuBackendOptions, EngineEvent, EngineOptions, GenerateRequest,
-    Logits, Model, SamplingParams, SequenceRows,
+    Backend, BlockId, CpuBackend, CpuBackendOptions, EngineEvent, EngineOptions, GenerateRequest, Logits,
+    Model, SamplingParams, SequenceRows,
 };
+use kvik_tokens::AddSpecial;
 use serde_json::Value;
 
 /// Largest difference of a first-step logit from the reference.

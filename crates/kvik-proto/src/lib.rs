@@ -5,7 +5,8 @@
 //! a field that changes its meaning gets a new name.
 //!
 //! Parts: [`coordinator`] and [`worker`] hold the messages of the two services' own APIs, [`cache`] those
-//! of a worker's store, [`openai`] those of the compatible one, [`events`] the KV events of engines, [`sse`] the framing of
+//! of a worker's store, [`openai`] those of the compatible one, [`events`] the KV events of engines, [`index`] the
+//! API of the global KV index, [`kv_stream`] what a worker tells of its KV, [`sse`] the framing of
 //! streams, [`client`] the clients.
 //!
 //! ```
@@ -23,6 +24,8 @@ pub mod cache;
 pub mod client;
 pub mod coordinator;
 pub mod events;
+pub mod index;
+pub mod kv_stream;
 pub mod openai;
 pub mod sse;
 pub mod worker;

@@ -9,12 +9,15 @@
 //! | `POST /kv/put?seq_id=..&layer=..&mode=append\|replace` | safetensors: `k`, `v`, `token_ids` | [`KvPutResponse`] |
 //! | `GET /kv/get?seq_id=..&layer=..` | none | safetensors: `k`, `v`, `token_ids` |
 //! | `GET /kv/stats` | none | [`KvStats`] |
+//! | `GET /kv/blocks?group=..&after=..&limit=..` | none | [`KvBlocksPage`] |
+//! | `GET /kv/events?epoch=..&from=..` | none | an endless [`kv_stream`](crate::kv_stream) |
 //! | `POST /drain` | none | 202 |
 //!
 //! `k` and `v` are `[seq_len, kv_heads, head_dim]` in the worker's KV dtype.
 
 use serde::{Deserialize, Serialize};
 
+use crate::kv_stream::{KvKey, KvTier};
 use crate::openai::SamplingFields;
 
 /// One message of a conversation.
@@ -265,6 +268,28 @@ pub struct KvStats {
     pub bytes_per_token: usize,
     /// Type of a KV element.
     pub dtype: String,
+}
+
+/// Some of the blocks that a worker holds now, in the order of their keys.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KvBlocksPage {
+    /// The worker's epoch.
+    pub epoch: u64,
+    /// The group that was asked for.
+    pub group: u32,
+    /// Its blocks behind the key that was asked for, as many as the limit allows.
+    pub blocks: Vec<HeldBlock>,
+    /// Whether there are more behind the last of them.
+    pub has_more: bool,
+}
+
+/// A block that a worker holds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeldBlock {
+    /// The block.
+    pub key: KvKey,
+    /// Where it is, fastest first.
+    pub tiers: Vec<KvTier>,
 }
 
 impl SamplingInput {

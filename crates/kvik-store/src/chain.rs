@@ -107,6 +107,15 @@ impl Space {
         self.shared.namespace.id
     }
 
+    /// The parent of the first chunk of every chain in it.
+    pub fn root(&self) -> BlockHash {
+        self.shared.seed
+    }
+
+    pub(crate) fn namespace_idx(&self) -> u32 {
+        self.shared.namespace.idx
+    }
+
     /// Hashes a sequence.
     ///
     /// Tokens after the last full chunk are a tail where the store keeps tails, as many as whole token

@@ -3,11 +3,13 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry as MapEntry;
 use std::hash::{BuildHasherDefault, Hasher};
+use std::sync::Arc;
 
 use kvik_types::BlockHash;
 use parking_lot::RwLock;
 
 use crate::chain::{Chain, block_id};
+use crate::observer::Observed;
 use crate::policy::BlockId;
 
 /// Tiers that a store can have, memory included.
@@ -28,6 +30,8 @@ const N_SHARDS: usize = 256;
 /// half with another one is as good as absent, and is never stored. For local tiers the ranks are exact: they
 /// change in the same critical section of the shard as the index of the memory tier. For remote tiers they
 /// are what was written or seen.
+///
+/// Every change of ranks goes through here, so an observer is told under the lock of the shard.
 #[derive(Debug)]
 pub(crate) struct Directory {
     shards: Box<[RwLock<Shard>]>,
@@ -53,7 +57,11 @@ pub(crate) struct Entry {
     pub(crate) was_evicted_below: bool,
 }
 
-type Shard = HashMap<BlockId, Entry, BuildHasherDefault<IdHasher>>;
+#[derive(Debug, Default)]
+struct Shard {
+    entries: HashMap<BlockId, Entry, BuildHasherDefault<IdHasher>>,
+    observed: Option<Arc<Observed>>,
+}
 
 /// Ids are hashes: their bits are the hash.
 #[derive(Debug, Default)]
@@ -68,13 +76,13 @@ impl Directory {
     pub(crate) fn view(&self, hash: BlockHash) -> Entry {
         let id = block_id(hash);
         let shard = self.shard(id).read();
-        let entry = shard.get(&id).filter(|entry| entry.second_half == second_half(hash)).copied();
+        let entry = shard.entries.get(&id).filter(|entry| entry.second_half == second_half(hash)).copied();
         entry.unwrap_or_else(|| Entry::new(hash, 0, 0))
     }
 
     /// Says which ranks of a block are in a tier.
     pub(crate) fn ranks(&self, id: BlockId, tier: TierIdx) -> u64 {
-        self.shard(id).read().get(&id).map_or(0, |entry| entry.ranks[tier])
+        self.shard(id).read().entries.get(&id).map_or(0, |entry| entry.ranks[tier])
     }
 
     /// Changes the entry of a chunk of a chain, which is made if there is none.
@@ -87,19 +95,22 @@ impl Directory {
         change: impl FnOnce(&mut Entry) -> R,
     ) -> Option<R> {
         let depth = u32::try_from(chunk_idx).unwrap_or(u32::MAX);
-        self.update_hash(chain.hash(chunk_idx), chain.namespace().idx, depth, change)
+        let parent = chunk_idx.checked_sub(1).map(|parent_idx| chain.hash(parent_idx));
+        self.update_hash(chain.hash(chunk_idx), parent, chain.namespace().idx, depth, change)
     }
 
     pub(crate) fn update_hash<R>(
         &self,
         hash: BlockHash,
+        parent: Option<BlockHash>,
         namespace_idx: u32,
         depth: u32,
         change: impl FnOnce(&mut Entry) -> R,
     ) -> Option<R> {
         let id = block_id(hash);
         let mut shard = self.shard(id).write();
-        match shard.entry(id) {
+        let Shard { entries, observed } = &mut *shard;
+        match entries.entry(id) {
             MapEntry::Occupied(mut place) => {
                 if place.get().second_half != second_half(hash) {
                     return None;
@@ -107,18 +118,23 @@ impl Directory {
                 let entry = place.get_mut();
                 // A chunk that was found on disk has no depth before a chain shows it.
                 entry.depth = entry.depth.max(depth);
+                let before = *entry;
                 let result = change(entry);
-                if entry.is_empty(self.n_local_tiers) {
+                let after = *entry;
+                if after.is_empty(self.n_local_tiers) {
                     place.remove();
                 }
+                self.tell(observed.as_deref(), hash, parent, &before, &after);
                 Some(result)
             }
             MapEntry::Vacant(place) => {
-                let mut entry = Entry::new(hash, namespace_idx, depth);
-                let result = change(&mut entry);
-                if !entry.is_empty(self.n_local_tiers) {
-                    place.insert(entry);
+                let before = Entry::new(hash, namespace_idx, depth);
+                let mut after = before;
+                let result = change(&mut after);
+                if !after.is_empty(self.n_local_tiers) {
+                    place.insert(after);
                 }
+                self.tell(observed.as_deref(), hash, parent, &before, &after);
                 Some(result)
             }
         }
@@ -131,21 +147,82 @@ impl Directory {
         change: impl FnOnce(BlockHash, &mut Entry) -> R,
     ) -> Option<R> {
         let mut shard = self.shard(id).write();
-        let MapEntry::Occupied(mut place) = shard.entry(id) else { return None };
-        let hash = place.get().hash(id);
+        let Shard { entries, observed } = &mut *shard;
+        let MapEntry::Occupied(mut place) = entries.entry(id) else { return None };
+        let before = *place.get();
+        let hash = before.hash(id);
         let result = change(hash, place.get_mut());
-        if place.get().is_empty(self.n_local_tiers) {
+        let after = *place.get();
+        if after.is_empty(self.n_local_tiers) {
             place.remove();
         }
+        self.tell(observed.as_deref(), hash, None, &before, &after);
         Some(result)
     }
 
     /// Calls `visit` with the entries of one shard; those that say nothing afterwards are removed.
     pub(crate) fn sweep_shard(&self, shard_idx: usize, mut visit: impl FnMut(BlockHash, &mut Entry)) {
-        self.shards[shard_idx].write().retain(|id, entry| {
-            visit(entry.hash(*id), entry);
+        let mut shard = self.shards[shard_idx].write();
+        let Shard { entries, observed } = &mut *shard;
+        let mut changes = Vec::new();
+        entries.retain(|id, entry| {
+            let before = *entry;
+            let hash = entry.hash(*id);
+            visit(hash, entry);
+            if let Some(observed) = observed.as_ref().filter(|observed| observed.is_about(entry)) {
+                observed.compare(hash, None, &self.known(&before), &self.known(entry), &mut changes);
+            }
             !entry.is_empty(self.n_local_tiers)
         });
+        if let Some(observed) = observed {
+            observed.tell(&changes);
+        }
+    }
+
+    /// Tells an observer of everything that is there and of every later change.
+    pub(crate) fn observe(&self, observer: &Arc<Observed>) {
+        for shard in &self.shards {
+            let mut shard = shard.write();
+            let mut changes = Vec::new();
+            for (id, entry) in shard.entries.iter().filter(|(_, entry)| observer.is_about(entry)) {
+                let nothing = [0; MAX_TIERS];
+                observer.compare(entry.hash(*id), None, &nothing, &self.known(entry), &mut changes);
+            }
+            observer.tell(&changes);
+            shard.observed = Some(Arc::clone(observer));
+        }
+    }
+
+    /// Calls `visit` with every entry, shard by shard.
+    pub(crate) fn visit(&self, mut visit: impl FnMut(BlockHash, &Entry)) {
+        for shard in &self.shards {
+            for (id, entry) in &shard.read().entries {
+                visit(entry.hash(*id), entry);
+            }
+        }
+    }
+
+    /// Tells what changed of one entry.
+    fn tell(
+        &self,
+        observed: Option<&Observed>,
+        hash: BlockHash,
+        parent: Option<BlockHash>,
+        before: &Entry,
+        after: &Entry,
+    ) {
+        let Some(observed) = observed.filter(|observed| observed.is_about(after)) else { return };
+        let (before, after) = (self.known(before), self.known(after));
+        if before != after {
+            let mut changes = Vec::new();
+            observed.compare(hash, parent, &before, &after, &mut changes);
+            observed.tell(&changes);
+        }
+    }
+
+    /// The ranks that are known of an entry: none once it is removed.
+    fn known(&self, entry: &Entry) -> [u64; MAX_TIERS] {
+        if entry.is_empty(self.n_local_tiers) { [0; MAX_TIERS] } else { entry.ranks }
     }
 
     pub(crate) fn n_shards(&self) -> usize {
@@ -153,14 +230,14 @@ impl Directory {
     }
 
     pub(crate) fn n_entries(&self) -> usize {
-        self.shards.iter().map(|shard| shard.read().len()).sum()
+        self.shards.iter().map(|shard| shard.read().entries.len()).sum()
     }
 
     /// Memory of the tables, free places included.
     pub(crate) fn memory_bytes(&self) -> usize {
         // One byte of control beside each place; capacity leaves out the eighth that the table keeps free.
         let place_bytes = size_of::<(BlockId, Entry)>() + 1;
-        self.shards.iter().map(|shard| shard.read().capacity() * 8 / 7 * place_bytes).sum()
+        self.shards.iter().map(|shard| shard.read().entries.capacity() * 8 / 7 * place_bytes).sum()
     }
 
     fn shard(&self, id: BlockId) -> &RwLock<Shard> {

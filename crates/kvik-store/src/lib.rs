@@ -47,6 +47,7 @@ mod flight;
 mod format;
 mod gather;
 mod lower;
+mod observer;
 mod options;
 mod promise;
 mod store;
@@ -55,6 +56,7 @@ pub use chain::{Chain, Space};
 pub use device::register_with_cuda;
 pub use error::{Result, StoreError};
 pub use format::{ChunkFormat, MAX_RANKS};
+pub use observer::{ChunkChange, ChunkObserver};
 pub use options::{StoreOptions, WriteBack};
 pub use store::{
     ChunkWriter, Clear, Cleared, Commit, Layer, LayerReader, LayerWrite, LayerWriter, Lookup, Prefetch,

@@ -13,7 +13,7 @@ use kvik_proto::cache::{
 };
 use kvik_store::{Chain, Clear, Prefetch};
 use kvik_tier::{TierHealth, TierKind, TierStat};
-use kvik_types::TokenId;
+use kvik_types::{BlockHash, TokenId};
 use parking_lot::Mutex;
 
 use crate::error::Refusal;
@@ -57,6 +57,11 @@ impl Cache {
     pub(crate) fn close(&self) {
         self.prefetches.lock().remembered.clear();
         self.store.close();
+    }
+
+    /// Calls `visit` with each chunk of the model and the tiers that have it.
+    pub(crate) fn visit_chunks(&self, visit: impl FnMut(BlockHash, &[TierKind])) {
+        self.store.visit_chunks(visit);
     }
 
     pub(crate) fn lookup(&self, tokens: &[TokenId]) -> LookupResponse {

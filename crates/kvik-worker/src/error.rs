@@ -6,6 +6,7 @@ use http::StatusCode;
 use kvik_model::ModelError;
 use kvik_proto::openai::ErrorBody;
 use kvik_proto::worker::SamplingConflict;
+use kvik_tokens::TokensError;
 
 /// Result of this crate's operations.
 pub type Result<T, E = WorkerError> = std::result::Result<T, E>;
@@ -167,9 +168,18 @@ impl From<ModelError> for Refusal {
         match &error {
             // Room in the pool comes back; nothing is wrong with the request.
             ModelError::NoRoom { .. } => Self::unavailable(error.to_string(), 1),
-            ModelError::InvalidRequest { field, value, allowed } => Self::field(field, value, allowed),
+            ModelError::InvalidRequest { field, value, allowed }
+            | ModelError::Tokens(TokensError::InvalidRequest { field, value, allowed }) => {
+                Self::field(field, value, allowed)
+            }
             _ => Self::failed(error.to_string()),
         }
+    }
+}
+
+impl From<TokensError> for Refusal {
+    fn from(error: TokensError) -> Self {
+        ModelError::from(error).into()
     }
 }
 

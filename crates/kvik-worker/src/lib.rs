@@ -41,6 +41,7 @@ mod drain;
 mod engine_thread;
 mod error;
 mod generation;
+mod kv_log;
 mod metrics;
 mod registration;
 mod sequences;

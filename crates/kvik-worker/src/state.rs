@@ -4,7 +4,7 @@ use std::hash::{BuildHasher as _, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use kvik_model::{AddSpecial, ChatMessage, ChatOptions, Tokenizer};
+use kvik_tokens::{AddSpecial, ChatMessage, ChatOptions, Tokenizer};
 use kvik_types::Dtype;
 use tokio_util::sync::CancellationToken;
 
@@ -13,6 +13,7 @@ use crate::cache::Cache;
 use crate::config::WorkerConfig;
 use crate::engine_thread::EngineHandle;
 use crate::error::Refusal;
+use crate::kv_log::KvLog;
 use crate::metrics::WorkerMetrics;
 use crate::sequences::Sequences;
 use crate::staging::Staging;
@@ -47,6 +48,8 @@ pub(crate) struct Loaded {
     pub(crate) staging: Staging,
     /// The store below the engine, if there is one.
     pub(crate) cache: Option<Cache>,
+    /// What is held, as it changes.
+    pub(crate) kv_log: Arc<KvLog>,
     /// The name that clients ask for.
     pub(crate) model_name: String,
     /// Longest sequence, prompt and output together.

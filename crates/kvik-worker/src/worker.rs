@@ -3,8 +3,9 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use kvik_model::{CpuBackendOptions, Engine, EngineOptions, Model};
+use kvik_model::{BLOCK_TOKENS, CpuBackendOptions, Engine, EngineOptions, Model};
 use kvik_proto::client::{CoordinatorClient, TlsClientConfig, http_client};
+use kvik_proto::kv_stream::BlockGroup;
 use kvik_runtime::http::{listen, serve, tls_acceptor};
 use kvik_runtime::shutdown::Shutdown;
 use kvik_runtime::telemetry::Tracer;
@@ -16,6 +17,7 @@ use crate::config::WorkerConfig;
 use crate::drain::Drain;
 use crate::engine_thread::{EngineHandle, Patience};
 use crate::error::{Result, WorkerError};
+use crate::kv_log::{BLOCKS, CHUNKS, KEPT_BYTES, KvLog};
 use crate::metrics::WorkerMetrics;
 use crate::registration::Registration;
 use crate::sequences::{self, Sequences};
@@ -89,7 +91,7 @@ impl Worker {
 
         // Ends the server if anything below fails.
         let starting = closing.clone().drop_guard();
-        let (loaded, thread) = load(&state, shutdown).await?;
+        let (loaded, thread) = load(&state, epoch, shutdown).await?;
         starting.disarm();
 
         let (loading, ended, server_ended) = (Arc::clone(&loaded), closed.clone(), served.clone());
@@ -157,6 +159,7 @@ impl Running {
 /// Loads the model and starts its engine, on threads that may block.
 async fn load(
     state: &Arc<WorkerState>,
+    epoch: u64,
     shutdown: &Shutdown,
 ) -> Result<(Arc<Loaded>, std::thread::JoinHandle<()>)> {
     let config = state.config.clone();
@@ -176,9 +179,16 @@ async fn load(
         vocab_size: engine.config().vocab_size,
     };
     let max_tokens = engine.max_sequence_tokens();
+    let groups = block_groups(&engine, store.as_ref());
+    let kv_log = Arc::new(KvLog::new(state.id.clone(), epoch, model_name.clone(), groups, KEPT_BYTES));
+    if let Some(store) = &store {
+        // Before the engine runs: what a disk kept from before is told first.
+        store.observe(Arc::clone(&kv_log) as Arc<_>);
+    }
     let patience =
         Patience { slow_client: config.slow_client_timeout(), memory: config.memory.wait_timeout() };
-    let (engine, thread) = EngineHandle::spawn(engine, store.clone(), metrics.clone(), patience)?;
+    let (engine, thread) =
+        EngineHandle::spawn(engine, store.clone(), Arc::clone(&kv_log), metrics.clone(), patience)?;
     let loaded = Loaded {
         engine,
         tokenizer: Arc::clone(model.tokenizer()),
@@ -186,6 +196,7 @@ async fn load(
         sequences: Sequences::default(),
         staging: Staging::new(config.kv_staging_bytes),
         cache: store.map(Cache::new),
+        kv_log,
         max_tokens,
         // Everything that decides the bits of an answer, given its request.
         fingerprint: format!("kvik-{}-{}", env!("CARGO_PKG_VERSION"), shape.dtype),
@@ -193,6 +204,18 @@ async fn load(
         shape,
     };
     Ok((state.set_loaded(loaded), thread))
+}
+
+/// What the keys of the blocks stand for that a worker holds.
+fn block_groups(engine: &Engine, store: Option<&WorkerStore>) -> Vec<BlockGroup> {
+    let root = engine.namespace().seed();
+    let blocks = BlockGroup { number: BLOCKS, block_tokens: BLOCK_TOKENS as u32, root };
+    let chunks = store.map(|store| BlockGroup {
+        number: CHUNKS,
+        block_tokens: store.chunk_tokens() as u32,
+        root: store.root(),
+    });
+    std::iter::once(blocks).chain(chunks).collect()
 }
 
 fn load_engine(config: &WorkerConfig) -> Result<(Model, Engine, Option<WorkerStore>)> {

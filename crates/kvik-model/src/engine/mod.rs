@@ -19,6 +19,7 @@ pub use transfer::{EndedSequence, KvSink, PrefixKv};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use kvik_tokens::{TextStream, TextStreamOptions, Tokenizer};
 use kvik_types::hash::KvikChain;
 use kvik_types::{BlockSize, Dtype, Namespace};
 
@@ -27,7 +28,6 @@ use crate::error::{ModelError, Result};
 use crate::forward::{Backend, Logits, SequenceRows};
 use crate::paging::{BLOCK_TOKENS, BlockPool, PoolStats};
 use crate::sampling::{Sampler, mix};
-use crate::tokenizer::{TextStream, TextStreamOptions, Tokenizer};
 
 use resident::Residents;
 use scheduler::ScheduledRows;
@@ -311,7 +311,7 @@ impl Engine {
         match &self.tokenizer {
             Some(tokenizer) => {
                 let options = TextStreamOptions { stop: stop.to_vec(), ..TextStreamOptions::default() };
-                TextStream::try_new(Arc::clone(tokenizer), options).map(Some)
+                Ok(Some(TextStream::try_new(Arc::clone(tokenizer), options)?))
             }
             None if stop.is_empty() => Ok(None),
             None => Err(ModelError::request("stop", format!("{stop:?}"), "nothing: there is no tokenizer")),

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use kvik_tokens::TextStream;
 use kvik_types::hash::{HashChain, KvikChain};
 use kvik_types::{BlockHash, TokenId};
 
@@ -13,7 +14,6 @@ use super::transfer::{EndedSequence, PrefixKv};
 use crate::forward::Backend;
 use crate::paging::{BLOCK_TOKENS, BlockId, BlockPool};
 use crate::sampling::{SamplerInput, SamplingParams, TokenCounts, TokenLogprobs};
-use crate::tokenizer::TextStream;
 
 /// Names a sequence: its request and choice. Sequences are ordered by arrival.
 pub(super) type SequenceKey = (RequestId, u32);

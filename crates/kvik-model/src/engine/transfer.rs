@@ -14,7 +14,7 @@ use kvik_types::{BlockHash, Namespace, TokenId};
 use super::Engine;
 use super::sequence::Sequence;
 use crate::forward::Backend;
-use crate::paging::{BLOCK_TOKENS, BlockId};
+use crate::paging::{BLOCK_TOKENS, BlockChange, BlockId};
 
 /// Takes the KV of sequences that give their blocks back.
 ///
@@ -135,6 +135,21 @@ impl Engine {
         let usable = &tokens[..tokens.len().saturating_sub(1)];
         let n_blocks = self.pool.known_prefix(block_hashes(&mut chain, usable), usable).count();
         n_blocks * BLOCK_TOKENS
+    }
+
+    /// Writes down from now on which blocks can be found by their hash; see [`BlockPool::record_changes`](crate::BlockPool::record_changes).
+    pub fn record_block_changes(&mut self) {
+        self.pool.record_changes();
+    }
+
+    /// Takes what was written down; call it after every step and whatever else changes the engine.
+    pub fn take_block_changes(&mut self) -> std::vec::Drain<'_, BlockChange> {
+        self.pool.take_changes()
+    }
+
+    /// The hashes of all blocks that a prompt could find, in no order.
+    pub fn registered_blocks(&self) -> impl Iterator<Item = BlockHash> {
+        self.pool.registered()
     }
 
     /// Offers the blocks of a sequence that is about to give them back.

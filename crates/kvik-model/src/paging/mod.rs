@@ -8,7 +8,7 @@ mod memory;
 mod pool;
 
 pub use memory::{BlockMemory, ElasticMemory, FixedMemory, MemoryGroup, Need};
-pub use pool::{BlockPool, PoolStats};
+pub use pool::{BlockChange, BlockPool, PoolStats};
 
 /// Tokens in a block. Sixteen, so that the keys of a block are one vector per dimension on the
 /// widest instruction set and a partly filled block wastes little.

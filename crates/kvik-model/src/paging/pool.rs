@@ -10,6 +10,9 @@
 //!   free nor registered.
 //!
 //! A pool grows before it forgets: as long as its memory has blocks to spare, registered content stays.
+//!
+//! Whoever keeps a copy of what is registered elsewhere has the pool write down its changes; applied in
+//! order they give exactly the registered hashes, which the model test checks too.
 
 use std::collections::HashMap;
 
@@ -57,6 +60,17 @@ struct IdlePage {
     blocks: Vec<BlockId>,
 }
 
+/// A block that can be found by its hash since now, or not any more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockChange {
+    /// The hash of its content, which covers all tokens up to its end.
+    pub hash: BlockHash,
+    /// The block before it; `None` for the first of a sequence, and where it is found no more.
+    pub parent: Option<BlockHash>,
+    /// Whether it can be found.
+    pub is_registered: bool,
+}
+
 /// Counts of a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
@@ -93,6 +107,8 @@ pub struct BlockPool {
     n_given_back: u64,
     /// Kept between growths.
     taken: Vec<BlockId>,
+    records_changes: bool,
+    changes: Vec<BlockChange>,
 }
 
 impl BlockPool {
@@ -127,7 +143,33 @@ impl BlockPool {
             n_evicted: 0,
             n_given_back: 0,
             taken: Vec::new(),
+            records_changes: false,
+            changes: Vec::new(),
         }
+    }
+
+    /// Writes down from now on what is registered and forgotten, beginning with what is registered.
+    ///
+    /// The caller takes it with [`Self::take_changes`] after every few operations: it is kept until then.
+    pub fn record_changes(&mut self) {
+        if std::mem::replace(&mut self.records_changes, true) {
+            return;
+        }
+        for slot in &self.slots {
+            if let Some(content) = &slot.content {
+                self.changes.push(self.registration(content));
+            }
+        }
+    }
+
+    /// Takes what was written down, in the order in which it happened.
+    pub fn take_changes(&mut self) -> std::vec::Drain<'_, BlockChange> {
+        self.changes.drain(..)
+    }
+
+    /// The hashes of all registered blocks, in no order.
+    pub fn registered(&self) -> impl Iterator<Item = BlockHash> {
+        self.by_hash.keys().copied()
     }
 
     /// Sets what is called, on another thread, when others ask for memory: give back then.
@@ -339,7 +381,11 @@ impl BlockPool {
             return known;
         }
         self.by_hash.insert(hash, block);
-        self.slots[block.index()].content = Some(Content { hash, tokens: *tokens, parent });
+        let content = Content { hash, tokens: *tokens, parent };
+        if self.records_changes {
+            self.changes.push(self.registration(&content));
+        }
+        self.slots[block.index()].content = Some(content);
         block
     }
 
@@ -347,11 +393,8 @@ impl BlockPool {
     pub fn forget_free(&mut self) {
         let mut index = self.free_head;
         while index != NONE {
-            let slot = &mut self.slots[index as usize];
-            if let Some(content) = slot.content.take() {
-                self.by_hash.remove(&content.hash);
-            }
-            index = slot.next;
+            self.forget(BlockId::new(index));
+            index = self.slots[index as usize].next;
         }
     }
 
@@ -420,8 +463,17 @@ impl BlockPool {
         let content = self.slots[block.index()].content.take();
         if let Some(content) = &content {
             self.by_hash.remove(&content.hash);
+            if self.records_changes {
+                let Content { hash, .. } = *content;
+                self.changes.push(BlockChange { hash, parent: None, is_registered: false });
+            }
         }
         content.is_some()
+    }
+
+    fn registration(&self, content: &Content) -> BlockChange {
+        let parent = content.parent.and_then(|parent| self.slots[parent.index()].content.as_ref());
+        BlockChange { hash: content.hash, parent: parent.map(|parent| parent.hash), is_registered: true }
     }
 
     /// Forgets the content of every free block whose parent is forgotten: nobody can find it any more.

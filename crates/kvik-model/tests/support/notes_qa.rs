@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use kvik_model::{AddSpecial, CpuBackendOptions, EngineOptions, GenerateRequest, Model, SamplingParams};
+use kvik_model::{CpuBackendOptions, EngineOptions, GenerateRequest, Model, SamplingParams};
+use kvik_tokens::AddSpecial;
 use kvik_types::Dtype;
 
 use super::bundled_folder;

@@ -3,9 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kvik_model::{
-    Engine, EngineEvent, EngineOptions, FinishReason, GenerateRequest, RequestId, Tokenizer, Usage,
-};
+use kvik_model::{Engine, EngineEvent, EngineOptions, FinishReason, GenerateRequest, RequestId, Usage};
+use kvik_tokens::Tokenizer;
 
 use super::{TestModel, backend_options, namespace};
 

@@ -4,10 +4,14 @@ mod cache;
 mod calls;
 mod coordinator;
 mod http;
+mod index;
+mod worker;
 
 pub use cache::CacheClient;
 pub use coordinator::{CoordinatorClient, Watch};
 pub use http::{HttpClient, TlsClientConfig, http_client};
+pub use index::{BlocksQuery, IndexClient};
+pub use worker::{KvStream, WorkerClient};
 
 /// Why a call gave no answer that can be used.
 #[derive(Debug, thiserror::Error)]

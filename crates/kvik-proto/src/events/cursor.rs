@@ -11,35 +11,35 @@ const MAX_DEPTH: usize = 16;
 ///
 /// Lengths are checked against the bytes that are there before anything is allocated for them.
 #[derive(Debug, Clone)]
-pub(super) struct Cursor<'a> {
+pub(crate) struct Cursor<'a> {
     rest: &'a [u8],
     n_bytes: usize,
 }
 
 /// A whole number as msgpack has them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Number {
+pub(crate) enum Number {
     Unsigned(u64),
     /// Below zero.
     Negative(i64),
 }
 
 impl<'a> Cursor<'a> {
-    pub(super) fn new(bytes: &'a [u8]) -> Self {
+    pub(crate) fn new(bytes: &'a [u8]) -> Self {
         Self { rest: bytes, n_bytes: bytes.len() }
     }
 
     /// Fails here, because of `what`.
-    pub(super) fn fail<T>(&self, what: &'static str) -> Result<T, EventError> {
+    pub(crate) fn fail<T>(&self, what: &'static str) -> Result<T, EventError> {
         Err(EventError { what, offset: self.n_bytes - self.rest.len() })
     }
 
-    pub(super) fn is_at_end(&self) -> bool {
+    pub(crate) fn is_at_end(&self) -> bool {
         self.rest.is_empty()
     }
 
     /// What comes next, without taking it.
-    pub(super) fn peek(&self) -> Result<Marker, EventError> {
+    pub(crate) fn peek(&self) -> Result<Marker, EventError> {
         match self.rest.first() {
             Some(byte) => Ok(Marker::from_u8(*byte)),
             None => self.fail("the end comes too early"),
@@ -47,7 +47,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// Takes a nil if there is one.
-    pub(super) fn take_nil(&mut self) -> Result<bool, EventError> {
+    pub(crate) fn take_nil(&mut self) -> Result<bool, EventError> {
         let is_nil = self.peek()? == Marker::Null;
         if is_nil {
             self.take(1)?;
@@ -56,7 +56,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// The length of an array; each of its elements has at least one byte of the rest.
-    pub(super) fn array(&mut self) -> Result<usize, EventError> {
+    pub(crate) fn array(&mut self) -> Result<usize, EventError> {
         let n_elements = match self.marker()? {
             Marker::FixArray(n_elements) => usize::from(n_elements),
             Marker::Array16 => self.length::<2>()?,
@@ -67,7 +67,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// The number of pairs of a map.
-    pub(super) fn map(&mut self) -> Result<usize, EventError> {
+    pub(crate) fn map(&mut self) -> Result<usize, EventError> {
         let n_pairs = match self.marker()? {
             Marker::FixMap(n_pairs) => usize::from(n_pairs),
             Marker::Map16 => self.length::<2>()?,
@@ -77,7 +77,7 @@ impl<'a> Cursor<'a> {
         self.bounded(n_pairs, 2)
     }
 
-    pub(super) fn text(&mut self) -> Result<&'a str, EventError> {
+    pub(crate) fn text(&mut self) -> Result<&'a str, EventError> {
         let n_bytes = match self.marker()? {
             Marker::FixStr(n_bytes) => usize::from(n_bytes),
             Marker::Str8 => self.length::<1>()?,
@@ -89,7 +89,7 @@ impl<'a> Cursor<'a> {
         std::str::from_utf8(bytes).or_else(|_| self.fail("a text that is not UTF-8"))
     }
 
-    pub(super) fn bytes(&mut self) -> Result<&'a [u8], EventError> {
+    pub(crate) fn bytes(&mut self) -> Result<&'a [u8], EventError> {
         let n_bytes = match self.marker()? {
             Marker::Bin8 => self.length::<1>()?,
             Marker::Bin16 => self.length::<2>()?,
@@ -99,7 +99,7 @@ impl<'a> Cursor<'a> {
         self.take(n_bytes)
     }
 
-    pub(super) fn number(&mut self) -> Result<Number, EventError> {
+    pub(crate) fn number(&mut self) -> Result<Number, EventError> {
         let signed = |value: i64| match u64::try_from(value) {
             Ok(value) => Number::Unsigned(value),
             Err(_) => Number::Negative(value),
@@ -120,7 +120,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// A whole number from 0 to `u32::MAX`.
-    pub(super) fn small_number(&mut self) -> Result<u32, EventError> {
+    pub(crate) fn small_number(&mut self) -> Result<u32, EventError> {
         match self.number()? {
             Number::Unsigned(value) => u32::try_from(value).or_else(|_| self.fail("a number above 32 bits")),
             Number::Negative(_) => self.fail("a number below zero"),
@@ -128,7 +128,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// Seconds, whole or not.
-    pub(super) fn seconds(&mut self) -> Result<f64, EventError> {
+    pub(crate) fn seconds(&mut self) -> Result<f64, EventError> {
         match self.peek()? {
             Marker::F64 => {
                 self.take(1)?;
@@ -146,7 +146,7 @@ impl<'a> Cursor<'a> {
     }
 
     /// Passes over one value of any kind.
-    pub(super) fn skip(&mut self) -> Result<(), EventError> {
+    pub(crate) fn skip(&mut self) -> Result<(), EventError> {
         // Elements still to pass over, level by level; never deeper than the bound.
         let mut pending = [0_usize; MAX_DEPTH];
         let mut depth = 0;

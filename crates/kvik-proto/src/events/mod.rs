@@ -8,7 +8,7 @@
 //! Nothing here trusts its input: a message that is malformed anywhere is refused as a whole, and no
 //! allocation is larger than a small multiple of the message.
 
-mod cursor;
+pub(crate) mod cursor;
 mod fields;
 
 use std::fmt;

@@ -121,7 +121,7 @@ impl Core {
                     return;
                 }
                 let namespace = self.namespaces.intern(key.namespace);
-                let noted = self.directory.update_hash(key.chunk, namespace.idx, 0, |entry| {
+                let noted = self.directory.update_hash(key.chunk, None, namespace.idx, 0, |entry| {
                     entry.ranks[lower.tier_idx] |= 1 << key.rank;
                 });
                 if noted.is_some() {

@@ -7,6 +7,7 @@ mod layer_write;
 mod layers;
 mod lookup;
 mod moves;
+mod observe;
 mod pins;
 mod prefetch;
 mod reclaim;

@@ -9,6 +9,7 @@ mod hits;
 mod layers;
 mod model;
 mod moves;
+mod observer;
 mod restarts;
 mod stress;
 mod support;

@@ -11,6 +11,7 @@ use kvik_tier::{Checksummed, ChunkKey, FaultRates, Faulty, Tier, TierKind};
 use proptest::prelude::*;
 use proptest::test_runner::TestCaseResult;
 
+use crate::observer::Replay;
 use crate::support::*;
 
 /// Chains are a root that all share, one of some branches, and one of some leaves.
@@ -216,9 +217,12 @@ proptest! {
             setup = setup.remote_dyn(bad_tier(TierKind::Redis, !seed, MapTier::new()));
         }
         let store = setup.open();
+        let space = space_of(&store, "", 2);
+        let replay = Replay::start(&store, &space);
         let (mut model, mut held) = (Model { has_remote, ..Model::default() }, Vec::new());
         for operation in &operations {
             run(&store, &mut model, &mut held, operation)?;
+            replay.verify(&store, &space);
         }
         drop(held);
         let stat = store.health()[0].1.clone();
@@ -233,5 +237,6 @@ proptest! {
         store.clear(&Clear::default());
         until("all memory is free", || store.health()[0].1.used_bytes == Some(0));
         prop_assert_eq!(store.stats().n_entries, 0);
+        replay.verify(&store, &space);
     }
 }

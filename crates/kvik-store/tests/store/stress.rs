@@ -8,6 +8,7 @@ use kvik_store::{Clear, Store};
 use kvik_tier::conformance::MapTier;
 use kvik_tier::{Checksummed, FaultRates, Faulty, Tier, TierKind};
 
+use crate::observer::Replay;
 use crate::support::*;
 
 const N_THREADS: u32 = 8;
@@ -80,6 +81,8 @@ fn eight_threads_never_see_a_wrong_byte_and_leave_nothing_behind() {
         .local_dyn(nvme)
         .remote_dyn(redis)
         .open();
+    let space = space_of(&store, "", 2);
+    let replay = Replay::start(&store, &space);
     let n_hits = AtomicU64::new(0);
     std::thread::scope(|scope| {
         for thread in 0..N_THREADS {
@@ -91,7 +94,9 @@ fn eight_threads_never_see_a_wrong_byte_and_leave_nothing_behind() {
     assert!(n_hits.load(Ordering::Relaxed) > 500, "{stats:?}");
     assert!(stats.evicted_chunks[..2].iter().all(|(_, n_evicted)| *n_evicted > 0), "{stats:?}");
     let _ = store.flush(Duration::from_secs(30));
+    replay.verify(&store, &space);
     store.clear(&Clear::default());
     until("all memory is free", || store.health()[0].1.used_bytes == Some(0));
     assert_eq!(store.stats().n_entries, 0);
+    replay.verify(&store, &space);
 }

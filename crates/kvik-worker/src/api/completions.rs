@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use axum::extract::{Request, State};
 use http::StatusCode;
-use kvik_model::{AddSpecial, SamplingParams};
+use kvik_model::SamplingParams;
 use kvik_proto::openai::{
     CompletionChoice, CompletionRequest, CompletionResponse, Prompt, SamplingFields, Usage,
 };
+use kvik_tokens::AddSpecial;
 use serde_json::Value;
 
 use super::answer::{Form, Head, push_end};

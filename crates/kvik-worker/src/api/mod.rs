@@ -7,6 +7,7 @@
 //! | `/v1/models`, `/tokenize`, `/detokenize` | [`tokenize`] |
 //! | `/inference/init`, `step`, `generate`, `finish` | [`inference`] |
 //! | `/kv/put`, `/kv/get`, `/kv/stats` | [`kv`] |
+//! | `/kv/events`, `/kv/blocks` | [`kv_events`] |
 //! | `/cache/...` | [`cache`] |
 //! | `/health`, `/ready`, `/metrics`, `/drain` | [`admin`] |
 
@@ -17,6 +18,7 @@ mod chat;
 mod completions;
 mod inference;
 mod kv;
+mod kv_events;
 mod logprobs;
 mod request;
 mod stream;
@@ -67,6 +69,8 @@ pub(crate) fn router(state: Arc<WorkerState>) -> Router {
         .route("/kv/put", post(kv::put))
         .route("/kv/get", get(kv::get))
         .route("/kv/stats", get(kv::stats))
+        .route("/kv/events", get(kv_events::events))
+        .route("/kv/blocks", get(kv_events::blocks))
         .route("/cache/lookup", post(cache::lookup))
         .route("/cache/prefetch", post(cache::prefetch))
         .route("/cache/prefetch/{id}", get(cache::prefetch_status).delete(cache::cancel_prefetch))

@@ -1,8 +1,9 @@
 //! From a request's fields to the engine.
 
-use kvik_model::{AddSpecial, ChatMessage, GenerateRequest, SamplingParams};
+use kvik_model::{GenerateRequest, SamplingParams};
 use kvik_proto::openai;
 use kvik_proto::worker::{PromptInput, Sampling};
+use kvik_tokens::{AddSpecial, ChatMessage};
 use serde_json::Value;
 
 use std::sync::Arc;

@@ -2,10 +2,10 @@
 
 use axum::extract::{Path, Request, State};
 use http::StatusCode;
-use kvik_model::AddSpecial;
 use kvik_proto::openai::{
     DetokenizeRequest, DetokenizeResponse, ModelCard, ModelList, TokenizeRequest, TokenizeResponse,
 };
+use kvik_tokens::AddSpecial;
 
 use super::request::chat_messages;
 use super::{Answer, Shared, json, read_json};

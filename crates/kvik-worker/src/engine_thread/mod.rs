@@ -22,12 +22,14 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvik_model::{Engine, EngineStats, GenerateRequest, ModelError, PoolStats, SequenceKv};
+use kvik_proto::kv_stream::KvTier;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
 use crate::admission::Permit;
 use crate::error::{Refusal, Result, WorkerError};
 use crate::generation::EventSender;
+use crate::kv_log::{KeyPage, KvLog};
 use crate::metrics::WorkerMetrics;
 use crate::store::WorkerStore;
 
@@ -89,6 +91,10 @@ pub(super) enum Command {
     Stats {
         reply: oneshot::Sender<Snapshot>,
     },
+    Blocks {
+        page: KeyPage<Vec<KvTier>>,
+        reply: oneshot::Sender<KeyPage<Vec<KvTier>>>,
+    },
     /// The KV of a request has come from the store.
     Loaded {
         ticket: u64,
@@ -149,6 +155,7 @@ impl std::fmt::Debug for Command {
             Self::Export { .. } => "Export",
             Self::Import { .. } => "Import",
             Self::Stats { .. } => "Stats",
+            Self::Blocks { .. } => "Blocks",
             Self::Loaded { .. } => "Loaded",
             Self::GiveBack => "GiveBack",
             Self::Stop => "Stop",
@@ -179,13 +186,14 @@ impl Snapshot {
 // === impl EngineHandle ===
 
 impl EngineHandle {
-    /// Starts the thread of `engine`, with the store below it.
+    /// Starts the thread of `engine`, with the store below it; `kv_log` is told which blocks it has.
     ///
     /// # Errors
     /// If the operating system gives no thread.
     pub(crate) fn spawn(
         engine: Engine,
         store: Option<WorkerStore>,
+        kv_log: Arc<KvLog>,
         metrics: WorkerMetrics,
         patience: Patience,
     ) -> Result<(Self, JoinHandle<()>)> {
@@ -194,6 +202,7 @@ impl EngineHandle {
         // Weak: the thread must still see when nobody can send commands any more.
         let waker = Arc::downgrade(&sender);
         let mut engine = engine;
+        engine.record_block_changes();
         let store = store.map(|store| {
             engine.set_kv_sink(store.sink());
             (store, Arc::downgrade(&sender))
@@ -209,7 +218,8 @@ impl EngineHandle {
             n_tickets: AtomicU64::new(0),
             snapshot: Mutex::new(Snapshot::default()),
         });
-        let thread = EngineThread::new(engine, store, receiver, Arc::clone(&shared), metrics, patience);
+        let thread =
+            EngineThread::new(engine, store, kv_log, receiver, Arc::clone(&shared), metrics, patience);
         let thread =
             std::thread::Builder::new()
                 .name("kvik-engine".to_owned())
@@ -279,6 +289,11 @@ impl EngineHandle {
     /// The state now, after all commands that were sent before.
     pub(crate) async fn snapshot(&self) -> Result<Snapshot, Refusal> {
         self.ask(|reply| Command::Stats { reply }).await
+    }
+
+    /// Offers all blocks that a prompt could find now to a page.
+    pub(crate) async fn blocks(&self, page: KeyPage<Vec<KvTier>>) -> Result<KeyPage<Vec<KvTier>>, Refusal> {
+        self.ask(|reply| Command::Blocks { page, reply }).await
     }
 
     /// Ends the thread; requests that run fail.

@@ -10,11 +10,13 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use kvik_model::{Engine, EngineEvent, PrefixKv, SubmitOptions};
+use kvik_proto::kv_stream::{KvKey, KvTier};
 
 use super::entries::{Entries, Entry, TokenTime};
 use super::loads::Loads;
 use super::{Command, Origin, Patience, Shared, Snapshot, Submission};
 use crate::generation::{Event, Token, Usage};
+use crate::kv_log::KvLog;
 use crate::metrics::WorkerMetrics;
 use crate::store::{LoadedPrefix, Loading, WorkerStore};
 
@@ -30,6 +32,7 @@ pub(super) struct EngineThread {
     /// The store and how it wakes this thread. Weak: the thread must still see when nobody can send commands
     /// any more.
     store: Option<(WorkerStore, Weak<Sender<Command>>)>,
+    kv_log: Arc<KvLog>,
     loads: Loads,
     commands: Receiver<Command>,
     shared: Arc<Shared>,
@@ -59,6 +62,7 @@ impl EngineThread {
     pub(super) fn new(
         engine: Engine,
         store: Option<(WorkerStore, Weak<Sender<Command>>)>,
+        kv_log: Arc<KvLog>,
         commands: Receiver<Command>,
         shared: Arc<Shared>,
         metrics: WorkerMetrics,
@@ -67,6 +71,7 @@ impl EngineThread {
         let mut thread = Self {
             engine,
             store,
+            kv_log,
             loads: Loads::default(),
             commands,
             shared,
@@ -111,6 +116,7 @@ impl EngineThread {
         if !self.engine.has_work() {
             // Before the sleep: what the last request held or waited for is for others now.
             self.engine.rest();
+            self.tell_blocks();
         }
         let is_starved = self.engine.is_starved();
         if is_starved || !self.engine.has_work() {
@@ -182,6 +188,12 @@ impl EngineThread {
             }
             Command::Stats { reply } => {
                 let _ = reply.send(self.snapshot());
+            }
+            Command::Blocks { mut page, reply } => {
+                for hash in self.engine.registered_blocks() {
+                    page.offer(KvKey::from(hash), || vec![KvTier::Gpu]);
+                }
+                let _ = reply.send(page);
             }
             Command::GiveBack => self.engine.give_back_memory(),
             Command::Stop => return false,
@@ -389,7 +401,13 @@ impl EngineThread {
         }
     }
 
+    /// Writes down which blocks have come and gone; never waits for whoever reads it.
+    fn tell_blocks(&mut self) {
+        self.kv_log.append_blocks(self.engine.take_block_changes());
+    }
+
     fn publish(&mut self) {
+        self.tell_blocks();
         let snapshot = self.snapshot();
         self.metrics.snapshot(&snapshot);
         *self.shared.snapshot.lock() = snapshot;

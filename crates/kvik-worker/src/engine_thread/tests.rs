@@ -13,6 +13,7 @@ use super::{EngineHandle, Patience};
 use crate::admission::Admission;
 use crate::error::Refusal;
 use crate::generation::{Event, Generation, WINDOW};
+use crate::kv_log::{KEPT_BYTES, KvLog};
 use crate::metrics::WorkerMetrics;
 
 /// The real backend, until a pass has a token that it does not like.
@@ -88,7 +89,8 @@ fn start(slow_client_timeout: Duration) -> (EngineHandle, std::thread::JoinHandl
     let tokenizer = Some(Arc::clone(model.tokenizer()));
     let engine = Engine::new(backend, tokenizer, &namespace, EngineOptions::default()).unwrap();
     let patience = Patience { slow_client: slow_client_timeout, memory: Duration::from_secs(30) };
-    EngineHandle::spawn(engine, None, WorkerMetrics::new("m", "w"), patience).unwrap()
+    let kv_log = Arc::new(KvLog::new("w".to_owned(), 1, "m".to_owned(), Vec::new(), KEPT_BYTES));
+    EngineHandle::spawn(engine, None, kv_log, WorkerMetrics::new("m", "w"), patience).unwrap()
 }
 
 fn request(prompt: &[u32], max_tokens: u32) -> GenerateRequest {

@@ -16,8 +16,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvik_model::{BLOCK_TOKENS, Engine, KvSink};
-use kvik_store::{Chain, ChunkFormat, Space, Store};
-use kvik_types::{BlockSize, Namespace, TokenId};
+use kvik_store::{Chain, ChunkFormat, ChunkObserver, Space, Store};
+use kvik_tier::TierKind;
+use kvik_types::{BlockHash, BlockSize, Namespace, TokenId};
 
 use crate::config::StoreConfig;
 use crate::error::{Result, WorkerError};
@@ -87,6 +88,21 @@ impl WorkerStore {
     /// Tokens of a full chunk.
     pub(crate) fn chunk_tokens(&self) -> usize {
         self.space.chunk_tokens()
+    }
+
+    /// The parent of the first chunk of every sequence.
+    pub(crate) fn root(&self) -> BlockHash {
+        self.space.root()
+    }
+
+    /// Tells `observer` which chunks of this model each tier has, now and from now on.
+    pub(crate) fn observe(&self, observer: Arc<dyn ChunkObserver>) {
+        self.store.observe(&self.space, observer);
+    }
+
+    /// Calls `visit` with each chunk of this model and the tiers that have it.
+    pub(crate) fn visit_chunks(&self, visit: impl FnMut(BlockHash, &[TierKind])) {
+        self.store.visit_chunks(&self.space, visit);
     }
 
     /// Who takes the KV of ended sequences.

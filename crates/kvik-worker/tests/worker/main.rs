@@ -6,6 +6,7 @@ mod chat;
 mod completions;
 mod errors;
 mod kv;
+mod kv_events;
 mod lifecycle;
 mod registration;
 mod sequences;

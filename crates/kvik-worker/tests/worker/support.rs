@@ -4,13 +4,12 @@ use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode};
 use http_body_util::{BodyExt as _, Full};
 use hyper::body::Incoming;
-use kvik_model::{
-    AddSpecial, CpuBackendOptions, EngineEvent, EngineOptions, GenerateRequest, Model, SamplingParams,
-};
+use kvik_model::{CpuBackendOptions, EngineEvent, EngineOptions, GenerateRequest, Model, SamplingParams};
 use kvik_proto::client::{HttpClient, TlsClientConfig, http_client};
 use kvik_proto::sse::SseDecoder;
 use kvik_proto::worker::KvStats;
 use kvik_runtime::shutdown::Shutdown;
+use kvik_tokens::AddSpecial;
 use kvik_worker::{Running, Worker, WorkerConfig};
 use serde_json::Value;
 

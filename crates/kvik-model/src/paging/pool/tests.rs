@@ -286,21 +286,28 @@ struct Both {
     /// Where the pool's memory comes and goes.
     pages: Option<MemoryOfPool>,
     tables: Vec<Table>,
+    /// What the recorded changes say is registered.
+    replayed: BTreeSet<BlockHash>,
 }
 
 impl Both {
     fn fixed(n_blocks: u32) -> Self {
-        let pool = BlockPool::new(n_blocks as usize);
-        Self { pool, naive: NaivePool::fixed(n_blocks), pages: None, tables: Vec::new() }
+        let mut pool = BlockPool::new(n_blocks as usize);
+        pool.record_changes();
+        let naive = NaivePool::fixed(n_blocks);
+        Self { pool, naive, pages: None, tables: Vec::new(), replayed: BTreeSet::new() }
     }
 
     fn elastic(pages: PagedMemory) -> Self {
         let shared = MemoryOfPool(Arc::new(Mutex::new(pages.clone())));
+        let mut pool = BlockPool::with_memory(Box::new(shared.clone()));
+        pool.record_changes();
         Self {
-            pool: BlockPool::with_memory(Box::new(shared.clone())),
+            pool,
             naive: NaivePool { pages, ..NaivePool::default() },
             pages: Some(shared),
             tables: Vec::new(),
+            replayed: BTreeSet::new(),
         }
     }
 
@@ -403,7 +410,24 @@ impl Both {
         table.blocks.push(holder);
     }
 
-    fn check(&self) {
+    /// Applies the recorded changes, none of which may say what was so before.
+    fn replay(&mut self) {
+        for BlockChange { hash, parent, is_registered } in self.pool.take_changes() {
+            if is_registered {
+                assert!(self.replayed.insert(hash), "{hash} was registered twice");
+                assert!(parent.is_none_or(|parent| self.replayed.contains(&parent)), "{hash} has no parent");
+            } else {
+                assert!(self.replayed.remove(&hash), "{hash} was forgotten twice");
+            }
+        }
+    }
+
+    fn check(&mut self) {
+        self.replay();
+        let registered: BTreeSet<BlockHash> =
+            self.naive.registered.values().map(|content| content.hash).collect();
+        assert_eq!(self.replayed, registered);
+        assert_eq!(self.pool.registered().collect::<BTreeSet<_>>(), registered);
         let stats = self.pool.stats();
         assert_eq!(stats.n_free, self.naive.free.len());
         assert_eq!(stats.n_registered, self.naive.registered.len());
@@ -553,6 +577,24 @@ fn the_least_recently_held_block_is_taken_first_and_children_before_parents() {
     }
     assert_eq!(pool.allocate(), None);
     assert_eq!(pool.stats().n_evicted, 4);
+}
+
+#[test]
+fn changes_that_are_recorded_late_begin_with_what_is_registered() {
+    let mut pool = BlockPool::new(2);
+    let (parent, child) = (pool.allocate().unwrap(), pool.allocate().unwrap());
+    pool.register(parent, hash(1), &[1; BLOCK_TOKENS], None);
+    pool.register(child, hash(2), &[2; BLOCK_TOKENS], Some(parent));
+    assert_eq!(pool.take_changes().count(), 0);
+    pool.record_changes();
+    pool.record_changes();
+    pool.release(&mut vec![parent, child]);
+    pool.allocate();
+    let registered = |hash, parent| BlockChange { hash, parent, is_registered: true };
+    let changes: Vec<BlockChange> = pool.take_changes().collect();
+    assert_eq!(changes[..2], [registered(hash(1), None), registered(hash(2), Some(hash(1)))]);
+    let forgotten = BlockChange { hash: hash(2), parent: None, is_registered: false };
+    assert_eq!(changes[2..], [forgotten]);
 }
 
 #[test]

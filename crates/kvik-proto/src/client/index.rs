@@ -1,0 +1,64 @@
+//! Calls to the global KV index of a gateway.
+
+use std::time::Duration;
+
+use super::calls::{Calls, percent_encoded};
+use super::{ClientError, HttpClient};
+use crate::index::{BlocksPage, IndexStats, ScoreRequest, ScoreResponse};
+
+/// Time for a whole call: a page of blocks may walk the whole index.
+const CALL_TIMEOUT: Duration = Duration::from_mins(1);
+
+/// Talks to the index of one gateway.
+#[derive(Debug, Clone)]
+pub struct IndexClient {
+    calls: Calls,
+}
+
+/// Which blocks are asked for.
+#[derive(Debug, Clone, Copy)]
+pub struct BlocksQuery<'a> {
+    /// The model.
+    pub model: &'a str,
+    /// The worker.
+    pub worker: &'a str,
+    /// Its data parallel rank.
+    pub rank: u32,
+    /// How the blocks are named, as [`IndexStats`] says it.
+    pub keys: &'a str,
+    /// Only blocks after this one, 16 hexadecimal digits.
+    pub after: Option<&'a str>,
+}
+
+impl IndexClient {
+    /// A client of the gateway at `base`, such as `http://host:8080`.
+    pub fn new(http: HttpClient, base: &str) -> Self {
+        Self { calls: Calls::new(http, base, CALL_TIMEOUT) }
+    }
+
+    /// How much of a prompt each worker has.
+    pub async fn score(&self, request: &ScoreRequest) -> Result<ScoreResponse, ClientError> {
+        self.calls.post("/v1/score", request).await
+    }
+
+    /// What the index knows.
+    pub async fn stats(&self) -> Result<IndexStats, ClientError> {
+        self.calls.get("/index/stats").await
+    }
+
+    /// Some blocks of a source.
+    pub async fn blocks(&self, query: &BlocksQuery<'_>) -> Result<BlocksPage, ClientError> {
+        let BlocksQuery { model, worker, rank, keys, after } = query;
+        let mut path = format!(
+            "/index/blocks?model={}&worker={}&rank={rank}&keys={}",
+            percent_encoded(model),
+            percent_encoded(worker),
+            percent_encoded(keys)
+        );
+        if let Some(after) = after {
+            path.push_str("&after=");
+            path.push_str(&percent_encoded(after));
+        }
+        self.calls.get(&path).await
+    }
+}

@@ -1,0 +1,49 @@
+//! What the tiers have, for who keeps a copy of it.
+
+use std::sync::Arc;
+
+use kvik_tier::TierKind;
+use kvik_types::BlockHash;
+
+use super::Store;
+use crate::chain::Space;
+use crate::observer::{ChunkObserver, Observed};
+
+impl Store {
+    /// Tells `observer` from now on which chunks of a space each tier has, beginning with those that they
+    /// have. It takes the place of the observer before it.
+    ///
+    /// Of a remote tier, which others write too, only that is known which this store put or found there, and
+    /// only as long as a local tier has the chunk too.
+    pub fn observe(&self, space: &Space, observer: Arc<dyn ChunkObserver>) {
+        let core = self.core();
+        let observed = Observed {
+            namespace_idx: space.namespace_idx(),
+            all_ranks: space.format().all_ranks(),
+            kinds: (0..=core.lowers.len()).map(|tier| core.kind_of(tier)).collect(),
+            observer,
+        };
+        core.directory.observe(&Arc::new(observed));
+    }
+
+    /// Calls `visit` with each chunk of a space and the tiers that have it, in no order.
+    ///
+    /// Chunks that come or go meanwhile may be left out. `visit` is called with a lock and MUST NOT call the
+    /// store.
+    pub fn visit_chunks(&self, space: &Space, mut visit: impl FnMut(BlockHash, &[TierKind])) {
+        let core = self.core();
+        let all_ranks = space.format().all_ranks();
+        let mut tiers = Vec::new();
+        core.directory.visit(|hash, entry| {
+            if entry.namespace_idx != space.namespace_idx() {
+                return;
+            }
+            tiers.clear();
+            let having = (0..=core.lowers.len()).filter(|tier| entry.ranks[*tier] == all_ranks);
+            tiers.extend(having.map(|tier| core.kind_of(tier)));
+            if !tiers.is_empty() {
+                visit(hash, &tiers);
+            }
+        });
+    }
+}

@@ -1,0 +1,264 @@
+//! What the worker holds, as a numbered log.
+//!
+//! The engine's thread and the store say what changed; the log keeps what is held now, gives each batch of
+//! changes a number and keeps the last batches. Listeners read at their own pace: one that asks for a batch
+//! that is gone gets a snapshot of what is held.
+//!
+//! **Invariant:** what is held is what all batches up to the last say, in their order, and no batch says
+//! what was so before. Nobody who appends ever waits for a listener: the lock is held for a few operations
+//! on memory, a snapshot shares what is held and copies it only where it changes meanwhile, and the batches
+//! take a bounded number of bytes.
+//!
+//! Two blocks whose hashes have the same first half are one here, as they are to everybody who knows keys
+//! alone; the first that goes takes both along.
+
+mod holding;
+mod listener;
+mod page;
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use kvik_model::BlockChange;
+use kvik_proto::kv_stream::{BlockGroup, Frame, Hello, KvBatch, KvChange, KvKey, KvTier, MAX_FRAME_KEYS};
+use kvik_store::{ChunkChange, ChunkObserver};
+use kvik_tier::TierKind;
+use parking_lot::Mutex;
+use tokio::sync::watch;
+
+use holding::Holding;
+pub(crate) use listener::Listener;
+pub(crate) use page::KeyPage;
+
+use crate::clock::unix_seconds_exact;
+
+/// The group of the engine's token blocks.
+pub(crate) const BLOCKS: u32 = 0;
+/// The group of the store's chunks.
+pub(crate) const CHUNKS: u32 = 1;
+
+/// Bytes of batches that are kept for listeners that come back: some hundred thousand blocks, minutes of a
+/// busy engine.
+pub(crate) const KEPT_BYTES: usize = 4 << 20;
+
+/// The most listeners at a time: each may hold a copy of what is held while it reads a snapshot.
+const MAX_LISTENERS: usize = 64;
+
+/// Where a worker writes down what it holds.
+#[derive(Debug)]
+pub(crate) struct KvLog {
+    worker: String,
+    epoch: u64,
+    model: String,
+    groups: Vec<BlockGroup>,
+    kept_bytes: usize,
+    state: Mutex<State>,
+    /// The number of the next batch; wakes the listeners.
+    next_sequence: watch::Sender<u64>,
+}
+
+/// One block in one tier.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Change {
+    pub(crate) key: KvKey,
+    pub(crate) parent: Option<KvKey>,
+    pub(crate) tier: KvTier,
+    pub(crate) is_held: bool,
+}
+
+#[derive(Debug)]
+struct State {
+    holding: Holding,
+    /// The last batches as frames, the oldest first.
+    batches: VecDeque<Bytes>,
+    batch_bytes: usize,
+    /// The number of the next batch, which is behind the last of `batches`.
+    next_sequence: u64,
+}
+
+/// What comes next for a listener.
+#[derive(Debug)]
+enum Read {
+    /// These frames, which end before the batch of this number.
+    Batches { frames: Vec<u8>, next_sequence: u64 },
+    /// Nothing, until there is such a batch.
+    Nothing,
+    /// The batch is not kept any more, or never was.
+    Gone,
+}
+
+impl KvLog {
+    pub(crate) fn new(
+        worker: String,
+        epoch: u64,
+        model: String,
+        groups: Vec<BlockGroup>,
+        kept_bytes: usize,
+    ) -> Self {
+        let state =
+            State { holding: Holding::default(), batches: VecDeque::new(), batch_bytes: 0, next_sequence: 0 };
+        let next_sequence = watch::Sender::new(0);
+        Self { worker, epoch, model, groups, kept_bytes, state: Mutex::new(state), next_sequence }
+    }
+
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    pub(crate) fn has_group(&self, group: u32) -> bool {
+        self.groups.iter().any(|known| known.number == group)
+    }
+
+    /// Writes down what the engine's pool registered and forgot.
+    pub(crate) fn append_blocks(&self, changes: impl ExactSizeIterator<Item = BlockChange>) {
+        if changes.len() == 0 {
+            return;
+        }
+        self.append(
+            BLOCKS,
+            changes.map(|BlockChange { hash, parent, is_registered }| Change {
+                key: KvKey::from(hash),
+                parent: parent.map(KvKey::from),
+                tier: KvTier::Gpu,
+                is_held: is_registered,
+            }),
+        );
+    }
+
+    /// Writes down changes of one group under as few numbers as frames allow.
+    fn append(&self, group: u32, changes: impl Iterator<Item = Change>) {
+        let mut state = self.state.lock();
+        let first_sequence = state.next_sequence;
+        let mut batch = Vec::new();
+        let mut n_keys = 0;
+        for change in changes {
+            if !state.holding.set(group, change.tier, change.key, change.is_held) {
+                continue;
+            }
+            extend(&mut batch, group, change);
+            n_keys += 1;
+            if n_keys == MAX_FRAME_KEYS {
+                state.push(std::mem::take(&mut batch), self.kept_bytes);
+                n_keys = 0;
+            }
+        }
+        if !batch.is_empty() {
+            state.push(batch, self.kept_bytes);
+        }
+        if state.next_sequence != first_sequence {
+            self.next_sequence.send_replace(state.next_sequence);
+        }
+    }
+
+    /// Begins to listen, from the batch of an epoch on if it is still here and with a snapshot otherwise;
+    /// `None` where too many listen.
+    pub(crate) fn listen(self: &Arc<Self>, resume: Option<(u64, u64)>) -> Option<Listener> {
+        if self.next_sequence.receiver_count() >= MAX_LISTENERS {
+            return None;
+        }
+        let resumes_at = resume.filter(|(epoch, from)| {
+            *epoch == self.epoch && !matches!(self.state.lock().read(*from, 0), Read::Gone)
+        });
+        Some(Listener::new(Arc::clone(self), resumes_at.map(|(_, from)| from)))
+    }
+
+    fn hello(&self, resumes_at: Option<u64>) -> Frame {
+        Frame::Hello(Hello {
+            worker: self.worker.clone(),
+            epoch: self.epoch,
+            model: self.model.clone(),
+            groups: self.groups.clone(),
+            resumes_at,
+        })
+    }
+
+    /// Reads batches from the number `sequence` on, about `n_bytes` of them.
+    fn read(&self, sequence: u64, n_bytes: usize) -> Read {
+        self.state.lock().read(sequence, n_bytes)
+    }
+
+    /// What is held now, and the number of the first batch that is not counted in.
+    fn snapshot(&self) -> (Holding, u64) {
+        let state = self.state.lock();
+        (state.holding.clone(), state.next_sequence)
+    }
+}
+
+impl ChunkObserver for KvLog {
+    fn changed(&self, changes: &[ChunkChange]) {
+        self.append(
+            CHUNKS,
+            changes.iter().map(|change| Change {
+                key: KvKey::from(change.hash),
+                parent: change.parent.map(KvKey::from),
+                tier: kv_tier(change.tier),
+                is_held: change.is_held,
+            }),
+        );
+    }
+}
+
+/// What a tier of the store is to others. A worker has at most one that is remote.
+pub(crate) fn kv_tier(tier: TierKind) -> KvTier {
+    match tier {
+        TierKind::Ram => KvTier::Cpu,
+        TierKind::Nvme => KvTier::Disk,
+        TierKind::Redis | TierKind::Object => KvTier::Remote,
+    }
+}
+
+/// Adds a change to a batch: to its last run if it goes on from there.
+fn extend(batch: &mut Vec<KvChange>, group: u32, change: Change) {
+    let Change { key, parent, tier, is_held } = change;
+    match batch.last_mut() {
+        Some(KvChange::Stored { tier: at, keys, .. })
+            if is_held && *at == tier && parent.is_some() && parent == keys.last().copied() =>
+        {
+            keys.push(key);
+        }
+        Some(KvChange::Removed { tier: at, keys, .. }) if !is_held && *at == tier => keys.push(key),
+        _ if is_held => batch.push(KvChange::Stored { group, tier, parent, keys: vec![key] }),
+        _ => batch.push(KvChange::Removed { group, tier, keys: vec![key] }),
+    }
+}
+
+impl State {
+    /// Gives a batch its number and keeps it; the oldest go if it is too much.
+    fn push(&mut self, changes: Vec<KvChange>, kept_bytes: usize) {
+        let published_s = unix_seconds_exact();
+        let batch = KvBatch { sequence: self.next_sequence, published_s, changes };
+        let mut frame = Vec::new();
+        Frame::Batch(batch).encode(&mut frame);
+        self.next_sequence += 1;
+        self.batch_bytes += frame.len();
+        self.batches.push_back(Bytes::from(frame));
+        while self.batch_bytes > kept_bytes
+            && let Some(oldest) = self.batches.pop_front()
+        {
+            self.batch_bytes -= oldest.len();
+        }
+    }
+
+    fn read(&self, sequence: u64, n_bytes: usize) -> Read {
+        let first_sequence = self.next_sequence - self.batches.len() as u64;
+        if !(first_sequence..=self.next_sequence).contains(&sequence) {
+            return Read::Gone;
+        }
+        if sequence == self.next_sequence {
+            return Read::Nothing;
+        }
+        let mut frames = Vec::new();
+        let mut next_sequence = sequence;
+        for batch in self.batches.iter().skip((sequence - first_sequence) as usize) {
+            frames.extend_from_slice(batch);
+            next_sequence += 1;
+            if frames.len() >= n_bytes {
+                break;
+            }
+        }
+        Read::Batches { frames, next_sequence }
+    }
+}
