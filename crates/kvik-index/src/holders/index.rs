@@ -397,6 +397,7 @@ impl HolderIndex {
         // The last change of a set, since neighbors mostly make the same one.
         let mut change = (SetRef::EMPTY, SetRef::EMPTY);
         let mut touched_to = 0;
+        let mut repeats_touched_to = 0;
         for (at, &BlockKey(key)) in keys.iter().enumerate() {
             // First of all: it may move entries, empty slots of the table and forget sets.
             if self.arena.tail_is_full() {
@@ -414,6 +415,10 @@ impl HolderIndex {
                 if self.add_to_entry(index, set, holder, key, n_allowed > 0, &mut change) {
                     n_stored += 1;
                     n_allowed -= 1;
+                } else if at + 1 >= repeats_touched_to {
+                    // What follows a block that is stored again is mostly stored again too.
+                    repeats_touched_to = at + 1 + TOUCH_GROUP;
+                    self.sources.touch_repeats(holder, &keys[at + 1..repeats_touched_to.min(keys.len())]);
                 }
                 previous = Some(index);
                 continue;
@@ -503,6 +508,7 @@ impl HolderIndex {
         for group in keys.chunks(TOUCH_GROUP) {
             if group.len() > 1 {
                 self.touch(group);
+                self.sources.touch_repeats(holder, group);
             }
             for &BlockKey(key) in group {
                 let tag = self.salt.tag(key);

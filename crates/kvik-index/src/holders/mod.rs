@@ -13,7 +13,8 @@
 //!   a block for a holder that never had it.
 //! * A single-block answer is the truth of some moment between the start and the end of its lookup.
 //! * No call does work in proportion to what a worker holds, except [`HolderIndex::replace`] for what
-//!   it is handed. What is left over by a restart or a clear is swept in bounded steps.
+//!   it is handed and [`HolderIndex::blocks_of`], which looks at everything. What is left over by a
+//!   restart or a clear is swept in bounded steps.
 //!
 //! ```
 //! use kvik_index::holders::{
@@ -37,6 +38,7 @@ mod arena;
 mod bridge;
 mod grace;
 mod index;
+mod listing;
 mod lookup;
 mod matches;
 mod ordering;
@@ -51,6 +53,7 @@ mod table;
 
 pub use bridge::{Bridge, BridgeConfig, BridgeCounters, BridgeEvent, OwnChain, OwnRun};
 pub use index::{Counters, HolderIndex, HolderStats};
+pub use listing::{SourceNames, SourceStatus};
 pub use lookup::HolderReader;
 pub use matches::{LookupOptions, Matches, SourceSet, Walk, WorkerMatch};
 pub use ordering::Verdict;

@@ -4,13 +4,14 @@
 //! generation takes everything it held out of every answer; the bits are swept later.
 
 use std::collections::HashMap;
+use std::hint::black_box;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 use super::ordering::Ordering;
 use super::salt::Salt;
 use super::sets::MAX_HOLDERS;
-use super::{N_TIERS, SourceId, Tier};
+use super::{BlockKey, N_TIERS, SourceId, Tier};
 
 const PRESENT: u64 = 1;
 const UNSURE: u64 = 2;
@@ -255,6 +256,15 @@ impl Sources {
         let before = repeat_bytes(entry);
         entry.repeats.insert(key, n_times);
         self.repeat_bytes += repeat_bytes(entry) - before;
+    }
+
+    /// Asks for what is known of the repetitions of these blocks, so that their misses overlap.
+    pub(super) fn touch_repeats(&self, holder: u16, keys: &[BlockKey]) {
+        let Some(Some(entry)) = self.holders.get(usize::from(holder)) else { return };
+        if !entry.repeats.is_empty() {
+            let count = |key: &BlockKey| entry.repeats.get(&key.0).copied().unwrap_or(0);
+            black_box(keys.iter().fold(0, |sum: u32, key| sum ^ count(key)));
+        }
     }
 
     /// Takes one repetition away; false if there is none.

@@ -44,6 +44,10 @@ pub enum Reason {
     Unusable,
     /// No member had room; it has the least load for its weight.
     LeastLoaded,
+    /// Of all usable members it has the most of the prompt; see [`crate::placement`].
+    Holder,
+    /// A member that has more of the prompt was full or too busy; see [`crate::placement`].
+    Spread,
 }
 
 /// Why a member was not taken.
@@ -80,7 +84,7 @@ pub struct Explanation {
 }
 
 /// The bounds of all members for one request.
-struct Bounds<'a> {
+pub(crate) struct Bounds<'a> {
     loads: Loads<'a>,
     /// All load with the request, and the room above it.
     limit: f64,
@@ -166,7 +170,7 @@ fn decide(
 // === impl Bounds ===
 
 impl<'a> Bounds<'a> {
-    fn new(
+    pub(crate) fn new(
         ring: &Ring,
         loads: Loads<'a>,
         load_factor: f64,
@@ -186,16 +190,16 @@ impl<'a> Bounds<'a> {
         bounds
     }
 
-    fn load(&self, member: usize) -> u64 {
+    pub(crate) fn load(&self, member: usize) -> u64 {
         self.loads.tokens.get(member).copied().unwrap_or(0)
     }
 
-    fn weight(&self, member: usize) -> f64 {
+    pub(crate) fn weight(&self, member: usize) -> f64 {
         self.loads.weights.get(member).copied().unwrap_or(0.0)
     }
 
     /// The most that `member` may have; a weight that is no number gives 0.
-    fn bound(&self, member: usize) -> u64 {
+    pub(crate) fn bound(&self, member: usize) -> u64 {
         (self.limit * self.weight(member) / self.weight_sum).ceil() as u64
     }
 
@@ -215,6 +219,8 @@ impl Reason {
             Self::Bound => "bound",
             Self::Unusable => "unusable",
             Self::LeastLoaded => "least_loaded",
+            Self::Holder => "holder",
+            Self::Spread => "spread",
         }
     }
 }

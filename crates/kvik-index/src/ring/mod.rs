@@ -11,6 +11,7 @@
 mod choice;
 mod hash;
 
+pub(crate) use choice::Bounds;
 pub use choice::{Candidate, Choice, Explanation, Loads, Reason, Skip, choose, explain};
 pub use hash::RingHash;
 

@@ -20,6 +20,7 @@ enum Step {
     Restart { source: usize },
     Rejoin { source: usize },
     Replace { source: usize, chain: u64, n_blocks: usize },
+    Forget { source: usize, chain: u64, from: usize, n_blocks: usize },
     Maintain { n_entries: usize },
 }
 
@@ -34,6 +35,7 @@ fn steps() -> impl Strategy<Value = Step> {
         1 => (0..4_usize).prop_map(|source| Step::Restart { source }),
         1 => (0..4_usize).prop_map(|source| Step::Rejoin { source }),
         1 => (0..4_usize, 0..4_u64, 0..30_usize).prop_map(|(source, chain, n_blocks)| Step::Replace { source, chain, n_blocks }),
+        2 => place().prop_map(|(source, _, chain, from, n_blocks)| Step::Forget { source, chain, from, n_blocks }),
         2 => (0..200_usize).prop_map(|n_entries| Step::Maintain { n_entries }),
     ]
 }
@@ -171,6 +173,13 @@ impl World {
                     self.model.apply(id, &Event::Stored { tier, parent: None, keys });
                 }
             }
+            Step::Forget { source, chain: number, from, n_blocks } => {
+                let id = self.engines[*source].source;
+                let keys = &chain(*number, 60)[*from..from + n_blocks];
+                let n_before = self.model.n_holdings();
+                self.model.forget_blocks(id, keys);
+                assert_eq!(self.index.forget(id, keys), n_before - self.model.n_holdings());
+            }
             Step::Maintain { n_entries } => {
                 self.index.maintain(*n_entries);
             }
@@ -187,6 +196,12 @@ impl World {
             chain(0, 60)[start..].iter().chain(&chain(3, 60)[..start]).copied().collect();
         self.model.assert_same(&self.index, &sources, &mixed);
         assert_eq!(self.index.stats().n_holdings, self.model.n_holdings());
+        let source = sources[self.random.below(4) as usize];
+        let after = (self.random.below(2) == 0).then(|| BlockKey(self.random.below(2100)));
+        let limit = self.random.below(40) as usize;
+        let mut blocks = self.model.blocks_of(source, after);
+        blocks.truncate(limit);
+        assert_eq!(self.index.blocks_of(source, after, limit), blocks);
     }
 }
 

@@ -1,6 +1,6 @@
 //! A feed of events that numbers batches, and a naive map to compare with.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use kvik_index::holders::{
     Batch, BlockKey, Event, HolderIndex, HolderReader, IndexConfig, LookupOptions, Matches, Scorer, SourceId,
@@ -87,6 +87,27 @@ impl NaiveMap {
 
     pub(crate) fn forget(&mut self, source: SourceId) {
         self.counts.retain(|(holder, _), _| *holder != source);
+    }
+
+    /// Takes blocks away from a source in every tier.
+    pub(crate) fn forget_blocks(&mut self, source: SourceId, keys: &[BlockKey]) {
+        for ((holder, _), held) in &mut self.counts {
+            if *holder == source {
+                held.retain(|key, _| !keys.contains(key));
+            }
+        }
+    }
+
+    /// The blocks of a source behind `after`, with their tiers.
+    pub(crate) fn blocks_of(&self, source: SourceId, after: Option<BlockKey>) -> Vec<(BlockKey, u8)> {
+        let mut blocks = BTreeMap::new();
+        for ((holder, tier), held) in &self.counts {
+            for key in held.keys().filter(|key| *holder == source && after.is_none_or(|after| **key > after))
+            {
+                *blocks.entry(*key).or_default() |= 1 << tier.as_index();
+            }
+        }
+        blocks.into_iter().collect()
     }
 
     pub(crate) fn n_holdings(&self) -> u64 {
