@@ -17,6 +17,12 @@ pub enum IndexerError {
         /// What it may be.
         allowed: String,
     },
+    /// The prompt cannot be turned into tokens.
+    #[error(transparent)]
+    Tokens(#[from] kvik_tokens::TokensError),
+    /// An address cannot be listened on.
+    #[error(transparent)]
+    Runtime(#[from] kvik_runtime::RuntimeError),
     /// The index has no room for another source; see its bounds.
     #[error(transparent)]
     Index(#[from] kvik_index::holders::IndexError),
@@ -29,4 +35,27 @@ pub enum IndexerError {
         /// What the server or the connection said.
         reason: String,
     },
+}
+
+/// Longest part of a refused value that is repeated.
+const MAX_SHOWN_CHARS: usize = 80;
+
+impl IndexerError {
+    /// The same for a field of something that is itself a field.
+    pub(crate) fn below(self, parent: &str) -> Self {
+        match self {
+            Self::Invalid { field, value, allowed } => {
+                Self::Invalid { field: format!("{parent}.{field}"), value, allowed }
+            }
+            error => error,
+        }
+    }
+
+    pub(crate) fn invalid(field: &str, value: impl std::fmt::Display, allowed: &str) -> Self {
+        let shown: String = value.to_string().chars().take(MAX_SHOWN_CHARS).collect();
+        // What is empty or has spaces would not be seen without marks.
+        let is_plain = !shown.is_empty() && !shown.contains(char::is_whitespace);
+        let value = if is_plain { shown } else { format!("`{shown}`") };
+        Self::Invalid { field: field.to_owned(), value, allowed: allowed.to_owned() }
+    }
 }

@@ -65,6 +65,9 @@ pub struct Holding {
 pub trait Feeds: Send + Sync {
     /// Opens the feed of a worker and rank; whoever had it before is replaced.
     ///
+    /// A worker that names blocks in several ways, such as token blocks and chunks of them, has a feed for
+    /// each: feeds of one name and different [`Naming::Kvik`] stand side by side, with numbers of their own.
+    ///
     /// # Errors
     /// If the name cannot be used or there is no room for another source.
     fn open(&self, name: FeedName, naming: Naming) -> BoxFuture<'_, Result<Arc<dyn Feed>>>;
@@ -77,7 +80,8 @@ pub trait Feed: Send + Sync + std::fmt::Debug {
     /// Takes a batch and says what became of it; see [`Verdict`] for what a gap asks of the caller.
     fn apply(&self, batch: FeedBatch) -> BoxFuture<'_, Result<Verdict>>;
 
-    /// Replaces all that is known by what the engine says it holds. False if it is of an earlier epoch.
+    /// Replaces all that is known by what the engine says it holds. False if it is of an earlier epoch. Of an engine
+    /// whose naming is learned only an empty holding can be told: it begins anew.
     fn replace(&self, holding: Holding) -> BoxFuture<'_, Result<bool>>;
 
     /// Gives up on batches that are missing; `next` is due now.

@@ -5,6 +5,9 @@ use kvik_index::holders::{BlockKey, Event, N_TIERS, SourceName, Verdict, Walk};
 
 use crate::error::Result;
 
+pub mod memory;
+pub mod redis;
+
 /// Events in the keys of a book.
 #[derive(Debug, Clone, Copy)]
 pub struct KeyedBatch<'a> {
@@ -65,8 +68,9 @@ pub struct SourceState {
 
 /// Keeps who holds which block.
 ///
-/// Every implementation answers as the in-memory one does: presence by block and holder, nothing inferred from
-/// neighbors, a restart forgets at once. Where the server is away a call fails and changes nothing.
+/// Every implementation answers as the in-memory one does: presence by block and holder, nothing inferred
+/// from neighbors, a restart forgets at once. Where the server is away a call fails; whether it changed
+/// something is then not known, and to make it again is safe.
 pub trait Backend: Send + Sync + std::fmt::Debug {
     /// Its kind: `memory`, `redis`.
     fn kind(&self) -> &'static str;
@@ -74,9 +78,13 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// Takes a batch of a source, which is added if it is new.
     fn apply<'a>(&'a self, source: &'a SourceName, batch: KeyedBatch<'a>) -> BoxFuture<'a, Result<Verdict>>;
 
-    /// Replaces all that is known of a source. False if it is of an earlier epoch.
-    fn replace<'a>(&'a self, source: &'a SourceName, holding: KeyedHolding<'a>)
-    -> BoxFuture<'a, Result<bool>>;
+    /// Replaces all that is known of a source, which is added if it is new. False if it is of an earlier
+    /// epoch.
+    fn replace<'a>(
+        &'a self,
+        source: &'a SourceName,
+        holding: KeyedHolding<'a>,
+    ) -> BoxFuture<'a, Result<bool>>;
 
     /// Gives up on batches that are missing; `next` is due now.
     fn skip_gap<'a>(&'a self, source: &'a SourceName, next: u64) -> BoxFuture<'a, Result<()>>;
@@ -97,8 +105,9 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// left out.
     fn lookup<'a>(&'a self, keys: &'a [BlockKey], walk: Walk) -> BoxFuture<'a, Result<Vec<Row>>>;
 
-    /// Up to `limit` blocks of a source with a set of tiers (bit `i` is `Tier::ALL[i]`), in the order of their
-    /// keys, from `after` on.
+    /// Up to `limit` blocks of a source that come behind `after`, in the order of their keys, each with a set
+    /// of tiers (bit `i` is `Tier::ALL[i]`). It looks at the whole index and is for administrators; an
+    /// implementation must not let lookups wait for it.
     fn blocks_of<'a>(
         &'a self,
         source: &'a SourceName,

@@ -1,1 +1,7 @@
 //! Who tells the index what: engines over `ZeroMQ`, workers of kvik over HTTP.
+
+pub mod engine;
+pub mod kubernetes;
+mod pause;
+pub mod worker;
+mod zmq;

@@ -1,0 +1,234 @@
+//! A book in the memory of this process.
+
+use std::cell::RefCell;
+use std::fs::{self, File};
+use std::io::Write as _;
+use std::path::Path;
+use std::sync::Arc;
+
+use futures_util::future::{BoxFuture, FutureExt as _};
+use kvik_index::holders::{
+    Batch, BlockKey, HolderIndex, HolderReader, IndexConfig, LookupOptions, Matches, N_TIERS, SourceId,
+    SourceName, SourceStatus, Tier, Verdict, Walk,
+};
+use parking_lot::Mutex;
+
+use super::{Backend, KeyedBatch, KeyedHolding, Row, SourceState};
+use crate::error::{IndexerError, Result};
+
+/// Entries that are cleaned up after a change, so that memory comes back without a task of its own.
+const MAINTAINED_ENTRIES: usize = 256;
+
+thread_local! {
+    /// The memory of the last lookup, used again by the next one on this thread, of whatever book.
+    static MATCHES: RefCell<Matches> = RefCell::default();
+}
+
+/// A book in memory.
+///
+/// Changes wait for each other; lookups wait for nobody.
+#[derive(Debug)]
+pub struct MemoryBackend {
+    index: Mutex<HolderIndex>,
+    reader: HolderReader,
+}
+
+impl MemoryBackend {
+    /// An empty book.
+    pub fn new(config: IndexConfig) -> Self {
+        Self::of(HolderIndex::new(config))
+    }
+
+    /// The book of a file that [`Self::save`] wrote; `None` if there is no such file.
+    ///
+    /// # Errors
+    /// [`IndexerError::Unavailable`] if the file cannot be read, [`IndexerError::Index`] if it is damaged, of
+    /// other keys or larger than the budget. The caller then starts with an empty book.
+    pub fn load(config: IndexConfig, path: &Path) -> Result<Option<Self>> {
+        let bytes = match fs::read(path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(file_error("read a snapshot", path, &error)),
+        };
+        Ok(Some(Self::of(HolderIndex::from_snapshot(config, &bytes)?)))
+    }
+
+    /// Writes the book to a file, which is there as a whole or as it was before, even if the power fails.
+    ///
+    /// It blocks. Changes wait while the book is copied, at 12 bytes a block, and not while it is written.
+    ///
+    /// # Errors
+    /// [`IndexerError::Unavailable`] if the file cannot be written.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        let mut bytes = Vec::new();
+        self.index.lock().write_snapshot(&mut bytes)?;
+        let folder = match path.parent() {
+            Some(folder) if !folder.as_os_str().is_empty() => folder,
+            _ => Path::new("."),
+        };
+        let mut beside = path.as_os_str().to_owned();
+        beside.push(format!(".{}.new", std::process::id()));
+        let written = (|| {
+            let mut file = File::create(&beside)?;
+            file.write_all(&bytes)?;
+            file.sync_all()?;
+            fs::rename(&beside, path)?;
+            File::open(folder)?.sync_all()
+        })();
+        written.map_err(|error| {
+            // It may be gone already, and there is nothing better to do.
+            drop(fs::remove_file(&beside));
+            file_error("write a snapshot", path, &error)
+        })
+    }
+
+    /// Cleans up about so many entries; true while more is to be done. For whoever has time.
+    pub fn maintain(&self, n_entries: usize) -> bool {
+        self.index.lock().maintain(n_entries)
+    }
+
+    fn of(index: HolderIndex) -> Self {
+        Self { reader: index.reader(), index: Mutex::new(index) }
+    }
+
+    /// Changes a source, which is added if it is new.
+    fn change<T>(
+        &self,
+        source: &SourceName,
+        change: impl FnOnce(&mut HolderIndex, SourceId) -> T,
+    ) -> Result<T> {
+        let mut index = self.index.lock();
+        let id = match index.source(&source.worker, source.rank) {
+            Some(id) => id,
+            None => index.add_source(&source.worker, source.rank)?,
+        };
+        let changed = change(&mut index, id);
+        index.maintain(MAINTAINED_ENTRIES);
+        Ok(changed)
+    }
+
+    /// Does something with a source that is there.
+    fn with<T>(&self, source: &SourceName, act: impl FnOnce(&mut HolderIndex, SourceId) -> T) -> Option<T> {
+        let mut index = self.index.lock();
+        let id = index.source(&source.worker, source.rank)?;
+        Some(act(&mut index, id))
+    }
+
+    fn rows(&self, keys: &[BlockKey], walk: Walk) -> Vec<Row> {
+        MATCHES.with_borrow_mut(|matches| {
+            let names_before = self.reader.names();
+            self.reader.lookup(keys, LookupOptions { walk, ..LookupOptions::default() }, matches);
+            let names = self.reader.names();
+            let rows = matches.rows().iter().filter_map(|row| {
+                let name = names.get(row.source())?;
+                // Otherwise the source left meanwhile and another one may have its number.
+                let is_same = names_before.get(row.source()).is_some_and(|before| Arc::ptr_eq(before, name));
+                is_same.then(|| Row {
+                    source: SourceName::clone(name),
+                    is_unsure: row.is_unsure(),
+                    prefix_in: by_tier(|tier| row.prefix_in(tier)),
+                    covered_in: by_tier(|tier| row.covered_in(tier)),
+                    highest_block: row.highest_block(),
+                })
+            });
+            let mut found = Vec::with_capacity(matches.rows().len());
+            found.extend(rows);
+            found
+        })
+    }
+}
+
+impl Backend for MemoryBackend {
+    fn kind(&self) -> &'static str {
+        "memory"
+    }
+
+    fn apply<'a>(&'a self, source: &'a SourceName, batch: KeyedBatch<'a>) -> BoxFuture<'a, Result<Verdict>> {
+        let KeyedBatch { epoch, sequence, replayed, events, .. } = batch;
+        let apply = async move {
+            self.change(source, |index, source| {
+                index.apply(&Batch { source, epoch, sequence, replayed, events })
+            })
+        };
+        apply.boxed()
+    }
+
+    fn replace<'a>(
+        &'a self,
+        source: &'a SourceName,
+        holding: KeyedHolding<'a>,
+    ) -> BoxFuture<'a, Result<bool>> {
+        let KeyedHolding { epoch, next_sequence, runs } = holding;
+        let replace = async move {
+            let runs = runs.iter().map(|(tier, keys)| (*tier, keys.as_slice()));
+            self.change(source, |index, source| index.replace(source, epoch, next_sequence, runs))
+        };
+        replace.boxed()
+    }
+
+    fn skip_gap<'a>(&'a self, source: &'a SourceName, next: u64) -> BoxFuture<'a, Result<()>> {
+        let skip = async move {
+            // Without a source or a gap there is nothing to give up.
+            self.with(source, |index, source| index.skip_gap(source, next));
+            Ok(())
+        };
+        skip.boxed()
+    }
+
+    fn state<'a>(&'a self, source: &'a SourceName) -> BoxFuture<'a, Result<Option<SourceState>>> {
+        async move { Ok(self.with(source, |index, source| index.status(source)).flatten().map(as_state)) }
+            .boxed()
+    }
+
+    fn states(&self) -> BoxFuture<'_, Result<Vec<SourceState>>> {
+        async move { Ok(self.index.lock().statuses().map(as_state).collect()) }.boxed()
+    }
+
+    fn remove_source<'a>(&'a self, source: &'a SourceName) -> BoxFuture<'a, Result<bool>> {
+        async move { Ok(self.with(source, HolderIndex::remove_source).unwrap_or(false)) }.boxed()
+    }
+
+    fn forget<'a>(&'a self, source: &'a SourceName, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<()>> {
+        let forget = async move {
+            self.with(source, |index, source| index.forget(source, keys));
+            Ok(())
+        };
+        forget.boxed()
+    }
+
+    fn lookup<'a>(&'a self, keys: &'a [BlockKey], walk: Walk) -> BoxFuture<'a, Result<Vec<Row>>> {
+        async move { Ok(self.rows(keys, walk)) }.boxed()
+    }
+
+    fn blocks_of<'a>(
+        &'a self,
+        source: &'a SourceName,
+        after: Option<BlockKey>,
+        limit: usize,
+    ) -> BoxFuture<'a, Result<Vec<(BlockKey, u8)>>> {
+        let list = async move {
+            let blocks = self.with(source, |index, source| index.blocks_of(source, after, limit));
+            Ok(blocks.unwrap_or_default())
+        };
+        list.boxed()
+    }
+}
+
+fn by_tier(count: impl Fn(Tier) -> u32) -> [u32; N_TIERS] {
+    Tier::ALL.map(count)
+}
+
+fn as_state(status: SourceStatus) -> SourceState {
+    let SourceStatus { name, epoch, due, is_unsure, n_blocks, .. } = status;
+    SourceState {
+        source: Arc::unwrap_or_clone(name),
+        epoch,
+        due_sequence: due,
+        is_unsure,
+        n_blocks: Some(n_blocks),
+    }
+}
+
+fn file_error(operation: &'static str, path: &Path, error: &std::io::Error) -> IndexerError {
+    IndexerError::Unavailable { operation, reason: format!("{}: {error}", path.display()) }
+}

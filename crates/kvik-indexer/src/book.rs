@@ -1,0 +1,170 @@
+//! The books of a model: who holds what, one for each way in which its engines name blocks.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use futures_util::future::BoxFuture;
+use kvik_index::holders::{BlockKey, Walk};
+use kvik_types::TokenId;
+use parking_lot::RwLock;
+
+use crate::backend::{Backend, Row};
+use crate::error::{IndexerError, Result};
+use crate::keys::{KeyKind, Keys};
+
+/// Books of one model: a naming more is a mistake or an attack, and each costs memory.
+const MAX_BOOKS: usize = 16;
+
+/// Opens the backend of a book.
+pub trait Backends: Send + Sync + std::fmt::Debug {
+    /// Opens or creates the book of `model` in `keys`.
+    ///
+    /// # Errors
+    /// If the server that keeps it refuses.
+    fn open(&self, model: &str, keys: &Keys) -> Result<Arc<dyn Backend>>;
+
+    /// The keys of books of `model` that are there already, written by an earlier life or by somebody else.
+    fn known<'a>(&'a self, model: &'a str) -> BoxFuture<'a, Result<Vec<Keys>>>;
+
+    /// Notes that there is a book, for [`Self::known`].
+    fn announce<'a>(&'a self, model: &'a str, keys: &'a Keys) -> BoxFuture<'a, Result<()>>;
+}
+
+/// A book: its keys, and where it is kept.
+#[derive(Debug)]
+pub struct Book {
+    /// How its blocks are named.
+    pub keys: Keys,
+    /// Where it is kept.
+    pub backend: Arc<dyn Backend>,
+    /// Whether whoever starts later finds it.
+    is_announced: AtomicBool,
+}
+
+/// The books of one model.
+#[derive(Debug)]
+pub struct Books {
+    model: String,
+    backends: Arc<dyn Backends>,
+    open: RwLock<Vec<Arc<Book>>>,
+    /// What an engine's events have last proven to be its keys.
+    proven: RwLock<Option<Keys>>,
+}
+
+/// What one source has of a prompt, and how long the blocks are that its row counts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Match {
+    /// What it has.
+    pub row: Row,
+    /// Tokens of a block.
+    pub block_tokens: usize,
+}
+
+impl Books {
+    /// No books yet.
+    pub fn new(model: &str, backends: Arc<dyn Backends>) -> Self {
+        Self { model: model.to_owned(), backends, open: RwLock::default(), proven: RwLock::default() }
+    }
+
+    /// The model.
+    pub fn model(&self) -> &str {
+        &self.model
+    }
+
+    /// The book in `keys`, opened if it is not there yet.
+    ///
+    /// # Errors
+    /// If there are too many, or the backend cannot be opened.
+    pub fn open(&self, keys: &Keys) -> Result<Arc<Book>> {
+        let find = |books: &[Arc<Book>]| books.iter().find(|book| book.keys == *keys).cloned();
+        if let Some(book) = find(&self.open.read()) {
+            return Ok(book);
+        }
+        let mut books = self.open.write();
+        if let Some(book) = find(&books) {
+            return Ok(book);
+        }
+        if books.len() >= MAX_BOOKS {
+            let allowed = format!("{MAX_BOOKS} ways of naming blocks for one model");
+            return Err(IndexerError::invalid("keys", keys.id(), &allowed));
+        }
+        let backend = self.backends.open(&self.model, keys)?;
+        let book = Arc::new(Book { keys: keys.clone(), backend, is_announced: AtomicBool::new(false) });
+        books.push(Arc::clone(&book));
+        Ok(book)
+    }
+
+    /// Whether there are any.
+    pub fn has_books(&self) -> bool {
+        !self.open.read().is_empty()
+    }
+
+    /// Makes a book known to whoever starts later, before something is written to it.
+    pub(crate) async fn announce(&self, book: &Book) -> Result<()> {
+        // Relaxed: to do it twice is harmless.
+        if !book.is_announced.load(Ordering::Relaxed) {
+            self.backends.announce(&self.model, &book.keys).await?;
+            book.is_announced.store(true, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Opens books that are there already.
+    ///
+    /// # Errors
+    /// If there are too many, or a backend cannot be opened.
+    pub(crate) fn open_known(&self, known: &[Keys]) -> Result<()> {
+        for keys in known {
+            self.open(keys)?;
+            if !matches!(keys.kind, KeyKind::Kvik { .. } | KeyKind::Own) {
+                self.prove(keys);
+            }
+        }
+        Ok(())
+    }
+
+    /// All books.
+    pub fn all(&self) -> Vec<Arc<Book>> {
+        self.open.read().clone()
+    }
+
+    /// What engines of this model have last proven to use.
+    pub(crate) fn proven(&self) -> Option<Keys> {
+        self.proven.read().clone()
+    }
+
+    pub(crate) fn prove(&self, keys: &Keys) {
+        let mut proven = self.proven.write();
+        if proven.as_ref() != Some(keys) {
+            tracing::debug!(model = %self.model, keys = %keys.id(), "block keys of the model's engines");
+            *proven = Some(keys.clone());
+        }
+    }
+
+    /// Finds how much of a prompt every source has. A source is in the answer once for each book that has it.
+    ///
+    /// # Errors
+    /// If a backend is away.
+    pub async fn lookup(&self, tokens: &[TokenId], walk: Walk) -> Result<Vec<Match>> {
+        let mut matches = Vec::new();
+        let mut keys: Vec<BlockKey> = Vec::new();
+        for book in self.all() {
+            keys.clear();
+            book.keys.extend(tokens, &mut keys);
+            if keys.is_empty() {
+                continue;
+            }
+            let block_tokens = book.keys.block_tokens.get();
+            let rows = book.backend.lookup(&keys, walk).await?;
+            matches.extend(rows.into_iter().map(|row| Match { row, block_tokens }));
+        }
+        Ok(matches)
+    }
+}
+
+impl Book {
+    /// Whether its engines' hashes are translated.
+    pub fn is_bridged(&self) -> bool {
+        self.keys.kind == KeyKind::Own
+    }
+}

@@ -1,0 +1,359 @@
+//! From what an engine says to what its book keeps.
+//!
+//! A feed starts with the keys that other engines of its model have proven to use, and moves to another book as
+//! soon as an event proves otherwise. What it had said until then is forgotten with the old book, so its
+//! number falls back to the start there and the source replays.
+
+use std::sync::Arc;
+
+use futures_util::future::BoxFuture;
+use kvik_index::holders::{
+    BlockKey, Bridge, BridgeConfig, BridgeEvent, Event, OwnRun, SourceName, Tier, Verdict,
+};
+use kvik_proto::events::{BlocksStored, EngineHash, KvEvent, Medium};
+use kvik_types::BlockSize;
+use kvik_types::hash::VllmAlgorithm;
+use parking_lot::Mutex;
+
+use crate::backend::{KeyedBatch, KeyedHolding};
+use crate::book::{Book, Books};
+use crate::error::Result;
+use crate::feed::{Feed, FeedBatch, Holding, Naming};
+use crate::keys::{KeyKind, Keys, OwnKeys, recognize};
+
+/// Tokens of a block where nothing has said otherwise yet: what engines have by default.
+const USUAL_BLOCK_TOKENS: usize = 16;
+
+/// How feeds of engines learn their keys.
+#[derive(Debug, Clone)]
+pub(crate) struct Learning {
+    /// Values of `PYTHONHASHSEED` that engines may run with.
+    pub(crate) seeds: Arc<[String]>,
+    /// Tokens of a block of the chain that bridges use.
+    pub(crate) own_block_tokens: BlockSize,
+    /// Bounds of a bridge.
+    pub(crate) bridge: BridgeConfig,
+}
+
+/// The feed of one worker and rank.
+#[derive(Debug)]
+pub(crate) struct ModelFeed {
+    books: Arc<Books>,
+    source: SourceName,
+    naming: Naming,
+    learning: Learning,
+    /// Never held while a backend works; calls come one after the other.
+    state: Mutex<FeedState>,
+}
+
+#[derive(Debug, Default)]
+struct FeedState {
+    /// `None` until something was said.
+    book: Option<Arc<Book>>,
+    /// Of a book in keys of kvik's own.
+    bridge: Option<Bridge>,
+    /// Epoch and due number as the backend had them last; a bridge translates only what will be applied.
+    epoch: Option<u64>,
+    due: Option<u64>,
+    /// The cache group whose blocks are kept, from the first event that names one.
+    group_idx: Option<u32>,
+}
+
+/// Events in the keys of a book, owned.
+#[derive(Debug, Default)]
+struct Translated {
+    runs: Vec<OwnRun>,
+    /// The parents of `runs`, where the engine named them.
+    parents: Vec<Option<BlockKey>>,
+}
+
+/// What is to be done before a batch.
+struct Plan {
+    book: Arc<Book>,
+    /// The book that the feed leaves.
+    left: Option<Arc<Book>>,
+}
+
+impl ModelFeed {
+    pub(crate) fn new(books: Arc<Books>, source: SourceName, naming: Naming, learning: Learning) -> Self {
+        Self { books, source, naming, learning, state: Mutex::default() }
+    }
+
+    /// Takes up where an earlier life of this process left the source.
+    pub(crate) async fn resume(&self) -> Result<()> {
+        let keys = match self.naming {
+            Naming::Kvik { .. } => self.keys_for(&[])?,
+            Naming::Learned => self.books.proven().or_else(|| usual_keys(USUAL_BLOCK_TOKENS)),
+        };
+        let Some(keys) = keys else { return Ok(()) };
+        let book = self.books.open(&keys)?;
+        if book.is_bridged() {
+            // The bridge of the earlier life is gone, and with it the meaning of removals.
+            book.backend.remove_source(&self.source).await?;
+            return Ok(());
+        }
+        if let Some(state) = book.backend.state(&self.source).await? {
+            let mut own = self.state.lock();
+            (own.book, own.epoch, own.due) = (Some(book), state.epoch, state.due_sequence);
+        }
+        Ok(())
+    }
+
+    /// The keys that these events are in; `None` if they do not say and nothing was known.
+    fn keys_for(&self, events: &[KvEvent]) -> Result<Option<Keys>> {
+        if let Naming::Kvik { root, block_tokens } = self.naming {
+            let block_tokens = BlockSize::try_new(block_tokens as usize).map_err(|_| {
+                crate::IndexerError::invalid("block_tokens", block_tokens, "1 or more tokens of a block")
+            })?;
+            return Ok(Some(Keys { kind: KeyKind::Kvik { root }, block_tokens }));
+        }
+        let own = Keys { kind: KeyKind::Own, block_tokens: self.learning.own_block_tokens };
+        let stored = || {
+            events.iter().filter_map(|event| match event {
+                KvEvent::Stored(stored) => Some(stored),
+                KvEvent::Removed(_) | KvEvent::Cleared => None,
+            })
+        };
+        if let Some(proof) = stored().find_map(|stored| recognize(stored, &self.learning.seeds)) {
+            let keys = proof.unwrap_or(own);
+            self.books.prove(&keys);
+            return Ok(Some(keys));
+        }
+        if self.state.lock().book.is_some() {
+            return Ok(None);
+        }
+        let with_tokens = stored().find(|stored| !stored.tokens.is_empty());
+        let block_tokens = with_tokens.map_or(USUAL_BLOCK_TOKENS, |stored| stored.block_tokens as usize);
+        Ok(self.books.proven().or_else(|| usual_keys(block_tokens)))
+    }
+
+    /// Finds the book of a batch; the feed is in it afterwards.
+    fn plan(&self, events: &[KvEvent]) -> Result<Option<Plan>> {
+        let keys = self.keys_for(events)?;
+        let mut state = self.state.lock();
+        let keys = match (&state.book, keys) {
+            (Some(book), Some(keys)) if book.keys == keys => None,
+            (_, keys) => keys,
+        };
+        let left = match &keys {
+            None => None,
+            Some(keys) => {
+                let book = self.books.open(keys)?;
+                let bridge = book.is_bridged().then(|| Bridge::new(self.learning.bridge));
+                let left = state.book.take();
+                *state = FeedState { book: Some(book), bridge, due: Some(0), ..FeedState::default() };
+                left
+            }
+        };
+        Ok(state.book.clone().map(|book| Plan { book, left }))
+    }
+
+    /// The events of a batch in the keys of the book, as far as the batch will be applied.
+    fn translate(&self, batch: &FeedBatch, book: &Book) -> Translated {
+        let mut translated = Translated::default();
+        let mut state = self.state.lock();
+        let events = batch.events.iter();
+        if state.bridge.is_none() {
+            let block_tokens = book.keys.block_tokens.get() as u32;
+            for event in events {
+                if let Some((run, parent)) = direct(event, block_tokens, &mut state.group_idx) {
+                    translated.runs.push(run);
+                    translated.parents.push(parent);
+                }
+            }
+            return translated;
+        }
+        let is_due = state.due == Some(batch.sequence) && state.epoch == batch.epoch;
+        let is_restart = !batch.replayed && state.due.is_none_or(|due| batch.sequence < due);
+        let own_block_tokens = self.learning.own_block_tokens;
+        let mut group_idx = state.group_idx;
+        let Some(bridge) = &mut state.bridge else { return translated };
+        if is_restart {
+            bridge.reset();
+        }
+        if !is_due && !is_restart {
+            return translated;
+        }
+        for event in events {
+            if is_of_group(event, &mut group_idx) {
+                bridged(bridge, event, own_block_tokens, &mut translated.runs);
+            }
+        }
+        state.group_idx = group_idx;
+        translated.parents.resize(translated.runs.len(), None);
+        translated
+    }
+
+    async fn take(&self, batch: FeedBatch) -> Result<Verdict> {
+        let Some(Plan { book, left }) = self.plan(&batch.events)? else { return Ok(Verdict::UnknownSource) };
+        if let Some(left) = left {
+            left.backend.remove_source(&self.source).await?;
+        }
+        self.books.announce(&book).await?;
+        let translated = self.translate(&batch, &book);
+        let events: Vec<Event<'_>> = translated
+            .runs
+            .iter()
+            .zip(&translated.parents)
+            .map(|(run, parent)| match run.as_event() {
+                Event::Stored { tier, keys, .. } => Event::Stored { tier, parent: *parent, keys },
+                event => event,
+            })
+            .collect();
+        let FeedBatch { epoch, sequence, replayed, published_s, .. } = batch;
+        let keyed = KeyedBatch { epoch, sequence, replayed, published_s, events: &events };
+        let verdict = book.backend.apply(&self.source, keyed).await?;
+        let mut state = self.state.lock();
+        match verdict {
+            Verdict::Applied | Verdict::Restarted | Verdict::Duplicate => {
+                let next = sequence.checked_add(1);
+                let is_new = verdict != Verdict::Duplicate || state.due.is_some_and(|due| due <= sequence);
+                if is_new {
+                    (state.epoch, state.due) = (epoch, next);
+                }
+            }
+            Verdict::Gap { expected, .. } => {
+                if state.due != Some(expected)
+                    && let Some(bridge) = &mut state.bridge
+                {
+                    bridge.reset();
+                }
+                (state.epoch, state.due) = (epoch, Some(expected));
+            }
+            Verdict::OldEpoch | Verdict::UnknownSource => {}
+        }
+        Ok(verdict)
+    }
+
+    fn book(&self) -> Option<Arc<Book>> {
+        self.state.lock().book.clone()
+    }
+}
+
+impl Feed for ModelFeed {
+    fn apply(&self, batch: FeedBatch) -> BoxFuture<'_, Result<Verdict>> {
+        Box::pin(self.take(batch))
+    }
+
+    fn replace(&self, holding: Holding) -> BoxFuture<'_, Result<bool>> {
+        Box::pin(async move {
+            let Some(Plan { book, .. }) = self.plan(&[])? else { return Ok(false) };
+            self.books.announce(&book).await?;
+            let Holding { epoch, next_sequence, runs } = holding;
+            let keyed = KeyedHolding { epoch, next_sequence, runs: &runs };
+            let is_taken = book.backend.replace(&self.source, keyed).await?;
+            if is_taken {
+                let mut state = self.state.lock();
+                if let Some(bridge) = &mut state.bridge {
+                    bridge.reset();
+                }
+                (state.epoch, state.due) = (epoch, Some(next_sequence));
+            }
+            Ok(is_taken)
+        })
+    }
+
+    fn skip_gap(&self, next: u64) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            if let Some(book) = self.book() {
+                book.backend.skip_gap(&self.source, next).await?;
+                self.state.lock().due = Some(next);
+            }
+            Ok(())
+        })
+    }
+
+    fn position(&self) -> BoxFuture<'_, Result<(Option<u64>, Option<u64>)>> {
+        Box::pin(async move {
+            let Some(book) = self.book() else { return Ok((None, Some(0))) };
+            let state = book.backend.state(&self.source).await?;
+            Ok(state.map_or((None, Some(0)), |state| (state.epoch, state.due_sequence)))
+        })
+    }
+
+    fn close(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            if let Some(book) = self.book() {
+                book.backend.remove_source(&self.source).await?;
+            }
+            *self.state.lock() = FeedState::default();
+            Ok(())
+        })
+    }
+}
+
+/// The keys of an engine that runs as it comes.
+fn usual_keys(block_tokens: usize) -> Option<Keys> {
+    let block_tokens = BlockSize::try_new(block_tokens).ok()?;
+    Some(Keys { kind: KeyKind::Vllm { algorithm: VllmAlgorithm::Sha256, seed: None }, block_tokens })
+}
+
+/// Whether an event is of the cache group that is kept: hybrid models name the same prompt once for each group,
+/// and only the blocks of one can be counted.
+fn is_of_group(event: &KvEvent, kept: &mut Option<u32>) -> bool {
+    let group_idx = match event {
+        KvEvent::Stored(stored) => stored.group_idx,
+        KvEvent::Removed(removed) => removed.group_idx,
+        KvEvent::Cleared => return true,
+    };
+    let Some(group_idx) = group_idx else { return true };
+    *kept.get_or_insert(group_idx) == group_idx
+}
+
+/// An event whose hashes are the keys.
+fn direct(
+    event: &KvEvent,
+    block_tokens: u32,
+    group_idx: &mut Option<u32>,
+) -> Option<(OwnRun, Option<BlockKey>)> {
+    if !is_of_group(event, group_idx) {
+        return None;
+    }
+    match event {
+        // Blocks of another length are not of this chain. Without tokens it is known blocks in another tier.
+        KvEvent::Stored(stored) if !stored.tokens.is_empty() && stored.block_tokens != block_tokens => None,
+        KvEvent::Stored(stored) => {
+            let run = OwnRun::Stored { tier: tier(stored.medium), keys: keys_of(&stored.hashes) };
+            Some((run, stored.parent.map(|parent| BlockKey(parent.0))))
+        }
+        KvEvent::Removed(removed) => {
+            Some((OwnRun::Removed { tier: tier(removed.medium), keys: keys_of(&removed.hashes) }, None))
+        }
+        KvEvent::Cleared => Some((OwnRun::Cleared { tier: None }, None)),
+    }
+}
+
+fn bridged(bridge: &mut Bridge, event: &KvEvent, own_block_tokens: BlockSize, runs: &mut Vec<OwnRun>) {
+    let plain = OwnKeys::new(own_block_tokens);
+    match event {
+        KvEvent::Stored(stored) => {
+            let BlocksStored { hashes, parent, tokens, block_tokens, medium, .. } = stored;
+            let event = BridgeEvent::Stored {
+                tier: tier(*medium),
+                parent: parent.map(|parent| BlockKey(parent.0)),
+                keys: &keys_of(hashes),
+                tokens,
+                block_tokens: *block_tokens as usize,
+            };
+            bridge.translate(&event, &OwnKeys::of_event(own_block_tokens, stored), runs);
+        }
+        KvEvent::Removed(removed) => {
+            let event = BridgeEvent::Removed { tier: tier(removed.medium), keys: &keys_of(&removed.hashes) };
+            bridge.translate(&event, &plain, runs);
+        }
+        KvEvent::Cleared => bridge.translate(&BridgeEvent::Cleared { tier: None }, &plain, runs),
+    }
+}
+
+fn keys_of(hashes: &[EngineHash]) -> Vec<BlockKey> {
+    hashes.iter().map(|hash| BlockKey(hash.0)).collect()
+}
+
+fn tier(medium: Medium) -> Tier {
+    match medium {
+        Medium::Gpu => Tier::Gpu,
+        Medium::Cpu => Tier::Cpu,
+        Medium::Disk => Tier::Disk,
+        Medium::Remote => Tier::Remote,
+    }
+}

@@ -1,0 +1,162 @@
+//! How blocks are named: from the tokens of a prompt to the keys of a book.
+//!
+//! An engine's own hashes are the keys where they can be computed from tokens alone. Elsewhere keys are those
+//! of a chain of kvik's, and a bridge remembers which engine hash stands for which of them.
+
+mod own;
+mod recognize;
+
+use std::str::FromStr;
+
+use kvik_index::holders::BlockKey;
+use kvik_types::hash::{
+    HashChain, KvikChain, SglangChain, VllmAlgorithm, VllmChain, VllmHash, VllmSeed, block_hashes,
+};
+use kvik_types::{BlockHash, BlockSize, TokenId};
+
+use crate::error::IndexerError;
+
+pub use own::OwnKeys;
+pub use recognize::recognize;
+
+/// The function from tokens to block keys.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Keys {
+    /// Which chain.
+    pub kind: KeyKind,
+    /// Tokens of a block.
+    pub block_tokens: BlockSize,
+}
+
+/// A family of hash chains with all that decides its values.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum KeyKind {
+    /// vLLM's: the last eight bytes of each hash.
+    Vllm {
+        /// `--prefix-caching-hash-algo`.
+        algorithm: VllmAlgorithm,
+        /// `PYTHONHASHSEED`; `None` where it is not set.
+        seed: Option<String>,
+    },
+    /// `SGLang`'s: the first eight bytes of each hash.
+    Sglang,
+    /// Those of a worker of kvik: the first eight bytes of each hash.
+    Kvik {
+        /// The parent of the first block.
+        root: BlockHash,
+    },
+    /// kvik's chain for engines whose hashes cannot be computed; their feeds keep a bridge.
+    Own,
+}
+
+impl Keys {
+    /// Appends the keys of the whole blocks of a prompt.
+    pub fn extend(&self, tokens: &[TokenId], keys: &mut Vec<BlockKey>) {
+        match &self.kind {
+            KeyKind::Vllm { algorithm, seed } => {
+                let seed = seed.as_deref().map_or(VllmSeed::Default, VllmSeed::Text);
+                // A chain that cannot be computed has no keys: the prompt is nobody's.
+                if let Ok(chain) = VllmChain::try_new(*algorithm, self.block_tokens, seed) {
+                    extend(chain, tokens, keys, VllmHash::event_id);
+                }
+            }
+            KeyKind::Sglang => {
+                let id = |hash: &kvik_types::hash::SglangHash| hash.event_id().cast_unsigned();
+                extend(SglangChain::new(self.block_tokens), tokens, keys, id);
+            }
+            KeyKind::Kvik { root } => {
+                extend(KvikChain::after(*root, self.block_tokens), tokens, keys, kvik_key);
+            }
+            KeyKind::Own => OwnKeys::new(self.block_tokens).extend(tokens, keys),
+        }
+    }
+
+    /// A text that is equal for equal keys only; it names a book outside of this process.
+    pub fn id(&self) -> String {
+        let block_tokens = self.block_tokens.get();
+        match &self.kind {
+            KeyKind::Vllm { algorithm, seed: None } => format!("vllm:{algorithm}:{block_tokens}"),
+            KeyKind::Vllm { algorithm, seed: Some(seed) } => {
+                format!("vllm:{algorithm}:{block_tokens}:{seed}")
+            }
+            KeyKind::Sglang => format!("sglang:{block_tokens}"),
+            KeyKind::Kvik { root } => format!("kvik:{root}:{block_tokens}"),
+            KeyKind::Own => format!("own:{block_tokens}"),
+        }
+    }
+}
+
+impl FromStr for Keys {
+    type Err = IndexerError;
+
+    /// Reads what [`Keys::id`] wrote.
+    fn from_str(id: &str) -> Result<Self, IndexerError> {
+        let mut parts = id.splitn(4, ':');
+        let mut next = || parts.next();
+        let parsed = match (next(), next(), next(), next()) {
+            (Some("vllm"), Some(algorithm), Some(size), seed) => algorithm
+                .parse()
+                .ok()
+                .map(|algorithm| (KeyKind::Vllm { algorithm, seed: seed.map(str::to_owned) }, size)),
+            (Some("sglang"), Some(size), None, None) => Some((KeyKind::Sglang, size)),
+            (Some("kvik"), Some(root), Some(size), None) => {
+                root.parse().ok().map(|root| (KeyKind::Kvik { root }, size))
+            }
+            (Some("own"), Some(size), None, None) => Some((KeyKind::Own, size)),
+            _ => None,
+        };
+        let block_tokens = |size: &str| size.parse().ok().and_then(|size| BlockSize::try_new(size).ok());
+        parsed
+            .and_then(|(kind, size)| Some(Self { kind, block_tokens: block_tokens(size)? }))
+            .ok_or_else(|| IndexerError::invalid("keys", id, "FAMILY:...:TOKENS of a block"))
+    }
+}
+
+/// The key of a block of kvik's chain.
+fn kvik_key(hash: &BlockHash) -> u64 {
+    (hash.to_u128() >> 64) as u64
+}
+
+fn extend<C: HashChain>(
+    mut chain: C,
+    tokens: &[TokenId],
+    keys: &mut Vec<BlockKey>,
+    id: impl Fn(&C::Hash) -> u64,
+) {
+    keys.extend(block_hashes(&mut chain, tokens).map(|hash| BlockKey(id(&hash))));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_is_read_back_and_anything_else_is_refused() {
+        let block_tokens = BlockSize::try_new(16).unwrap();
+        let algorithm = VllmAlgorithm::Sha256Cbor;
+        for kind in [
+            KeyKind::Vllm { algorithm, seed: None },
+            KeyKind::Vllm { algorithm, seed: Some(String::new()) },
+            KeyKind::Vllm { algorithm, seed: Some("a:b:c".to_owned()) },
+            KeyKind::Sglang,
+            KeyKind::Kvik { root: BlockHash([7; 16]) },
+            KeyKind::Own,
+        ] {
+            let keys = Keys { kind, block_tokens };
+            assert_eq!(keys.id().parse::<Keys>().unwrap(), keys);
+        }
+        for wrong in ["", "vllm", "vllm:md5:16", "own:0", "own:x", "own:16:17", "kvik:zz:16", "sglang:-1"] {
+            assert!(wrong.parse::<Keys>().is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn the_keys_of_a_prompt_are_those_of_its_whole_blocks() {
+        let tokens: Vec<u32> = (0..35).collect();
+        let keys = Keys { kind: KeyKind::Own, block_tokens: BlockSize::try_new(16).unwrap() };
+        let (mut all, mut first) = (Vec::new(), Vec::new());
+        keys.extend(&tokens, &mut all);
+        keys.extend(&tokens[..16], &mut first);
+        assert_eq!((all.len(), &all[..1]), (2, &first[..]));
+    }
+}

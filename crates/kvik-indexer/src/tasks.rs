@@ -1,0 +1,75 @@
+//! What goes on around an index while it lives.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvik_runtime::shutdown::Shutdown;
+
+use crate::config::IndexConfig;
+use crate::error::Result;
+use crate::feed::Feeds;
+use crate::grpc::{PodScores, serve};
+use crate::indexer::Indexer;
+use crate::shelf::{MemoryShelf, Shelf};
+use crate::sources::engine::EngineSource;
+use crate::sources::kubernetes::KubernetesSource;
+
+/// Starts everything that a configuration asks for.
+pub(crate) async fn start(indexer: &Arc<Indexer>, config: &IndexConfig, shutdown: &Shutdown) -> Result<()> {
+    if let Shelf::Memory(shelf) = indexer.shelf() {
+        for (model, keys) in shelf.kept() {
+            indexer.library().open_model(&model)?.open(&keys)?;
+        }
+        if config.snapshot_folder.is_some() {
+            let interval = Duration::from_secs(config.snapshot_interval_s);
+            shutdown.spawn(keep(Arc::clone(shelf), interval, shutdown.clone()));
+        }
+    }
+    let feeds = Arc::clone(indexer.library()) as Arc<dyn Feeds>;
+    let engines = config.engines.iter().map(|engine| EngineSource::start(engine, Arc::clone(&feeds)));
+    let engines = engines.collect::<Result<Vec<_>>>()?;
+    let services = config.kubernetes.iter();
+    let services = services.map(|service| KubernetesSource::start(service.clone(), Arc::clone(&feeds)));
+    let services = services.collect::<Result<Vec<_>>>()?;
+    let stopping = shutdown.clone();
+    shutdown.spawn(async move {
+        stopping.stopping().await;
+        for engine in engines {
+            engine.stop().await;
+        }
+        for service in services {
+            service.stop().await;
+        }
+    });
+    if let Some(address) = &config.grpc_listen {
+        let listener = kvik_runtime::http::listen(address).await?;
+        let address = listener.local_addr().map_or_else(|_| address.clone(), |address| address.to_string());
+        tracing::info!(%address, "the index listens for gRPC");
+        let (scores, serving) = (Arc::clone(indexer) as Arc<dyn PodScores>, shutdown.clone());
+        shutdown.spawn(async move {
+            if let Err(error) = serve(listener, scores, serving).await {
+                tracing::error!(%error, "gRPC is no longer served");
+            }
+        });
+    }
+    Ok(())
+}
+
+/// Writes the books to their folder from time to time, and once more at the end.
+async fn keep(shelf: Arc<MemoryShelf>, interval: Duration, shutdown: Shutdown) {
+    loop {
+        let is_last = tokio::select! {
+            () = tokio::time::sleep(interval) => false,
+            () = shutdown.stopping() => true,
+        };
+        let saved = Arc::clone(&shelf);
+        match tokio::task::spawn_blocking(move || saved.save()).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::warn!(%error, "failed to keep the index"),
+            Err(error) => tracing::error!(%error, "failed to keep the index"),
+        }
+        if is_last {
+            return;
+        }
+    }
+}

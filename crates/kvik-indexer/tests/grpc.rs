@@ -1,0 +1,199 @@
+//! The gRPC service over a real socket, asked by a client of its own library.
+
+#![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::{BoxFuture, FutureExt as _};
+use kvik_indexer::grpc::{
+    GET_POD_SCORES_PATH, GetPodScoresRequest, GetPodScoresResponse, MAX_MESSAGE_BYTES, PodScore, PodScores,
+    serve,
+};
+use kvik_indexer::{IndexerError, Result};
+use kvik_runtime::shutdown::Shutdown;
+use prost::Message as _;
+use tokio::net::TcpListener;
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+use tonic::client::Grpc;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Request, Status};
+use tonic_prost::ProstCodec;
+
+/// Scores each pod by the length of the prompt and what it is told to.
+#[derive(Default)]
+struct FakeIndex {
+    is_asked: Notify,
+    may_answer: Notify,
+}
+
+impl PodScores for FakeIndex {
+    fn scores<'a>(
+        &'a self,
+        prompt: &'a str,
+        model: &'a str,
+        pods: &'a [String],
+    ) -> BoxFuture<'a, Result<Vec<PodScore>>> {
+        let scores = async move {
+            match model {
+                "slow" => {
+                    self.is_asked.notify_one();
+                    self.may_answer.notified().await;
+                }
+                "unknown" => {
+                    return Err(IndexerError::Invalid {
+                        field: "model_name".into(),
+                        value: "unknown".into(),
+                        allowed: "known".into(),
+                    });
+                }
+                "away" => {
+                    return Err(IndexerError::Unavailable {
+                        operation: "look up",
+                        reason: "no server".into(),
+                    });
+                }
+                _ => {}
+            }
+            let score = |(at, pod): (usize, &String)| PodScore {
+                pod: pod.clone(),
+                score: (prompt.len() + at) as f64,
+                data_parallel_rank: (at == 1).then_some(1),
+            };
+            let n_times = if model == "twice" { 2 } else { 1 };
+            Ok((0..n_times).flat_map(|_| pods.iter().enumerate().map(score)).collect())
+        };
+        scores.boxed()
+    }
+}
+
+struct Service {
+    address: SocketAddr,
+    index: Arc<FakeIndex>,
+    shutdown: Shutdown,
+    serving: JoinHandle<Result<()>>,
+}
+
+async fn start() -> Service {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (index, shutdown) = (Arc::new(FakeIndex::default()), Shutdown::new());
+    let serving = tokio::spawn(serve(listener, index.clone(), shutdown.clone()));
+    Service { address, index, shutdown, serving }
+}
+
+async fn connect(address: SocketAddr) -> Grpc<Channel> {
+    let channel = Endpoint::from_shared(format!("http://{address}")).unwrap().connect().await.unwrap();
+    Grpc::new(channel).max_decoding_message_size(usize::MAX)
+}
+
+async fn ask(
+    client: &mut Grpc<Channel>,
+    path: &'static str,
+    request: GetPodScoresRequest,
+) -> Result<GetPodScoresResponse, Status> {
+    client.ready().await.unwrap();
+    let codec = ProstCodec::<GetPodScoresRequest, GetPodScoresResponse>::default();
+    let path = tonic::codegen::http::uri::PathAndQuery::from_static(path);
+    client.unary(Request::new(request), path, codec).await.map(tonic::Response::into_inner)
+}
+
+fn request(prompt: &str, model: &str, pods: &[&str]) -> GetPodScoresRequest {
+    let pod_identifiers = pods.iter().map(|pod| (*pod).to_owned()).collect();
+    GetPodScoresRequest { prompt: prompt.into(), model_name: model.into(), pod_identifiers }
+}
+
+#[tokio::test]
+async fn scores_come_highest_first() {
+    let service = start().await;
+    let mut client = connect(service.address).await;
+    let answer = ask(&mut client, GET_POD_SCORES_PATH, request("four", "m", &["a", "b"])).await.unwrap();
+    let a = PodScore { pod: "a".into(), score: 4.0, data_parallel_rank: None };
+    let b = PodScore { pod: "b".into(), score: 5.0, data_parallel_rank: Some(1) };
+    assert_eq!(answer.scores, [b, a]);
+    let none = ask(&mut client, GET_POD_SCORES_PATH, request("", "m", &[])).await.unwrap();
+    assert!(none.scores.is_empty());
+}
+
+#[tokio::test]
+async fn errors_are_statuses_that_say_what_to_do() {
+    let service = start().await;
+    let mut client = connect(service.address).await;
+    for (model, code, words) in [
+        ("", Code::InvalidArgument, "`model_name` is empty"),
+        ("unknown", Code::InvalidArgument, "`model_name` is unknown; allowed: known"),
+        ("away", Code::Unavailable, "look up: no server"),
+    ] {
+        let status = ask(&mut client, GET_POD_SCORES_PATH, request("p", model, &["a"])).await.unwrap_err();
+        assert_eq!(status.code(), code);
+        assert!(status.message().contains(words), "{status}");
+    }
+    let status =
+        ask(&mut client, "/indexer.v1.IndexerService/Other", request("p", "m", &[])).await.unwrap_err();
+    assert_eq!(status.code(), Code::Unimplemented);
+}
+
+#[tokio::test]
+async fn messages_are_bounded_in_both_directions() {
+    let service = start().await;
+    let mut client = connect(service.address).await;
+    let fits = "p".repeat(MAX_MESSAGE_BYTES - 100);
+    assert!(ask(&mut client, GET_POD_SCORES_PATH, request(&fits, "m", &["a"])).await.is_ok());
+    let long = "p".repeat(MAX_MESSAGE_BYTES);
+    let status = ask(&mut client, GET_POD_SCORES_PATH, request(&long, "m", &["a"])).await.unwrap_err();
+    assert_eq!(status.code(), Code::OutOfRange, "{status}");
+    // Twice the pods that were asked for are too much to answer.
+    let name = "p".repeat(MAX_MESSAGE_BYTES / 10);
+    let pods = [name.as_str(); 6];
+    let status = ask(&mut client, GET_POD_SCORES_PATH, request("p", "twice", &pods)).await.unwrap_err();
+    assert_eq!(status.code(), Code::OutOfRange, "{status}");
+    assert!(ask(&mut client, GET_POD_SCORES_PATH, request("p", "m", &["a"])).await.is_ok());
+}
+
+#[tokio::test]
+async fn a_call_that_runs_is_finished_when_the_service_drains() {
+    let service = start().await;
+    let mut client = connect(service.address).await;
+    let asking =
+        tokio::spawn(
+            async move { ask(&mut client, GET_POD_SCORES_PATH, request("p", "slow", &["a"])).await },
+        );
+    service.index.is_asked.notified().await;
+    service.shutdown.drain();
+    tokio::time::timeout(Duration::from_secs(30), async {
+        while Endpoint::from_shared(format!("http://{}", service.address)).unwrap().connect().await.is_ok() {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await
+    .unwrap();
+    service.index.may_answer.notify_one();
+    assert_eq!(asking.await.unwrap().unwrap().scores.len(), 1);
+    tokio::time::timeout(Duration::from_secs(30), service.serving).await.unwrap().unwrap().unwrap();
+}
+
+#[tokio::test]
+async fn a_call_that_runs_ends_when_the_service_stops() {
+    let service = start().await;
+    let mut client = connect(service.address).await;
+    let asking =
+        tokio::spawn(
+            async move { ask(&mut client, GET_POD_SCORES_PATH, request("p", "slow", &["a"])).await },
+        );
+    service.index.is_asked.notified().await;
+    service.shutdown.stop();
+    tokio::time::timeout(Duration::from_secs(30), service.serving).await.unwrap().unwrap().unwrap();
+    let answer = tokio::time::timeout(Duration::from_secs(30), asking).await.unwrap().unwrap();
+    assert_eq!(answer.unwrap_err().code(), Code::Unavailable);
+}
+
+#[test]
+fn the_bytes_of_messages_are_those_of_other_clients() {
+    let bytes = request("p", "m", &["a", "b"]).encode_to_vec();
+    assert_eq!(bytes, b"\x0a\x01p\x12\x01m\x1a\x01a\x1a\x01b");
+    let score = PodScore { pod: "a".into(), score: 1.5, data_parallel_rank: Some(0) };
+    let bytes = GetPodScoresResponse { scores: vec![score] }.encode_to_vec();
+    assert_eq!(bytes, b"\x0a\x0e\x0a\x01a\x11\0\0\0\0\0\0\xf8\x3f\x18\0");
+}
