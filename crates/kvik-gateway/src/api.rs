@@ -13,6 +13,7 @@ use serde_json::json;
 
 use crate::backend::BackendKind;
 use crate::error::Refusal;
+use crate::index_api;
 use crate::metrics::Metrics;
 use crate::proxy;
 use crate::routing::Seat;
@@ -77,6 +78,9 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         .route("/ready", get(ready))
         .route("/metrics", get(metrics))
         .route("/openapi.json", get(openapi))
+        .route("/v1/score", post(index_api::score))
+        .route("/index/stats", get(index_api::stats))
+        .route("/index/blocks", get(index_api::blocks))
         .fallback(async || refuse(Refusal::unknown_route()))
         .method_not_allowed_fallback(async || refuse(Refusal::wrong_method()))
         .with_state(shared)
@@ -152,7 +156,7 @@ fn model_object(model: &str) -> serde_json::Value {
     json!({ "id": model, "object": "model", "created": 0, "owned_by": "kvik" })
 }
 
-fn json_answer(status: StatusCode, value: &serde_json::Value) -> Response {
+pub(crate) fn json_answer(status: StatusCode, value: &serde_json::Value) -> Response {
     (status, [content_type("application/json")], value.to_string()).into_response()
 }
 

@@ -168,7 +168,7 @@ impl<B: Body<Data = Bytes> + Unpin> Body for GuardedBody<B> {
                 }
             };
             this.clock.n_frames += 1;
-            this.record.count(data.len());
+            this.record.count(&data);
             let Some(events) = &mut this.events else {
                 // The server does not ask for more once it has as many bytes as were announced.
                 if this.inner.is_end_stream() {

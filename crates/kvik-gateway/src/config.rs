@@ -1,11 +1,12 @@
 //! The configuration of a gateway.
 //!
 //! Times are in milliseconds and sizes in bytes; the unit is part of a field's name. `listen`,
-//! `tls`, `backend_tls` and `tracing` take effect at the start only, everything else also at a
+//! `tls`, `backend_tls`, `index` and `tracing` take effect at the start only, everything else also at a
 //! reload.
 
 use std::time::Duration;
 
+use kvik_indexer::{IndexConfig, IndexerError};
 use kvik_proto::coordinator::RingConfig;
 use kvik_runtime::http::TlsServerConfig;
 use kvik_runtime::telemetry::TracingConfig;
@@ -15,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{GatewayError, Result};
 
 /// Fields that a reload cannot change.
-pub(crate) const FIXED_FIELDS: &[&str] = &["backend_tls.", "listen", "tls.", "tracing."];
+pub(crate) const FIXED_FIELDS: &[&str] = &["backend_tls.", "index.", "listen", "tls.", "tracing."];
 
 /// Everything that can be configured.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -51,6 +52,8 @@ pub struct GatewayConfig {
     pub health: HealthConfig,
     /// How requests are placed.
     pub routing: RoutingConfig,
+    /// The global KV index.
+    pub index: IndexConfig,
     /// Where traces go. Default: nowhere.
     pub tracing: TracingConfig,
 }
@@ -162,6 +165,13 @@ pub struct RoutingConfig {
     pub default_max_tokens: u64,
     /// The ring when there is no coordinator; a coordinator's snapshot brings its own.
     pub ring: RingConfig,
+    /// Whether the worker that has most of a prompt is preferred, as far as the index knows. Default: true.
+    pub kv_aware: bool,
+    /// The bound for requests whose prompt somebody has, as `ring.load_factor`, 0 or more. Default: 1; a worker that
+    /// has the KV does a request in less time than its tokens say.
+    pub kv_load_factor: f64,
+    /// Time for tokenizing and looking up a prompt; then the ring decides. Default: 50 ms.
+    pub max_lookup_ms: u64,
 }
 
 // === impl defaults ===
@@ -184,6 +194,7 @@ impl Default for GatewayConfig {
             breaker: BreakerConfig::default(),
             health: HealthConfig::default(),
             routing: RoutingConfig::default(),
+            index: IndexConfig::default(),
             tracing: TracingConfig::default(),
         }
     }
@@ -228,7 +239,13 @@ impl Default for HealthConfig {
 
 impl Default for RoutingConfig {
     fn default() -> Self {
-        Self { default_max_tokens: 256, ring: RingConfig::default() }
+        Self {
+            default_max_tokens: 256,
+            ring: RingConfig::default(),
+            kv_aware: true,
+            kv_load_factor: 1.0,
+            max_lookup_ms: 50,
+        }
     }
 }
 
@@ -251,6 +268,12 @@ impl GatewayConfig {
             let is_first = !self.backends[..index].iter().any(|before| same_url(&before.url, &backend.url));
             check(is_first, &format!("backends[{index}].url"), &backend.url, "each address once")?;
         }
+        self.index.validate().map_err(|error| match error {
+            IndexerError::Invalid { field, value, allowed } => {
+                GatewayError::InvalidConfig { field: format!("index.{field}"), value, allowed }
+            }
+            error => GatewayError::Index(error),
+        })?;
         let is_paired = self.backend_tls.is_paired();
         check(is_paired, "backend_tls", "only one of `certificate` and `key`", "both or none")?;
         for (index, key) in self.api_keys.iter().enumerate() {
@@ -271,6 +294,7 @@ impl GatewayConfig {
             ("health.interval_ms", self.health.interval_ms),
             ("health.timeout_ms", self.health.timeout_ms),
             ("health.failures", u64::from(self.health.failures)),
+            ("routing.max_lookup_ms", self.routing.max_lookup_ms),
             ("routing.ring.virtual_nodes", u64::from(self.routing.ring.virtual_nodes)),
         ];
         for (field, value) in positive {
@@ -291,6 +315,8 @@ impl GatewayConfig {
             longest,
             "at least breaker.open_ms",
         )?;
+        let factor = self.routing.kv_load_factor;
+        check(factor.is_finite() && 0.0 <= factor, "routing.kv_load_factor", factor, "0 or more")?;
         let factor = self.routing.ring.load_factor;
         check(factor.is_finite() && 0.0 <= factor, "routing.ring.load_factor", factor, "0 or more")
     }

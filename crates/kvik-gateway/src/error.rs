@@ -34,6 +34,9 @@ pub enum GatewayError {
     /// The address, the certificate or the telemetry cannot be used.
     #[error(transparent)]
     Runtime(#[from] kvik_runtime::RuntimeError),
+    /// The index cannot be started as configured.
+    #[error(transparent)]
+    Index(#[from] kvik_indexer::IndexerError),
     /// The TLS towards workers cannot be used.
     #[error(transparent)]
     Client(#[from] kvik_proto::client::ClientError),
@@ -119,6 +122,18 @@ impl Refusal {
     pub(crate) fn no_backend(retry_after: u64) -> Self {
         let body = ErrorBody::server("no worker can take the request now; try again later");
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "no_backend", body).after(retry_after)
+    }
+
+    /// 404: the index is switched off.
+    pub(crate) fn no_index() -> Self {
+        let body = ErrorBody::invalid_request("this gateway has no index; set `index.enabled`", None);
+        Self::new(StatusCode::NOT_FOUND, "no_index", body)
+    }
+
+    /// 503: the index cannot be asked.
+    pub(crate) fn index_away(reason: &str) -> Self {
+        let body = ErrorBody::server(format!("the index cannot be asked now: {reason}"));
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "index_away", body).after(1)
     }
 
     /// 502: the worker failed and the request was not tried again.

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use kvik_indexer::{Indexer, Tokenizer};
 use kvik_proto::client::{TlsClientConfig, http_client};
 use kvik_runtime::config::{Effective, FieldChange, Sources};
 use kvik_runtime::http::{listen, serve, tls_acceptor};
@@ -19,6 +20,7 @@ use crate::api;
 use crate::breaker::State;
 use crate::config::{FIXED_FIELDS, GatewayConfig};
 use crate::error::Result;
+use crate::listeners;
 use crate::probe;
 use crate::state::Shared;
 use crate::watch;
@@ -74,7 +76,14 @@ impl Gateway {
             source,
         })?;
         let tracer = Tracer::start(&config.tracing, "kvik-gateway", &address.to_string(), shutdown)?;
-        let shared = Arc::new(Shared::new(config, http, tracer, shutdown.clone()));
+        let mut indexer = None;
+        if config.index.enabled {
+            indexer = Some(Indexer::start(&config.index, shutdown).await?);
+        }
+        let shared = Arc::new(Shared::new(config, http, indexer.clone(), tracer, shutdown.clone()));
+        if let Some(indexer) = indexer {
+            shutdown.spawn(listeners::run(Arc::clone(&shared), indexer));
+        }
         shutdown.spawn(watch::run(Arc::clone(&shared)));
         shutdown.spawn(probe::run(Arc::clone(&shared)));
         let finished = CancellationToken::new();
@@ -152,6 +161,13 @@ impl Gateway {
                 }
             }
         });
+    }
+
+    /// Hands over the tokenizer of a model that `index.tokenizers` names none for.
+    pub fn provide_tokenizer(&self, model: &str, tokenizer: Arc<Tokenizer>) {
+        if let Some(indexer) = &self.shared.indexer {
+            indexer.provide_tokenizer(model, tokenizer);
+        }
     }
 
     /// All backends, by id.

@@ -7,7 +7,8 @@
 //! | `kvik_gateway_ttft_seconds` | `route` | from the request's head to the first byte of the answer's body, streams only |
 //! | `kvik_gateway_outstanding_requests` | | requests that have not ended |
 //! | `kvik_gateway_outstanding_tokens` | `worker` | estimated tokens of the requests that a worker has |
-//! | `kvik_gateway_route_decisions_total` | `reason` | choices of a worker: `owner`, `bound`, `unusable`, `least_loaded` |
+//! | `kvik_gateway_route_decisions_total` | `reason` | choices of a worker: `owner`, `bound`, `unusable`, `least_loaded`, and by the index `holder`, `spread` |
+//! | `kvik_gateway_index_lookups_total` | `outcome` | questions to the index before a choice: `found`, `nothing`, `slow`, `failed` |
 //! | `kvik_gateway_retries_total` | | requests tried on another worker |
 //! | `kvik_gateway_breaker_state` | `worker` | 0 closed, 1 half open, 2 open |
 //! | `kvik_gateway_queue_length` | | requests that wait for their turn |
@@ -31,6 +32,7 @@ const REQUEST_SECONDS: &str = "kvik_gateway_request_seconds";
 const TTFT_SECONDS: &str = "kvik_gateway_ttft_seconds";
 const OUTSTANDING_REQUESTS: &str = "kvik_gateway_outstanding_requests";
 const ROUTE_DECISIONS: &str = "kvik_gateway_route_decisions_total";
+const INDEX_LOOKUPS: &str = "kvik_gateway_index_lookups_total";
 const RETRIES: &str = "kvik_gateway_retries_total";
 const QUEUE_WAIT_SECONDS: &str = "kvik_gateway_queue_wait_seconds";
 const REJECTED: &str = "kvik_gateway_rejected_total";
@@ -53,7 +55,8 @@ pub(crate) struct RouteMetrics {
     pub(crate) ttft_seconds: Histogram,
 }
 
-const REASONS: [Reason; 4] = [Reason::Owner, Reason::Bound, Reason::Unusable, Reason::LeastLoaded];
+const REASONS: [Reason; 6] =
+    [Reason::Owner, Reason::Bound, Reason::Unusable, Reason::LeastLoaded, Reason::Holder, Reason::Spread];
 
 impl Metrics {
     /// Looks the handles up; the process' recorder must be in place.
@@ -84,6 +87,10 @@ impl Metrics {
         if let Some(place) = REASONS.iter().position(|&known| known == reason) {
             self.decisions[place].increment(1);
         }
+    }
+
+    pub(crate) fn lookup(outcome: &'static str) {
+        metrics::counter!(INDEX_LOOKUPS, "outcome" => outcome).increment(1);
     }
 
     pub(crate) fn rejected(reason: &'static str) {

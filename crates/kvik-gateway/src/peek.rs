@@ -36,6 +36,11 @@ pub(crate) struct Peek<'a> {
     pub(crate) messages: Option<&'a str>,
     /// The sampling parameters of `/generate` as JSON text.
     pub(crate) sampling: Option<&'a str>,
+    /// How messages are rendered, each as JSON text.
+    pub(crate) tools: Option<&'a str>,
+    pub(crate) add_generation_prompt: Option<&'a str>,
+    pub(crate) continue_final_message: Option<&'a str>,
+    pub(crate) chat_template_kwargs: Option<&'a str>,
 }
 
 /// Why a body cannot be forwarded.
@@ -66,6 +71,10 @@ enum Field {
     TokenIds,
     Messages,
     Sampling,
+    Tools,
+    AddGenerationPrompt,
+    ContinueFinalMessage,
+    ChatTemplateKwargs,
 }
 
 /// A string that is borrowed where it has no escapes.
@@ -102,6 +111,10 @@ impl<'a> Peek<'a> {
             prompt: fields.get(Field::Prompt).or(fields.get(Field::TokenIds)),
             messages: fields.get(Field::Messages),
             sampling: fields.get(Field::Sampling),
+            tools: fields.get(Field::Tools),
+            add_generation_prompt: fields.get(Field::AddGenerationPrompt),
+            continue_final_message: fields.get(Field::ContinueFinalMessage),
+            chat_template_kwargs: fields.get(Field::ChatTemplateKwargs),
         })
     }
 
@@ -136,7 +149,7 @@ impl<'a> RawFields<'a> {
 // === impl Field ===
 
 impl Field {
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 15] = [
         Self::Model,
         Self::Stream,
         Self::MaxTokens,
@@ -148,6 +161,10 @@ impl Field {
         Self::TokenIds,
         Self::Messages,
         Self::Sampling,
+        Self::Tools,
+        Self::AddGenerationPrompt,
+        Self::ContinueFinalMessage,
+        Self::ChatTemplateKwargs,
     ];
 
     fn name(self) -> &'static str {
@@ -163,6 +180,10 @@ impl Field {
             Self::TokenIds => "token_ids",
             Self::Messages => "messages",
             Self::Sampling => "sampling",
+            Self::Tools => "tools",
+            Self::AddGenerationPrompt => "add_generation_prompt",
+            Self::ContinueFinalMessage => "continue_final_message",
+            Self::ChatTemplateKwargs => "chat_template_kwargs",
         }
     }
 

@@ -15,8 +15,10 @@ use crate::admission::Permit;
 use crate::api::Route;
 use crate::backend::LoadGuard;
 use crate::breaker::Outcome;
+use crate::prediction::Prediction;
 use crate::routing::ModelGroup;
 use crate::state::Shared;
+use crate::under_way::UnderWayGuard;
 
 /// How a request ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,6 +47,10 @@ pub(crate) struct Record {
     pub(crate) group: Option<Arc<ModelGroup>>,
     pub(crate) permit: Option<Permit>,
     pub(crate) load: Option<LoadGuard>,
+    /// What the index said of the worker.
+    pub(crate) prediction: Option<Prediction>,
+    /// Held until the answer has ended.
+    pub(crate) under_way: Option<UnderWayGuard>,
     /// In the answer's head; 0 before there is one.
     pub(crate) status: u16,
     /// What the answer's head says about the worker.
@@ -69,6 +75,8 @@ impl Record {
             group: None,
             permit: None,
             load: None,
+            prediction: None,
+            under_way: None,
             status: 0,
             head_outcome: Outcome::Neutral,
             is_stream: false,
@@ -97,8 +105,12 @@ impl Record {
     }
 
     /// Counts bytes of the answer's body, which are also a sign that the worker lives.
-    pub(crate) fn count(&mut self, n_bytes: usize) {
+    pub(crate) fn count(&mut self, data: &[u8]) {
+        let n_bytes = data.len();
         self.n_bytes += n_bytes as u64;
+        if let Some(prediction) = &mut self.prediction {
+            prediction.look(data);
+        }
         if let Some(load) = &self.load {
             load.backend.hear();
         }
@@ -127,6 +139,12 @@ impl Record {
         }
         self.shared.metrics.outstanding_requests.decrement(1.0);
 
+        if ending == Ending::Complete
+            && let Some(settling) = self.prediction.take().and_then(Prediction::settle)
+        {
+            self.shared.shutdown.spawn(settling);
+        }
+        self.under_way = None;
         let load = self.load.take();
         tracing::info!(
             target: "access",

@@ -12,6 +12,8 @@
 //! Kinds of keys do not collide: the key's first byte says which kind it is; only a `seq_id` stands
 //! for itself, because the coordinator answers for the same key.
 //!
+//! Where the index knows a beginning of the prompt, the key is the prompt up to the first block that nobody has.
+//!
 //! The key's place on the ring of the model's workers and the bound on their loads decide; see
 //! [`kvik_index::ring`]. The choice and the load that follows from it are one step under one lock,
 //! so that no bound is passed by two requests that choose at once.
@@ -21,7 +23,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::HeaderMap;
-use kvik_index::ring::{Loads, Reason, Ring, choose};
+use kvik_index::placement::{Request, choose};
+use kvik_index::ring::{Loads, Reason, Ring};
 use parking_lot::Mutex;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -36,6 +39,8 @@ const MAX_PREFIX_BYTES: usize = 2048;
 const PREFIX_BLOCK_BYTES: usize = 256;
 /// Members whose loads fit on the stack.
 const MANY: usize = 64;
+/// What keys that are no `seq_id` begin with: a byte that no JSON string can be told to start with in UTF-8.
+const KEY_MARK: u8 = 0xff;
 /// Bytes of text that are about one token.
 const BYTES_PER_TOKEN: u64 = 4;
 
@@ -119,13 +124,13 @@ impl Seat {
 // === impl Placement ===
 
 impl Placement {
-    /// Places a request of `n_tokens` on a usable backend of `group` other than the `excluded`
+    /// Places a request, under a bound of its own if somebody has a part of its prompt, on a usable backend of `group` other than the `excluded`
     /// ones; `None` if there is none.
     pub(crate) fn place(
         &self,
         group: &ModelGroup,
-        key: &[u8],
-        n_tokens: u64,
+        request: Request<'_>,
+        kv_load_factor: f64,
         excluded: &[Arc<Backend>],
     ) -> Option<Placed> {
         let mut on_stack = [0; MANY];
@@ -146,8 +151,10 @@ impl Placement {
             *tokens = seat.backend.outstanding_tokens();
         }
         let loads = Loads { tokens, weights: &group.weights };
-        let choice = choose(&group.ring, key, loads, group.load_factor, n_tokens, is_usable)?;
-        let load = group.seats[choice.member].backend.load(n_tokens);
+        let is_known = request.matched_tokens.iter().any(|n_tokens| *n_tokens > 0.0);
+        let load_factor = if is_known { kv_load_factor } else { group.load_factor };
+        let choice = choose(&group.ring, request, loads, load_factor, is_usable)?;
+        let load = group.seats[choice.member].backend.load(request.left(choice.member));
         Some(Placed { load, reason: choice.reason })
     }
 }
@@ -174,6 +181,11 @@ pub(crate) fn routing_key<'a>(peek: &'a Peek<'_>, headers: &'a HeaderMap) -> Cow
     tagged(b'p', &xxh3_64(prefix).to_le_bytes())
 }
 
+/// Whether a request's key is only the beginning of its prompt, and no wish of the client.
+pub(crate) fn is_prompt_key(key: &[u8]) -> bool {
+    key.starts_with(&[KEY_MARK, b'p'])
+}
+
 /// Tokens that a request is expected to keep a worker busy with.
 pub(crate) fn estimated_tokens(
     n_prompt_bytes: usize,
@@ -185,10 +197,9 @@ pub(crate) fn estimated_tokens(
     (n_prompt_bytes as u64 / BYTES_PER_TOKEN).saturating_add(n_generated).max(1)
 }
 
-fn tagged(tag: u8, key: &[u8]) -> Cow<'static, [u8]> {
+pub(crate) fn tagged(tag: u8, key: &[u8]) -> Cow<'static, [u8]> {
     let mut tagged = Vec::with_capacity(key.len() + 2);
-    // A byte that no JSON string of a seq_id can be told to start with in UTF-8.
-    tagged.push(0xff);
+    tagged.push(KEY_MARK);
     tagged.push(tag);
     tagged.extend_from_slice(key);
     Cow::Owned(tagged)
@@ -245,6 +256,10 @@ mod tests {
 
     fn key(body: &str) -> Vec<u8> {
         routing_key(&Peek::read(body.as_bytes()).unwrap(), &HeaderMap::new()).into_owned()
+    }
+
+    fn request(tokens: u64) -> Request<'static> {
+        Request { key: b"k", tokens, matched_tokens: &[] }
     }
 
     fn group(n_backends: usize) -> ModelGroup {
@@ -308,11 +323,11 @@ mod tests {
     #[test]
     fn equal_keys_go_to_one_worker_and_its_bound_sends_the_rest_on() {
         let (group, placement) = (group(4), Placement::default());
-        let mut held = vec![placement.place(&group, b"k", 100, &[]).unwrap()];
+        let mut held = vec![placement.place(&group, request(100), 1.0, &[]).unwrap()];
         assert_eq!(held[0].reason, Reason::Owner);
         let owner = Arc::clone(&held[0].load.backend);
         for _ in 0..40 {
-            held.push(placement.place(&group, b"k", 100, &[]).unwrap());
+            held.push(placement.place(&group, request(100), 1.0, &[]).unwrap());
             let total: u64 = group.seats.iter().map(|seat| seat.backend.outstanding_tokens()).sum();
             for seat in &group.seats {
                 // A request does not split: where none has room the least loaded one takes it.
@@ -324,13 +339,13 @@ mod tests {
         drop(held);
         assert!(group.seats.iter().all(|seat| seat.backend.outstanding_tokens() == 0));
         let excluded = [owner];
-        let elsewhere = placement.place(&group, b"k", 100, &excluded).unwrap();
+        let elsewhere = placement.place(&group, request(100), 1.0, &excluded).unwrap();
         assert!(!Arc::ptr_eq(&elsewhere.load.backend, &excluded[0]));
     }
 
     #[test]
     fn more_backends_than_fit_on_the_stack_work_too() {
         let (group, placement) = (group(MANY + 9), Placement::default());
-        assert!(placement.place(&group, b"k", 1, &[]).is_some());
+        assert!(placement.place(&group, request(1), 1.0, &[]).is_some());
     }
 }

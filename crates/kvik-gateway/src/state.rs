@@ -3,10 +3,12 @@
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
+use kvik_indexer::Indexer;
 use kvik_proto::client::HttpClient;
 use kvik_runtime::shutdown::Shutdown;
 use kvik_runtime::telemetry::Tracer;
 use parking_lot::Mutex;
+use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use crate::admission::Admission;
@@ -16,6 +18,7 @@ use crate::members::MemberBook;
 use crate::metrics::Metrics;
 use crate::retry::RetryBudget;
 use crate::routing::{Fleet, Placement};
+use crate::under_way::UnderWay;
 
 /// The state of one gateway.
 #[derive(Debug)]
@@ -25,12 +28,17 @@ pub(crate) struct Shared {
     /// Writers of the view hold this lock.
     book: Mutex<MemberBook>,
     pub(crate) http: HttpClient,
+    /// `None` where it is switched off.
+    pub(crate) indexer: Option<Arc<Indexer>>,
     pub(crate) admission: Arc<Admission>,
     pub(crate) placement: Placement,
+    pub(crate) under_way: Arc<UnderWay>,
     pub(crate) retry_budget: RetryBudget,
     pub(crate) metrics: Metrics,
     pub(crate) tracer: Tracer,
     pub(crate) shutdown: Shutdown,
+    /// Wakes who follows the fleet.
+    pub(crate) members_changed: Notify,
 }
 
 /// What a request is decided by; immutable, replaced as a whole.
@@ -43,7 +51,13 @@ pub(crate) struct View {
 
 impl Shared {
     /// The state of a gateway that knows no worker yet.
-    pub(crate) fn new(config: GatewayConfig, http: HttpClient, tracer: Tracer, shutdown: Shutdown) -> Self {
+    pub(crate) fn new(
+        config: GatewayConfig,
+        http: HttpClient,
+        indexer: Option<Arc<Indexer>>,
+        tracer: Tracer,
+        shutdown: Shutdown,
+    ) -> Self {
         let mut book = MemberBook::default();
         book.set_backends(&config.backends);
         let fleet = Arc::new(book.fleet(&config));
@@ -54,12 +68,15 @@ impl Shared {
             view: ArcSwap::from_pointee(View { config: Arc::new(config), keys, fleet }),
             book: Mutex::new(book),
             http,
+            indexer,
             admission,
             placement: Placement::default(),
+            under_way: Arc::default(),
             retry_budget,
             metrics: Metrics::new(),
             tracer,
             shutdown,
+            members_changed: Notify::new(),
         }
     }
 
@@ -76,6 +93,7 @@ impl Shared {
             let fleet = Arc::new(book.fleet(&view.config));
             let (config, keys) = (Arc::clone(&view.config), Arc::clone(&view.keys));
             self.view.store(Arc::new(View { config, keys, fleet }));
+            self.members_changed.notify_one();
         }
     }
 
@@ -93,5 +111,6 @@ impl Shared {
         let fleet = Arc::new(book.fleet(&config));
         let keys = Arc::new(ApiKeys::new(&config.api_keys));
         self.view.store(Arc::new(View { config: Arc::new(config), keys, fleet }));
+        self.members_changed.notify_one();
     }
 }

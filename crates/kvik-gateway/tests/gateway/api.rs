@@ -22,10 +22,15 @@ async fn the_document_and_the_routes_are_the_same() {
         // What the document does not list, the gateway does not take.
         let answer = if item.get("get").is_some() {
             let answer = gateway.get(&path).await;
-            assert_eq!(answer.status, 200, "{path}");
+            // It asks which blocks.
+            let expected = if path == "/index/blocks" { 400 } else { 200 };
+            assert_eq!(answer.status, expected, "{path}");
             gateway.post(&path, &[], "{}").await
         } else {
-            let body = r#"{"model":"m","prompt":"x"}"#;
+            let body = match path.as_str() {
+                "/v1/score" => r#"{"model":"m","token_ids":[1]}"#,
+                _ => r#"{"model":"m","prompt":"x"}"#,
+            };
             assert_eq!(gateway.post(&path, &[], body).await.status, 200, "{path}");
             gateway.get(&path).await
         };
@@ -33,6 +38,8 @@ async fn the_document_and_the_routes_are_the_same() {
     }
     let expected = [
         "get /health",
+        "get /index/blocks",
+        "get /index/stats",
         "get /metrics",
         "get /openapi.json",
         "get /ready",
@@ -43,6 +50,7 @@ async fn the_document_and_the_routes_are_the_same() {
         "post /tokenize",
         "post /v1/chat/completions",
         "post /v1/completions",
+        "post /v1/score",
     ];
     operations.sort();
     assert_eq!(operations, expected);

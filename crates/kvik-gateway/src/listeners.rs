@@ -1,0 +1,67 @@
+//! Whose KV events are listened to: one task for each worker of the fleet.
+//!
+//! A task ends when its worker leaves the fleet or starts a new life; what the index knew of the worker goes
+//! with it. Engines of other kinds are listened to by the indexer itself, as its configuration says.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use kvik_indexer::Indexer;
+use kvik_indexer::feed::Feeds;
+use kvik_indexer::sources::worker::{FollowedWorker, follow_worker};
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+use crate::backend::BackendKind;
+use crate::state::Shared;
+
+/// A worker's life: another one is listened to anew.
+type Life = (String, u64, String, String);
+
+/// Keeps one listener for each worker until everything stops.
+pub(crate) async fn run(shared: Arc<Shared>, indexer: Arc<Indexer>) {
+    let mut listeners: BTreeMap<Life, DropGuard> = BTreeMap::new();
+    loop {
+        let changed = shared.members_changed.notified();
+        let wanted = wanted_lives(&shared);
+        listeners.retain(|life, _| wanted.contains(life));
+        for life in wanted {
+            if listeners.contains_key(&life) {
+                continue;
+            }
+            let (worker, _, address, model) = life.clone();
+            let token = CancellationToken::new();
+            listeners.insert(life, token.clone().drop_guard());
+            let followed = FollowedWorker { address, worker, model };
+            let feeds = Arc::clone(indexer.library()) as Arc<dyn Feeds>;
+            let (http, stopping) = (shared.http.clone(), shared.shutdown.clone());
+            shared.shutdown.spawn(async move {
+                tokio::select! {
+                    biased;
+                    // A gateway that ends leaves the shared index as it is: the worker has not left.
+                    () = stopping.stopping() => {}
+                    () = follow_worker(http, followed, feeds, token) => {}
+                }
+            });
+        }
+        tokio::select! {
+            () = changed => {}
+            () = shared.shutdown.stopping() => return,
+        }
+    }
+}
+
+fn wanted_lives(shared: &Shared) -> Vec<Life> {
+    let view = shared.view();
+    let mut lives: Vec<Life> = view
+        .fleet
+        .groups
+        .iter()
+        .flat_map(|group| group.seats.iter().map(move |seat| (group, &seat.backend)))
+        .filter(|(_, backend)| backend.kind == BackendKind::Worker)
+        .map(|(group, backend)| {
+            (backend.id.clone(), backend.epoch, backend.base.clone(), group.model.clone())
+        })
+        .collect();
+    lives.sort();
+    lives
+}

@@ -1,0 +1,115 @@
+//! What the index says of a request's prompt before a worker is chosen.
+//!
+//! The index is asked within a short time or not at all: a tokenizer that is busy, a prompt that cannot be
+//! read, a server that is away, all leave the choice to the ring.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use kvik_indexer::{Indexer, WorkerScore, is_same_worker};
+use xxhash_rust::xxh3::Xxh3;
+
+use crate::api::Route;
+use crate::backend::{Backend, BackendKind};
+use crate::config::{RoutingConfig, millis};
+use crate::metrics::Metrics;
+use crate::peek::Peek;
+use crate::prediction::Prediction;
+use crate::prompt::prompt_of;
+use crate::routing::{ModelGroup, tagged};
+use crate::state::Shared;
+use crate::under_way::UnderWay;
+
+/// Tokens beyond what is known that make a prompt's key: a usual block.
+const KEY_TOKENS: usize = 16;
+
+/// Who has how much of a prompt.
+#[derive(Debug)]
+pub(crate) struct Lookup {
+    indexer: Arc<Indexer>,
+    tokens: Arc<[u32]>,
+    found: BTreeMap<String, WorkerScore>,
+}
+
+impl Lookup {
+    /// Asks the index; `None` if it has nothing to say.
+    pub(crate) async fn ask(
+        shared: &Shared,
+        group: &ModelGroup,
+        route: Route,
+        peek: &Peek<'_>,
+        config: &RoutingConfig,
+    ) -> Option<Self> {
+        let indexer = shared.indexer.as_ref().filter(|_| config.kv_aware)?;
+        // A named sequence lives on the worker that the ring gives it to, as the coordinator tells everybody.
+        if peek.seq_id.is_some() || group.seats.len() < 2 || !indexer.knows(&group.model) {
+            return None;
+        }
+        let prompt = prompt_of(route, peek)?;
+        let asking = async {
+            let tokens = indexer.tokenize(&group.model, prompt).await?;
+            let found = indexer.find(&group.model, &tokens).await?;
+            Ok::<_, kvik_indexer::IndexerError>((tokens, found))
+        };
+        let (outcome, lookup) = match tokio::time::timeout(millis(config.max_lookup_ms), asking).await {
+            Err(_) => ("slow", None),
+            Ok(Err(error)) => {
+                tracing::debug!(model = %group.model, %error, "the index was not asked");
+                ("failed", None)
+            }
+            Ok(Ok((tokens, found))) => {
+                let outcome = if found.is_empty() { "nothing" } else { "found" };
+                (outcome, Some(Self { indexer: Arc::clone(indexer), tokens: tokens.into(), found }))
+            }
+        };
+        Metrics::lookup(outcome);
+        lookup
+    }
+
+    /// Tokens of prefill that each member saves, by its seat: what it has, or what is under way to it.
+    pub(crate) fn saved_tokens(&self, group: &ModelGroup, under_way: &UnderWay) -> Vec<f64> {
+        let backends: Vec<&Arc<Backend>> = group.seats.iter().map(|seat| &seat.backend).collect();
+        let saved = |backend: &&Arc<Backend>| {
+            self.of(backend).map_or(0.0, |(_, found)| self.indexer.saved_tokens(found))
+        };
+        let mut saved: Vec<f64> = backends.iter().map(saved).collect();
+        under_way.raise(&self.tokens, &backends, &mut saved);
+        saved
+    }
+
+    /// The prompt.
+    pub(crate) fn tokens(&self) -> &Arc<[u32]> {
+        &self.tokens
+    }
+
+    /// The prompt up to the first block that nobody has, as a key for the ring: prompts that share a beginning which
+    /// is known already would otherwise all go to the owner of that beginning.
+    /// `None` if nobody has anything.
+    pub(crate) fn key(&self) -> Option<Vec<u8>> {
+        let n_known = self.found.values().map(|found| found.matched_tokens).max()? as usize;
+        let n_tokens = (n_known + KEY_TOKENS).min(self.tokens.len());
+        let mut hasher = Xxh3::new();
+        for token in &self.tokens[..n_tokens] {
+            hasher.update(&token.to_le_bytes());
+        }
+        Some(tagged(b'b', &hasher.digest().to_le_bytes()).into_owned())
+    }
+
+    /// What the choice of a backend is held against later.
+    pub(crate) fn prediction(&self, model: &str, backend: &Backend) -> Option<Prediction> {
+        let (worker, found) = self.of(backend)?;
+        let tokens = Arc::clone(&self.tokens);
+        Some(Prediction::new(Arc::clone(&self.indexer), model, worker, tokens, found.matched_tokens))
+    }
+
+    /// What the index knows of a backend, and under which name.
+    fn of(&self, backend: &Backend) -> Option<(&String, &WorkerScore)> {
+        self.found.get_key_value(&backend.id).or_else(|| match backend.kind {
+            BackendKind::Worker => None,
+            // Engines are known by the address that their events came with.
+            BackendKind::OpenAi => {
+                self.found.iter().find(|(worker, _)| is_same_worker(worker, &backend.base))
+            }
+        })
+    }
+}
