@@ -131,6 +131,10 @@ pub(crate) enum BenchCommand {
     Memory(BenchMemoryArguments),
     /// Measure the KV store: each tier beside what its medium gives without it, lookups, and what a hit saves
     Store(BenchStoreArguments),
+    /// Measure the global KV index: events, lookups, bytes, its snapshot, and whether it is exact
+    Index(BenchIndexArguments),
+    /// Measure ways of placing requests: a trace replayed on mock workers in virtual time
+    Routing(BenchRoutingArguments),
     /// The other process of `kvik bench memory`
     #[command(hide = true)]
     MemoryPeer(BenchMemoryPeerArguments),
@@ -340,6 +344,50 @@ pub(crate) struct BenchStoreArguments {
     /// Measure one round of less, less precisely
     #[arg(long)]
     pub(crate) quick: bool,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// 16 workers with sequences of 16, 128 and 1024 blocks, on one thread and beside a writer. Takes some minutes and
+/// 1 GiB of memory; with --quick some seconds.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct BenchIndexArguments {
+    /// Measure one round of a twentieth of the sequences, less precisely
+    #[arg(long)]
+    pub(crate) quick: bool,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Nothing is measured on this machine: equal arguments give equal figures. Takes less than a minute.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct BenchRoutingArguments {
+    /// Requests in Mooncake's format, as for `kvik sim` [default: generated conversations]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
+
+    /// Blocks of 512 tokens that each of the 8 workers can keep, at least 1
+    #[arg(long, value_name = "BLOCKS", default_value_t = 3000, value_parser = parse_capacity)]
+    pub(crate) cache_blocks: usize,
+
+    /// Room above the mean load that the ring gives a worker, as `routing.ring.load_factor` of the gateway
+    #[arg(long, value_name = "X", default_value_t = 0.25)]
+    pub(crate) load_factor: f64,
+
+    /// Loads in percent of the saturation of the best policy, 1 to 200, separated by commas
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "25,50,75,90,100",
+          value_parser = clap::value_parser!(u32).range(1..=200))]
+    pub(crate) load: Vec<u32>,
+
+    /// Also draw the mean time to the first token over the load
+    #[arg(long, value_name = "FILE")]
+    pub(crate) plot: Option<PathBuf>,
 
     /// Print one JSON object instead of a table
     #[arg(long)]

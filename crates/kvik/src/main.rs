@@ -24,6 +24,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use kvik_model::ModelError;
 use kvik_store::sim::TraceError;
+use kvik_tokens::TokensError;
 
 use cli::{BenchCommand, Cli, Command, ModelsCommand};
 use commands::memory::MemoryCommand;
@@ -58,6 +59,8 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Bench(BenchCommand::Gateway(arguments)) => commands::bench::gateway(arguments),
         Command::Bench(BenchCommand::Memory(arguments)) => commands::bench::memory(arguments),
         Command::Bench(BenchCommand::Store(arguments)) => commands::bench::store(arguments),
+        Command::Bench(BenchCommand::Index(arguments)) => commands::bench::index(arguments),
+        Command::Bench(BenchCommand::Routing(arguments)) => commands::bench::routing(arguments),
         Command::Bench(BenchCommand::MemoryPeer(arguments)) => commands::bench::memory_peer(arguments),
         Command::Up(arguments) => commands::up::run(arguments),
         Command::Worker(arguments) => commands::roles::worker(arguments),
@@ -90,7 +93,10 @@ fn exit_code(error: &anyhow::Error) -> u8 {
         return if matches!(error, TraceError::Io { .. }) { exit::FAILED } else { exit::INVALID_INPUT };
     }
     match error.downcast_ref::<ModelError>() {
-        None | Some(ModelError::Io { .. } | ModelError::NotFinite { .. }) => exit::FAILED,
+        None
+        | Some(
+            ModelError::Io { .. } | ModelError::NotFinite { .. } | ModelError::Tokens(TokensError::Io { .. }),
+        ) => exit::FAILED,
         Some(_) => exit::INVALID_INPUT,
     }
 }

@@ -2,6 +2,8 @@
 
 pub(crate) mod engine;
 pub(crate) mod gateway;
+pub(crate) mod index;
 pub(crate) mod memory;
 pub(crate) mod report;
+pub(crate) mod routing;
 pub(crate) mod store;

@@ -98,6 +98,19 @@ impl Measurement {
     }
 }
 
+impl Measurement {
+    /// Adds what the value should be.
+    pub(crate) fn wanted(mut self, goal: Goal) -> Self {
+        self.is_reached = match goal {
+            Goal::AtMost(largest) => Some(self.value <= largest),
+            // There is nothing that it would be a ratio of.
+            Goal::RatioAtLeast(_) => None,
+        };
+        self.goal = Some(goal);
+        self
+    }
+}
+
 impl Baseline {
     /// The median of `repeats`; not a number if there are none.
     pub(crate) fn new(name: &'static str, mut repeats: Vec<f64>) -> Self {

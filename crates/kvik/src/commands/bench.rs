@@ -1,20 +1,26 @@
 //! `kvik bench`: measurements with a progress bar, as a table or as JSON.
 
-use std::io::Write;
+use std::fs::File;
+use std::io::{BufReader, Write};
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Context;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use kvik_index::replay::Policy;
+use kvik_store::sim::{Trace, synthetic::Chats};
 
 use super::{check_kv_blocks, open_model, print_json};
 use crate::bench::engine::{EngineBench, EngineBenchOptions};
 use crate::bench::gateway::{GatewayBench, GatewayBenchOptions, Kind};
+use crate::bench::index::{self, IndexBench};
 use crate::bench::memory::{self, MemoryBench, MemoryBenchOptions};
 use crate::bench::report::Report;
+use crate::bench::routing::{self, RoutingBench, RoutingBenchOptions};
 use crate::bench::store::{self, StoreBench, StoreBenchOptions};
 use crate::cli::{
-    BenchEngineArguments, BenchGatewayArguments, BenchMemoryArguments, BenchMemoryPeerArguments,
-    BenchStoreArguments,
+    BenchEngineArguments, BenchGatewayArguments, BenchIndexArguments, BenchMemoryArguments,
+    BenchMemoryPeerArguments, BenchRoutingArguments, BenchStoreArguments,
 };
 use crate::machine::{self, Machine};
 use crate::terminal;
@@ -127,9 +133,84 @@ pub(crate) fn store(arguments: &BenchStoreArguments) -> anyhow::Result<()> {
     print(&report, arguments.json)
 }
 
+/// Runs `kvik bench index`.
+pub(crate) fn index(arguments: &BenchIndexArguments) -> anyhow::Result<()> {
+    let bench = IndexBench { is_quick: arguments.quick };
+    let progress = progress_bar(index::Kind::ALL.len());
+    let mut results = Vec::new();
+    for kind in index::Kind::ALL {
+        progress.set_message(kind.name());
+        results.extend(bench.measure(kind).with_context(|| format!("measure {}", kind.name()))?);
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+
+    let report = Report {
+        bench: "index",
+        machine: Machine::detect(),
+        settings: bench.settings(),
+        description: bench.description(),
+        results,
+    };
+    print(&report, arguments.json)
+}
+
+/// Runs `kvik bench routing`.
+pub(crate) fn routing(arguments: &BenchRoutingArguments) -> anyhow::Result<()> {
+    let trace = match &arguments.trace {
+        Some(path) => read_trace(path)?,
+        None => GENERATED_CHATS.trace().context("generate conversations")?,
+    };
+    let trace_name = match &arguments.trace {
+        Some(path) => path.display().to_string(),
+        None => "generated conversations".to_owned(),
+    };
+    let loads: Vec<f64> = arguments.load.iter().map(|&percent| f64::from(percent) / 100.0).collect();
+    let progress = progress_bar((1 + loads.len()) * Policy::ALL.len());
+    let step = |policy: Policy| {
+        progress.set_message(policy.name());
+        progress.inc(1);
+    };
+    let options = RoutingBenchOptions {
+        trace_name,
+        cache_blocks: arguments.cache_blocks,
+        load_factor: arguments.load_factor,
+        loads,
+    };
+    let bench = RoutingBench::try_new(options, &trace, step)?;
+    let cells = bench.measure(step)?;
+    progress.finish_and_clear();
+
+    if let Some(path) = &arguments.plot {
+        std::fs::write(path, routing::svg(&cells))
+            .with_context(|| format!("write plot {}", path.display()))?;
+    }
+    if arguments.json {
+        return print_json(&Report {
+            bench: "routing",
+            machine: Machine::detect(),
+            settings: bench.settings(),
+            description: bench.description(),
+            results: routing::measurements(&cells),
+        });
+    }
+    let mut stdout = anstream::stdout().lock();
+    routing::write_table(&cells, &bench.description(), &mut stdout)
+        .and_then(|()| stdout.flush())
+        .context("write to standard output")
+}
+
 /// Runs the other process of `kvik bench memory`.
 pub(crate) fn memory_peer(arguments: &BenchMemoryPeerArguments) -> anyhow::Result<()> {
     memory::run_peer(&arguments.folder, &arguments.device).context("take part in the measurement")
+}
+
+/// What is replayed without a trace: conversations of five turns in the mean on one system prompt.
+const GENERATED_CHATS: Chats = Chats { n_requests: 6000, rate: 3.0, think_s: 30.0, next_turn: 0.8, seed: 1 };
+
+fn read_trace(path: &Path) -> anyhow::Result<Trace> {
+    let file = File::open(path).with_context(|| format!("open trace {}", path.display()))?;
+    Trace::read(BufReader::new(file)).with_context(|| format!("read trace {}", path.display()))
 }
 
 fn print(report: &Report, is_json: bool) -> anyhow::Result<()> {

@@ -1,5 +1,6 @@
 //! `kvik worker`, `kvik coordinator`, `kvik gateway`: one role a process.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -79,6 +80,8 @@ pub(crate) fn gateway(arguments: &GatewayArguments) -> anyhow::Result<()> {
     service::run(&arguments.service, "info", async |shutdown| {
         shutdown.listen_for_signals(GATEWAY_GRACE);
         let running = Gateway::start(config, &shutdown).await.context("start the gateway")?;
+        let bundled = kvik_model::Model::bundled()?;
+        running.gateway().provide_tokenizer(bundled.name(), Arc::clone(bundled.tokenizer()));
         running.gateway().reload_on_change(file, load);
         tracing::info!(address = %running.address(), "gateway is ready");
         shutdown.draining().await;

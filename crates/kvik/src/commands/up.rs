@@ -5,12 +5,15 @@
 //! and drain, then the coordinator closes.
 
 use std::io::Write;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
 use kvik_coordinator::{Coordinator, CoordinatorConfig};
 use kvik_gateway::{Gateway, GatewayConfig};
+use kvik_model::Model;
 use kvik_runtime::shutdown::Shutdown;
+use kvik_tokens::Tokenizer;
 use kvik_worker::{Running as RunningWorker, Worker, WorkerConfig};
 
 use super::service::{self, Flags};
@@ -57,6 +60,10 @@ async fn serve(
     workers: Vec<WorkerConfig>,
     shutdown: Shutdown,
 ) -> anyhow::Result<()> {
+    let tokenizer = match workers.first().and_then(|config| config.model.as_deref()) {
+        Some(folder) => Arc::new(Tokenizer::open(folder).context("open the model's tokenizer")?),
+        None => Arc::clone(Model::bundled()?.tokenizer()),
+    };
     shutdown.listen_for_signals(GRACE);
     // Each role ends at its own time.
     let (gateway_end, workers_end, coordinator_end) = (Shutdown::new(), Shutdown::new(), Shutdown::new());
@@ -70,6 +77,7 @@ async fn serve(
     gateway.coordinators = vec![running_coordinator.base.clone()];
     let running_gateway = Gateway::start(gateway, &gateway_end).await.context("start the gateway")?;
     let model = running_workers.first().map_or("kvik-tiny", RunningWorker::model_name);
+    running_gateway.gateway().provide_tokenizer(model, tokenizer);
     greet(
         &format!("http://{}", running_gateway.address()),
         &running_coordinator.base,

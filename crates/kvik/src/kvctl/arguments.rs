@@ -7,6 +7,7 @@ use clap::{Args, Parser, Subcommand};
 use kvik_memory::ledger::DEFAULT_DIR;
 
 use super::cache::CacheArguments;
+use super::index::IndexArguments;
 use super::size::{Limit, parse_limit, parse_percent, parse_seconds, parse_size};
 use super::top::TopArguments;
 
@@ -112,6 +113,8 @@ Examples:
     Trim(NameArguments),
     /// Look at the KV store of a worker and govern it
     Cache(CacheArguments),
+    /// Look at the global KV index of a gateway
+    Index(IndexArguments),
     /// Show it all on a screen that follows it
     Kvtop(TopArguments),
     /// Read verbs from a prompt with completion and history

@@ -1,7 +1,8 @@
-//! `kvctl`: looks at the elastic memory of a machine and at the KV stores of workers, and governs them.
+//! `kvctl`: looks at the elastic memory of a machine, at the KV stores of workers and at the global KV index, and
+//! governs them.
 //!
 //! Parts: `arguments` declares the command line, one file a verb does it, `folder` reads the ledgers,
-//! `report` is what is seen as JSON, `cache` talks to the store of a worker, `size` reads and writes sizes, `shell` is the prompt and [`top`] the
+//! `report` is what is seen as JSON, `cache` talks to the store of a worker, `index` to the index of a gateway, `size` reads and writes sizes, `shell` is the prompt and [`top`] the
 //! screen of `kvctl kvtop` and `kvik top`.
 //!
 //! # Invariants
@@ -16,9 +17,11 @@ mod cache;
 mod cleanup;
 mod delete;
 mod folder;
+mod index;
 mod limit;
 mod list;
 mod policy;
+mod prompt;
 mod report;
 mod shell;
 mod size;
@@ -84,6 +87,7 @@ fn run(verb: &Verb, common: &CommonArguments) -> anyhow::Result<()> {
         Verb::Gc => print(&cleanup::clean_up(&folder)?, is_json),
         Verb::Trim(arguments) => print(&trim::trim(&folder, &arguments.ipc_name)?, is_json),
         Verb::Cache(arguments) => cache::run(arguments, is_json),
+        Verb::Index(arguments) => index::run(arguments, is_json),
         Verb::Kvtop(arguments) => top::run(common, arguments),
         Verb::Shell(arguments) => shell::run(common, arguments.history.as_deref()),
     }

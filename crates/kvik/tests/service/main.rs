@@ -8,6 +8,7 @@ mod config;
 mod coordinators;
 mod etcd;
 mod http;
+mod index;
 mod memory;
 mod process;
 mod restarts;

@@ -2,9 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use kvik_model::{
-    EngineEvent, FinishReason, Model, ModelError, SamplingParams, TokenLogprobs, Tokenizer, Usage,
-};
+use kvik_model::{EngineEvent, FinishReason, Model, ModelError, SamplingParams, TokenLogprobs, Usage};
+use kvik_tokens::Tokenizer;
 use kvik_types::TokenId;
 use serde::Serialize;
 

@@ -3,7 +3,8 @@
 use std::io::{self, Read};
 
 use anyhow::Context;
-use kvik_model::{AddSpecial, ChatMessage, ChatOptions, Model, ModelError};
+use kvik_model::{Model, ModelError};
+use kvik_tokens::{AddSpecial, ChatMessage, ChatOptions, Tokenizer};
 use kvik_types::TokenId;
 
 use crate::cli::GenerateArguments;
@@ -42,7 +43,7 @@ impl Prompt {
     pub(super) fn encode(&self, model: &Model) -> anyhow::Result<Vec<TokenId>> {
         let tokenizer = model.tokenizer();
         if !self.is_chat {
-            return tokenizer.encode(&self.text, AddSpecial::Yes).context("encode the prompt");
+            return encode(tokenizer, &self.text, AddSpecial::Yes);
         }
         if !tokenizer.has_chat_template() {
             let allowed = "a plain prompt, because the model has no chat template";
@@ -54,10 +55,16 @@ impl Prompt {
             .into_iter()
             .chain([ChatMessage::new("user", &self.text)])
             .collect();
-        let rendered =
-            tokenizer.render_chat(&messages, &ChatOptions::default()).context("render the conversation")?;
-        tokenizer.encode(&rendered, AddSpecial::No).context("encode the prompt")
+        let rendered = tokenizer
+            .render_chat(&messages, &ChatOptions::default())
+            .map_err(ModelError::from)
+            .context("render the conversation")?;
+        encode(tokenizer, &rendered, AddSpecial::No)
     }
+}
+
+fn encode(tokenizer: &Tokenizer, text: &str, add_special: AddSpecial) -> anyhow::Result<Vec<TokenId>> {
+    tokenizer.encode(text, add_special).map_err(ModelError::from).context("encode the prompt")
 }
 
 /// Takes an option's bytes as text.

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
+use super::super::prompt::PromptArguments;
+
 const AFTER_HELP: &str = "\
 Examples:
   kvctl cache health
@@ -55,22 +57,6 @@ pub(crate) enum CacheVerb {
     Health,
     /// Print the counts of the store since the worker's start
     Stats,
-}
-
-#[derive(Debug, Args)]
-#[group(multiple = false)]
-pub(crate) struct PromptArguments {
-    /// The prompt as text, tokenized by the worker
-    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
-    pub(crate) prompt: Option<String>,
-
-    /// A file with the prompt; `-` reads standard input
-    #[arg(long, value_name = "FILE")]
-    pub(crate) prompt_file: Option<PathBuf>,
-
-    /// The prompt as tokens, separated by commas
-    #[arg(long, value_name = "ID,...", value_delimiter = ',')]
-    pub(crate) token_ids: Option<Vec<u32>>,
 }
 
 #[derive(Debug, Args)]

@@ -4,7 +4,7 @@ mod answers;
 mod arguments;
 
 use std::fs;
-use std::io::{IsTerminal as _, Read as _, Write as _};
+use std::io::{IsTerminal as _, Write as _};
 use std::path::Path;
 
 use anyhow::{Context as _, bail};
@@ -16,7 +16,7 @@ use tokio::time::{Duration, sleep};
 use super::print;
 use answers::{FileAnswer, Shown};
 pub(crate) use arguments::CacheArguments;
-use arguments::{CacheVerb, PromptArguments};
+use arguments::CacheVerb;
 
 /// Time between two looks at a prefetch that is waited for.
 const PREFETCH_INTERVAL: Duration = Duration::from_millis(50);
@@ -31,9 +31,9 @@ pub(crate) fn run(arguments: &CacheArguments, is_json: bool) -> anyhow::Result<(
 async fn run_verb(arguments: &CacheArguments, is_json: bool) -> anyhow::Result<()> {
     let client = client(arguments)?;
     match &arguments.verb {
-        CacheVerb::Lookup(prompt) => print(&Shown(client.lookup(&input(prompt)?).await?), is_json),
+        CacheVerb::Lookup(prompt) => print(&Shown(client.lookup(&prompt.read()?).await?), is_json),
         CacheVerb::Prefetch(prefetch) => {
-            let status = client.prefetch(&input(&prefetch.prompt)?).await?;
+            let status = client.prefetch(&prefetch.prompt.read()?).await?;
             let status = if prefetch.wait { wait(&client, status).await? } else { status };
             print(&Shown(status), is_json)
         }
@@ -41,11 +41,11 @@ async fn run_verb(arguments: &CacheArguments, is_json: bool) -> anyhow::Result<(
             print(&Shown(client.prefetch_status(&prefetch.id).await?), is_json)
         }
         CacheVerb::Cancel(prefetch) => print(&Shown(client.cancel_prefetch(&prefetch.id).await?), is_json),
-        CacheVerb::Pin(prompt) => print(&Shown(client.pin(&input(prompt)?).await?), is_json),
-        CacheVerb::Unpin(prompt) => print(&Shown(client.unpin(&input(prompt)?).await?), is_json),
+        CacheVerb::Pin(prompt) => print(&Shown(client.pin(&prompt.read()?).await?), is_json),
+        CacheVerb::Unpin(prompt) => print(&Shown(client.unpin(&prompt.read()?).await?), is_json),
         CacheVerb::Move(relocation) => {
             let request = MoveRequest {
-                input: input(&relocation.prompt)?,
+                input: relocation.prompt.read()?,
                 from: relocation.from.clone(),
                 to: relocation.to.clone(),
                 copy: relocation.copy,
@@ -53,12 +53,12 @@ async fn run_verb(arguments: &CacheArguments, is_json: bool) -> anyhow::Result<(
             print(&Shown(client.relocate(&request).await?), is_json)
         }
         CacheVerb::Clear(clear) => {
-            let input = if clear.all { PromptInput::default() } else { input(&clear.prompt)? };
+            let input = if clear.all { PromptInput::default() } else { clear.prompt.read()? };
             let tiers = (!clear.tier.is_empty()).then(|| clear.tier.clone());
             print(&Shown(client.clear(&ClearRequest { input, tiers }).await?), is_json)
         }
         CacheVerb::Retrieve(retrieve) => {
-            let bytes = client.retrieve(&input(&retrieve.prompt)?, retrieve.layer).await?;
+            let bytes = client.retrieve(&retrieve.prompt.read()?, retrieve.layer).await?;
             let path = &retrieve.output;
             write_file(path, &bytes).with_context(|| format!("write {}", path.display()))?;
             print(&FileAnswer { file: path.display().to_string(), bytes: bytes.len() }, is_json)
@@ -88,24 +88,6 @@ async fn wait(client: &CacheClient, mut status: PrefetchStatus) -> anyhow::Resul
         status = client.prefetch_status(&status.id).await?;
     }
     Ok(status)
-}
-
-/// The tokens that a verb is about.
-fn input(arguments: &PromptArguments) -> anyhow::Result<PromptInput> {
-    if let Some(token_ids) = &arguments.token_ids {
-        return Ok(PromptInput { token_ids: Some(token_ids.clone()), ..PromptInput::default() });
-    }
-    let prompt = match (&arguments.prompt, &arguments.prompt_file) {
-        (Some(prompt), _) => prompt.clone(),
-        (None, Some(path)) if path == Path::new("-") => {
-            let mut text = String::new();
-            std::io::stdin().lock().read_to_string(&mut text).context("read standard input")?;
-            text
-        }
-        (None, Some(path)) => fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?,
-        (None, None) => bail!("one of --prompt, --prompt-file and --token-ids is needed"),
-    };
-    Ok(PromptInput { prompt: Some(prompt), ..PromptInput::default() })
 }
 
 /// Writes a file as a whole or not at all; `-` is standard output, if that is no terminal.
