@@ -297,7 +297,6 @@ impl Indexer {
                     keys: book.keys.id(),
                     block_tokens: book.keys.block_tokens.get(),
                     sources: sources.collect(),
-                    ..BookStats::default()
                 });
             }
             models.push(stats);

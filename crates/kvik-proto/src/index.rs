@@ -83,12 +83,6 @@ pub struct BookStats {
     pub keys: String,
     /// Tokens of a block.
     pub block_tokens: usize,
-    /// Distinct blocks; absent where they are not counted.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub n_blocks: Option<u64>,
-    /// Bytes of memory here; absent where it is kept elsewhere.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub memory_bytes: Option<u64>,
     /// Who told what.
     pub sources: Vec<SourceStats>,
 }

@@ -6,7 +6,7 @@ use anstyle::{AnsiColor, Style};
 use kvik_proto::index::{BookStats, IndexStats, ModelStats, ScoreResponse, SourceStats};
 use serde::Serialize;
 
-use super::super::{Answer, size};
+use super::super::Answer;
 
 const BOLD: Style = Style::new().bold();
 const BEST: Style = AnsiColor::Green.on_default();
@@ -20,7 +20,8 @@ pub(super) struct Shown<T>(pub(super) T);
 impl Answer for Shown<IndexStats> {
     fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
         let IndexStats { backend, models, counters } = &self.0;
-        writeln!(output, "kept in {backend}, {} models", models.len())?;
+        let noun = if models.len() == 1 { "model" } else { "models" };
+        writeln!(output, "kept in {backend}, {} {noun}", models.len())?;
         for model in models {
             write_model(model, output)?;
         }
@@ -57,7 +58,12 @@ impl Answer for Shown<ScoreResponse> {
             return writeln!(output, "no worker has any of the {prompt_tokens} tokens");
         }
         let width = scores.keys().map(String::len).max().unwrap_or(0).max(6);
-        writeln!(output, "{BOLD}{:<width$} {:>12} {:>14}  Tiers{BOLD:#}", "Worker", scorer, "Tokens")?;
+        let score_width = scorer.len().max(12);
+        writeln!(
+            output,
+            "{BOLD}{:<width$} {scorer:>score_width$} {:>14}  Tiers{BOLD:#}",
+            "Worker", "Tokens"
+        )?;
         for (worker, score) in scores {
             let style = if best.as_ref() == Some(worker) { BEST } else { Style::new() };
             let n_tokens = matched_tokens.get(worker).copied().unwrap_or(0);
@@ -65,7 +71,10 @@ impl Answer for Shown<ScoreResponse> {
             let tiers = matched_by_tier.get(worker).into_iter().flatten();
             let tiers: Vec<String> = tiers.map(|(tier, n_tokens)| format!("{tier} {n_tokens}")).collect();
             let tiers = tiers.join(", ");
-            writeln!(output, "{style}{worker:<width$}{style:#} {score:>12.2} {tokens:>14}  {tiers}")?;
+            writeln!(
+                output,
+                "{style}{worker:<width$}{style:#} {score:>score_width$.2} {tokens:>14}  {tiers}"
+            )?;
         }
         Ok(())
     }
@@ -73,15 +82,8 @@ impl Answer for Shown<ScoreResponse> {
 
 fn write_model(model: &ModelStats, output: &mut dyn Write) -> io::Result<()> {
     writeln!(output, "\n{BOLD}{}{BOLD:#}", model.model)?;
-    for BookStats { keys, block_tokens, n_blocks, memory_bytes, sources } in &model.books {
-        write!(output, "  {keys}: blocks of {block_tokens} tokens")?;
-        if let Some(n_blocks) = n_blocks {
-            write!(output, ", {n_blocks} known")?;
-        }
-        if let Some(memory_bytes) = memory_bytes {
-            write!(output, ", {}", size::long(*memory_bytes))?;
-        }
-        writeln!(output)?;
+    for BookStats { keys, block_tokens, sources } in &model.books {
+        writeln!(output, "  {keys}: blocks of {block_tokens} tokens")?;
         let width = sources.iter().map(|source| source.worker.len()).max().unwrap_or(0).max(6);
         writeln!(
             output,
