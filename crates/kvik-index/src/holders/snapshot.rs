@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use super::arena::{EXTENT_BYTES, EXTENT_ENTRIES};
+use super::arena::{EXTENT_BYTES, EXTENT_ENTRIES, EntryIndex};
 use super::grace::Root;
 use super::ordering::{Gap, Ordering};
 use super::sets::{MAX_HOLDERS, SetRef};
@@ -25,8 +25,6 @@ const INLINE: u32 = 1 << 31;
 /// Set if the entry begins a run.
 const STARTS_RUN: u32 = 1 << 30;
 const HOLDER_BITS: u32 = 15;
-/// Keys whose table lines are asked for at a time.
-const TOUCH_GROUP: usize = 32;
 
 /// A writer that knows the checksum of what went through it.
 struct Summed<W> {
@@ -292,42 +290,36 @@ impl HolderIndex {
         self.table = Table::with_room(keys.len() as u64);
         let mut set_counts = vec![0_u32; sets.len()];
         let mut holder_counts = vec![0_i64; n_holders as usize];
-        for (keys, words) in keys.chunks(TOUCH_GROUP).zip(words.chunks(TOUCH_GROUP)) {
-            let touch = |sum, key: &[u8; 8]| sum ^ self.table.touch(self.salt.tag(u64::from_le_bytes(*key)));
-            std::hint::black_box(keys.iter().fold(0, touch));
-            for (key, word) in keys.iter().zip(words) {
-                let (key, word) = (u64::from_le_bytes(*key), u32::from_le_bytes(*word));
-                let set = if word & INLINE == 0 {
-                    let number = (word & !STARTS_RUN) as usize;
-                    let Some(set) = sets.get(number) else { return bad("an entry has no such set") };
-                    set_counts[number] += 1;
-                    *set
+        let mut tagged = Vec::with_capacity(keys.len());
+        for (key, word) in keys.iter().zip(words) {
+            let (key, word) = (u64::from_le_bytes(*key), u32::from_le_bytes(*word));
+            let set = if word & INLINE == 0 {
+                let number = (word & !STARTS_RUN) as usize;
+                let Some(set) = sets.get(number) else { return bad("an entry has no such set") };
+                set_counts[number] += 1;
+                *set
+            } else {
+                let mask = (1 << HOLDER_BITS) - 1;
+                let (first, second) = ((word & mask) as u16, (word >> HOLDER_BITS & mask) as u16);
+                if first > second || u32::from(second) >= n_holders {
+                    return bad("an entry has no such holder");
+                }
+                holder_counts[usize::from(first)] += 1;
+                if first == second {
+                    SetRef::one(first)
                 } else {
-                    let mask = (1 << HOLDER_BITS) - 1;
-                    let (first, second) = ((word & mask) as u16, (word >> HOLDER_BITS & mask) as u16);
-                    if first > second || u32::from(second) >= n_holders {
-                        return bad("an entry has no such holder");
-                    }
-                    holder_counts[usize::from(first)] += 1;
-                    if first == second {
-                        SetRef::one(first)
-                    } else {
-                        holder_counts[usize::from(second)] += 1;
-                        self.sets.of(&[first, second])
-                    }
-                };
-                let tag = self.salt.tag(key);
-                let Probe::Absent { page, slot } = self.probe(tag, key) else {
-                    return bad("a key is there twice");
-                };
-                if self.arena.tail_is_full() && self.arena.open_extent().is_none() {
-                    return bad("too many entries");
+                    holder_counts[usize::from(second)] += 1;
+                    self.sets.of(&[first, second])
                 }
-                if let Some(at) = self.arena.append(key, set, word & STARTS_RUN != 0) {
-                    self.table.insert(page, slot, tag, at);
-                }
+            };
+            if self.arena.tail_is_full() && self.arena.open_extent().is_none() {
+                return bad("too many entries");
+            }
+            if let Some(at) = self.arena.append(key, set, word & STARTS_RUN != 0) {
+                tagged.push((self.salt.tag(key), at));
             }
         }
+        self.load_table(&tagged)?;
         let mut members = Vec::new();
         for (set, count) in sets.iter().zip(&set_counts) {
             self.sets.retain(*set, *count);
@@ -338,6 +330,22 @@ impl HolderIndex {
         }
         for (holder, count) in holder_counts.iter().enumerate() {
             self.sources.count(holder as u16, *count);
+        }
+        Ok(())
+    }
+
+    /// Fills the table page by page: a page stays in the cache while all its entries go in, where entries in
+    /// their own order would miss it each time.
+    fn load_table(&mut self, tagged: &[(u32, EntryIndex)]) -> Result<(), IndexError> {
+        for (tag, at) in self.table.by_place(tagged) {
+            let key_of = |at| self.arena.entry(at).map(|(key, _)| key);
+            // Keys are looked at only where tags are equal, which is rare: they lie elsewhere.
+            match self.table.probe(tag, |other| key_of(other) == key_of(at)) {
+                Probe::Absent { page, slot } => {
+                    self.table.insert(page, slot, tag, at);
+                }
+                Probe::Found { .. } => return bad("a key is there twice"),
+            }
         }
         Ok(())
     }

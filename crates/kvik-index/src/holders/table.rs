@@ -124,6 +124,25 @@ impl Table {
         slots[first].load(Relaxed) ^ slots[last].load(Relaxed)
     }
 
+    /// Tags and entries in the order of the pages that they belong to.
+    pub(super) fn by_place(&self, tagged: &[(u32, EntryIndex)]) -> Vec<(u32, EntryIndex)> {
+        let mut ends = vec![0_usize; self.page_of.len()];
+        for (tag, _) in tagged {
+            ends[directory_index(*tag, self.bits)] += 1;
+        }
+        let mut n_before = 0;
+        for end in &mut ends {
+            (*end, n_before) = (n_before, n_before + *end);
+        }
+        let mut placed = vec![(0, EntryIndex(0)); tagged.len()];
+        for pair in tagged {
+            let end = &mut ends[directory_index(pair.0, self.bits)];
+            placed[*end] = *pair;
+            *end += 1;
+        }
+        placed
+    }
+
     #[inline]
     pub(super) fn probe(&self, tag: u32, accept: impl FnMut(EntryIndex) -> bool) -> Probe {
         let page = self.page_of[directory_index(tag, self.bits)];
