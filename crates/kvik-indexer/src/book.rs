@@ -1,12 +1,13 @@
 //! The books of a model: who holds what, one for each way in which its engines name blocks.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use futures_util::future::BoxFuture;
-use kvik_index::holders::{BlockKey, Walk};
+use kvik_index::holders::{BlockKey, SourceName, Walk};
 use kvik_types::TokenId;
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 
 use crate::backend::{Backend, Row};
 use crate::error::{IndexerError, Result};
@@ -39,6 +40,10 @@ pub struct Book {
     pub backend: Arc<dyn Backend>,
     /// Whether whoever starts later finds it.
     is_announced: AtomicBool,
+    /// Sources that feeds of this process have brought and not taken away.
+    brought: Mutex<HashSet<SourceName>>,
+    /// Whether all that feeds of this process have brought was taken away again.
+    is_abandoned: AtomicBool,
 }
 
 /// The books of one model.
@@ -89,7 +94,13 @@ impl Books {
             return Err(IndexerError::invalid("keys", keys.id(), &allowed));
         }
         let backend = self.backends.open(&self.model, keys)?;
-        let book = Arc::new(Book { keys: keys.clone(), backend, is_announced: AtomicBool::new(false) });
+        let book = Arc::new(Book {
+            keys: keys.clone(),
+            backend,
+            is_announced: AtomicBool::new(false),
+            brought: Mutex::default(),
+            is_abandoned: AtomicBool::new(false),
+        });
         books.push(Arc::clone(&book));
         Ok(book)
     }
@@ -148,7 +159,7 @@ impl Books {
     pub async fn lookup(&self, tokens: &[TokenId], walk: Walk) -> Result<Vec<Match>> {
         let mut matches = Vec::new();
         let mut keys: Vec<BlockKey> = Vec::new();
-        for book in self.all() {
+        for book in self.all().into_iter().filter(|book| book.is_fed()) {
             keys.clear();
             book.keys.extend(tokens, &mut keys);
             if keys.is_empty() {
@@ -163,6 +174,26 @@ impl Books {
 }
 
 impl Book {
+    /// A source is in it from now on.
+    pub(crate) fn enter(&self, source: &SourceName) {
+        self.brought.lock().insert(source.clone());
+        // Relaxed: a book that was just entered has nothing yet.
+        self.is_abandoned.store(false, Ordering::Relaxed);
+    }
+
+    /// A source has been taken away.
+    pub(crate) fn leave(&self, source: &SourceName) {
+        let mut brought = self.brought.lock();
+        let was_last = brought.remove(source) && brought.is_empty();
+        self.is_abandoned.store(was_last, Ordering::Relaxed);
+    }
+
+    /// Whether something can be found in it: a prompt need not be hashed for a book that everybody has left. Others may
+    /// write to one that is shared.
+    fn is_fed(&self) -> bool {
+        self.backend.kind() != "memory" || !self.is_abandoned.load(Ordering::Relaxed)
+    }
+
     /// Whether its engines' hashes are translated.
     pub fn is_bridged(&self) -> bool {
         self.keys.kind == KeyKind::Own

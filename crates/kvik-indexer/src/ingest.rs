@@ -55,6 +55,8 @@ struct FeedState {
     /// Epoch and due number as the backend had them last; a bridge translates only what will be applied.
     epoch: Option<u64>,
     due: Option<u64>,
+    /// What a bridge made of a batch that the backend has not taken. It is handed in again, and a bridge counts.
+    untaken: Option<(u64, Translated)>,
     /// The cache group whose blocks are kept, from the first event that names one.
     group_idx: Option<u32>,
 }
@@ -67,13 +69,6 @@ struct Translated {
     parents: Vec<Option<BlockKey>>,
 }
 
-/// What is to be done before a batch.
-struct Plan {
-    book: Arc<Book>,
-    /// The book that the feed leaves.
-    left: Option<Arc<Book>>,
-}
-
 impl ModelFeed {
     pub(crate) fn new(books: Arc<Books>, source: SourceName, naming: Naming, learning: Learning) -> Self {
         Self { books, source, naming, learning, state: Mutex::default() }
@@ -81,20 +76,29 @@ impl ModelFeed {
 
     /// Takes up where an earlier life of this process left the source.
     pub(crate) async fn resume(&self) -> Result<()> {
-        let keys = match self.naming {
-            Naming::Kvik { .. } => self.keys_for(&[])?,
-            Naming::Learned => self.books.proven().or_else(|| usual_keys(USUAL_BLOCK_TOKENS)),
+        let candidates = match self.naming {
+            Naming::Kvik { .. } => {
+                let keys = self.keys_for(&[])?;
+                keys.map(|keys| self.books.open(&keys)).transpose()?.into_iter().collect()
+            }
+            Naming::Learned => self.books.all(),
         };
-        let Some(keys) = keys else { return Ok(()) };
-        let book = self.books.open(&keys)?;
-        if book.is_bridged() {
-            // The bridge of the earlier life is gone, and with it the meaning of removals.
-            book.backend.remove_source(&self.source).await?;
-            return Ok(());
-        }
-        if let Some(state) = book.backend.state(&self.source).await? {
-            let mut own = self.state.lock();
-            (own.book, own.epoch, own.due) = (Some(book), state.epoch, state.due_sequence);
+        for book in candidates {
+            if book.is_bridged() {
+                // The bridge of the earlier life is gone, and with it the meaning of removals.
+                book.backend.remove_source(&self.source).await?;
+                continue;
+            }
+            let is_other = self.naming == Naming::Learned && matches!(book.keys.kind, KeyKind::Kvik { .. });
+            if is_other {
+                continue;
+            }
+            if let Some(state) = book.backend.state(&self.source).await? {
+                book.enter(&self.source);
+                let mut own = self.state.lock();
+                (own.book, own.epoch, own.due) = (Some(book), state.epoch, state.due_sequence);
+                return Ok(());
+            }
         }
         Ok(())
     }
@@ -127,25 +131,24 @@ impl ModelFeed {
         Ok(self.books.proven().or_else(|| usual_keys(block_tokens)))
     }
 
-    /// Finds the book of a batch; the feed is in it afterwards.
-    fn plan(&self, events: &[KvEvent]) -> Result<Option<Plan>> {
+    /// Goes to the book of a batch. The old one forgets the source first: where that fails the feed is still
+    /// in it, and the batch is handed in again.
+    async fn enter_book(&self, events: &[KvEvent]) -> Result<Option<Arc<Book>>> {
         let keys = self.keys_for(events)?;
-        let mut state = self.state.lock();
-        let keys = match (&state.book, keys) {
-            (Some(book), Some(keys)) if book.keys == keys => None,
-            (_, keys) => keys,
-        };
-        let left = match &keys {
-            None => None,
-            Some(keys) => {
-                let book = self.books.open(keys)?;
-                let bridge = book.is_bridged().then(|| Bridge::new(self.learning.bridge));
-                let left = state.book.take();
-                *state = FeedState { book: Some(book), bridge, due: Some(0), ..FeedState::default() };
-                left
-            }
-        };
-        Ok(state.book.clone().map(|book| Plan { book, left }))
+        let current = self.book();
+        let keys = keys.filter(|keys| current.as_ref().is_none_or(|book| book.keys != *keys));
+        let Some(keys) = keys else { return Ok(current) };
+        let book = self.books.open(&keys)?;
+        if let Some(left) = current {
+            left.backend.remove_source(&self.source).await?;
+            left.leave(&self.source);
+        }
+        self.books.announce(&book).await?;
+        let bridge = book.is_bridged().then(|| Bridge::new(self.learning.bridge));
+        book.enter(&self.source);
+        *self.state.lock() =
+            FeedState { book: Some(Arc::clone(&book)), bridge, due: Some(0), ..FeedState::default() };
+        Ok(Some(book))
     }
 
     /// The events of a batch in the keys of the book, as far as the batch will be applied.
@@ -162,6 +165,11 @@ impl ModelFeed {
                 }
             }
             return translated;
+        }
+        if let Some((sequence, untaken)) = state.untaken.take()
+            && sequence == batch.sequence
+        {
+            return untaken;
         }
         let is_due = state.due == Some(batch.sequence) && state.epoch == batch.epoch;
         let is_restart = !batch.replayed && state.due.is_none_or(|due| batch.sequence < due);
@@ -185,11 +193,7 @@ impl ModelFeed {
     }
 
     async fn take(&self, batch: FeedBatch) -> Result<Verdict> {
-        let Some(Plan { book, left }) = self.plan(&batch.events)? else { return Ok(Verdict::UnknownSource) };
-        if let Some(left) = left {
-            left.backend.remove_source(&self.source).await?;
-        }
-        self.books.announce(&book).await?;
+        let Some(book) = self.enter_book(&batch.events).await? else { return Ok(Verdict::UnknownSource) };
         let translated = self.translate(&batch, &book);
         let events: Vec<Event<'_>> = translated
             .runs
@@ -202,8 +206,15 @@ impl ModelFeed {
             .collect();
         let FeedBatch { epoch, sequence, replayed, published_s, .. } = batch;
         let keyed = KeyedBatch { epoch, sequence, replayed, published_s, events: &events };
-        let verdict = book.backend.apply(&self.source, keyed).await?;
+        let outcome = book.backend.apply(&self.source, keyed).await;
         let mut state = self.state.lock();
+        let verdict = match outcome {
+            Ok(verdict) => verdict,
+            Err(error) => {
+                state.untaken = state.bridge.is_some().then_some((sequence, translated));
+                return Err(error);
+            }
+        };
         match verdict {
             Verdict::Applied | Verdict::Restarted | Verdict::Duplicate => {
                 let next = sequence.checked_add(1);
@@ -237,8 +248,7 @@ impl Feed for ModelFeed {
 
     fn replace(&self, holding: Holding) -> BoxFuture<'_, Result<bool>> {
         Box::pin(async move {
-            let Some(Plan { book, .. }) = self.plan(&[])? else { return Ok(false) };
-            self.books.announce(&book).await?;
+            let Some(book) = self.enter_book(&[]).await? else { return Ok(false) };
             let Holding { epoch, next_sequence, runs } = holding;
             let keyed = KeyedHolding { epoch, next_sequence, runs: &runs };
             let is_taken = book.backend.replace(&self.source, keyed).await?;
@@ -275,6 +285,7 @@ impl Feed for ModelFeed {
         Box::pin(async move {
             if let Some(book) = self.book() {
                 book.backend.remove_source(&self.source).await?;
+                book.leave(&self.source);
             }
             *self.state.lock() = FeedState::default();
             Ok(())
@@ -357,3 +368,6 @@ fn tier(medium: Medium) -> Tier {
         Medium::Remote => Tier::Remote,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,175 @@
+//! Feeds over backends that fail now and then.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use kvik_index::holders::{IndexConfig as HolderConfig, Walk};
+use kvik_proto::events::BlocksRemoved;
+
+use super::*;
+use crate::IndexerError;
+use crate::backend::memory::MemoryBackend;
+use crate::backend::{Backend, Row, SourceState};
+use crate::book::Backends;
+
+const BLOCK_TOKENS: usize = 4;
+
+/// A book in memory whose writes fail as often as they are told to.
+#[derive(Debug)]
+struct Flaky {
+    inner: MemoryBackend,
+    failures: Arc<AtomicU32>,
+}
+
+#[derive(Debug, Default)]
+struct FlakyShelf {
+    failures: Arc<AtomicU32>,
+}
+
+impl Flaky {
+    fn fail(&self) -> Result<()> {
+        let left = self.failures.try_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1));
+        match left {
+            Ok(_) => Err(IndexerError::Unavailable {
+                operation: "write",
+                reason: "it was told to fail".to_owned(),
+            }),
+            Err(_) => Ok(()),
+        }
+    }
+}
+
+impl Backend for Flaky {
+    fn kind(&self) -> &'static str {
+        "memory"
+    }
+
+    fn apply<'a>(&'a self, source: &'a SourceName, batch: KeyedBatch<'a>) -> BoxFuture<'a, Result<Verdict>> {
+        Box::pin(async move {
+            self.fail()?;
+            self.inner.apply(source, batch).await
+        })
+    }
+
+    fn replace<'a>(
+        &'a self,
+        source: &'a SourceName,
+        holding: KeyedHolding<'a>,
+    ) -> BoxFuture<'a, Result<bool>> {
+        self.inner.replace(source, holding)
+    }
+
+    fn skip_gap<'a>(&'a self, source: &'a SourceName, next: u64) -> BoxFuture<'a, Result<()>> {
+        self.inner.skip_gap(source, next)
+    }
+
+    fn state<'a>(&'a self, source: &'a SourceName) -> BoxFuture<'a, Result<Option<SourceState>>> {
+        self.inner.state(source)
+    }
+
+    fn states(&self) -> BoxFuture<'_, Result<Vec<SourceState>>> {
+        self.inner.states()
+    }
+
+    fn remove_source<'a>(&'a self, source: &'a SourceName) -> BoxFuture<'a, Result<bool>> {
+        Box::pin(async move {
+            self.fail()?;
+            self.inner.remove_source(source).await
+        })
+    }
+
+    fn forget<'a>(&'a self, source: &'a SourceName, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<()>> {
+        self.inner.forget(source, keys)
+    }
+
+    fn lookup<'a>(&'a self, keys: &'a [BlockKey], walk: Walk) -> BoxFuture<'a, Result<Vec<Row>>> {
+        self.inner.lookup(keys, walk)
+    }
+
+    fn blocks_of<'a>(
+        &'a self,
+        source: &'a SourceName,
+        after: Option<BlockKey>,
+        limit: usize,
+    ) -> BoxFuture<'a, Result<Vec<(BlockKey, u8)>>> {
+        self.inner.blocks_of(source, after, limit)
+    }
+}
+
+impl Backends for FlakyShelf {
+    fn open(&self, _: &str, _: &Keys) -> Result<Arc<dyn Backend>> {
+        let inner = MemoryBackend::new(HolderConfig::default());
+        Ok(Arc::new(Flaky { inner, failures: Arc::clone(&self.failures) }))
+    }
+
+    fn known<'a>(&'a self, _: &'a str) -> BoxFuture<'a, Result<Vec<Keys>>> {
+        Box::pin(std::future::ready(Ok(Vec::new())))
+    }
+
+    fn announce<'a>(&'a self, _: &'a str, _: &'a Keys) -> BoxFuture<'a, Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+fn feed() -> (ModelFeed, Arc<Books>, Arc<AtomicU32>) {
+    let shelf = FlakyShelf::default();
+    let failures = Arc::clone(&shelf.failures);
+    let books = Arc::new(Books::new("m", Arc::new(shelf)));
+    let learning = Learning {
+        seeds: Arc::new([]),
+        own_block_tokens: BlockSize::try_new(BLOCK_TOKENS).unwrap(),
+        bridge: BridgeConfig::default(),
+    };
+    let source = SourceName { worker: "a".into(), rank: 0 };
+    (ModelFeed::new(Arc::clone(&books), source, Naming::Learned, learning), books, failures)
+}
+
+fn batch(sequence: u64, event: KvEvent) -> FeedBatch {
+    FeedBatch { epoch: None, sequence, replayed: false, published_s: sequence as f64, events: vec![event] }
+}
+
+fn stored(hashes: &[u64], parent: Option<u64>, tokens: &[u32]) -> KvEvent {
+    KvEvent::Stored(BlocksStored {
+        hashes: hashes.iter().map(|hash| EngineHash(*hash)).collect(),
+        parent: parent.map(EngineHash),
+        tokens: tokens.to_vec(),
+        block_tokens: BLOCK_TOKENS as u32,
+        ..BlocksStored::default()
+    })
+}
+
+async fn n_matched(books: &Books, tokens: &[u32]) -> u32 {
+    let found = books.lookup(tokens, Walk::Prefix).await.unwrap();
+    found.iter().map(|found| found.row.prefix_in.iter().sum()).max().unwrap_or(0)
+}
+
+#[tokio::test]
+async fn a_batch_that_was_not_taken_counts_once_when_it_is_handed_in_again() {
+    let (feed, books, failures) = feed();
+    let tokens: Vec<u32> = (0..8).collect();
+    failures.store(2, Ordering::Relaxed);
+    let event = batch(0, stored(&[1, 2], None, &tokens));
+    assert!(feed.apply(event.clone()).await.is_err());
+    assert!(feed.apply(event.clone()).await.is_err());
+    assert_eq!(feed.apply(event).await.unwrap(), Verdict::Applied);
+    assert_eq!(n_matched(&books, &tokens).await, 2);
+    let gone = BlocksRemoved { hashes: vec![EngineHash(2)], ..BlocksRemoved::default() };
+    assert_eq!(feed.apply(batch(1, KvEvent::Removed(gone))).await.unwrap(), Verdict::Applied);
+    assert_eq!(n_matched(&books, &tokens).await, 1, "one removal undoes what was stored once");
+}
+
+#[tokio::test]
+async fn a_feed_leaves_no_trace_in_a_book_that_it_could_not_leave_at_first() {
+    let (feed, books, failures) = feed();
+    let tokens: Vec<u32> = (0..8).collect();
+    // Nothing is proven by a block with a parent: it goes to the book of the usual keys.
+    assert_eq!(feed.apply(batch(0, stored(&[2], Some(1), &tokens[4..]))).await.unwrap(), Verdict::Applied);
+    failures.store(1, Ordering::Relaxed);
+    let proof = batch(1, stored(&[1], None, &tokens[..4]));
+    assert!(feed.apply(proof.clone()).await.is_err());
+    assert_eq!(feed.apply(proof).await.unwrap(), Verdict::Gap { expected: 0, got: 1 });
+    let mut n_sources = 0;
+    for book in books.all() {
+        n_sources += book.backend.states().await.unwrap().len();
+    }
+    assert_eq!(n_sources, 1);
+}
