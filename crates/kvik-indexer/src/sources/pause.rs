@@ -22,6 +22,11 @@ impl Pauses {
         self.n_failures = 0;
     }
 
+    /// Whether nothing has failed since the last success.
+    pub(super) fn is_first(&self) -> bool {
+        self.n_failures == 0
+    }
+
     /// How long to wait after a failure.
     pub(super) fn next(&mut self) -> Duration {
         let longest = self.min.saturating_mul(1 << self.n_failures.min(20)).min(self.max);
@@ -40,6 +45,7 @@ mod tests {
     fn pauses_double_up_to_their_bound_and_begin_anew() {
         let (min, max) = (Duration::from_millis(100), Duration::from_secs(1));
         let mut pauses = Pauses::new(min, max);
+        assert!(pauses.is_first());
         for longest_ms in [100, 200, 400, 800, 1000, 1000] {
             let longest = Duration::from_millis(longest_ms);
             let pause = pauses.next();
@@ -48,7 +54,9 @@ mod tests {
         for _ in 0..100 {
             assert!(pauses.next() <= max);
         }
+        assert!(!pauses.is_first());
         pauses.reset();
+        assert!(pauses.is_first());
         assert!(pauses.next() <= min);
     }
 }

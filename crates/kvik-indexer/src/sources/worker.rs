@@ -131,10 +131,13 @@ impl Follower {
             if matches!(reason, Break::Left) {
                 return;
             }
-            tracing::warn!(
-                worker = %self.followed.worker, address = %self.followed.address, %reason,
-                "stopped listening to a worker; it is tried again"
-            );
+            let FollowedWorker { worker, address, .. } = &self.followed;
+            // A worker that drains ends its stream; and of several failures in a row the first one tells all.
+            if self.pauses.is_first() && !matches!(reason, Break::Ended) {
+                tracing::warn!(%worker, %address, %reason, "stopped listening to a worker; it is tried again");
+            } else {
+                tracing::debug!(%worker, %address, %reason, "stopped listening to a worker; it is tried again");
+            }
             match reason {
                 Break::Incomplete | Break::Unexpected(_) => self.wants_snapshot = true,
                 Break::Forgotten => self.close().await,
