@@ -12,7 +12,7 @@
 //! * `weight` is the member's speed: it computes and works its queue off by as much faster.
 //!
 //! Only members that stay within their bound with the request are asked, the bound being that of
-//! [`ring::choose`](crate::ring::choose) and the request weighing what is left of it on that member. So a prefix
+//! [`ring::choose`] and the request weighing what is left of it on that member. So a prefix
 //! that everybody wants spreads: when its holder is full, the next best holder takes the request, and a member
 //! that has nothing of it if that is cheaper. If no member has room, the cheapest of all usable ones takes it.
 //! Of equally cheap members the first clockwise from the key is taken. If no usable member has

@@ -71,7 +71,7 @@ impl SamplingParams {
         Self { temperature: 0.0, max_tokens, ..Self::default() }
     }
 
-    /// Checks every field but `stop`, which [`TextStream`](crate::TextStream) checks.
+    /// Checks every field but `stop`, which [`TextStream`](kvik_tokens::TextStream) checks.
     ///
     /// # Errors
     /// [`ModelError::InvalidRequest`] for the first field out of its range.
