@@ -26,8 +26,17 @@ MIN_ANSWERS = 10
 # By field: the most that is asked for here, and the most that is allowed.
 LIMITS = {"max_tokens": (4, 2**32 - 1), "max_completion_tokens": (4, 2**32 - 1), "n": (2, 128)}
 GENERATION = ["/v1/completions", "/v1/chat/completions", "/generate"]
-WITH_BODY = [*GENERATION, "/tokenize", "/detokenize"]
-WITHOUT_BODY = ["/v1/models", "/v1/models/{model}", "/health", "/ready", "/metrics", "/openapi.json"]
+WITH_BODY = [*GENERATION, "/tokenize", "/detokenize", "/v1/score"]
+WITHOUT_BODY = [
+    "/v1/models",
+    "/v1/models/{model}",
+    "/health",
+    "/ready",
+    "/metrics",
+    "/openapi.json",
+    "/index/stats",
+    "/index/blocks",
+]
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
 
 
@@ -137,6 +146,13 @@ def aim(path: str, body: dict) -> dict:
         body.pop("seq_id", None)
     if path in GENERATION:
         body.pop("add_special_tokens", None)
+    if path == "/v1/score":
+        # Exactly one form of a prompt; what a conversation looks like is the chat route's to say.
+        body.pop("messages", None)
+        if body.get("token_ids") is None and body.get("prompt") is None:
+            body["prompt"] = "Once upon a time"
+        if body.get("token_ids") is not None:
+            body.pop("prompt", None)
     return body
 
 
