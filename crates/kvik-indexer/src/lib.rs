@@ -4,7 +4,7 @@
 //! rank. Behind the feeds stand the books of a model: one for each way in which its engines name
 //! blocks, each on a [`Backend`](backend::Backend) that keeps who holds what.
 //!
-//! [docs/index.md](https://github.com/kvik/kvik/blob/main/docs/index.md) is the design.
+//! `docs/index.md` is the design.
 
 #![forbid(unsafe_code)]
 
