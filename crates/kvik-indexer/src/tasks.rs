@@ -18,7 +18,11 @@ use crate::sources::kubernetes::KubernetesSource;
 pub(crate) async fn start(indexer: &Arc<Indexer>, config: &IndexConfig, shutdown: &Shutdown) -> Result<()> {
     if let Shelf::Memory(shelf) = indexer.shelf() {
         for (model, keys) in shelf.kept() {
-            indexer.library().open_model(&model)?.open(&keys)?;
+            // A list that somebody has changed costs what it names, not the start.
+            let opened = indexer.library().open_model(&model).and_then(|books| books.open(&keys));
+            if let Err(error) = opened {
+                tracing::warn!(%error, "starting without a book of the snapshot folder");
+            }
         }
         if config.snapshot_folder.is_some() {
             let interval = Duration::from_secs(config.snapshot_interval_s);

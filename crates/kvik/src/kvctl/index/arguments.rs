@@ -73,7 +73,7 @@ pub(crate) struct DumpArguments {
 
 #[derive(Debug, Args)]
 pub(crate) struct CheckArguments {
-    /// Only this worker [default: all workers of kvik that the coordinator or the gateway knows]
+    /// Only this worker [default: all workers that the coordinator knows]
     #[arg(long)]
     pub(crate) worker: Option<String>,
 
