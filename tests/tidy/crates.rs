@@ -101,7 +101,7 @@ const PURE_CRATES: &[&str] = &["kvik-types", "kvik-index"];
 
 /// Crates with unsafe code in some of their modules, which deny it everywhere else. What is in
 /// none of the two lists forbids it.
-const DENY_UNSAFE: &[&str] = &["kvik-model", "kvik-tier"];
+const DENY_UNSAFE: &[&str] = &["kvik-index", "kvik-model", "kvik-tier"];
 
 /// Crates whose subject is unsafe: mapping memory, and talking to other languages.
 const ALLOW_UNSAFE: &[&str] = &["kvik-memory", BINDINGS];

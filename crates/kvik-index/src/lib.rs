@@ -27,9 +27,10 @@
 //! # Ok::<(), kvik_index::ring::RingError>(())
 //! ```
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod holders;
+mod kernels;
 pub mod placement;
 pub mod replay;
 pub mod ring;

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
+use super::BlockKey;
 use super::sets::SetRef;
 
 /// Entries of an extent: 400 KiB, so that cleaning one is well below a millisecond of memory traffic
@@ -13,8 +14,8 @@ use super::sets::SetRef;
 pub(super) const EXTENT_ENTRIES: usize = 1 << EXTENT_BITS;
 const EXTENT_BITS: u32 = 15;
 
-/// What an extent takes: keys, sets, marks of readers, starts of runs.
-pub(super) const EXTENT_BYTES: u64 = (EXTENT_ENTRIES * 12 + EXTENT_ENTRIES / 4 + 128) as u64;
+/// What an extent takes: keys, sets, and three bits for marks of readers, starts of runs and repetitions.
+pub(super) const EXTENT_BYTES: u64 = (EXTENT_ENTRIES * 12 + EXTENT_ENTRIES / 8 * 3 + 128) as u64;
 
 /// The place of an entry: extent and offset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,6 +42,8 @@ pub(super) struct ExtentState {
     /// Those whose set is not empty.
     pub(super) n_live: usize,
     run_starts: Box<[u64]>,
+    /// Entries that some holder may have stored more than once.
+    repeated: Box<[u64]>,
 }
 
 /// The writer's side of all extents.
@@ -116,6 +119,11 @@ impl ExtentState {
     pub(super) fn starts_run(&self, offset: usize) -> bool {
         self.run_starts[offset / 64] >> (offset % 64) & 1 == 1
     }
+
+    /// Entries that can be written before the extent is full.
+    fn n_free(&self) -> usize {
+        EXTENT_ENTRIES - self.n_used
+    }
 }
 
 impl Arena {
@@ -133,7 +141,7 @@ impl Arena {
 
     /// Whether the next entry needs a new extent.
     pub(super) fn tail_is_full(&self) -> bool {
-        self.tail_state().is_none_or(|tail| tail.n_used == EXTENT_ENTRIES)
+        self.tail_state().is_none_or(|tail| tail.n_free() == 0)
     }
 
     /// Starts a new extent; `None` if no number is left for it.
@@ -152,6 +160,7 @@ impl Arena {
             n_used: 0,
             n_live: 0,
             run_starts: vec![0; EXTENT_ENTRIES / 64].into_boxed_slice(),
+            repeated: vec![0; EXTENT_ENTRIES / 64].into_boxed_slice(),
         });
         self.sealed.extend(self.tail.replace(slot));
         self.n_extents += 1;
@@ -219,10 +228,39 @@ impl Arena {
         Some((extent.key(index.offset()), set))
     }
 
-    /// The entry after another one, if it is in the same extent and written.
-    pub(super) fn successor(&self, index: EntryIndex) -> Option<EntryIndex> {
+    /// The entry right behind another one and its set, if it has this key.
+    #[inline]
+    pub(super) fn entry_behind(&self, index: EntryIndex, key: u64) -> Option<(EntryIndex, SetRef)> {
+        let state = self.state(index.slot())?;
         let offset = index.offset() + 1;
-        (offset < self.state(index.slot())?.n_used).then(|| EntryIndex(index.0 + 1))
+        let has_key = offset < state.n_used && state.extent.key(offset) == key;
+        has_key.then(|| (EntryIndex(index.0 + 1), state.extent.set(offset)))
+    }
+
+    /// Notes that neighbors from `first` on have repetitions.
+    pub(super) fn set_repeated(&mut self, first: EntryIndex, n_entries: usize) {
+        let Some(Some(state)) = self.states.get_mut(first.slot()) else { return };
+        for offset in first.offset()..first.offset() + n_entries {
+            state.repeated[offset / 64] |= 1 << (offset % 64);
+        }
+    }
+
+    /// Whether an entry may have repetitions.
+    pub(super) fn may_be_repeated(&self, index: EntryIndex) -> bool {
+        let offset = index.offset();
+        self.state(index.slot()).is_some_and(|state| state.repeated[offset / 64] >> (offset % 64) & 1 == 1)
+    }
+
+    /// How many neighbors from `first` on, which must have the first of these keys, have the following ones
+    /// and the same set.
+    pub(super) fn n_alike(&self, first: EntryIndex, set: SetRef, keys: &[BlockKey]) -> usize {
+        let Some(state) = self.state(first.slot()) else { return 1 };
+        let written = first.offset() + 1..state.n_used;
+        let neighbors = state.extent.keys[written.clone()].iter().zip(&state.extent.sets[written]);
+        let is_alike = |((key, other), wanted): &((&AtomicU64, &AtomicU32), &BlockKey)| {
+            key.load(Relaxed) == wanted.0 && other.load(Relaxed) == set.0
+        };
+        1 + neighbors.zip(&keys[1..]).take_while(is_alike).count()
     }
 
     /// Whether the next entry will stand right behind this one.

@@ -1,6 +1,5 @@
 //! The writer of the index: events in, entries and sets out.
 
-use std::hint::black_box;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -16,11 +15,6 @@ use super::sources::{SourceName, Sources};
 use super::space::Sweep;
 use super::table::{Probe, Table};
 use super::{Batch, BlockKey, Event, IndexConfig, IndexError, N_TIERS, SourceId, Tier};
-
-/// Keys whose table lines are asked for at a time, so that their misses overlap.
-const TOUCH_GROUP: usize = 32;
-/// Events of a batch whose lines are asked for ahead; more would push the first out of the cache again.
-const MAX_TOUCHED_EVENTS: usize = 256;
 
 /// The writer of the global KV index.
 ///
@@ -256,7 +250,7 @@ impl HolderIndex {
         match judgment.verdict {
             Verdict::Applied | Verdict::Restarted => {
                 self.counters.batches_applied += 1;
-                self.touch_events(batch.events);
+                self.prefetch_events(batch.events);
                 for event in batch.events {
                     self.apply_event(batch.source, event);
                 }
@@ -328,19 +322,6 @@ impl HolderIndex {
         true
     }
 
-    /// Asks for the first table line of every event, since most events of a step are of one block.
-    fn touch_events(&self, events: &[Event<'_>]) {
-        if events.len() < 2 {
-            return;
-        }
-        let first = |event: &Event<'_>| match event {
-            Event::Stored { keys, .. } | Event::Removed { keys, .. } => keys.first().copied(),
-            Event::Cleared { .. } => None,
-        };
-        let touch = |sum, key: BlockKey| sum ^ self.table.touch(self.salt.tag(key.0));
-        black_box(events.iter().take(MAX_TOUCHED_EVENTS).filter_map(first).fold(0, touch));
-    }
-
     fn apply_event(&mut self, source: SourceId, event: &Event<'_>) {
         match *event {
             Event::Stored { tier, parent, keys } => match self.holder(source, tier) {
@@ -389,155 +370,6 @@ impl HolderIndex {
         self.sources.open_holder(source, tier, generation, self.salt)
     }
 
-    fn store(&mut self, source: SourceId, holder: u16, parent: Option<BlockKey>, keys: &[BlockKey]) {
-        let n_held = self.sources.get(source).map_or(0, |entry| entry.n_blocks);
-        let mut n_allowed = self.config.max_blocks_per_source.saturating_sub(n_held);
-        let mut n_stored = 0;
-        let mut previous = parent.and_then(|parent| self.arena.last_if(parent.0));
-        // The last change of a set, since neighbors mostly make the same one.
-        let mut change = (SetRef::EMPTY, SetRef::EMPTY);
-        let mut touched_to = 0;
-        let mut repeats_touched_to = 0;
-        for (at, &BlockKey(key)) in keys.iter().enumerate() {
-            // First of all: it may move entries, empty slots of the table and forget sets.
-            if self.arena.tail_is_full() {
-                self.make_room();
-                change = (SetRef::EMPTY, SetRef::EMPTY);
-            }
-            let beside = previous.and_then(|index| self.arena.successor(index));
-            let beside = beside.and_then(|index| {
-                let (found, set) = self.arena.entry(index)?;
-                (found == key).then_some((index, set))
-            });
-            if let Some((index, set)) = beside
-                && set.is_live()
-            {
-                if self.add_to_entry(index, set, holder, key, n_allowed > 0, &mut change) {
-                    n_stored += 1;
-                    n_allowed -= 1;
-                } else if at + 1 >= repeats_touched_to {
-                    // What follows a block that is stored again is mostly stored again too.
-                    repeats_touched_to = at + 1 + TOUCH_GROUP;
-                    self.sources.touch_repeats(holder, &keys[at + 1..repeats_touched_to.min(keys.len())]);
-                }
-                previous = Some(index);
-                continue;
-            }
-            let tag = self.salt.tag(key);
-            match self.probe(tag, key) {
-                Probe::Found { index, .. } => {
-                    let set = self.arena.entry(index).map_or(SetRef::EMPTY, |(_, set)| set);
-                    if self.add_to_entry(index, set, holder, key, n_allowed > 0, &mut change) {
-                        n_stored += 1;
-                        n_allowed -= 1;
-                    }
-                    previous = Some(index);
-                }
-                Probe::Absent { page, slot } => {
-                    if n_allowed == 0 {
-                        self.counters.blocks_refused += 1;
-                        previous = None;
-                        continue;
-                    }
-                    let set = SetRef::one(holder);
-                    // A dead entry with this key at this place comes back to life: the run stays whole.
-                    let revived = beside.filter(|(_, set)| *set == SetRef::EMPTY).map(|(index, _)| index);
-                    let index = if let Some(index) = revived {
-                        self.arena.put_set(index, set);
-                        index
-                    } else {
-                        let starts_run = previous.is_none_or(|index| !self.arena.is_last(index));
-                        let Some(index) = self.arena.append(key, set, starts_run) else {
-                            self.counters.blocks_refused += 1;
-                            continue;
-                        };
-                        index
-                    };
-                    if self.table.insert(page, slot, tag, index) {
-                        self.publish_directory();
-                    }
-                    n_stored += 1;
-                    n_allowed -= 1;
-                    previous = Some(index);
-                    if at + 1 >= touched_to {
-                        touched_to = at + 1 + TOUCH_GROUP;
-                        self.touch(&keys[at + 1..touched_to.min(keys.len())]);
-                    }
-                }
-            }
-        }
-        self.sources.count(holder, n_stored);
-        self.counters.blocks_stored += n_stored as u64;
-    }
-
-    /// Adds a holder to the set of an entry; false if it is there already or not allowed.
-    fn add_to_entry(
-        &mut self,
-        index: EntryIndex,
-        set: SetRef,
-        holder: u16,
-        key: u64,
-        allowed: bool,
-        change: &mut (SetRef, SetRef),
-    ) -> bool {
-        if change.0 != set {
-            if self.sets.contains(set, holder) {
-                self.sources.repeat(holder, key, 1);
-                self.counters.blocks_repeated += 1;
-                return false;
-            }
-            if !allowed {
-                self.counters.blocks_refused += 1;
-                return false;
-            }
-            *change = (set, self.sets.with(set, holder));
-            self.publish_grown_sets();
-        } else if !allowed {
-            self.counters.blocks_refused += 1;
-            return false;
-        }
-        self.sets.retain(change.1, 1);
-        self.arena.put_set(index, change.1);
-        self.sets.release(set, 1);
-        true
-    }
-
-    fn remove(&mut self, holder: u16, keys: &[BlockKey]) {
-        let mut n_removed = 0;
-        let mut change = (SetRef::EMPTY, SetRef::EMPTY);
-        for group in keys.chunks(TOUCH_GROUP) {
-            if group.len() > 1 {
-                self.touch(group);
-                self.sources.touch_repeats(holder, group);
-            }
-            for &BlockKey(key) in group {
-                let tag = self.salt.tag(key);
-                let Probe::Found { page, slot, index } = self.probe(tag, key) else {
-                    self.counters.removals_unknown += 1;
-                    continue;
-                };
-                let set = self.arena.entry(index).map_or(SetRef::EMPTY, |(_, set)| set);
-                if change.0 != set {
-                    if !self.sets.contains(set, holder) {
-                        self.counters.removals_unknown += 1;
-                        continue;
-                    }
-                    change = (set, self.sets.without(set, |member| member == holder));
-                    self.publish_grown_sets();
-                }
-                if self.sources.unrepeat(holder, key) {
-                    self.sets.release_if_unused(change.1);
-                    change = (SetRef::EMPTY, SetRef::EMPTY);
-                    continue;
-                }
-                self.put_entry_set(index, set, change.1, page, slot);
-                n_removed += 1;
-            }
-        }
-        self.sources.count(holder, -n_removed);
-        self.counters.blocks_removed += n_removed as u64;
-    }
-
     /// Gives an entry that the table has in a slot another set, and takes it out if that is empty.
     pub(super) fn put_entry_set(
         &mut self,
@@ -558,11 +390,6 @@ impl HolderIndex {
     #[inline]
     pub(super) fn probe(&self, tag: u32, key: u64) -> Probe {
         self.table.probe(tag, |index| self.arena.has_key(index, key))
-    }
-
-    fn touch(&self, keys: &[BlockKey]) {
-        let touched = keys.iter().fold(0, |sum, key| sum ^ self.table.touch(self.salt.tag(key.0)));
-        black_box(touched);
     }
 
     /// Ends a call that changed something: what was freed waits for readers, and the budget holds.

@@ -76,8 +76,11 @@ impl HolderIndex {
             let Probe::Found { page, slot, index } = self.probe(self.salt.tag(key), key) else { continue };
             let set = self.arena.entry(index).map_or(SetRef::EMPTY, |(_, set)| set);
             let mut n_leaving = 0;
-            for holder in holders.into_iter().flatten().filter(|holder| self.sets.contains(set, *holder)) {
-                self.sources.drop_repeats(holder, key);
+            for holder in holders.into_iter().flatten() {
+                if !self.sets.contains(set, holder) {
+                    continue;
+                }
+                self.take_repeats(holder, index);
                 self.sources.count(holder, -1);
                 n_leaving += 1;
             }

@@ -55,6 +55,10 @@ impl Hasher for SaltedHasher {
         }
     }
 
+    fn write_u32(&mut self, word: u32) {
+        self.write_u64(u64::from(word));
+    }
+
     fn write_u64(&mut self, word: u64) {
         self.state = self.salt.mix(self.state.rotate_left(23) ^ word);
     }

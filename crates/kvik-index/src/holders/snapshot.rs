@@ -52,7 +52,7 @@ impl HolderIndex {
             if let Some(holder) = holder {
                 holder_numbers[number] = holders.len() as u16;
                 holders.push(holder);
-                n_repeats += holder.repeats.len() as u64;
+                n_repeats += holder.repeats.n_entries();
             }
         }
         let (set_numbers, sets) = self.number_sets(&holder_numbers);
@@ -105,7 +105,8 @@ impl HolderIndex {
             out.bytes(&(word | if starts_run { STARTS_RUN } else { 0 }).to_le_bytes())
         })?;
         for (number, holder) in holders.iter().enumerate() {
-            for (key, count) in &holder.repeats {
+            for (index, count) in holder.repeats.iter() {
+                let key = self.arena.entry(index).map_or(0, |(key, _)| key);
                 out.bytes(&(number as u16).to_le_bytes())?;
                 out.bytes(&key.to_le_bytes())?;
                 out.bytes(&count.to_le_bytes())?;
@@ -358,7 +359,8 @@ impl HolderIndex {
         if count == 0 || !self.sets.contains(set, holder) {
             return bad("a repetition is of no holder");
         }
-        self.sources.repeat(holder, key, count);
+        self.arena.set_repeated(index, 1);
+        self.sources.with_repeats(holder, |repeats| repeats.add(index, count));
         Ok(())
     }
 }

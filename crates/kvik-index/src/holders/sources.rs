@@ -4,14 +4,14 @@
 //! generation takes everything it held out of every answer; the bits are swept later.
 
 use std::collections::HashMap;
-use std::hint::black_box;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
 use super::ordering::Ordering;
+use super::repeats::Repeats;
 use super::salt::Salt;
 use super::sets::MAX_HOLDERS;
-use super::{BlockKey, N_TIERS, SourceId, Tier};
+use super::{N_TIERS, SourceId, Tier};
 
 const PRESENT: u64 = 1;
 const UNSURE: u64 = 2;
@@ -60,8 +60,8 @@ pub(super) struct Holder {
     pub(super) source: u32,
     pub(super) tier: Tier,
     pub(super) n_blocks: u64,
-    /// Blocks that were stored more than once: how many removals they outlive.
-    pub(super) repeats: HashMap<u64, u32, Salt>,
+    /// Blocks that were stored more than once.
+    pub(super) repeats: Repeats,
 }
 
 /// The writer's side.
@@ -205,7 +205,7 @@ impl Sources {
             }
             None => return None,
         };
-        let repeats = HashMap::with_hasher(salt);
+        let repeats = Repeats::new(salt);
         self.holders[usize::from(number)] = Some(Holder { source: source.0, tier, n_blocks: 0, repeats });
         let word = u64::from(generation) << 32 | u64::from(source.0) << 8 | VALID | tier.as_index() as u64;
         self.roll.put_holder(number, word);
@@ -216,7 +216,7 @@ impl Sources {
     pub(super) fn retire(&mut self, holder: u16) {
         self.roll.put_holder(holder, 0);
         if let Some(old) = self.holders.get_mut(usize::from(holder)).and_then(Option::take) {
-            self.repeat_bytes -= repeat_bytes(&old);
+            self.repeat_bytes -= old.repeats.bytes();
         }
         self.retired_bits[usize::from(holder) / 64] |= 1 << (holder % 64);
         self.retired.push(holder);
@@ -246,53 +246,16 @@ impl Sources {
         }
     }
 
-    /// Notes that a holder stored a block some times more.
-    pub(super) fn repeat(&mut self, holder: u16, key: u64, n_times: u32) {
-        let Some(Some(entry)) = self.holders.get_mut(usize::from(holder)) else { return };
-        if let Some(count) = entry.repeats.get_mut(&key) {
-            *count = count.saturating_add(n_times);
-            return;
-        }
-        let before = repeat_bytes(entry);
-        entry.repeats.insert(key, n_times);
-        self.repeat_bytes += repeat_bytes(entry) - before;
+    /// Changes the repetitions of a holder; `None` if there is no such holder.
+    pub(super) fn with_repeats<T>(
+        &mut self,
+        holder: u16,
+        change: impl FnOnce(&mut Repeats) -> T,
+    ) -> Option<T> {
+        let repeats = &mut self.holders.get_mut(usize::from(holder))?.as_mut()?.repeats;
+        let n_bytes_before = repeats.bytes();
+        let changed = change(repeats);
+        self.repeat_bytes = self.repeat_bytes + repeats.bytes() - n_bytes_before;
+        Some(changed)
     }
-
-    /// Asks for what is known of the repetitions of these blocks, so that their misses overlap.
-    pub(super) fn touch_repeats(&self, holder: u16, keys: &[BlockKey]) {
-        let Some(Some(entry)) = self.holders.get(usize::from(holder)) else { return };
-        if !entry.repeats.is_empty() {
-            let count = |key: &BlockKey| entry.repeats.get(&key.0).copied().unwrap_or(0);
-            black_box(keys.iter().fold(0, |sum: u32, key| sum ^ count(key)));
-        }
-    }
-
-    /// Takes one repetition away; false if there is none.
-    pub(super) fn unrepeat(&mut self, holder: u16, key: u64) -> bool {
-        let Some(Some(entry)) = self.holders.get_mut(usize::from(holder)) else { return false };
-        let Some(count) = entry.repeats.get_mut(&key) else { return false };
-        *count -= 1;
-        if *count == 0 {
-            self.drop_repeats(holder, key);
-        }
-        true
-    }
-
-    /// Forgets all repetitions of a block.
-    pub(super) fn drop_repeats(&mut self, holder: u16, key: u64) {
-        let Some(Some(entry)) = self.holders.get_mut(usize::from(holder)) else { return };
-        if entry.repeats.is_empty() {
-            return;
-        }
-        let before = repeat_bytes(entry);
-        entry.repeats.remove(&key);
-        if entry.repeats.len() * 8 < entry.repeats.capacity() {
-            entry.repeats.shrink_to(entry.repeats.len() * 2);
-        }
-        self.repeat_bytes -= before - repeat_bytes(entry);
-    }
-}
-
-fn repeat_bytes(holder: &Holder) -> u64 {
-    (holder.repeats.capacity() * (size_of::<(u64, u32)>() + 1)) as u64
 }

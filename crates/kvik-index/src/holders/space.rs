@@ -15,8 +15,8 @@ use super::table::Probe;
 /// Extents whose marks eviction respects before it takes the next one whole.
 const MAX_SECOND_CHANCES: usize = 8;
 
-/// Bytes of the table for each entry, at most: eight in a page that is at least half full.
-const TABLE_BYTES_PER_ENTRY: u64 = 16;
+/// Bytes of the table for each entry, at most: eight in a page that is at least three eighths full.
+const TABLE_BYTES_PER_ENTRY: u64 = 22;
 
 /// A pass over all extents that takes the bits of some holders out.
 #[derive(Debug)]
@@ -175,6 +175,7 @@ impl HolderIndex {
                 return;
             };
             starts_run = false;
+            self.move_repeats(kept, from, to);
             // The new place first, then the way to it, then the end of the old one: a reader finds one of them.
             self.table.redirect(page, table_slot, tag, to);
             self.arena.put_set(from, SetRef::MOVED);
@@ -184,6 +185,30 @@ impl HolderIndex {
         self.arena.close_extent(slot);
         self.publish_extents();
         self.grace.free(Freed::Extent(slot));
+    }
+
+    /// Lets the repetitions of an entry follow it to its new place.
+    fn move_repeats(&mut self, set: SetRef, from: EntryIndex, to: EntryIndex) {
+        if !self.arena.may_be_repeated(from) {
+            return;
+        }
+        let mut members = Vec::new();
+        self.sets.members(set, &mut members);
+        for holder in members {
+            let n_times = self.take_repeats(holder, from);
+            if n_times > 0 {
+                self.arena.set_repeated(to, 1);
+                self.sources.with_repeats(holder, |repeats| repeats.add(to, n_times));
+            }
+        }
+    }
+
+    /// Takes all repetitions of an entry away from a holder and says how many there were.
+    pub(super) fn take_repeats(&mut self, holder: u16, index: EntryIndex) -> u32 {
+        if !self.arena.may_be_repeated(index) {
+            return 0;
+        }
+        self.sources.with_repeats(holder, |repeats| repeats.take_all(index)).unwrap_or(0)
     }
 
     /// Takes the next extent of the clock: runs leave from their tails up to the last mark of a reader.
@@ -219,7 +244,7 @@ impl HolderIndex {
         self.sets.members(set, &mut members);
         for holder in members {
             self.sources.count(holder, -1);
-            self.sources.drop_repeats(holder, key);
+            self.take_repeats(holder, index);
             self.counters.blocks_evicted += u64::from(!self.sources.is_retired(holder));
         }
         self.put_entry_set(index, set, SetRef::EMPTY, page, slot);

@@ -74,6 +74,29 @@ fn a_block_stored_twice_outlives_one_removal() {
 }
 
 #[test]
+fn a_block_stored_twice_outlives_one_removal_wherever_its_entry_moves() {
+    let mut feed = Feed::new(IndexConfig::default(), 2);
+    let prompt = keys(0..70_000);
+    feed.send(0, stored(&prompt));
+    feed.send(1, stored(&prompt[..100]));
+    feed.send(0, stored(&prompt[20..30]));
+    feed.send(1, stored(&prompt[25..27]));
+    feed.send(1, stored(&prompt[25..26]));
+    // Most of the first extent dies, and the rest moves.
+    feed.send(0, removed(&prompt[100..30_000]));
+    while feed.index.maintain(usize::MAX) {}
+    assert!(feed.index.counters().entries_moved >= 100, "{:?}", feed.index.counters());
+    feed.send(0, removed(&prompt[..100]));
+    feed.send(1, removed(&prompt[..100]));
+    for at in 0..100_usize {
+        let held = [0, 1].map(|source| feed.prefix(source, &prompt[at..=at]) == 1);
+        assert_eq!(held, [(20..30).contains(&at), (25..27).contains(&at)], "block {at}");
+    }
+    feed.send(1, removed(&prompt[25..27]));
+    assert_eq!([25, 26].map(|at| feed.prefix(1, &prompt[at..=at])), [1, 0]);
+}
+
+#[test]
 fn tiers_are_told_apart_and_one_can_be_cleared() {
     let mut feed = one_source();
     let prompt = keys(0..6);
