@@ -33,7 +33,7 @@ use self::request::{CountRequest, GetRequest, MAX_VALUE_BYTES, PutRequest};
 use crate::error::{Result, TierError};
 use crate::key::ChunkKey;
 use crate::tally::Tally;
-use crate::tier::{GetItem, PutItem, PutOutcome, Tier, TierKind, TierStat};
+use crate::tier::{Arrived, GetItem, PutItem, PutOutcome, Tier, TierKind, TierStat};
 use crate::tls;
 
 /// How a [`RedisTier`] works.
@@ -133,8 +133,13 @@ impl Tier for RedisTier {
     }
 
     fn get(&self, batch: &mut [GetItem<'_>]) {
+        self.get_each(batch, &|_, _| {});
+    }
+
+    fn get_each(&self, batch: &mut [GetItem<'_>], arrived: Arrived<'_>) {
+        let items = batch.iter_mut().enumerate();
         let mut requests: Vec<GetRequest<'_, '_>> =
-            batch.iter_mut().map(|item| GetRequest { item }).collect();
+            items.map(|(item_idx, item)| GetRequest { item_idx, item, arrived }).collect();
         self.dispatcher.dispatch(&mut requests);
         self.tally.note_get(batch);
     }
