@@ -169,8 +169,9 @@ impl<T: Tier> Faulty<T> {
                 self.inner.get(slice::from_mut(item));
                 if item.outcome.is_hit() && item.n_bytes() > 0 {
                     let bit = bit as usize % (8 * item.n_bytes());
-                    let flipped = item.head.iter_mut().chain(&mut *item.buffer).nth(bit / 8);
-                    flipped.into_iter().for_each(|byte| *byte ^= 1 << (bit % 8));
+                    if let Some(byte) = item.head.iter_mut().chain(&mut *item.buffer).nth(bit / 8) {
+                        *byte ^= 1 << (bit % 8);
+                    }
                 }
             }
             Fault::Mix(other) => {
