@@ -47,5 +47,5 @@ pub use ram::RamTier;
 pub use redis::{RedisOptions, RedisTier, RedisUrl, Reply, ReplyReader, ValueReply};
 pub use remote::{RemoteOptions, RemoteUrl, open_remote};
 pub use tier::{
-    Arrived, GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierExt, TierHealth, TierKind, TierStat,
+    Arrived, GetItem, GetOutcome, Heads, PutItem, PutOutcome, Tier, TierExt, TierHealth, TierKind, TierStat,
 };

@@ -20,6 +20,29 @@ pub trait Tier: fmt::Debug + Send + Sync {
     /// other calls as a whole or not at all.
     fn put(&self, batch: &mut [PutItem<'_>]);
 
+    /// Stores the items as [`Self::put`] does, each behind its head.
+    ///
+    /// Where a tier can, it asks for a head right before the item is sent and on the thread that sends it: what
+    /// is made of the item's bytes then finds them, or leaves them, in that thread's caches, and others are
+    /// sent meanwhile.
+    fn put_each(&self, batch: &mut [PutItem<'_>], heads: &dyn Heads) {
+        let parts: Vec<Vec<&[u8]>> = batch
+            .iter()
+            .enumerate()
+            .map(|(item_idx, item)| [&[heads.head_of(item_idx)], item.parts].concat())
+            .collect();
+        let mut headed: Vec<PutItem<'_>> = batch
+            .iter()
+            .zip(&parts)
+            .map(|(item, parts)| PutItem::with_sections(item.key, parts, item.section_bytes))
+            .collect();
+        self.put(&mut headed);
+        let outcomes: Vec<PutOutcome> = headed.into_iter().map(|item| item.outcome).collect();
+        for (item, outcome) in batch.iter_mut().zip(outcomes) {
+            item.outcome = outcome;
+        }
+    }
+
     /// Reads the items into their heads and buffers and sets every outcome.
     fn get(&self, batch: &mut [GetItem<'_>]);
 
@@ -63,6 +86,15 @@ pub trait Tier: fmt::Debug + Send + Sync {
 
     /// The tier's counts and state, without asking anybody.
     fn stat(&self) -> TierStat;
+}
+
+/// What is stored before the chunks of a batch.
+pub trait Heads: Sync {
+    /// Length of every head.
+    fn n_bytes(&self) -> usize;
+
+    /// The head of an item, by its index: the same however often it is asked for, from whichever thread.
+    fn head_of(&self, item_idx: usize) -> &[u8];
 }
 
 /// Who is told of each item that was read: its index in the batch, and the item.

@@ -1,11 +1,11 @@
-//! The first bytes of a chunk come along with a range of it.
+//! What stands before a chunk is stored with it and comes along with a range of it.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::Subject;
-use super::content::{content, content_key, put_content, put_sections};
+use super::content::{assert_hit, content, content_key, put_content, put_sections};
 use crate::key::ChunkKey;
-use crate::tier::{GetItem, GetOutcome, Tier};
+use crate::tier::{GetItem, GetOutcome, Heads, PutItem, PutOutcome, Tier, TierExt};
 
 /// Lengths of heads: of a line, of an envelope, and around it.
 const HEAD_BYTES: &[usize] = &[1, 64, 4095, 4096, 4097];
@@ -118,6 +118,40 @@ pub(super) fn every_item_arrives_once_with_its_outcome(subject: &Subject<'_>) {
         }
     }
     get_each_once(&*tier, &mut []);
+}
+
+pub(super) fn a_head_is_stored_before_its_chunk(subject: &Subject<'_>) {
+    let tier = subject.tier();
+    let (keys, chunk_bytes) = ([content_key(0), content_key(1), content_key(2)], 70_000);
+    put_content(&*tier, keys[1], chunk_bytes);
+    let chunks = keys.map(|key| content(key, chunk_bytes));
+    let parts = chunks.each_ref().map(|chunk| [chunk.as_slice()]);
+    let heads = Numbers([vec![0; 4096], vec![1; 4096], vec![2; 4096]]);
+    let mut batch = [0, 1, 2].map(|idx| PutItem::with_sections(keys[idx], &parts[idx], 4096));
+    tier.put_each(&mut batch, &heads);
+    let [first, present, last] = batch.map(|item| item.outcome);
+    assert!(matches!(first, PutOutcome::Stored) && matches!(last, PutOutcome::Stored), "{first:?}, {last:?}");
+    assert!(matches!(present, PutOutcome::Present), "{present:?}");
+    assert_hit(&*tier, keys[1], chunk_bytes);
+    for idx in [0, 2] {
+        let mut buffer = vec![0xee; 4096 + chunk_bytes];
+        let outcome = tier.get_one(keys[idx], &mut buffer);
+        assert!(outcome.is_hit(), "{outcome:?}");
+        assert!(buffer == [heads.head_of(idx), &chunks[idx]].concat(), "other bytes");
+    }
+}
+
+/// Heads that are told apart.
+struct Numbers([Vec<u8>; 3]);
+
+impl Heads for Numbers {
+    fn n_bytes(&self) -> usize {
+        4096
+    }
+
+    fn head_of(&self, item_idx: usize) -> &[u8] {
+        &self.0[item_idx]
+    }
 }
 
 /// Reads a batch and insists that every item arrives exactly once, with the outcome and the bytes that it has

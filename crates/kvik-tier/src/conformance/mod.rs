@@ -83,6 +83,7 @@ pub const BEHAVIORS: &[Behavior] = behaviors![
     heads::a_chunk_too_short_for_a_head_or_its_range_is_neither_hit_nor_miss,
     heads::a_head_of_what_is_not_there_is_a_miss,
     heads::every_item_arrives_once_with_its_outcome,
+    heads::a_head_is_stored_before_its_chunk,
     names::what_was_never_stored_is_a_miss,
     names::what_is_present_stays,
     names::a_deleted_chunk_is_a_miss_and_can_be_stored_again,

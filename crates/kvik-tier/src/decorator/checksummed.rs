@@ -7,7 +7,7 @@ use super::scratch::ScratchPool;
 use crate::envelope::{ENVELOPE_BYTES, Envelope, seal};
 use crate::error::Result;
 use crate::key::ChunkKey;
-use crate::tier::{GetItem, GetOutcome, PutItem, Tier, TierKind, TierStat};
+use crate::tier::{GetItem, GetOutcome, Heads, PutItem, PutOutcome, Tier, TierKind, TierStat};
 
 /// Sections up to this length are read without asking first whether they are there.
 const MAX_TRUSTED_BYTES: u64 = 16 << 20;
@@ -17,7 +17,7 @@ const MAX_TRUSTED_BYTES: u64 = 16 << 20;
 /// Bytes are not copied: they go to and come from the tier inside straight from and into the caller's
 /// buffers. A read is one batch of the tier inside, of one item for each: its range with the envelope as the
 /// head. It is proven as soon as it has arrived, on the thread that received it; a head that the caller asks
-/// for is proven as a range of its own.
+/// for is proven as a range of its own. An envelope is made when its chunk is about to be sent.
 ///
 /// A range may begin and end anywhere, but one that cuts through a section of the envelope is read a second
 /// time with the rest of its sections, into memory of its own. A chunk that is shorter or longer than what was
@@ -30,6 +30,16 @@ pub struct Checksummed<T> {
     scratch: ScratchPool,
     n_corrupt: AtomicU64,
 }
+
+/// The envelopes of a batch, each made when it is wanted.
+struct Seals<'a> {
+    items: Vec<(ChunkKey, &'a [&'a [u8]], usize)>,
+    sealed: Vec<OnceLock<AlignedEnvelope>>,
+}
+
+/// An envelope that direct I/O takes from where it lies.
+#[repr(align(4096))]
+struct AlignedEnvelope([u8; ENVELOPE_BYTES]);
 
 /// A range of a chunk, as the caller counts, and where it goes.
 struct Wanted<'a> {
@@ -156,25 +166,19 @@ impl<T: Tier> Tier for Checksummed<T> {
     }
 
     fn put(&self, batch: &mut [PutItem<'_>]) {
-        let mut scratch = self.scratch.take(batch.len());
-        for (item, envelope) in batch.iter().zip(scratch.envelopes_mut()) {
-            seal(item.key, item.parts, item.section_bytes, envelope);
-        }
-        let parts: Vec<Vec<&[u8]>> = batch
-            .iter()
-            .zip(scratch.envelopes())
-            .map(|(item, envelope)| [&[envelope.as_slice()], item.parts].concat())
-            .collect();
+        let seals = Seals {
+            sealed: batch.iter().map(|_| OnceLock::new()).collect(),
+            items: batch.iter().map(|item| (item.key, item.parts, item.section_bytes)).collect(),
+        };
         let mut inner_batch: Vec<PutItem<'_>> = batch
             .iter()
-            .zip(&parts)
-            .map(|(item, parts)| PutItem::with_sections(item.key, parts, inner_section_bytes(item)))
+            .map(|item| PutItem::with_sections(item.key, item.parts, inner_section_bytes(item)))
             .collect();
-        self.inner.put(&mut inner_batch);
-        for (item, inner_item) in batch.iter_mut().zip(inner_batch) {
-            item.outcome = inner_item.outcome;
+        self.inner.put_each(&mut inner_batch, &seals);
+        let outcomes: Vec<PutOutcome> = inner_batch.into_iter().map(|item| item.outcome).collect();
+        for (item, outcome) in batch.iter_mut().zip(outcomes) {
+            item.outcome = outcome;
         }
-        self.scratch.give_back(scratch);
     }
 
     fn get(&self, batch: &mut [GetItem<'_>]) {
@@ -222,6 +226,22 @@ impl<T: Tier> Tier for Checksummed<T> {
         let mut stat = self.inner.stat();
         stat.details.push(("corrupt_reads", self.n_corrupt.load(Ordering::Relaxed)));
         stat
+    }
+}
+
+impl Heads for Seals<'_> {
+    fn n_bytes(&self) -> usize {
+        ENVELOPE_BYTES
+    }
+
+    fn head_of(&self, item_idx: usize) -> &[u8] {
+        let (key, parts, section_bytes) = self.items[item_idx];
+        let sealed = self.sealed[item_idx].get_or_init(|| {
+            let mut envelope = AlignedEnvelope([0; ENVELOPE_BYTES]);
+            seal(key, parts, section_bytes, &mut envelope.0);
+            envelope
+        });
+        &sealed.0
     }
 }
 

@@ -7,7 +7,7 @@ use super::refusal::Refusal;
 use super::resp::{Reply, ValueReply, push_argument, push_argument_length, push_command};
 use crate::error::TierError;
 use crate::key::ChunkKey;
-use crate::tier::{Arrived, GetItem, GetOutcome, PutItem, PutOutcome};
+use crate::tier::{Arrived, GetItem, GetOutcome, Heads, PutItem, PutOutcome};
 
 /// Longest value a server takes, unless it was told otherwise.
 pub(super) const MAX_VALUE_BYTES: usize = 512 << 20;
@@ -42,7 +42,9 @@ pub(super) trait Request: Send {
 
 /// Stores a chunk unless its key is present.
 pub(super) struct PutRequest<'r, 'a> {
+    pub(super) item_idx: usize,
     pub(super) item: &'r mut PutItem<'a>,
+    pub(super) heads: &'r dyn Heads,
     pub(super) ttl_ms: Option<&'r str>,
     /// Set if the server takes no writes.
     pub(super) read_only: Option<String>,
@@ -71,10 +73,11 @@ impl Request for PutRequest<'_, '_> {
     }
 
     fn n_bytes(&self) -> usize {
-        self.item.n_bytes()
+        self.heads.n_bytes() + self.item.n_bytes()
     }
 
     fn send(&self, _command_idx: usize, name: &[u8], connection: &mut Connection) -> io::Result<()> {
+        let parts = [&[self.heads.head_of(self.item_idx)], self.item.parts].concat();
         let mut end = b"\r\n".to_vec();
         push_argument(&mut end, b"NX");
         if let Some(ttl_ms) = self.ttl_ms {
@@ -86,9 +89,9 @@ impl Request for PutRequest<'_, '_> {
             push_command(out, n_arguments);
             push_argument(out, b"SET");
             push_argument(out, name);
-            push_argument_length(out, self.item.n_bytes());
+            push_argument_length(out, self.n_bytes());
         };
-        connection.send_around(begin, self.item.parts, &end)
+        connection.send_around(begin, &parts, &end)
     }
 
     fn receive(&mut self, _command_idx: usize, connection: &mut Connection) -> io::Result<Option<Refusal>> {

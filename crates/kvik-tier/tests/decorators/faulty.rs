@@ -120,7 +120,7 @@ fn faults_follow_from_the_seed() {
 fn what_fails_arrives_once_too() {
     let all = FaultRates { fail: 200, fail_late: 200, duplicate: 200, flip: 200, ..FaultRates::default() };
     let read = |tier: &dyn Tier| {
-        let (mut heads, mut buffers) = ([[0; 10]; 50], [[0; 500]; 50]);
+        let (mut heads, mut buffers) = ([[0; 10]; 50], vec![[0; 500]; 50]);
         let memory = heads.iter_mut().zip(&mut buffers).zip(0..);
         let mut batch: Vec<GetItem<'_>> = memory
             .map(|((head, buffer), idx)| GetItem::with_head(content_key(idx), head, 10, buffer))
