@@ -1,4 +1,5 @@
-//! Measures a Redis tier beside `redis-benchmark` on the same server and with the same sizes.
+//! Measures a Redis tier, plain and with checksums, beside `redis-benchmark` on the same server and with the
+//! same sizes.
 //!
 //!     redis-server --port 7000 --save "" &
 //!     cargo run --release --package kvik-tier --example redis_bench -- 127.0.0.1 7000
@@ -14,7 +15,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use kvik_tier::{
-    ChunkKey, GetItem, NamespaceId, PutItem, PutOutcome, RedisOptions, RedisTier, RedisUrl, Tier as _,
+    Checksummed, ChunkKey, GetItem, NamespaceId, PutItem, PutOutcome, RedisOptions, RedisTier, RedisUrl, Tier,
 };
 use kvik_types::BlockHash;
 
@@ -35,26 +36,35 @@ fn main() {
     let mut arguments = std::env::args().skip(1);
     let host = arguments.next().unwrap_or_else(|| "127.0.0.1".to_owned());
     let port = arguments.next().unwrap_or_else(|| "6379".to_owned());
-    println!("| MiB | connections | what | redis-benchmark MiB/s | kvik MiB/s | share |");
-    println!("|---|---|---|---|---|---|");
+    println!("| MiB | connections | what | redis-benchmark MiB/s | plain | share | checksummed | share |");
+    println!("|---|---|---|---|---|---|---|---|");
     for mib in [1, 8, 32] {
         for n_connections in [1, 4] {
-            let (mut reference, mut own) = (Figures::default(), Figures::default());
+            let [mut reference, mut plain, mut checksummed] = [Figures::default(); 3];
             for _ in 0..N_ROUNDS {
                 reference.keep_best(run_redis_benchmark(&host, &port, mib << 20, n_connections));
-                own.keep_best(run_tier(&host, &port, mib << 20, n_connections));
+                plain.keep_best(run_tier(&open(&host, &port, n_connections), mib << 20));
+                let tier = Checksummed::new(open(&host, &port, n_connections));
+                checksummed.keep_best(run_tier(&tier, mib << 20));
             }
-            for (what, reference, own) in [("SET", reference.set, own.set), ("GET", reference.get, own.get)] {
-                let share = 100.0 * own / reference;
-                println!("| {mib} | {n_connections} | {what} | {reference:.0} | {own:.0} | {share:.0} % |");
+            for (what, figure_of) in [("SET", (|it| it.set) as fn(Figures) -> f64), ("GET", |it| it.get)] {
+                let [reference, plain, checksummed] = [reference, plain, checksummed].map(figure_of);
+                let [plain_share, share] = [plain, checksummed].map(|own| 100.0 * own / reference);
+                println!(
+                    "| {mib} | {n_connections} | {what} | {reference:.0} | {plain:.0} | {plain_share:.0} % \
+                     | {checksummed:.0} | {share:.0} % |"
+                );
             }
         }
     }
 }
 
-fn run_tier(host: &str, port: &str, chunk_bytes: usize, n_connections: usize) -> Figures {
+fn open(host: &str, port: &str, n_connections: usize) -> RedisTier {
     let url: RedisUrl = format!("redis://{host}:{port}").parse().unwrap();
-    let tier = RedisTier::open(&url, &RedisOptions { n_connections, ..RedisOptions::default() }).unwrap();
+    RedisTier::open(&url, &RedisOptions { n_connections, ..RedisOptions::default() }).unwrap()
+}
+
+fn run_tier(tier: &impl Tier, chunk_bytes: usize) -> Figures {
     let keys: Vec<ChunkKey> = (0..BATCH_BYTES / chunk_bytes).map(key).collect();
     let chunk = vec![b'x'; chunk_bytes];
     let parts = [chunk.as_slice()];

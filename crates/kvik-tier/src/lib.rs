@@ -46,4 +46,6 @@ pub use object::{ObjectOptions, ObjectTier, ObjectUrl};
 pub use ram::RamTier;
 pub use redis::{RedisOptions, RedisTier, RedisUrl, Reply, ReplyReader, ValueReply};
 pub use remote::{RemoteOptions, RemoteUrl, open_remote};
-pub use tier::{GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierExt, TierHealth, TierKind, TierStat};
+pub use tier::{
+    Arrived, GetItem, GetOutcome, Heads, PutItem, PutOutcome, Tier, TierExt, TierHealth, TierKind, TierStat,
+};

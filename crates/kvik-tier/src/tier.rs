@@ -20,8 +20,43 @@ pub trait Tier: fmt::Debug + Send + Sync {
     /// other calls as a whole or not at all.
     fn put(&self, batch: &mut [PutItem<'_>]);
 
-    /// Reads the items into their buffers and sets every outcome.
+    /// Stores the items as [`Self::put`] does, each behind its head.
+    ///
+    /// Where a tier can, it asks for a head right before the item is sent and on the thread that sends it: what
+    /// is made of the item's bytes then finds them, or leaves them, in that thread's caches, and others are
+    /// sent meanwhile.
+    fn put_each(&self, batch: &mut [PutItem<'_>], heads: &dyn Heads) {
+        let parts: Vec<Vec<&[u8]>> = batch
+            .iter()
+            .enumerate()
+            .map(|(item_idx, item)| [&[heads.head_of(item_idx)], item.parts].concat())
+            .collect();
+        let mut headed: Vec<PutItem<'_>> = batch
+            .iter()
+            .zip(&parts)
+            .map(|(item, parts)| PutItem::with_sections(item.key, parts, item.section_bytes))
+            .collect();
+        self.put(&mut headed);
+        let outcomes: Vec<PutOutcome> = headed.into_iter().map(|item| item.outcome).collect();
+        for (item, outcome) in batch.iter_mut().zip(outcomes) {
+            item.outcome = outcome;
+        }
+    }
+
+    /// Reads the items into their heads and buffers and sets every outcome.
     fn get(&self, batch: &mut [GetItem<'_>]);
+
+    /// Reads the items as [`Self::get`] does and tells of each, by its index, as soon as its outcome stands.
+    ///
+    /// `arrived` is called exactly once for each item, in any order and from any thread: where a tier can, from
+    /// the thread that received the bytes, while its caches still have them and others are on their way. It
+    /// must not call the tier, whose connections may all be in use by this call.
+    fn get_each(&self, batch: &mut [GetItem<'_>], arrived: Arrived<'_>) {
+        self.get(batch);
+        for (item_idx, item) in batch.iter().enumerate() {
+            arrived(item_idx, item);
+        }
+    }
 
     /// Says of every key whether it is present, without reading its bytes.
     ///
@@ -53,6 +88,18 @@ pub trait Tier: fmt::Debug + Send + Sync {
     fn stat(&self) -> TierStat;
 }
 
+/// What is stored before the chunks of a batch.
+pub trait Heads: Sync {
+    /// Length of every head.
+    fn n_bytes(&self) -> usize;
+
+    /// The head of an item, by its index: the same however often it is asked for, from whichever thread.
+    fn head_of(&self, item_idx: usize) -> &[u8];
+}
+
+/// Who is told of each item that was read: its index in the batch, and the item.
+pub type Arrived<'a> = &'a (dyn Fn(usize, &GetItem<'_>) + Sync);
+
 /// What kind of place a tier is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum TierKind {
@@ -80,16 +127,26 @@ pub struct PutItem<'a> {
     pub outcome: PutOutcome,
 }
 
-/// A chunk to be read, or a range of one.
+/// A chunk to be read, or a range of one, and its first bytes with it.
+///
+/// Who puts something before every chunk reads it here along with the range that it is about: one item is one
+/// lookup, and one request wherever the range begins behind the head.
 #[derive(Debug)]
 pub struct GetItem<'a> {
     /// Its name.
     pub key: ChunkKey,
-    /// First byte to read.
+    /// First byte to read into the buffer.
     pub offset: u64,
-    /// Whether the buffer is for the whole chunk: a chunk of another length then is no hit.
+    /// Whether head and buffer are for the whole chunk: a chunk of another length then is no hit.
     pub is_whole: bool,
-    /// Where the bytes go; exactly that many are read.
+    /// Where the chunk's first bytes go, as many as it has room for; empty where only a range is wanted.
+    ///
+    /// A hit has filled both it and the buffer, from one stored chunk. Only a tier that needs two requests for
+    /// them may find that the chunk was deleted and stored again in between, which is the same to who gives a
+    /// key one content. With a head, a chunk that is there and too short for what is asked is
+    /// [`GetOutcome::Corrupt`], never a miss.
+    pub head: &'a mut [u8],
+    /// Where the bytes from `offset` on go; exactly that many are read.
     pub buffer: &'a mut [u8],
     /// What became of it.
     pub outcome: GetOutcome,
@@ -121,7 +178,7 @@ pub enum GetOutcome {
     /// Not done yet.
     #[default]
     Pending,
-    /// The buffer has its bytes.
+    /// The buffer has its bytes, and the head too.
     Hit,
     /// It is not there.
     Miss,
@@ -236,12 +293,46 @@ impl<'a> PutItem<'a> {
 impl<'a> GetItem<'a> {
     /// All of a chunk, which must have the buffer's length.
     pub fn whole(key: ChunkKey, buffer: &'a mut [u8]) -> Self {
-        Self { key, offset: 0, is_whole: true, buffer, outcome: GetOutcome::Pending }
+        Self { is_whole: true, ..Self::range(key, 0, buffer) }
     }
 
     /// Bytes of a chunk from `offset` on, as many as the buffer takes.
     pub fn range(key: ChunkKey, offset: u64, buffer: &'a mut [u8]) -> Self {
-        Self { key, offset, is_whole: false, buffer, outcome: GetOutcome::Pending }
+        Self::with_head(key, &mut [], offset, buffer)
+    }
+
+    /// Bytes of a chunk from `offset` on, and as many from its beginning as the head takes.
+    pub fn with_head(key: ChunkKey, head: &'a mut [u8], offset: u64, buffer: &'a mut [u8]) -> Self {
+        Self { key, offset, is_whole: false, head, buffer, outcome: GetOutcome::Pending }
+    }
+
+    /// Bytes to be read, head and buffer together.
+    pub fn n_bytes(&self) -> usize {
+        self.head.len() + self.buffer.len()
+    }
+
+    /// Where the one range begins that fills the head and then the buffer; none if it takes two.
+    pub(crate) fn start_of_one_range(&self) -> Option<u64> {
+        if self.head.is_empty() {
+            Some(self.offset)
+        } else {
+            (self.buffer.is_empty() || self.offset == self.head.len() as u64).then_some(0)
+        }
+    }
+
+    /// Copies head and buffer from a chunk that lies in memory; false if it does not have those bytes.
+    pub(crate) fn copy_from(&mut self, chunk: &[u8]) -> bool {
+        let start = usize::try_from(self.offset).unwrap_or(usize::MAX);
+        let range = start..start.saturating_add(self.buffer.len());
+        let is_length_right = !self.is_whole || self.n_bytes() == chunk.len();
+        match (chunk.get(..self.head.len()), chunk.get(range)) {
+            (Some(head), Some(bytes)) if is_length_right => {
+                self.head.copy_from_slice(head);
+                self.buffer.copy_from_slice(bytes);
+                true
+            }
+            _ => false,
+        }
     }
 }
 

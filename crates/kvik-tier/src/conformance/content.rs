@@ -4,7 +4,7 @@ use kvik_types::BlockHash;
 
 use crate::key::{ChunkKey, NamespaceId};
 use crate::random::SplitMix64;
-use crate::tier::{GetItem, GetOutcome, Tier, TierExt};
+use crate::tier::{GetItem, GetOutcome, PutItem, Tier, TierExt};
 
 /// The key of a chunk of a test.
 pub fn content_key(chunk_idx: u64) -> ChunkKey {
@@ -30,6 +30,16 @@ pub fn content(key: ChunkKey, n_bytes: usize) -> Vec<u8> {
 /// Stores the chunk of `key` and insists that it is there.
 pub(super) fn put_content(tier: &dyn Tier, key: ChunkKey, n_bytes: usize) {
     let outcome = tier.put_one(key, &content(key, n_bytes));
+    assert!(outcome.is_present(), "put {key} of {n_bytes} bytes: {outcome:?}");
+}
+
+/// Stores the chunk of `key` for reads in units of `section_bytes` and insists that it is there.
+pub(super) fn put_sections(tier: &dyn Tier, key: ChunkKey, n_bytes: usize, section_bytes: usize) {
+    let chunk = content(key, n_bytes);
+    let parts = [chunk.as_slice()];
+    let mut batch = [PutItem::with_sections(key, &parts, section_bytes)];
+    tier.put(&mut batch);
+    let [PutItem { outcome, .. }] = batch;
     assert!(outcome.is_present(), "put {key} of {n_bytes} bytes: {outcome:?}");
 }
 

@@ -66,15 +66,7 @@ impl MapTier {
         let Some(chunk) = self.bytes_of(item.key) else {
             return GetOutcome::Miss;
         };
-        let start = usize::try_from(item.offset).unwrap_or(usize::MAX);
-        let range = start..start.saturating_add(item.buffer.len());
-        match chunk.get(range) {
-            Some(bytes) if !item.is_whole || bytes.len() == chunk.len() => {
-                item.buffer.copy_from_slice(bytes);
-                GetOutcome::Hit
-            }
-            _ => GetOutcome::Corrupt("length"),
-        }
+        if item.copy_from(&chunk) { GetOutcome::Hit } else { GetOutcome::Corrupt("length") }
     }
 }
 

@@ -13,6 +13,7 @@ mod batches;
 mod concurrency;
 mod content;
 mod faults;
+mod heads;
 mod limits;
 mod manual_clock;
 mod map_tier;
@@ -23,6 +24,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 pub use content::{content, content_key};
 pub use faults::run_under_faults;
+pub use heads::get_each_once;
 pub use manual_clock::ManualClock;
 pub use map_tier::MapTier;
 
@@ -74,6 +76,14 @@ pub const BEHAVIORS: &[Behavior] = behaviors![
     reads::a_whole_read_of_another_length_is_no_hit,
     reads::a_range_past_the_end_is_no_hit,
     reads::a_hit_writes_its_buffer_and_nothing_else,
+    heads::a_head_comes_with_the_range_behind_it,
+    heads::a_head_comes_with_a_range_anywhere,
+    heads::a_head_can_be_read_without_a_range,
+    heads::a_head_and_a_buffer_are_a_whole_chunk_or_no_hit,
+    heads::a_chunk_too_short_for_a_head_or_its_range_is_neither_hit_nor_miss,
+    heads::a_head_of_what_is_not_there_is_a_miss,
+    heads::every_item_arrives_once_with_its_outcome,
+    heads::a_head_is_stored_before_its_chunk,
     names::what_was_never_stored_is_a_miss,
     names::what_is_present_stays,
     names::a_deleted_chunk_is_a_miss_and_can_be_stored_again,

@@ -1,12 +1,13 @@
 //! Proof that what is read is what was stored.
 
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::scratch::ScratchPool;
 use crate::envelope::{ENVELOPE_BYTES, Envelope, seal};
 use crate::error::Result;
 use crate::key::ChunkKey;
-use crate::tier::{GetItem, GetOutcome, PutItem, Tier, TierKind, TierStat};
+use crate::tier::{GetItem, GetOutcome, Heads, PutItem, PutOutcome, Tier, TierKind, TierStat};
 
 /// Sections up to this length are read without asking first whether they are there.
 const MAX_TRUSTED_BYTES: u64 = 16 << 20;
@@ -14,7 +15,9 @@ const MAX_TRUSTED_BYTES: u64 = 16 << 20;
 /// Puts an [`Envelope`] before every chunk and serves only what its envelope proves.
 ///
 /// Bytes are not copied: they go to and come from the tier inside straight from and into the caller's
-/// buffers. A read is one batch of the tier inside, of an envelope and a range for each item.
+/// buffers. A read is one batch of the tier inside, of one item for each: its range with the envelope as the
+/// head. It is proven as soon as it has arrived, on the thread that received it; a head that the caller asks
+/// for is proven as a range of its own. An envelope is made when its chunk is about to be sent.
 ///
 /// A range may begin and end anywhere, but one that cuts through a section of the envelope is read a second
 /// time with the rest of its sections, into memory of its own. A chunk that is shorter or longer than what was
@@ -28,6 +31,33 @@ pub struct Checksummed<T> {
     n_corrupt: AtomicU64,
 }
 
+/// The envelopes of a batch, each made when it is wanted.
+struct Seals<'a> {
+    items: Vec<(ChunkKey, &'a [&'a [u8]], usize)>,
+    sealed: Vec<OnceLock<AlignedEnvelope>>,
+}
+
+/// An envelope that direct I/O takes from where it lies.
+#[repr(align(4096))]
+struct AlignedEnvelope([u8; ENVELOPE_BYTES]);
+
+/// A range of a chunk, as the caller counts, and where it goes.
+struct Wanted<'a> {
+    key: ChunkKey,
+    offset: u64,
+    /// What the chunk must be long; none where it may be longer than the range.
+    chunk_bytes: Option<u64>,
+    buffer: &'a mut [u8],
+}
+
+/// What can be said of bytes that have arrived.
+enum Verdict {
+    /// All there is to say.
+    Final(GetOutcome),
+    /// They cut through sections: those from here to there have to be read.
+    Cut(u64, u64),
+}
+
 impl<T: Tier> Checksummed<T> {
     /// Proves what comes out of `inner`.
     pub fn new(inner: T) -> Self {
@@ -39,59 +69,70 @@ impl<T: Tier> Checksummed<T> {
         &self.inner
     }
 
-    /// Judges an item by the outcomes of its envelope and its bytes.
-    fn judge(
-        &self,
-        item: &mut GetItem<'_>,
-        envelope: &[u8; ENVELOPE_BYTES],
-        envelope_outcome: GetOutcome,
-        bytes_outcome: GetOutcome,
-    ) -> GetOutcome {
-        if !envelope_outcome.is_hit() {
-            return envelope_outcome;
+    /// Reads the ranges; the outcomes are in their order.
+    fn get_wanted(&self, wanted: &mut [Wanted<'_>]) -> Vec<GetOutcome> {
+        let mut scratch = self.scratch.take(wanted.len());
+        let claims: Vec<(u64, Option<u64>)> =
+            wanted.iter().map(|range| (range.offset, range.chunk_bytes)).collect();
+        let verdicts: Vec<OnceLock<Verdict>> = wanted.iter().map(|_| OnceLock::new()).collect();
+        let mut inner_batch: Vec<GetItem<'_>> = wanted
+            .iter_mut()
+            .zip(scratch.envelopes_mut())
+            .map(|(range, envelope)| {
+                let offset = range.offset.saturating_add(ENVELOPE_BYTES as u64);
+                GetItem::with_head(range.key, envelope, offset, range.buffer)
+            })
+            .collect();
+        self.inner.get_each(&mut inner_batch, &|item_idx, item| {
+            let (offset, chunk_bytes) = claims[item_idx];
+            verdicts[item_idx].get_or_init(|| judge(item, offset, chunk_bytes));
+        });
+        drop(inner_batch);
+        let mut outcomes = Vec::with_capacity(wanted.len());
+        for ((range, envelope), verdict) in wanted.iter_mut().zip(scratch.envelopes()).zip(verdicts) {
+            let outcome = match verdict.into_inner() {
+                Some(Verdict::Final(outcome)) => outcome,
+                Some(Verdict::Cut(start, end)) => self.get_cut(range, envelope, (start, end)),
+                // Never told of: nothing says that these bytes are right.
+                None => GetOutcome::Pending,
+            };
+            if matches!(outcome, GetOutcome::Corrupt(_)) {
+                // Relaxed: a count for people.
+                self.n_corrupt.fetch_add(1, Ordering::Relaxed);
+            }
+            outcomes.push(outcome);
         }
-        let envelope = match Envelope::decode(envelope) {
-            Ok(envelope) if envelope.key() == item.key => envelope,
-            Ok(_) => return GetOutcome::Corrupt("key"),
-            Err(reason) => return GetOutcome::Corrupt(reason),
-        };
-        let Some(end) = item.offset.checked_add(item.buffer.len() as u64) else {
-            return GetOutcome::Corrupt("length");
-        };
-        if item.is_whole && (item.offset != 0 || end != envelope.chunk_bytes()) {
-            return GetOutcome::Corrupt("length");
-        }
-        match envelope.widen(item.offset, end) {
-            None => GetOutcome::Corrupt("length"),
-            Some(range) if range != (item.offset, end) => self.get_widened(item, envelope, range),
-            Some(_) if !bytes_outcome.is_hit() => self.judge_missing_bytes(item.key, bytes_outcome),
-            Some(_) => outcome_of_proof(envelope.prove(item.offset, item.buffer)),
-        }
+        self.scratch.give_back(scratch);
+        outcomes
     }
 
-    /// Reads the item's bytes with the rest of their sections.
-    fn get_widened(
+    /// Reads a range that cuts through sections with the rest of them.
+    fn get_cut(
         &self,
-        item: &mut GetItem<'_>,
-        envelope: Envelope<'_>,
+        wanted: &mut Wanted<'_>,
+        envelope: &[u8; ENVELOPE_BYTES],
         (start, end): (u64, u64),
     ) -> GetOutcome {
+        let envelope = match Envelope::decode(envelope) {
+            Ok(envelope) => envelope,
+            Err(reason) => return GetOutcome::Corrupt(reason),
+        };
         // A forged envelope may claim any length: memory is taken only for bytes that are there.
         if end - start > MAX_TRUSTED_BYTES {
-            let outcome = self.get_range(item.key, end - 1, &mut [0]);
+            let outcome = self.get_range(wanted.key, end - 1, &mut [0]);
             if !outcome.is_hit() {
-                return self.judge_missing_bytes(item.key, outcome);
+                return self.judge_missing_bytes(wanted.key, outcome);
             }
         }
         let mut sections = vec![0; (end - start) as usize];
-        let outcome = self.get_range(item.key, start, &mut sections);
+        let outcome = self.get_range(wanted.key, start, &mut sections);
         if !outcome.is_hit() {
-            return self.judge_missing_bytes(item.key, outcome);
+            return self.judge_missing_bytes(wanted.key, outcome);
         }
         let outcome = outcome_of_proof(envelope.prove(start, &sections));
         if outcome.is_hit() {
-            let n_bytes_before = (item.offset - start) as usize;
-            item.buffer.copy_from_slice(&sections[n_bytes_before..][..item.buffer.len()]);
+            let n_bytes_before = (wanted.offset - start) as usize;
+            wanted.buffer.copy_from_slice(&sections[n_bytes_before..][..wanted.buffer.len()]);
         }
         outcome
     }
@@ -125,47 +166,44 @@ impl<T: Tier> Tier for Checksummed<T> {
     }
 
     fn put(&self, batch: &mut [PutItem<'_>]) {
-        let mut scratch = self.scratch.take(batch.len());
-        for (item, envelope) in batch.iter().zip(scratch.envelopes_mut()) {
-            seal(item.key, item.parts, item.section_bytes, envelope);
-        }
-        let parts: Vec<Vec<&[u8]>> = batch
-            .iter()
-            .zip(scratch.envelopes())
-            .map(|(item, envelope)| [&[envelope.as_slice()], item.parts].concat())
-            .collect();
+        let seals = Seals {
+            sealed: batch.iter().map(|_| OnceLock::new()).collect(),
+            items: batch.iter().map(|item| (item.key, item.parts, item.section_bytes)).collect(),
+        };
         let mut inner_batch: Vec<PutItem<'_>> = batch
             .iter()
-            .zip(&parts)
-            .map(|(item, parts)| PutItem::with_sections(item.key, parts, inner_section_bytes(item)))
+            .map(|item| PutItem::with_sections(item.key, item.parts, inner_section_bytes(item)))
             .collect();
-        self.inner.put(&mut inner_batch);
-        for (item, inner_item) in batch.iter_mut().zip(inner_batch) {
-            item.outcome = inner_item.outcome;
+        self.inner.put_each(&mut inner_batch, &seals);
+        let outcomes: Vec<PutOutcome> = inner_batch.into_iter().map(|item| item.outcome).collect();
+        for (item, outcome) in batch.iter_mut().zip(outcomes) {
+            item.outcome = outcome;
         }
-        self.scratch.give_back(scratch);
     }
 
     fn get(&self, batch: &mut [GetItem<'_>]) {
-        let mut scratch = self.scratch.take(batch.len());
-        let mut inner_batch = Vec::with_capacity(2 * batch.len());
-        for (item, envelope) in batch.iter_mut().zip(scratch.envelopes_mut()) {
-            let offset = item.offset.saturating_add(ENVELOPE_BYTES as u64);
-            inner_batch.push(GetItem::range(item.key, 0, envelope));
-            inner_batch.push(GetItem::range(item.key, offset, item.buffer));
+        let mut wanted: Vec<Wanted<'_>> = Vec::with_capacity(batch.len());
+        let mut owners: Vec<usize> = Vec::with_capacity(batch.len());
+        for (item_idx, item) in batch.iter_mut().enumerate() {
+            let (key, chunk_bytes) = (item.key, item.is_whole.then_some(item.n_bytes() as u64));
+            if !item.head.is_empty() {
+                wanted.push(Wanted { key, offset: 0, chunk_bytes, buffer: item.head });
+                owners.push(item_idx);
+            }
+            wanted.push(Wanted { key, offset: item.offset, chunk_bytes, buffer: item.buffer });
+            owners.push(item_idx);
         }
-        self.inner.get(&mut inner_batch);
-        let outcomes: Vec<GetOutcome> = inner_batch.into_iter().map(|item| item.outcome).collect();
-        let mut outcomes = outcomes.into_iter();
-        for (item, envelope) in batch.iter_mut().zip(scratch.envelopes()) {
-            let [envelope_outcome, bytes_outcome] = [(); 2].map(|()| outcomes.next().unwrap_or_default());
-            item.outcome = self.judge(item, envelope, envelope_outcome, bytes_outcome);
-            if matches!(item.outcome, GetOutcome::Corrupt(_)) {
-                // Relaxed: a count for people.
-                self.n_corrupt.fetch_add(1, Ordering::Relaxed);
+        let outcomes = self.get_wanted(&mut wanted);
+        drop(wanted);
+        for item in &mut *batch {
+            item.outcome = GetOutcome::Hit;
+        }
+        for (item_idx, outcome) in owners.into_iter().zip(outcomes) {
+            let item = &mut batch[item_idx];
+            if item.outcome.is_hit() {
+                item.outcome = outcome;
             }
         }
-        self.scratch.give_back(scratch);
     }
 
     fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> Result<()> {
@@ -188,6 +226,44 @@ impl<T: Tier> Tier for Checksummed<T> {
         let mut stat = self.inner.stat();
         stat.details.push(("corrupt_reads", self.n_corrupt.load(Ordering::Relaxed)));
         stat
+    }
+}
+
+impl Heads for Seals<'_> {
+    fn n_bytes(&self) -> usize {
+        ENVELOPE_BYTES
+    }
+
+    fn head_of(&self, item_idx: usize) -> &[u8] {
+        let (key, parts, section_bytes) = self.items[item_idx];
+        let sealed = self.sealed[item_idx].get_or_init(|| {
+            let mut envelope = AlignedEnvelope([0; ENVELOPE_BYTES]);
+            seal(key, parts, section_bytes, &mut envelope.0);
+            envelope
+        });
+        &sealed.0
+    }
+}
+
+/// Judges what came for a range that begins at `offset` of its chunk; the item's head is the envelope.
+fn judge(item: &GetItem<'_>, offset: u64, chunk_bytes: Option<u64>) -> Verdict {
+    if !item.outcome.is_hit() {
+        return Verdict::Final(item.outcome.clone());
+    }
+    let corrupt = |reason| Verdict::Final(GetOutcome::Corrupt(reason));
+    let envelope = match Envelope::decode(item.head) {
+        Ok(envelope) if envelope.key() == item.key => envelope,
+        Ok(_) => return corrupt("key"),
+        Err(reason) => return corrupt(reason),
+    };
+    if chunk_bytes.is_some_and(|chunk_bytes| chunk_bytes != envelope.chunk_bytes()) {
+        return corrupt("length");
+    }
+    let end = offset.checked_add(item.buffer.len() as u64);
+    match end.and_then(|end| Some((end, envelope.widen(offset, end)?))) {
+        None => corrupt("length"),
+        Some((end, sections)) if sections != (offset, end) => Verdict::Cut(sections.0, sections.1),
+        Some(_) => Verdict::Final(outcome_of_proof(envelope.prove(offset, item.buffer))),
     }
 }
 

@@ -167,9 +167,11 @@ impl<T: Tier> Faulty<T> {
             }
             Fault::Flip(bit) => {
                 self.inner.get(slice::from_mut(item));
-                if item.outcome.is_hit() && !item.buffer.is_empty() {
-                    let bit = bit as usize % (8 * item.buffer.len());
-                    item.buffer[bit / 8] ^= 1 << (bit % 8);
+                if item.outcome.is_hit() && item.n_bytes() > 0 {
+                    let bit = bit as usize % (8 * item.n_bytes());
+                    if let Some(byte) = item.head.iter_mut().chain(&mut *item.buffer).nth(bit / 8) {
+                        *byte ^= 1 << (bit % 8);
+                    }
                 }
             }
             Fault::Mix(other) => {

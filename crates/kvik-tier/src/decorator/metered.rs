@@ -132,7 +132,7 @@ impl<T: Tier> Tier for Metered<T> {
         self.time(GET, |inner| inner.get(batch));
         for item in batch {
             match &item.outcome {
-                GetOutcome::Hit => self.operations[GET].count(0, item.buffer.len()),
+                GetOutcome::Hit => self.operations[GET].count(0, item.n_bytes()),
                 GetOutcome::Miss => self.operations[GET].count(1, 0),
                 GetOutcome::Corrupt(_) => self.operations[GET].count(2, 0),
                 GetOutcome::Skipped => self.operations[GET].count(3, 0),

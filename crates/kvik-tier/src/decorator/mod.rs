@@ -28,7 +28,7 @@ pub use throttled::{Throttled, ThrottledOptions};
 
 use crate::error::{Result, TierError};
 use crate::key::ChunkKey;
-use crate::tier::{GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierKind, TierStat};
+use crate::tier::{Arrived, GetItem, GetOutcome, Heads, PutItem, PutOutcome, Tier, TierKind, TierStat};
 
 /// Implements [`Tier`] for pointers to one.
 macro_rules! impl_tier_for_pointer {
@@ -42,8 +42,16 @@ macro_rules! impl_tier_for_pointer {
                 (**self).put(batch);
             }
 
+            fn put_each(&self, batch: &mut [PutItem<'_>], heads: &dyn Heads) {
+                (**self).put_each(batch, heads);
+            }
+
             fn get(&self, batch: &mut [GetItem<'_>]) {
                 (**self).get(batch);
+            }
+
+            fn get_each(&self, batch: &mut [GetItem<'_>], arrived: Arrived<'_>) {
+                (**self).get_each(batch, arrived);
             }
 
             fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> Result<()> {

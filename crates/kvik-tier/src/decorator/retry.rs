@@ -139,7 +139,12 @@ impl<T: Tier> Tier for Retry<T> {
             }
             let mut again: Vec<GetItem<'_>> = failed
                 .iter_mut()
-                .map(|item| GetItem { buffer: item.buffer, outcome: GetOutcome::Pending, ..**item })
+                .map(|item| GetItem {
+                    head: item.head,
+                    buffer: item.buffer,
+                    outcome: GetOutcome::Pending,
+                    ..**item
+                })
                 .collect();
             self.inner.get(&mut again);
             let outcomes: Vec<GetOutcome> = again.into_iter().map(|item| item.outcome).collect();

@@ -142,7 +142,7 @@ impl<T: Tier> Tier for Throttled<T> {
 
     fn get(&self, batch: &mut [GetItem<'_>]) {
         let call = self.enter();
-        let n_passed = call.as_ref().map_or(0, |_| self.take(batch.iter().map(|item| item.buffer.len())));
+        let n_passed = call.as_ref().map_or(0, |_| self.take(batch.iter().map(GetItem::n_bytes)));
         let (passed, skipped) = batch.split_at_mut(n_passed);
         skip_gets(skipped);
         self.count_skipped(skipped.len());
@@ -152,7 +152,7 @@ impl<T: Tier> Tier for Throttled<T> {
         self.inner.get(passed);
         let unmoved =
             passed.iter().filter(|item| matches!(item.outcome, GetOutcome::Miss | GetOutcome::Skipped));
-        self.give_back(unmoved.map(|item| item.buffer.len()).sum());
+        self.give_back(unmoved.map(GetItem::n_bytes).sum());
     }
 
     fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> Result<()> {

@@ -239,7 +239,7 @@ impl Tier for NvmeTier {
     fn get(&self, batch: &mut [GetItem<'_>]) {
         transfer::read_batch(&*self.log.io, batch, |key| self.log.index.get(key));
         let hits = batch.iter().filter(|item| item.outcome.is_hit());
-        self.log.counters.get_bytes.add(hits.map(|item| item.buffer.len() as u64).sum());
+        self.log.counters.get_bytes.add(hits.map(|item| item.n_bytes() as u64).sum());
     }
 
     fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> Result<()> {

@@ -29,19 +29,20 @@ enum Piece<'a> {
     Padding(usize),
 }
 
-/// An item that is read, and how.
+/// A range of a chunk that is read into one piece of memory, and how.
 struct Reading {
     /// First block to read.
     first: u64,
     /// Behind the last block to read.
     end: u64,
-    /// Bytes of the item's buffer that are read in place.
+    /// Bytes of the memory that are read in place.
     n_direct_bytes: usize,
     /// The blocks that are not.
     staging: AlignedBuffer,
-    /// Where the item's bytes begin in `staging`.
+    /// Where the range begins in `staging`.
     staged_start: usize,
-    run_idx: usize,
+    /// None where the memory has no bytes.
+    run_idx: Option<usize>,
 }
 
 impl<'a> Gather<'a> {
@@ -113,40 +114,46 @@ impl<'a> Gather<'a> {
 
 /// Reads the items that `locate` finds; sets the outcome of all.
 ///
-/// Ranges of one chunk that follow each other, in the batch and on the disk, are one run.
+/// Ranges of one chunk that follow each other, in the batch and on the disk, are one run: so are a head and the
+/// range behind it.
 pub(crate) fn read_batch(
     io: &dyn Io,
     batch: &mut [GetItem<'_>],
     locate: impl Fn(&ChunkKey) -> Option<Location>,
 ) {
-    let locations = locate_all(batch, locate);
-    let mut readings: Vec<Option<Reading>> = batch
+    let locations: Vec<Option<Location>> = batch.iter().map(|item| locate(&item.key)).collect();
+    let mut readings: Vec<Option<[Reading; 2]>> = batch
         .iter_mut()
         .zip(&locations)
         .map(|(item, location)| {
-            let reading = location.as_ref().ok_or(GetOutcome::Miss).and_then(|it| Reading::new(item, it));
-            reading.map_err(|outcome| item.outcome = outcome).ok()
+            let readings = location.as_ref().ok_or(GetOutcome::Miss).and_then(|it| plan(item, it));
+            readings.map_err(|outcome| item.outcome = outcome).ok()
         })
         .collect();
 
     let mut runs: Vec<ReadRun<'_>> = Vec::new();
     let mut last: Option<(ChunkKey, &Arc<Segment>, u64)> = None;
-    for ((item, reading), location) in batch.iter_mut().zip(&mut readings).zip(&locations) {
-        let (Some(reading), Some(Location { segment, .. })) = (reading, location) else {
+    for ((item, readings), location) in batch.iter_mut().zip(&mut readings).zip(&locations) {
+        let (Some(readings), Some(Location { segment, .. })) = (readings, location) else {
             continue;
         };
-        let continues_run = last.is_some_and(|(key, last_segment, end)| {
-            key == item.key && Arc::ptr_eq(last_segment, segment) && end == reading.first
-        });
-        if !continues_run {
-            let offset = reading.first;
-            runs.push(ReadRun { file: &segment.file, offset, slices: Vec::new(), outcome: Ok(()) });
-        }
-        last = Some((item.key, segment, reading.end));
-        reading.run_idx = runs.len() - 1;
-        let slices = [&mut item.buffer[..reading.n_direct_bytes], &mut reading.staging];
-        if let Some(run) = runs.last_mut() {
-            run.slices.extend(slices.into_iter().filter(|slice| !slice.is_empty()).map(IoSliceMut::new));
+        for (memory, reading) in [&mut *item.head, &mut *item.buffer].into_iter().zip(readings) {
+            if memory.is_empty() {
+                continue;
+            }
+            let continues_run = last.is_some_and(|(key, last_segment, end)| {
+                key == item.key && Arc::ptr_eq(last_segment, segment) && end == reading.first
+            });
+            if !continues_run {
+                let offset = reading.first;
+                runs.push(ReadRun { file: &segment.file, offset, slices: Vec::new(), outcome: Ok(()) });
+            }
+            last = Some((item.key, segment, reading.end));
+            reading.run_idx = runs.len().checked_sub(1);
+            let slices = [&mut memory[..reading.n_direct_bytes], &mut reading.staging];
+            if let Some(run) = runs.last_mut() {
+                run.slices.extend(slices.into_iter().filter(|slice| !slice.is_empty()).map(IoSliceMut::new));
+            }
         }
     }
     io.read(&mut runs);
@@ -155,61 +162,54 @@ pub(crate) fn read_batch(
         .map(|run| run.outcome.map_err(|error| TierError::io("read a segment", error)))
         .collect();
 
-    for (item, reading) in batch.iter_mut().zip(&readings) {
-        let Some(reading) = reading else {
+    for (item, readings) in batch.iter_mut().zip(&readings) {
+        let Some(readings) = readings else {
             continue;
         };
-        item.outcome = match &outcomes[reading.run_idx] {
-            Ok(()) => {
-                let staged = &mut item.buffer[reading.n_direct_bytes..];
-                staged.copy_from_slice(&reading.staging[reading.staged_start..][..staged.len()]);
-                GetOutcome::Hit
+        item.outcome = GetOutcome::Hit;
+        for (memory, reading) in [&mut *item.head, &mut *item.buffer].into_iter().zip(readings) {
+            match reading.run_idx.map(|run_idx| &outcomes[run_idx]) {
+                None => {}
+                Some(Ok(())) => reading.copy_staged(memory),
+                Some(Err(error)) => item.outcome = GetOutcome::Failed(error.clone()),
             }
-            Err(error) => GetOutcome::Failed(error.clone()),
-        };
+        }
     }
 }
 
-/// Where the items are. A decorator asks for its part of a chunk and for the caller's one after the other: both
-/// are looked for once.
-fn locate_all(
-    batch: &[GetItem<'_>],
-    locate: impl Fn(&ChunkKey) -> Option<Location>,
-) -> Vec<Option<Location>> {
-    let mut locations: Vec<Option<Location>> = Vec::with_capacity(batch.len());
-    for (item_idx, item) in batch.iter().enumerate() {
-        let location = match item_idx.checked_sub(1) {
-            Some(before_idx) if batch[before_idx].key == item.key => locations[before_idx].clone(),
-            _ => locate(&item.key),
-        };
-        locations.push(location);
-    }
-    locations
+/// Plans how the head and the buffer of an item are read.
+///
+/// # Errors
+/// The item's outcome, if it asks for what the chunk does not have.
+fn plan(item: &GetItem<'_>, location: &Location) -> Result<[Reading; 2], GetOutcome> {
+    let is_length_right = !item.is_whole || item.n_bytes() as u64 == location.n_bytes;
+    let head = Reading::new(0, item.head, location);
+    let range = Reading::new(item.offset, item.buffer, location);
+    head.zip(range).filter(|_| is_length_right).map(Into::into).ok_or(GetOutcome::Corrupt("length"))
 }
 
 impl Reading {
-    /// Plans how an item is read.
-    ///
-    /// # Errors
-    /// The item's outcome, if it asks for what the chunk does not have.
-    fn new(item: &GetItem<'_>, location: &Location) -> Result<Self, GetOutcome> {
-        let n_bytes = item.buffer.len() as u64;
-        let end = item.offset.checked_add(n_bytes).filter(|end| *end <= location.n_bytes);
-        let Some(end) = end.filter(|_| !item.is_whole || n_bytes == location.n_bytes) else {
-            return Err(GetOutcome::Corrupt("length"));
-        };
-        let n_bytes_before = (item.offset % BLOCK_BYTES) as usize;
-        let can_be_direct = n_bytes_before == 0 && is_aligned(item.buffer);
-        let n_direct_bytes = if can_be_direct { whole_blocks(item.buffer.len()) } else { 0 };
-        let n_staged_bytes = n_bytes_before + item.buffer.len() - n_direct_bytes;
-        Ok(Self {
-            first: location.offset + item.offset - n_bytes_before as u64,
+    /// Plans how `memory` is filled from `offset` on; none if the chunk has not so many bytes.
+    fn new(offset: u64, memory: &[u8], location: &Location) -> Option<Self> {
+        let end = offset.checked_add(memory.len() as u64).filter(|end| *end <= location.n_bytes)?;
+        let n_bytes_before = (offset % BLOCK_BYTES) as usize;
+        let can_be_direct = n_bytes_before == 0 && is_aligned(memory);
+        let n_direct_bytes = if can_be_direct { whole_blocks(memory.len()) } else { 0 };
+        let n_staged_bytes = n_bytes_before + memory.len() - n_direct_bytes;
+        Some(Self {
+            first: location.offset + offset - n_bytes_before as u64,
             end: location.offset + padded(end),
             n_direct_bytes,
             staging: AlignedBuffer::new(padded(n_staged_bytes as u64) as usize),
             staged_start: n_bytes_before,
-            run_idx: 0,
+            run_idx: None,
         })
+    }
+
+    /// Copies what was not read in place to where it belongs.
+    fn copy_staged(&self, memory: &mut [u8]) {
+        let staged = &mut memory[self.n_direct_bytes..];
+        staged.copy_from_slice(&self.staging[self.staged_start..][..staged.len()]);
     }
 }
 

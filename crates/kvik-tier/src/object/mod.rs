@@ -26,11 +26,11 @@ pub use location::ObjectUrl;
 
 use self::location::Location;
 use self::runtime::Runtime;
-use self::transfer::ReadMessage;
+use self::transfer::{Read, ReadMessage};
 use crate::error::{Result, TierError};
 use crate::key::ChunkKey;
 use crate::tally::Tally;
-use crate::tier::{GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierKind, TierStat};
+use crate::tier::{Arrived, GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierKind, TierStat};
 
 /// How an [`ObjectTier`] works. Its printed form has no values of settings: some are secrets.
 #[derive(Clone)]
@@ -171,9 +171,14 @@ impl Tier for ObjectTier {
     }
 
     fn get(&self, batch: &mut [GetItem<'_>]) {
-        let task_bytes: Vec<usize> = batch.iter().map(|item| item.buffer.len()).collect();
-        let reads: Vec<(ChunkKey, u64, bool)> =
-            batch.iter().map(|item| (item.key, item.offset, item.is_whole)).collect();
+        self.get_each(batch, &|_, _| {});
+    }
+
+    fn get_each(&self, batch: &mut [GetItem<'_>], arrived: Arrived<'_>) {
+        let task_bytes: Vec<usize> = batch.iter().map(GetItem::n_bytes).collect();
+        let reads: Vec<Read> =
+            batch.iter().map(|item| Read::new(item, self.location.path(item.key))).collect();
+        let mut is_over = vec![false; batch.len()];
         for item in &mut *batch {
             item.outcome = GetOutcome::Failed(lost_task());
         }
@@ -181,23 +186,22 @@ impl Tier for ObjectTier {
             &task_bytes,
             self.options.n_operations,
             |item_idx, reporter| {
-                let (key, offset, is_whole) = reads[item_idx];
-                let n_bytes = task_bytes[item_idx];
                 let store = Arc::clone(&self.location.store);
-                let path = self.location.path(key);
-                transfer::get(store, path, offset, n_bytes, is_whole, self.budget(n_bytes), reporter)
+                let budget = self.budget(task_bytes[item_idx]);
+                transfer::get(store, reads[item_idx].clone(), budget, reporter)
             },
             |item_idx, message| match message {
-                // The task counts what it sends; a piece that would not fit never leaves it.
-                ReadMessage::Piece(start, piece) => {
-                    let buffer = &mut batch[item_idx].buffer;
-                    if let Some(target) = buffer.get_mut(start..start + piece.len()) {
-                        target.copy_from_slice(&piece);
-                    }
+                ReadMessage::Piece(start, piece) => copy_piece(&mut batch[item_idx], start, &piece),
+                ReadMessage::End(outcome) => {
+                    batch[item_idx].outcome = outcome;
+                    is_over[item_idx] = true;
+                    arrived(item_idx, &batch[item_idx]);
                 }
-                ReadMessage::End(outcome) => batch[item_idx].outcome = outcome,
             },
         );
+        for (item_idx, item) in batch.iter().enumerate().filter(|(item_idx, _)| !is_over[*item_idx]) {
+            arrived(item_idx, item);
+        }
         self.tally.note_get(batch);
     }
 
@@ -286,6 +290,20 @@ impl fmt::Debug for ObjectOptions {
             .field("n_operations", &self.n_operations)
             .field("ca_file", &self.ca_file)
             .finish_non_exhaustive()
+    }
+}
+
+/// Copies a piece of what is read to its place in the item's head, its buffer, or both.
+fn copy_piece(item: &mut GetItem<'_>, start: usize, piece: &[u8]) {
+    let n_head_bytes = item.head.len();
+    let (in_head, in_buffer) = piece.split_at(piece.len().min(n_head_bytes.saturating_sub(start)));
+    let buffer_start = (start + in_head.len()).saturating_sub(n_head_bytes);
+    // The task counts what it sends; a piece that would not fit never leaves it.
+    if let Some(target) = item.head.get_mut(start..start + in_head.len()) {
+        target.copy_from_slice(in_head);
+    }
+    if let Some(target) = item.buffer.get_mut(buffer_start..buffer_start + in_buffer.len()) {
+        target.copy_from_slice(in_buffer);
     }
 }
 

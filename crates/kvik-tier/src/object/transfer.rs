@@ -2,12 +2,14 @@
 
 use std::error::Error as _;
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::future::try_join_all;
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use object_store::path::Path;
 use object_store::{
@@ -18,7 +20,7 @@ use tokio::time::timeout;
 
 use super::runtime::Reporter;
 use crate::error::TierError;
-use crate::tier::{GetOutcome, PutOutcome};
+use crate::tier::{GetItem, GetOutcome, PutOutcome};
 
 /// Chunks with more bytes go in several requests.
 const MULTIPART_BYTES: usize = 64 << 20;
@@ -35,10 +37,19 @@ const ABORT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What a read tells its caller.
 pub(super) enum ReadMessage {
-    /// Bytes and where they belong in the buffer.
+    /// Bytes and where they belong in the head and the buffer behind it.
     Piece(usize, Bytes),
     /// The read is over.
     End(GetOutcome),
+}
+
+/// What is to be read of an object.
+#[derive(Clone)]
+pub(super) struct Read {
+    path: Path,
+    /// One range, or that of the head and one further on, in the order in which they are reported.
+    ranges: Vec<Range<u64>>,
+    is_whole: bool,
 }
 
 /// What became of a chunk that was to be stored, and why none can be, if so.
@@ -143,24 +154,32 @@ async fn put_large(
     result.map(|_| PutOutcome::Stored)
 }
 
-/// Reads `n_bytes` from `offset` on; all of the object where it `is_whole`.
+impl Read {
+    pub(super) fn new(item: &GetItem<'_>, path: Path) -> Self {
+        let range_of = |start: u64, n_bytes: usize| start..start.saturating_add(n_bytes as u64);
+        let ranges = match item.start_of_one_range() {
+            Some(start) => vec![range_of(start, item.n_bytes())],
+            None => vec![range_of(0, item.head.len()), range_of(item.offset, item.buffer.len())],
+        };
+        Self { path, ranges, is_whole: item.is_whole }
+    }
+}
+
+/// Reads an object, or one or two ranges of it; two at the same time.
 pub(super) async fn get(
     store: Arc<dyn ObjectStore>,
-    path: Path,
-    offset: u64,
-    n_bytes: usize,
-    is_whole: bool,
+    read: Read,
     budget: Duration,
     reporter: Reporter<ReadMessage>,
 ) {
-    let range = offset..offset.saturating_add(n_bytes as u64);
-    let read = read_range(&*store, &path, range.clone(), is_whole, &reporter);
-    let outcome = match in_time(budget, read).await {
+    let outcome = match in_time(budget, read_ranges(&*store, &read, &reporter)).await {
         Ok(outcome) => outcome,
         Err(Error::NotFound { .. }) => GetOutcome::Miss,
         // Stores refuse a range that begins behind the end, each in its own words.
-        Err(error) => match in_time(budget, store.head(&path)).await {
-            Ok(meta) if meta.size < range.end => GetOutcome::Corrupt("length"),
+        Err(error) => match in_time(budget, store.head(&read.path)).await {
+            Ok(meta) if read.ranges.iter().any(|range| meta.size < range.end) => {
+                GetOutcome::Corrupt("length")
+            }
             Err(Error::NotFound { .. }) => GetOutcome::Miss,
             _ => GetOutcome::Failed(to_tier_error("read a chunk", &error)),
         },
@@ -168,12 +187,32 @@ pub(super) async fn get(
     reporter.report(ReadMessage::End(outcome));
 }
 
+async fn read_ranges(
+    store: &dyn ObjectStore,
+    read: &Read,
+    reporter: &Reporter<ReadMessage>,
+) -> Result<GetOutcome, Error> {
+    let mut position = 0;
+    let reads: Vec<_> = read
+        .ranges
+        .iter()
+        .map(|range| {
+            let report_piece =
+                move |start: usize, piece| reporter.report(ReadMessage::Piece(position + start, piece));
+            position += range.end.saturating_sub(range.start) as usize;
+            read_range(store, &read.path, range.clone(), read.is_whole, report_piece)
+        })
+        .collect();
+    let outcomes = try_join_all(reads).await?;
+    Ok(outcomes.into_iter().find(|outcome| !outcome.is_hit()).unwrap_or(GetOutcome::Hit))
+}
+
 async fn read_range(
     store: &dyn ObjectStore,
     path: &Path,
-    range: std::ops::Range<u64>,
+    range: Range<u64>,
     is_whole: bool,
-    reporter: &Reporter<ReadMessage>,
+    report_piece: impl Fn(usize, Bytes),
 ) -> Result<GetOutcome, Error> {
     if range.is_empty() && !is_whole {
         // A range without bytes cannot be asked for.
@@ -195,7 +234,7 @@ async fn read_range(
                 if n_read > n_bytes {
                     return Ok(GetOutcome::Corrupt("length"));
                 }
-                reporter.report(ReadMessage::Piece(n_read - piece.len(), piece));
+                report_piece(n_read - piece.len(), piece);
             }
             n_read
         }
@@ -211,7 +250,7 @@ async fn read_range(
                 })
                 .await?
                 .map_err(|error| Error::Generic { store: "folder", source: Box::new(error) })?;
-                reporter.report(ReadMessage::Piece(n_read, piece.into()));
+                report_piece(n_read, piece.into());
                 n_read += piece_bytes;
             }
             n_read

@@ -93,18 +93,14 @@ impl RamTier {
         let Some(lease) = self.lease(&item.key) else {
             return GetOutcome::Miss;
         };
-        // Not corrupt: what is there is what was stored, and the caller asks for something else.
-        if item.is_whole && lease.len() != item.buffer.len() {
-            return GetOutcome::Miss;
+        if item.copy_from(&lease) {
+            GetOutcome::Hit
+        } else if item.head.is_empty() {
+            // Not corrupt: what is there is what was stored, and the caller asks for something else.
+            GetOutcome::Miss
+        } else {
+            GetOutcome::Corrupt("length")
         }
-        let range = usize::try_from(item.offset)
-            .ok()
-            .and_then(|start| Some(start..start.checked_add(item.buffer.len())?));
-        let Some(bytes) = range.and_then(|range| lease.get(range)) else {
-            return GetOutcome::Miss;
-        };
-        item.buffer.copy_from_slice(bytes);
-        GetOutcome::Hit
     }
 }
 

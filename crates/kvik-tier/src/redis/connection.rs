@@ -189,7 +189,11 @@ impl Connection {
         }
     }
 
-    fn flush(&mut self) -> io::Result<()> {
+    /// Writes all commands that were gathered.
+    ///
+    /// # Errors
+    /// If the connection fails.
+    pub(super) fn flush(&mut self) -> io::Result<()> {
         let channel = self.reader.stream_mut();
         if !self.out.is_empty() {
             channel.write_all(&self.out)?;

@@ -90,7 +90,7 @@ impl Dispatcher {
         self.n_redirections.load(Ordering::Relaxed)
     }
 
-    /// Does all requests; each has its outcome afterwards.
+    /// Does all requests; each has its outcome afterwards, and is settled as soon as it has.
     ///
     /// Requests for one key go over one connection in their order. The time is bounded by the timeouts and
     /// the bytes.
@@ -106,7 +106,7 @@ impl Dispatcher {
             let tag = tag(request.key());
             let Some(endpoint) = self.endpoint_of(&tag) else {
                 let reason = "no server of the cluster says that it has the key";
-                request.fail(TierError::remote("find the server of a key", &reason, true));
+                fail(request, TierError::remote("find the server of a key", &reason, true));
                 // Relaxed: as above.
                 self.is_stale.store(true, Ordering::Relaxed);
                 continue;
@@ -132,7 +132,7 @@ impl Dispatcher {
         }
         for routed in by_endpoint.into_values().flatten() {
             let reason = "every server says that another one has it";
-            routed.request.fail(TierError::remote("follow a key", &reason, true));
+            fail(routed.request, TierError::remote("follow a key", &reason, true));
         }
     }
 
@@ -204,12 +204,12 @@ impl Dispatcher {
     fn run_lane<R: Request>(&self, lane: &mut Lane<'_, R>, deadline: Instant) {
         lane.is_done = true;
         let node = Arc::clone(&lane.node);
-        let mut n_answered = 0;
+        let mut progress = Progress::default();
         let result = node.lend(deadline).and_then(|mut lent| {
             loop {
                 let Some(connection) = lent.connection() else { return Ok(()) };
                 connection.set_deadline(deadline);
-                let error = match exchange(connection, node.endpoint(), &mut lane.routed, &mut n_answered) {
+                let error = match exchange(connection, node.endpoint(), &mut lane.routed, &mut progress) {
                     Ok(()) => {
                         lent.give_back();
                         return Ok(());
@@ -225,11 +225,12 @@ impl Dispatcher {
                 lent.replace(deadline)?;
             }
         });
+        progress.settle(&lane.routed);
         if let Err(error) = result {
             // Relaxed: the flag only says that it is worth to ask.
             self.is_stale.store(self.is_cluster, Ordering::Relaxed);
-            for routed in &mut lane.routed[n_answered..] {
-                routed.request.fail(error.clone());
+            for routed in &mut lane.routed[progress.n_answered..] {
+                fail(routed.request, error.clone());
             }
         }
         if self.is_cluster {
@@ -243,7 +244,7 @@ impl Dispatcher {
                     let reason = format!(
                         "the server is a member of a cluster and the key is at {endpoint}: use redis+cluster://"
                     );
-                    routed.request.fail(TierError::remote("ask for a key", &reason, false));
+                    fail(routed.request, TierError::remote("ask for a key", &reason, false));
                 }
             }
         }
@@ -285,42 +286,78 @@ struct Lane<'r, R> {
     is_done: bool,
 }
 
+/// How far a lane is.
+#[derive(Default)]
+struct Progress {
+    /// Requests with all their replies, from the first on.
+    n_answered: usize,
+    /// Those of them that are settled, or sent on to another server.
+    n_settled: usize,
+}
+
+impl Progress {
+    /// Settles the requests that are answered.
+    fn settle<R: Request>(&mut self, lane: &[Routed<'_, R>]) {
+        for routed in &lane[self.n_settled..self.n_answered] {
+            if routed.next.is_none() {
+                routed.request.settle();
+            }
+        }
+        self.n_settled = self.n_answered;
+    }
+}
+
 /// Sends requests and reads replies, several on their way at a time, from the first that has no reply on.
 fn exchange<R: Request>(
     connection: &mut Connection,
     endpoint: &Endpoint,
     lane: &mut [Routed<'_, R>],
-    n_answered: &mut usize,
+    progress: &mut Progress,
 ) -> io::Result<()> {
-    let mut n_sent = *n_answered;
+    let mut n_sent = progress.n_answered;
     let mut awaited_bytes = 0;
-    while *n_answered < lane.len() {
+    while progress.n_answered < lane.len() {
         while let Some(routed) = lane.get(n_sent) {
-            let n_awaited = n_sent - *n_answered;
+            let n_awaited = n_sent - progress.n_answered;
             if awaited_bytes >= WINDOW_BYTES || n_awaited >= WINDOW_REQUESTS {
                 break;
             }
-            if routed.is_asking {
-                connection.send(&[b"ASKING"])?;
+            for command_idx in 0..routed.request.n_commands() {
+                if routed.is_asking {
+                    connection.send(&[b"ASKING"])?;
+                }
+                routed.request.send(command_idx, &routed.name, connection)?;
             }
-            routed.request.send(&routed.name, connection)?;
             awaited_bytes += routed.request.n_bytes();
             n_sent += 1;
         }
-        let routed = &mut lane[*n_answered];
+        connection.flush()?;
+        // The server works on the next request meanwhile.
+        progress.settle(lane);
+        let routed = &mut lane[progress.n_answered];
         awaited_bytes -= routed.request.n_bytes();
-        if routed.is_asking {
-            connection.replies()?.read_reply()?;
+        let mut refusal = None;
+        for command_idx in 0..routed.request.n_commands() {
+            if routed.is_asking {
+                connection.replies()?.read_reply()?;
+            }
+            refusal = refusal.or(routed.request.receive(command_idx, connection)?);
         }
-        if let Some(refusal) = routed.request.receive(connection)? {
+        if let Some(refusal) = refusal {
             routed.next = refusal.redirection(endpoint);
             if routed.next.is_none() {
                 routed.request.refuse(&refusal);
             }
         }
-        *n_answered += 1;
+        progress.n_answered += 1;
     }
     Ok(())
+}
+
+/// Ends a request without a reply.
+fn fail(request: &mut impl Request, error: TierError) {
+    request.fail(error);
+    request.settle();
 }
 
 fn ask_slots(node: &Node, deadline: Instant) -> Result<Vec<SlotRange>> {

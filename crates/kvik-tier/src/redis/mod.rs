@@ -33,7 +33,7 @@ use self::request::{CountRequest, GetRequest, MAX_VALUE_BYTES, PutRequest};
 use crate::error::{Result, TierError};
 use crate::key::ChunkKey;
 use crate::tally::Tally;
-use crate::tier::{GetItem, PutItem, PutOutcome, Tier, TierKind, TierStat};
+use crate::tier::{Arrived, GetItem, Heads, PutItem, PutOutcome, Tier, TierKind, TierStat};
 use crate::tls;
 
 /// How a [`RedisTier`] works.
@@ -117,15 +117,20 @@ impl Tier for RedisTier {
     }
 
     fn put(&self, batch: &mut [PutItem<'_>]) {
+        self.put_each(batch, &NoHeads);
+    }
+
+    fn put_each(&self, batch: &mut [PutItem<'_>], heads: &dyn Heads) {
         let mut requests = Vec::with_capacity(batch.len());
-        for item in &mut *batch {
-            let n_bytes = item.n_bytes();
+        for (item_idx, item) in batch.iter_mut().enumerate() {
+            let n_bytes = heads.n_bytes() + item.n_bytes();
             if n_bytes > MAX_VALUE_BYTES {
                 let error = TierError::invalid("chunk length", &n_bytes, "at most 512 MiB in Redis");
                 item.outcome = PutOutcome::Failed(error);
                 continue;
             }
-            requests.push(PutRequest { item, ttl_ms: self.ttl_ms.as_deref(), read_only: None });
+            let ttl_ms = self.ttl_ms.as_deref();
+            requests.push(PutRequest { item_idx, item, heads, ttl_ms, read_only: None });
         }
         self.dispatcher.dispatch(&mut requests);
         let read_only = requests.into_iter().find_map(|request| request.read_only);
@@ -133,8 +138,13 @@ impl Tier for RedisTier {
     }
 
     fn get(&self, batch: &mut [GetItem<'_>]) {
+        self.get_each(batch, &|_, _| {});
+    }
+
+    fn get_each(&self, batch: &mut [GetItem<'_>], arrived: Arrived<'_>) {
+        let items = batch.iter_mut().enumerate();
         let mut requests: Vec<GetRequest<'_, '_>> =
-            batch.iter_mut().map(|item| GetRequest { item }).collect();
+            items.map(|(item_idx, item)| GetRequest { item_idx, item, arrived }).collect();
         self.dispatcher.dispatch(&mut requests);
         self.tally.note_get(batch);
     }
@@ -192,6 +202,19 @@ impl RedisOptions {
             }
         }
         Ok(())
+    }
+}
+
+/// Nothing before any chunk.
+struct NoHeads;
+
+impl Heads for NoHeads {
+    fn n_bytes(&self) -> usize {
+        0
+    }
+
+    fn head_of(&self, _item_idx: usize) -> &[u8] {
+        &[]
     }
 }
 

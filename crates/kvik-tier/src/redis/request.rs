@@ -1,48 +1,63 @@
 //! The four things a server is asked, as commands and replies.
 
-use std::io;
+use std::{io, mem};
 
 use super::connection::Connection;
 use super::refusal::Refusal;
 use super::resp::{Reply, ValueReply, push_argument, push_argument_length, push_command};
 use crate::error::TierError;
 use crate::key::ChunkKey;
-use crate::tier::{GetItem, GetOutcome, PutItem, PutOutcome};
+use crate::tier::{Arrived, GetItem, GetOutcome, Heads, PutItem, PutOutcome};
 
 /// Longest value a server takes, unless it was told otherwise.
 pub(super) const MAX_VALUE_BYTES: usize = 512 << 20;
 
-/// One command for one key, and what becomes of it.
+/// One question about one key, and what becomes of it.
 pub(super) trait Request: Send {
     fn key(&self) -> ChunkKey;
 
     /// Bytes of the chunk that go either way.
     fn n_bytes(&self) -> usize;
 
-    /// Writes the command; `name` is the key as the server knows it.
-    fn send(&self, name: &[u8], connection: &mut Connection) -> io::Result<()>;
+    /// Commands that it takes, one after the other over one connection; each has a reply.
+    fn n_commands(&self) -> usize {
+        1
+    }
 
-    /// Reads the reply and sets the outcome, unless the server refuses.
-    fn receive(&mut self, connection: &mut Connection) -> io::Result<Option<Refusal>>;
+    /// Writes a command; `name` is the key as the server knows it.
+    fn send(&self, command_idx: usize, name: &[u8], connection: &mut Connection) -> io::Result<()>;
+
+    /// Reads the reply to a command; after the last one the outcome is set, unless the server refused any.
+    fn receive(&mut self, command_idx: usize, connection: &mut Connection) -> io::Result<Option<Refusal>>;
 
     /// Sets the outcome after a refusal that is the last word.
     fn refuse(&mut self, refusal: &Refusal);
 
     /// Sets the outcome where no reply came.
     fn fail(&mut self, error: TierError);
+
+    /// Takes note, once, that the outcome stands.
+    fn settle(&self) {}
 }
 
 /// Stores a chunk unless its key is present.
 pub(super) struct PutRequest<'r, 'a> {
+    pub(super) item_idx: usize,
     pub(super) item: &'r mut PutItem<'a>,
+    pub(super) heads: &'r dyn Heads,
     pub(super) ttl_ms: Option<&'r str>,
     /// Set if the server takes no writes.
     pub(super) read_only: Option<String>,
 }
 
 /// Reads a chunk or a range of it.
+///
+/// A head that is not before the range takes a command of its own, and a third one tells, where the range is
+/// not there, a chunk that is too short from one that was deleted since the first.
 pub(super) struct GetRequest<'r, 'a> {
+    pub(super) item_idx: usize,
     pub(super) item: &'r mut GetItem<'a>,
+    pub(super) arrived: Arrived<'r>,
 }
 
 /// Asks for a number about a key: whether it is there, or how many were deleted.
@@ -58,10 +73,11 @@ impl Request for PutRequest<'_, '_> {
     }
 
     fn n_bytes(&self) -> usize {
-        self.item.n_bytes()
+        self.heads.n_bytes() + self.item.n_bytes()
     }
 
-    fn send(&self, name: &[u8], connection: &mut Connection) -> io::Result<()> {
+    fn send(&self, _command_idx: usize, name: &[u8], connection: &mut Connection) -> io::Result<()> {
+        let parts = [&[self.heads.head_of(self.item_idx)], self.item.parts].concat();
         let mut end = b"\r\n".to_vec();
         push_argument(&mut end, b"NX");
         if let Some(ttl_ms) = self.ttl_ms {
@@ -73,12 +89,12 @@ impl Request for PutRequest<'_, '_> {
             push_command(out, n_arguments);
             push_argument(out, b"SET");
             push_argument(out, name);
-            push_argument_length(out, self.item.n_bytes());
+            push_argument_length(out, self.n_bytes());
         };
-        connection.send_around(begin, self.item.parts, &end)
+        connection.send_around(begin, &parts, &end)
     }
 
-    fn receive(&mut self, connection: &mut Connection) -> io::Result<Option<Refusal>> {
+    fn receive(&mut self, _command_idx: usize, connection: &mut Connection) -> io::Result<Option<Refusal>> {
         self.item.outcome = match connection.replies()?.read_reply()? {
             Reply::Status(_) => PutOutcome::Stored,
             Reply::Nil => PutOutcome::Present,
@@ -109,43 +125,55 @@ impl Request for GetRequest<'_, '_> {
     }
 
     fn n_bytes(&self) -> usize {
-        self.item.buffer.len()
+        self.item.n_bytes()
     }
 
-    fn send(&self, name: &[u8], connection: &mut Connection) -> io::Result<()> {
-        if self.item.is_whole {
-            return connection.send(&[b"GET", name]);
-        }
-        if self.item.buffer.is_empty() {
+    fn n_commands(&self) -> usize {
+        if self.item.start_of_one_range().is_some() { 1 } else { 3 }
+    }
+
+    fn send(&self, command_idx: usize, name: &[u8], connection: &mut Connection) -> io::Result<()> {
+        let GetItem { head, offset, buffer, is_whole, .. } = &*self.item;
+        match (command_idx, self.item.start_of_one_range()) {
+            (_, Some(_)) if *is_whole => connection.send(&[b"GET", name]),
             // A range without bytes cannot be said: its end is before its start, and -1 is the last byte.
-            return connection.send(&[b"EXISTS", name]);
+            (_, Some(_)) if self.n_bytes() == 0 => connection.send(&[b"EXISTS", name]),
+            (_, Some(start)) => send_get_range(connection, name, start, self.n_bytes()),
+            (0, None) => send_get_range(connection, name, 0, head.len()),
+            (1, None) => send_get_range(connection, name, *offset, buffer.len()),
+            (_, None) => connection.send(&[b"STRLEN", name]),
         }
-        // The command's numbers are signed; what does not fit is past the end of every value.
-        let first = self.item.offset.min(i64::MAX as u64);
-        let last = first.saturating_add(self.item.buffer.len() as u64 - 1).min(i64::MAX as u64);
-        connection.send(&[b"GETRANGE", name, first.to_string().as_bytes(), last.to_string().as_bytes()])
     }
 
-    fn receive(&mut self, connection: &mut Connection) -> io::Result<Option<Refusal>> {
+    fn receive(&mut self, command_idx: usize, connection: &mut Connection) -> io::Result<Option<Refusal>> {
         let replies = connection.replies()?;
-        if !self.item.is_whole && self.item.buffer.is_empty() {
-            self.item.outcome = match replies.read_reply()? {
-                Reply::Integer(0) => GetOutcome::Miss,
-                Reply::Integer(_) => GetOutcome::Hit,
-                Reply::Error(message) => return Ok(Some(Refusal::parse(&message))),
-                _ => return Err(unexpected_reply()),
-            };
-            return Ok(None);
-        }
-        self.item.outcome = match replies.read_value(self.item.buffer)? {
-            ValueReply::Filled => GetOutcome::Hit,
-            ValueReply::Nil => GetOutcome::Miss,
-            // A key that is not there has an empty range.
-            ValueReply::OtherLength(0) if !self.item.is_whole => GetOutcome::Miss,
-            ValueReply::OtherLength(_) => GetOutcome::Corrupt("length"),
-            ValueReply::Error(message) => return Ok(Some(Refusal::parse(&message))),
+        let item = &mut *self.item;
+        let outcome = match (command_idx, item.start_of_one_range()) {
+            (_, Some(_)) if item.n_bytes() == 0 && !item.is_whole => number_of(replies.read_reply()?)?
+                .map(|n_keys| if n_keys == 0 { GetOutcome::Miss } else { GetOutcome::Hit }),
+            (_, Some(_)) => outcome_of(replies.read_value_in_two(item.head, item.buffer)?, item.is_whole),
+            (0, None) => outcome_of(replies.read_value(item.head)?, item.is_whole),
+            (1, None) => outcome_of(replies.read_value(item.buffer)?, item.is_whole).map(|range| {
+                match (mem::take(&mut item.outcome), range) {
+                    (GetOutcome::Hit, GetOutcome::Hit) => GetOutcome::Hit,
+                    (GetOutcome::Hit, _) => GetOutcome::Corrupt("length"),
+                    (head, _) => head,
+                }
+            }),
+            (_, None) => {
+                number_of(replies.read_reply()?)?.map(|n_bytes| match mem::take(&mut item.outcome) {
+                    GetOutcome::Corrupt(_) if n_bytes == 0 => GetOutcome::Miss,
+                    outcome => outcome,
+                })
+            }
         };
-        Ok(None)
+        match outcome {
+            Ok(outcome) => {
+                item.outcome = outcome;
+                Ok(None)
+            }
+            Err(refusal) => Ok(Some(refusal)),
+        }
     }
 
     fn refuse(&mut self, refusal: &Refusal) {
@@ -154,6 +182,10 @@ impl Request for GetRequest<'_, '_> {
 
     fn fail(&mut self, error: TierError) {
         self.item.outcome = GetOutcome::Failed(error);
+    }
+
+    fn settle(&self) {
+        (self.arrived)(self.item_idx, self.item);
     }
 }
 
@@ -172,17 +204,18 @@ impl Request for CountRequest {
         0
     }
 
-    fn send(&self, name: &[u8], connection: &mut Connection) -> io::Result<()> {
+    fn send(&self, _command_idx: usize, name: &[u8], connection: &mut Connection) -> io::Result<()> {
         connection.send(&[self.command.as_bytes(), name])
     }
 
-    fn receive(&mut self, connection: &mut Connection) -> io::Result<Option<Refusal>> {
-        match connection.replies()?.read_reply()? {
-            Reply::Integer(count) => self.count = Ok(count),
-            Reply::Error(message) => return Ok(Some(Refusal::parse(&message))),
-            _ => return Err(unexpected_reply()),
+    fn receive(&mut self, _command_idx: usize, connection: &mut Connection) -> io::Result<Option<Refusal>> {
+        match number_of(connection.replies()?.read_reply()?)? {
+            Ok(count) => {
+                self.count = Ok(count);
+                Ok(None)
+            }
+            Err(refusal) => Ok(Some(refusal)),
         }
-        Ok(None)
     }
 
     fn refuse(&mut self, refusal: &Refusal) {
@@ -191,6 +224,34 @@ impl Request for CountRequest {
 
     fn fail(&mut self, error: TierError) {
         self.count = Err(error);
+    }
+}
+
+/// Asks for so many bytes, at least one, from `start` on.
+fn send_get_range(connection: &mut Connection, name: &[u8], start: u64, n_bytes: usize) -> io::Result<()> {
+    // The command's numbers are signed; what does not fit is past the end of every value.
+    let first = start.min(i64::MAX as u64);
+    let last = first.saturating_add(n_bytes as u64 - 1).min(i64::MAX as u64);
+    connection.send(&[b"GETRANGE", name, first.to_string().as_bytes(), last.to_string().as_bytes()])
+}
+
+/// What the reply to a read says of the chunk.
+fn outcome_of(reply: ValueReply, is_whole: bool) -> Result<GetOutcome, Refusal> {
+    match reply {
+        ValueReply::Filled => Ok(GetOutcome::Hit),
+        ValueReply::Nil => Ok(GetOutcome::Miss),
+        // A key that is not there has an empty range.
+        ValueReply::OtherLength(0) if !is_whole => Ok(GetOutcome::Miss),
+        ValueReply::OtherLength(_) => Ok(GetOutcome::Corrupt("length")),
+        ValueReply::Error(message) => Err(Refusal::parse(&message)),
+    }
+}
+
+fn number_of(reply: Reply) -> io::Result<Result<i64, Refusal>> {
+    match reply {
+        Reply::Integer(number) => Ok(Ok(number)),
+        Reply::Error(message) => Ok(Err(Refusal::parse(&message))),
+        _ => Err(unexpected_reply()),
     }
 }
 

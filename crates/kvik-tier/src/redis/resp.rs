@@ -88,13 +88,23 @@ impl<S: Read> ReplyReader<S> {
     /// # Errors
     /// As the type says; the buffer is then undefined.
     pub fn read_value(&mut self, buffer: &mut [u8]) -> io::Result<ValueReply> {
+        self.read_value_in_two(&mut [], buffer)
+    }
+
+    /// Reads a reply that should be a value of exactly as many bytes as `head` and `buffer` have: the first go
+    /// into the head, the rest into the buffer.
+    ///
+    /// # Errors
+    /// As the type says; head and buffer are then undefined.
+    pub fn read_value_in_two(&mut self, head: &mut [u8], buffer: &mut [u8]) -> io::Result<ValueReply> {
         let line = self.read_line()?;
         match split_kind(line)? {
             (b'$' | b'*', b"-1") => Ok(ValueReply::Nil),
             (b'-', message) => Ok(ValueReply::Error(text(message))),
             (b'$', length) => {
                 let n_bytes = parse_length(length)?;
-                if n_bytes == buffer.len() as u64 {
+                if n_bytes == (head.len() + buffer.len()) as u64 {
+                    self.read_exact(head)?;
                     self.read_exact(buffer)?;
                     self.read_end_of_value()?;
                     return Ok(ValueReply::Filled);

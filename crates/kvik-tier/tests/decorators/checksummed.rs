@@ -78,6 +78,9 @@ fn a_lost_end_is_found_where_it_looks_like_a_miss() {
     tier.inner().0.overwrite(content_key(0), &stored[..ENVELOPE_BYTES]);
     assert!(matches!(get(&tier, 0, CHUNK_BYTES), GetOutcome::Corrupt("length")));
     assert!(matches!(get_range(&tier, 0, 10).0, GetOutcome::Corrupt("length")));
+    // The range is there, and the rest of its section is not.
+    tier.inner().0.overwrite(content_key(0), &stored[..ENVELOPE_BYTES + 10]);
+    assert!(matches!(get_range(&tier, 0, 10).0, GetOutcome::Corrupt("length")));
     tier.delete(&[content_key(0)]).unwrap();
     assert!(matches!(get(&tier, 0, CHUNK_BYTES), GetOutcome::Miss));
 }
@@ -142,7 +145,7 @@ fn a_read_is_one_batch_of_the_tier_inside() {
     put_batch(&tier, 0..5, 10_000);
     assert_eq!(asked(tier.inner(), "put"), (1, 5));
     assert!(get_batch(&tier, 0..5, 10_000).iter().all(GetOutcome::is_hit));
-    assert_eq!(asked(tier.inner(), "get"), (1, 10));
+    assert_eq!(asked(tier.inner(), "get"), (1, 5));
 }
 
 #[test]
@@ -151,9 +154,9 @@ fn a_range_that_cuts_through_a_section_costs_another_batch() {
     let chunk = content(content_key(0), CHUNK_BYTES);
     tier.put(&mut [PutItem::with_sections(content_key(0), &[&chunk], SECTION_BYTES)]);
     assert!(get_range(&tier, SECTION_BYTES, SECTION_BYTES).0.is_hit());
-    assert_eq!(asked(tier.inner(), "get"), (1, 2));
+    assert_eq!(asked(tier.inner(), "get"), (1, 1));
     assert!(get_range(&tier, SECTION_BYTES + 1, SECTION_BYTES).0.is_hit());
-    assert_eq!(asked(tier.inner(), "get"), (3, 5));
+    assert_eq!(asked(tier.inner(), "get"), (3, 3));
 }
 
 #[test]
@@ -183,7 +186,7 @@ proptest! {
     }
 }
 
-/// A tier that answers ranges past the end as if the chunk were not there.
+/// A tier that answers ranges past the end as if the chunk were not there, unless it is asked for the head too.
 #[derive(Debug)]
 struct NothingPastTheEnd(MapTier);
 
@@ -199,7 +202,7 @@ impl Tier for NothingPastTheEnd {
     fn get(&self, batch: &mut [GetItem<'_>]) {
         self.0.get(batch);
         for item in batch {
-            if matches!(item.outcome, GetOutcome::Corrupt(_)) {
+            if item.head.is_empty() && matches!(item.outcome, GetOutcome::Corrupt(_)) {
                 item.outcome = GetOutcome::Miss;
             }
         }

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvik_tier::conformance::{ManualClock, MapTier, content, content_key};
-use kvik_tier::{FaultRates, Faulty, GetOutcome, PutOutcome, Tier, TierExt};
+use kvik_tier::conformance::{ManualClock, MapTier, content, content_key, get_each_once};
+use kvik_tier::{Checksummed, FaultRates, Faulty, GetItem, GetOutcome, PutOutcome, Tier, TierExt};
 
 use crate::{get, get_batch, permanent, put, put_batch};
 
@@ -114,4 +114,43 @@ fn faults_follow_from_the_seed() {
     };
     assert_eq!(outcomes_of(1), outcomes_of(1));
     assert_ne!(outcomes_of(1), outcomes_of(2));
+}
+
+#[test]
+fn what_fails_arrives_once_too() {
+    let all = FaultRates { fail: 200, fail_late: 200, duplicate: 200, flip: 200, ..FaultRates::default() };
+    let read = |tier: &dyn Tier| {
+        let (mut heads, mut buffers) = ([[0; 10]; 50], vec![[0; 500]; 50]);
+        let memory = heads.iter_mut().zip(&mut buffers).zip(0..);
+        let mut batch: Vec<GetItem<'_>> = memory
+            .map(|((head, buffer), idx)| GetItem::with_head(content_key(idx), head, 10, buffer))
+            .collect();
+        get_each_once(tier, &mut batch);
+        batch.iter().filter(|item| matches!(item.outcome, GetOutcome::Failed(_))).count()
+    };
+    let faulty = tier(|_| {});
+    put_batch(&faulty, 0..50, CHUNK_BYTES);
+    faulty.set_rates(all.clone());
+    assert!((5..45).contains(&read(&faulty)));
+    let checksummed = Checksummed::new(tier(|_| {}));
+    put_batch(&checksummed, 0..50, CHUNK_BYTES);
+    checksummed.inner().set_rates(all);
+    assert!((5..50).contains(&read(&checksummed)));
+}
+
+#[test]
+fn a_flipped_read_may_have_its_bit_in_the_head() {
+    let faulty = tier(|rates| rates.flip = 1000);
+    put(&faulty, 0, CHUNK_BYTES);
+    let chunk = content(content_key(0), CHUNK_BYTES);
+    let mut n_in_head = 0;
+    for _ in 0..50 {
+        let (mut head, mut buffer) = ([0; CHUNK_BYTES / 2], [0; CHUNK_BYTES / 2]);
+        faulty.get(&mut [GetItem::with_head(content_key(0), &mut head, CHUNK_BYTES as u64 / 2, &mut buffer)]);
+        let read = [head, buffer].concat();
+        let n_flipped: u32 = read.iter().zip(&chunk).map(|(read, stored)| (read ^ stored).count_ones()).sum();
+        assert_eq!(n_flipped, 1);
+        n_in_head += usize::from(head != chunk[..CHUNK_BYTES / 2]);
+    }
+    assert!((1..50).contains(&n_in_head), "{n_in_head} of 50 in the head");
 }

@@ -1,7 +1,7 @@
 //! Keys that move between the servers of a cluster.
 
-use kvik_tier::conformance::content_key;
-use kvik_tier::{ChunkKey, PutOutcome, RedisOptions};
+use kvik_tier::conformance::{content, content_key, get_each_once};
+use kvik_tier::{ChunkKey, GetItem, GetOutcome, PutOutcome, RedisOptions};
 
 use super::server::{RedisCluster, wait_until};
 use super::{detail, get, name_of, open, put};
@@ -41,15 +41,23 @@ fn a_key_is_followed_while_it_moves() {
     // The key is at its new server and the slot is not.
     assert!(get(&tier, key, 10_000).is_hit());
     assert_eq!(detail(&tier, "redirections"), 1);
+    // So are all commands of a read that takes several.
+    let (mut head, mut buffer) = ([0; 100], [0; 1000]);
+    let mut batch = [GetItem::with_head(key, &mut head, 5000, &mut buffer)];
+    get_each_once(&tier, &mut batch);
+    assert!(batch[0].outcome.is_hit(), "{:?}", batch[0].outcome);
+    let chunk = content(key, 10_000);
+    assert!(head == chunk[..100] && buffer == chunk[5000..6000]);
+    assert_eq!(detail(&tier, "redirections"), 2);
     let rank = ChunkKey { rank: 1, ..key };
     assert!(matches!(put(&tier, rank, 5000), PutOutcome::Stored));
-    assert_eq!(detail(&tier, "redirections"), 2);
+    assert_eq!(detail(&tier, "redirections"), 3);
     for server_idx in [to, from, (from + 2) % 3] {
         cluster.servers[server_idx].cli(&["CLUSTER", "SETSLOT", &slot, "NODE", &to_id]);
     }
     // The slot has moved; it is told once and then known.
     assert!(get(&tier, key, 10_000).is_hit());
-    assert_eq!(detail(&tier, "redirections"), 3);
+    assert_eq!(detail(&tier, "redirections"), 4);
     wait_until("the new slots are known", || {
         let n_before = detail(&tier, "redirections");
         assert!(get(&tier, rank, 5000).is_hit());
@@ -68,4 +76,9 @@ fn a_member_of_a_cluster_is_not_taken_for_a_server() {
     let error = failure.expect("some keys belong to other servers");
     assert!(error.to_string().contains("redis+cluster://"), "{error}");
     assert!(!error.is_transient());
+    let mut buffers = [[0; 100]; 20];
+    let items = buffers.iter_mut().zip(0..).map(|(buffer, idx)| GetItem::whole(content_key(idx), buffer));
+    let mut batch: Vec<GetItem<'_>> = items.collect();
+    get_each_once(&tier, &mut batch);
+    assert!(batch.iter().any(|item| matches!(item.outcome, GetOutcome::Failed(_))));
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use kvik_tier::conformance::{content, content_key};
+use kvik_tier::conformance::{content, content_key, get_each_once};
 use kvik_tier::{
     Checksummed, ChunkKey, GetItem, GetOutcome, PutOutcome, RedisOptions, RedisTier, Tier, TierExt as _,
     TierHealth,
@@ -159,7 +159,7 @@ fn a_lost_server_of_a_cluster_takes_its_slots_only() {
     let mut batch: Vec<_> =
         keys.iter().zip(&mut buffers).map(|(key, buffer)| GetItem::whole(*key, buffer)).collect();
     let begin = Instant::now();
-    tier.get(&mut batch);
+    get_each_once(&tier, &mut batch);
     assert!(begin.elapsed() < BOUND, "{:?}", begin.elapsed());
     assert_eq!(batch.iter().filter(|item| item.outcome.is_hit()).count(), n_hits);
     cluster.servers[1].restart();
@@ -245,4 +245,48 @@ fn a_name_without_an_address_fails_in_time() {
     let begin = Instant::now();
     assert!(matches!(get(&tier, content_key(0), 100), GetOutcome::Failed(_)));
     assert!(begin.elapsed() < BOUND, "{:?}", begin.elapsed());
+}
+
+#[test]
+fn a_range_that_is_gone_is_told_from_one_that_is_missing() {
+    // The head is there, the range is not, and this is how long the value is after that.
+    for (length, is_gone) in [(0, true), (4096, false)] {
+        let url = serve(move |mut stream| {
+            drop(stream.read(&mut [0; 1024]));
+            let behind = format!("\r\n$0\r\n\r\n:{length}\r\n");
+            drop(stream.write_all(&[b"$100\r\n", [7; 100].as_slice(), behind.as_bytes()].concat()));
+            drop(stream.read(&mut [0; 1024]));
+        });
+        let tier = open(&url, &impatient());
+        let (mut head, mut buffer) = ([0; 100], [0; 100]);
+        let mut batch = [GetItem::with_head(content_key(0), &mut head, 5000, &mut buffer)];
+        get_each_once(&tier, &mut batch);
+        let [GetItem { outcome, .. }] = batch;
+        match outcome {
+            GetOutcome::Miss => assert!(is_gone),
+            GetOutcome::Corrupt("length") => assert!(!is_gone),
+            outcome => panic!("{outcome:?}"),
+        }
+    }
+}
+
+#[test]
+fn every_item_arrives_once_whatever_the_server_does() {
+    let value = content(content_key(0), 1 << 20);
+    let reply = [b"$1048576\r\n", value.as_slice(), b"\r\n"].concat();
+    // It closes after so many bytes, in the middle of the first value, of the second, and behind it.
+    for n_sent in [0, 10, 1 << 19, reply.len() + (1 << 19), 2 * reply.len()] {
+        let replies = [reply.clone(), reply.clone()].concat();
+        let url = serve(move |mut stream| {
+            drop(stream.read(&mut [0; 64]));
+            drop(stream.write_all(&replies[..n_sent]));
+        });
+        let tier = open(&url, &impatient());
+        let mut buffers = vec![vec![0; 1 << 20]; 20];
+        let items = buffers.iter_mut().zip(0..).map(|(buffer, idx)| GetItem::whole(content_key(idx), buffer));
+        let mut batch: Vec<GetItem<'_>> = items.collect();
+        get_each_once(&tier, &mut batch);
+        let n_failed = batch.iter().filter(|item| matches!(item.outcome, GetOutcome::Failed(_))).count();
+        assert!((12..=20).contains(&n_failed), "{n_failed} of 20 failed");
+    }
 }
