@@ -73,7 +73,8 @@ fn eight_threads_never_see_a_wrong_byte_and_leave_nothing_behind() {
     let nvme: Arc<dyn Tier> = Arc::new(Kind(TierKind::Nvme, Checksummed::new(disk)));
     let redis: Arc<dyn Tier> =
         Arc::new(Kind(TierKind::Redis, Checksummed::new(Faulty::new(MapTier::new(), rates, 2))));
-    let store = Setup::new(96)
+    // Fewer slots than there are payloads: 26 chunks of 2 ranks.
+    let store = Setup::new(44)
         .with(|options| {
             options.ram_free_share = 0.1;
             options.batch_bytes = 4 * PAYLOAD_BYTES as u64;
