@@ -10,9 +10,14 @@ use crate::error::Result;
 use crate::feed::Feeds;
 use crate::grpc::{PodScores, serve};
 use crate::indexer::Indexer;
+use crate::library::Library;
 use crate::shelf::{MemoryShelf, Shelf};
 use crate::sources::engine::EngineSource;
 use crate::sources::kubernetes::KubernetesSource;
+
+/// How long a worker that only a snapshot knows is kept while nothing is heard of it. Sources try again after 30 s at
+/// most; but an engine that is idle says nothing, and without a replay port what it holds would not be learned again.
+const LONGEST_UNHEARD: Duration = Duration::from_mins(10);
 
 /// Starts everything that a configuration asks for.
 pub(crate) async fn start(indexer: &Arc<Indexer>, config: &IndexConfig, shutdown: &Shutdown) -> Result<()> {
@@ -27,6 +32,7 @@ pub(crate) async fn start(indexer: &Arc<Indexer>, config: &IndexConfig, shutdown
         if config.snapshot_folder.is_some() {
             let interval = Duration::from_secs(config.snapshot_interval_s);
             shutdown.spawn(keep(Arc::clone(shelf), interval, shutdown.clone()));
+            shutdown.spawn(forget_unheard(Arc::clone(indexer.library()), shutdown.clone()));
         }
     }
     let feeds = Arc::clone(indexer.library()) as Arc<dyn Feeds>;
@@ -57,6 +63,29 @@ pub(crate) async fn start(indexer: &Arc<Indexer>, config: &IndexConfig, shutdown
         });
     }
     Ok(())
+}
+
+/// Takes workers out that left while nobody listened: no source will ever say so. It goes on, because a book that the
+/// folder's list has lost is read when somebody first speaks of it.
+async fn forget_unheard(library: Arc<Library>, shutdown: Shutdown) {
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(LONGEST_UNHEARD) => {}
+            () = shutdown.stopping() => return,
+        }
+        for books in library.all() {
+            let model = books.model();
+            for book in books.all() {
+                match book.forget_unheard().await {
+                    Ok(0) => {}
+                    Ok(n_sources) => {
+                        tracing::info!(%model, n_sources, "forgot workers that only a snapshot knew")
+                    }
+                    Err(error) => tracing::warn!(%model, %error, "failed to forget workers of a snapshot"),
+                }
+            }
+        }
+    }
 }
 
 /// Writes the books to their folder from time to time, and once more at the end.
