@@ -109,8 +109,11 @@ impl Indexer {
 
     /// Counts since the start, by name.
     pub fn counters(&self) -> BTreeMap<String, u64> {
+        let (n_loaded, n_lost) = self.shelf.kept_counts();
         // Relaxed: counts.
         let counts = [
+            ("kept_books_loaded", n_loaded),
+            ("kept_books_lost", n_lost),
             ("predictions_kept", self.predictions.n_kept.load(Ordering::Relaxed)),
             ("predictions_short", self.predictions.n_short.load(Ordering::Relaxed)),
         ];

@@ -26,7 +26,7 @@ pub(crate) async fn start(indexer: &Arc<Indexer>, config: &IndexConfig, shutdown
             // A list that somebody has changed costs what it names, not the start.
             let opened = indexer.library().open_model(&model).and_then(|books| books.open(&keys));
             if let Err(error) = opened {
-                tracing::warn!(%error, "starting without a book of the snapshot folder");
+                shelf.pass_over(&model, &error);
             }
         }
         if config.snapshot_folder.is_some() {
