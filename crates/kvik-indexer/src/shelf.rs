@@ -183,10 +183,11 @@ impl MemoryShelf {
     fn read_entry(folder: &Path, entry: Json) -> std::result::Result<(String, Keys), String> {
         let title: Title = serde_json::from_value(entry).map_err(|error| error.to_string())?;
         let keys = title.keys.parse().map_err(|error: IndexerError| error.to_string())?;
-        if !folder.join(title.file_name()).exists() {
-            return Err("its file is missing".to_owned());
+        match folder.join(title.file_name()).try_exists() {
+            Ok(true) => Ok((title.model, keys)),
+            Ok(false) => Err("its file is missing".to_owned()),
+            Err(error) => Err(error.to_string()),
         }
-        Ok((title.model, keys))
     }
 
     fn note_lost(&self) {
