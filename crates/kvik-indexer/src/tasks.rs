@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use kvik_runtime::shutdown::Shutdown;
 
+use crate::catalog::Catalog;
 use crate::config::IndexConfig;
 use crate::error::Result;
 use crate::feed::Feeds;
 use crate::grpc::{PodScores, serve};
 use crate::indexer::Indexer;
-use crate::library::Library;
 use crate::shelf::{MemoryShelf, Shelf};
 use crate::sources::engine::EngineSource;
 use crate::sources::kubernetes::KubernetesSource;
@@ -24,7 +24,7 @@ pub(crate) async fn start(indexer: &Arc<Indexer>, config: &IndexConfig, shutdown
     if let Shelf::Memory(shelf) = indexer.shelf() {
         for (model, keys) in shelf.kept() {
             // A list that somebody has changed costs what it names, not the start.
-            let opened = indexer.library().open_model(&model).and_then(|books| books.open(&keys));
+            let opened = indexer.catalog().open_model(&model).and_then(|books| books.open(&keys));
             if let Err(error) = opened {
                 shelf.pass_over(&model, &error);
             }
@@ -32,10 +32,10 @@ pub(crate) async fn start(indexer: &Arc<Indexer>, config: &IndexConfig, shutdown
         if config.snapshot_folder.is_some() {
             let interval = Duration::from_secs(config.snapshot_interval_s);
             shutdown.spawn(keep(Arc::clone(shelf), interval, shutdown.clone()));
-            shutdown.spawn(forget_unheard(Arc::clone(indexer.library()), shutdown.clone()));
+            shutdown.spawn(forget_unheard(Arc::clone(indexer.catalog()), shutdown.clone()));
         }
     }
-    let feeds = Arc::clone(indexer.library()) as Arc<dyn Feeds>;
+    let feeds = Arc::clone(indexer.catalog()) as Arc<dyn Feeds>;
     let engines = config.engines.iter().map(|engine| EngineSource::start(engine, Arc::clone(&feeds)));
     let engines = engines.collect::<Result<Vec<_>>>()?;
     let services = config.kubernetes.iter();
@@ -67,19 +67,19 @@ pub(crate) async fn start(indexer: &Arc<Indexer>, config: &IndexConfig, shutdown
 
 /// Takes workers out that left while nobody listened: no source will ever say so. It goes on, because a book that the
 /// folder's list has lost is read when somebody first speaks of it.
-async fn forget_unheard(library: Arc<Library>, shutdown: Shutdown) {
+async fn forget_unheard(catalog: Arc<Catalog>, shutdown: Shutdown) {
     loop {
         tokio::select! {
             () = tokio::time::sleep(LONGEST_UNHEARD) => {}
             () = shutdown.stopping() => return,
         }
-        for books in library.all() {
+        for books in catalog.all() {
             let model = books.model();
             for book in books.all() {
                 match book.forget_unheard().await {
                     Ok(0) => {}
                     Ok(n_sources) => {
-                        tracing::info!(%model, n_sources, "forgot workers that only a snapshot knew")
+                        tracing::info!(%model, n_sources, "forgot workers that only a snapshot knew");
                     }
                     Err(error) => tracing::warn!(%model, %error, "failed to forget workers of a snapshot"),
                 }

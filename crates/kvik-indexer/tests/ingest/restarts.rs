@@ -102,7 +102,7 @@ async fn kept_folder() -> (tempfile::TempDir, Vec<u32>) {
 
 async fn open_model(indexer: &Indexer, model: &str) -> Arc<dyn Feed> {
     let name = FeedName { model: model.to_owned(), worker: "w".to_owned(), rank: 0 };
-    indexer.library().open(name, NAMING).await.unwrap()
+    indexer.catalog().open(name, NAMING).await.unwrap()
 }
 
 /// Starts with the folder and gives the tokens that are found of each model, and the books that were loaded and lost.
