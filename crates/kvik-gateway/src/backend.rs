@@ -1,7 +1,8 @@
 //! One worker as the gateway sees it: address, load, breaker.
 //!
 //! The load is what this gateway itself has sent and not yet seen end, in estimated tokens; it is
-//! never scraped, so it cannot lag. A [`LoadGuard`] holds a request's part of it.
+//! never scraped, so it cannot lag. A [`LoadGuard`] holds a request's part of it: that of its prompt until the
+//! first token of the answer, that of the answer until its end.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -68,7 +69,12 @@ pub(crate) struct Backend {
 #[derive(Debug)]
 pub(crate) struct LoadGuard {
     pub(crate) backend: Arc<Backend>,
+    /// What the request was when it came.
     pub(crate) n_tokens: u64,
+    /// The part of it that is still counted.
+    n_counted_tokens: u64,
+    /// The part of it that ends with the answer.
+    n_output_tokens: u64,
     /// Cancelled when the backend is found not to answer at all.
     pub(crate) silence: CancellationToken,
 }
@@ -121,18 +127,26 @@ impl Backend {
         self.uris.is_some() && self.is_closed.load(Ordering::Relaxed)
     }
 
-    /// Estimated tokens of the requests it has.
+    /// Estimated tokens of the requests it has; of a stream that has begun, of its answer only.
     pub(crate) fn outstanding_tokens(&self) -> u64 {
         // Relaxed: choices are made under a lock of their own; ends may come at any time.
         self.outstanding_tokens.load(Ordering::Relaxed)
     }
 
-    /// Adds a request to its load.
-    pub(crate) fn load(self: &Arc<Self>, n_tokens: u64) -> LoadGuard {
+    /// Adds a request to its load: all its tokens, of which the last `n_output_tokens` are its answer.
+    ///
+    /// At least one token of it is the answer's, so that who answers something always has a load.
+    pub(crate) fn load(self: &Arc<Self>, n_tokens: u64, n_output_tokens: u64) -> LoadGuard {
+        let n_tokens = n_tokens.max(1);
         self.outstanding_tokens.fetch_add(n_tokens, Ordering::Relaxed);
         self.tokens_gauge.increment(n_tokens as f64);
-        let silence = self.silence.lock().clone();
-        LoadGuard { backend: Arc::clone(self), n_tokens, silence }
+        LoadGuard {
+            backend: Arc::clone(self),
+            n_tokens,
+            n_counted_tokens: n_tokens,
+            n_output_tokens: n_output_tokens.clamp(1, n_tokens),
+            silence: self.silence.lock().clone(),
+        }
     }
 
     /// Notes a byte of an answer.
@@ -220,9 +234,25 @@ impl Backend {
     }
 }
 
+// === impl LoadGuard ===
+
+impl LoadGuard {
+    /// Notes the first token of the answer: the prompt is computed and no load any more.
+    pub(crate) fn end_prompt(&mut self) {
+        self.keep(self.n_output_tokens);
+    }
+
+    fn keep(&mut self, n_tokens: u64) {
+        let n_ended = self.n_counted_tokens.saturating_sub(n_tokens);
+        self.n_counted_tokens -= n_ended;
+        // Relaxed: as for the choice, see `outstanding_tokens`.
+        self.backend.outstanding_tokens.fetch_sub(n_ended, Ordering::Relaxed);
+        self.backend.tokens_gauge.decrement(n_ended as f64);
+    }
+}
+
 impl Drop for LoadGuard {
     fn drop(&mut self) {
-        self.backend.outstanding_tokens.fetch_sub(self.n_tokens, Ordering::Relaxed);
-        self.backend.tokens_gauge.decrement(self.n_tokens as f64);
+        self.keep(0);
     }
 }

@@ -48,7 +48,7 @@ pub struct Running {
 pub struct WorkerStatus {
     /// The worker's id or the engine's address.
     pub id: String,
-    /// Estimated tokens of the requests it has from this gateway.
+    /// Estimated tokens of the requests it has from this gateway; of a stream that has begun, of its answer only.
     pub outstanding_tokens: u64,
     /// Whether its breaker lets requests through.
     pub is_usable: bool,

@@ -32,7 +32,7 @@ pub(crate) async fn run(shared: Arc<Shared>, indexer: Arc<Indexer>) {
             let token = CancellationToken::new();
             listeners.insert(life, token.clone().drop_guard());
             let followed = FollowedWorker { address, worker, model };
-            let feeds = Arc::clone(indexer.library()) as Arc<dyn Feeds>;
+            let feeds = Arc::clone(indexer.catalog()) as Arc<dyn Feeds>;
             let (http, stopping) = (shared.http.clone(), shared.shutdown.clone());
             shared.shutdown.spawn(async move {
                 tokio::select! {

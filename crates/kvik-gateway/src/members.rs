@@ -328,7 +328,7 @@ mod tests {
         };
         book.apply(snapshot(1, 1, &["a", "b"]), RETAIN, now);
         let fleet = book.fleet(&GatewayConfig::default());
-        let load = fleet.group("m").unwrap().seats[0].backend.load(10);
+        let load = fleet.group("m").unwrap().seats[0].backend.load(10, 5);
         book.apply(snapshot(1, 2, &["b"]), RETAIN, now);
         assert_eq!(ids(&mut book), ["b"]);
         assert_eq!(probed(&book), ["a", "b"]);
@@ -341,7 +341,7 @@ mod tests {
         let backend = Arc::new(Backend::new("a".to_owned(), BackendKind::Worker, 1, "http://a:1"));
         let breaker = GatewayConfig::default().breaker;
         let miss = || backend.end_probe(false, 3, Duration::ZERO, &breaker);
-        let load = backend.load(10);
+        let load = backend.load(10, 5);
         for _ in 0..9 {
             backend.hear();
             miss();
@@ -349,7 +349,7 @@ mod tests {
         assert!(!load.silence.is_cancelled() && backend.is_usable());
         (0..3).for_each(|_| miss());
         assert!(load.silence.is_cancelled() && !backend.is_usable());
-        assert!(!backend.load(10).silence.is_cancelled(), "what comes later has its own fate");
+        assert!(!backend.load(10, 5).silence.is_cancelled(), "what comes later has its own fate");
     }
 
     #[test]

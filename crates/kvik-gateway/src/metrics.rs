@@ -6,7 +6,7 @@
 //! | `kvik_gateway_request_seconds` | `route` | from the request's head to the end of the answer's body |
 //! | `kvik_gateway_ttft_seconds` | `route` | from the request's head to the first byte of the answer's body, streams only |
 //! | `kvik_gateway_outstanding_requests` | | requests that have not ended |
-//! | `kvik_gateway_outstanding_tokens` | `worker` | estimated tokens of the requests that a worker has |
+//! | `kvik_gateway_outstanding_tokens` | `worker` | estimated tokens of the requests that a worker has, prompts up to the first token |
 //! | `kvik_gateway_route_decisions_total` | `reason` | choices of a worker: `owner`, `bound`, `unusable`, `least_loaded`, and by the index `holder`, `spread` |
 //! | `kvik_gateway_index_lookups_total` | `outcome` | questions to the index before a choice: `found`, `nothing`, `slow`, `failed` |
 //! | `kvik_gateway_retries_total` | | requests tried on another worker |

@@ -37,7 +37,9 @@ use crate::metrics::Metrics;
 use crate::peek::Peek;
 use crate::record::{Ending, Record};
 use crate::request_body::{keep_memory, read_body};
-use crate::routing::{Fleet, ModelGroup, Placed, estimated_tokens, is_prompt_key, routing_key};
+use crate::routing::{
+    Fleet, ModelGroup, Placed, estimated_output_tokens, estimated_prompt_tokens, is_prompt_key, routing_key,
+};
 use crate::state::View;
 
 /// The body of a worker's answer: of its own connection or of the client that all share.
@@ -66,7 +68,9 @@ struct Outgoing<'a> {
 /// What decides where a request goes.
 struct Wish<'a> {
     key: &'a [u8],
-    n_tokens: u64,
+    /// Tokens that its prompt and its answer are expected to have.
+    prompt_tokens: u64,
+    output_tokens: u64,
     /// What the index says of its prompt.
     lookup: Option<Lookup>,
 }
@@ -122,7 +126,8 @@ async fn ask(record: &mut Record, route: Route, request: Request) -> Result<Answ
     let group = Arc::clone(find_group(&view.fleet, &peek)?);
     record.group = Some(Arc::clone(&group));
     record.is_stream = peek.is_stream || route == Route::Generate;
-    let n_tokens = expected_tokens(route, &peek, config);
+    let prompt_tokens = estimated_prompt_tokens(peek.n_prompt_bytes());
+    let output_tokens = expected_output_tokens(route, &peek, config);
     let key = routing_key(&peek, &parts.headers).into_owned();
 
     record.permit = Some(wait_for_turn(record, body.len(), config, deadline).await?);
@@ -140,7 +145,7 @@ async fn ask(record: &mut Record, route: Route, request: Request) -> Result<Answ
     };
     let known = lookup.as_ref().filter(|_| is_prompt_key(&key)).and_then(Lookup::key);
     let key = known.unwrap_or(key);
-    let wish = Wish { key: &key, n_tokens, lookup };
+    let wish = Wish { key: &key, prompt_tokens, output_tokens, lookup };
     let answer = try_workers(record, &view, &group, &wish, &outgoing).await;
     drop(outgoing);
     keep_memory(body);
@@ -160,9 +165,12 @@ async fn try_workers(
     let mut tried: Vec<Arc<Backend>> = Vec::new();
     let saved_tokens = wish.lookup.as_ref().map(|lookup| lookup.saved_tokens(group, &shared.under_way));
     let saved_tokens = saved_tokens.unwrap_or_default();
-    let request = placement::Request { key: wish.key, tokens: wish.n_tokens, matched_tokens: &saved_tokens };
+    let tokens = wish.prompt_tokens.saturating_add(wish.output_tokens).max(1);
+    let request = placement::Request { key: wish.key, tokens, matched_tokens: &saved_tokens };
     let kv_load_factor = config.routing.kv_load_factor;
-    let place = |tried: &[Arc<Backend>]| shared.placement.place(group, request, kv_load_factor, tried);
+    let place = |tried: &[Arc<Backend>]| {
+        shared.placement.place(group, request, wish.output_tokens, kv_load_factor, tried)
+    };
     let Some(mut placed) = place(&tried) else {
         return Err(Refusal::no_backend(group.time_to_probe().as_secs() + 1));
     };
@@ -394,10 +402,10 @@ fn find_group<'a>(fleet: &'a Fleet, peek: &Peek<'_>) -> Result<&'a Arc<ModelGrou
     }
 }
 
-fn expected_tokens(route: Route, peek: &Peek<'_>, config: &GatewayConfig) -> u64 {
+fn expected_output_tokens(route: Route, peek: &Peek<'_>, config: &GatewayConfig) -> u64 {
     let default = if route.is_generation() { config.routing.default_max_tokens } else { 0 };
     let max_tokens = peek.max_tokens.or_else(|| generate::max_tokens(peek.sampling));
-    estimated_tokens(peek.n_prompt_bytes(), max_tokens, default)
+    estimated_output_tokens(max_tokens, default)
 }
 
 #[cfg(test)]

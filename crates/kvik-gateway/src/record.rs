@@ -104,18 +104,24 @@ impl Record {
         self.span.propagate(headers);
     }
 
-    /// Counts bytes of the answer's body, which are also a sign that the worker lives.
+    /// Counts bytes of the answer's body, which are also a sign that the worker lives, and the first ones of a
+    /// stream that it has computed the prompt.
     pub(crate) fn count(&mut self, data: &[u8]) {
         let n_bytes = data.len();
         self.n_bytes += n_bytes as u64;
         if let Some(prediction) = &mut self.prediction {
             prediction.look(data);
         }
-        if let Some(load) = &self.load {
-            load.backend.hear();
-        }
-        if self.first_byte.is_none() && 0 < n_bytes {
+        let is_first = self.first_byte.is_none() && 0 < n_bytes;
+        if is_first {
             self.first_byte = Some(Instant::now());
+        }
+        if let Some(load) = &mut self.load {
+            load.backend.hear();
+            // An answer that is no stream begins when all of it is there.
+            if is_first && self.is_stream {
+                load.end_prompt();
+            }
         }
     }
 

@@ -124,12 +124,14 @@ impl Seat {
 // === impl Placement ===
 
 impl Placement {
-    /// Places a request, under a bound of its own if somebody has a part of its prompt, on a usable backend of `group` other than the `excluded`
-    /// ones; `None` if there is none.
+    /// Places a request, under a bound of its own if somebody has a part of its prompt, on a usable backend of `group`
+    /// other than the `excluded` ones; `None` if there is none. `output_tokens` are those of its tokens that its answer
+    /// is expected to have.
     pub(crate) fn place(
         &self,
         group: &ModelGroup,
         request: Request<'_>,
+        output_tokens: u64,
         kv_load_factor: f64,
         excluded: &[Arc<Backend>],
     ) -> Option<Placed> {
@@ -154,7 +156,7 @@ impl Placement {
         let is_known = request.matched_tokens.iter().any(|n_tokens| *n_tokens > 0.0);
         let load_factor = if is_known { kv_load_factor } else { group.load_factor };
         let choice = choose(&group.ring, request, loads, load_factor, is_usable)?;
-        let load = group.seats[choice.member].backend.load(request.left(choice.member));
+        let load = group.seats[choice.member].backend.load(request.left(choice.member), output_tokens);
         Some(Placed { load, reason: choice.reason })
     }
 }
@@ -186,15 +188,15 @@ pub(crate) fn is_prompt_key(key: &[u8]) -> bool {
     key.starts_with(&[KEY_MARK, b'p'])
 }
 
-/// Tokens that a request is expected to keep a worker busy with.
-pub(crate) fn estimated_tokens(
-    n_prompt_bytes: usize,
-    max_tokens: Option<u64>,
-    default_max_tokens: u64,
-) -> u64 {
+/// Tokens that a prompt is expected to have.
+pub(crate) fn estimated_prompt_tokens(n_prompt_bytes: usize) -> u64 {
+    n_prompt_bytes as u64 / BYTES_PER_TOKEN
+}
+
+/// Tokens that an answer is expected to have.
+pub(crate) fn estimated_output_tokens(max_tokens: Option<u64>, default_max_tokens: u64) -> u64 {
     // A limit that is far beyond any context says nothing about the length of the answer.
-    let n_generated = max_tokens.map_or(default_max_tokens, |max_tokens| max_tokens.min(1 << 20));
-    (n_prompt_bytes as u64 / BYTES_PER_TOKEN).saturating_add(n_generated).max(1)
+    max_tokens.map_or(default_max_tokens, |max_tokens| max_tokens.min(1 << 20))
 }
 
 pub(crate) fn tagged(tag: u8, key: &[u8]) -> Cow<'static, [u8]> {
@@ -323,11 +325,11 @@ mod tests {
     #[test]
     fn equal_keys_go_to_one_worker_and_its_bound_sends_the_rest_on() {
         let (group, placement) = (group(4), Placement::default());
-        let mut held = vec![placement.place(&group, request(100), 1.0, &[]).unwrap()];
+        let mut held = vec![placement.place(&group, request(100), 10, 1.0, &[]).unwrap()];
         assert_eq!(held[0].reason, Reason::Owner);
         let owner = Arc::clone(&held[0].load.backend);
         for _ in 0..40 {
-            held.push(placement.place(&group, request(100), 1.0, &[]).unwrap());
+            held.push(placement.place(&group, request(100), 10, 1.0, &[]).unwrap());
             let total: u64 = group.seats.iter().map(|seat| seat.backend.outstanding_tokens()).sum();
             for seat in &group.seats {
                 // A request does not split: where none has room the least loaded one takes it.
@@ -339,13 +341,13 @@ mod tests {
         drop(held);
         assert!(group.seats.iter().all(|seat| seat.backend.outstanding_tokens() == 0));
         let excluded = [owner];
-        let elsewhere = placement.place(&group, request(100), 1.0, &excluded).unwrap();
+        let elsewhere = placement.place(&group, request(100), 10, 1.0, &excluded).unwrap();
         assert!(!Arc::ptr_eq(&elsewhere.load.backend, &excluded[0]));
     }
 
     #[test]
     fn more_backends_than_fit_on_the_stack_work_too() {
         let (group, placement) = (group(MANY + 9), Placement::default());
-        assert!(placement.place(&group, request(1), 1.0, &[]).is_some());
+        assert!(placement.place(&group, request(1), 1, 1.0, &[]).is_some());
     }
 }

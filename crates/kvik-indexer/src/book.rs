@@ -188,6 +188,29 @@ impl Book {
         self.is_abandoned.store(was_last, Ordering::Relaxed);
     }
 
+    /// Forgets the sources that no feed has brought, and returns how many these were: an earlier life of this process
+    /// knew them. Not for a book that others write to.
+    ///
+    /// # Errors
+    /// If the backend is away.
+    pub(crate) async fn forget_unheard(&self) -> Result<usize> {
+        let states = self.backend.states().await?;
+        let unheard: Vec<SourceName> = {
+            let brought = self.brought.lock();
+            let sources = states.into_iter().map(|state| state.source);
+            sources.filter(|source| !brought.contains(source)).collect()
+        };
+        for source in &unheard {
+            // A feed that takes it up just now has a gap, as after every loss.
+            self.backend.remove_source(source).await?;
+        }
+        let brought = self.brought.lock();
+        if !unheard.is_empty() && brought.is_empty() {
+            self.is_abandoned.store(true, Ordering::Relaxed);
+        }
+        Ok(unheard.len())
+    }
+
     /// Whether something can be found in it: a prompt need not be hashed for a book that everybody has left. Others may
     /// write to one that is shared.
     fn is_fed(&self) -> bool {

@@ -16,11 +16,11 @@ use kvik_tokens::{
 use kvik_types::TokenId;
 
 use crate::book::Book;
+use crate::catalog::Catalog;
 use crate::config::IndexConfig;
 use crate::error::{IndexerError, Result};
 use crate::grpc::{PodScore, PodScores};
 use crate::ingest::Learning;
-use crate::library::Library;
 use crate::score::{Query, ScorerKind, Scoring, WorkerScore, score_of_nothing, score_workers};
 use crate::shelf::{Shelf, open_shelf};
 use crate::tasks;
@@ -44,7 +44,7 @@ pub enum Prompt {
 /// Answers which worker has how much of a prompt.
 #[derive(Debug)]
 pub struct Indexer {
-    library: Arc<Library>,
+    catalog: Arc<Catalog>,
     shelf: Shelf,
     pool: TokenizersPool,
     has_tokenizer_root: bool,
@@ -74,7 +74,7 @@ impl Indexer {
             own_block_tokens: config.bridge_block_size()?,
             bridge: BridgeConfig::default(),
         };
-        let library = Arc::new(Library::new(shelf.backends(), learning));
+        let catalog = Arc::new(Catalog::new(shelf.backends(), learning));
         let pool = TokenizersPool::try_new(config.pool())?;
         let scoring = Scoring {
             weights: config.weights()?,
@@ -82,7 +82,7 @@ impl Indexer {
             token_bytes: config.costs.token_bytes,
         };
         let indexer = Arc::new(Self {
-            library,
+            catalog,
             shelf,
             pool,
             has_tokenizer_root: config.tokenizers.root.is_some(),
@@ -109,8 +109,11 @@ impl Indexer {
 
     /// Counts since the start, by name.
     pub fn counters(&self) -> BTreeMap<String, u64> {
+        let (n_loaded, n_lost) = self.shelf.kept_counts();
         // Relaxed: counts.
         let counts = [
+            ("kept_books_loaded", n_loaded),
+            ("kept_books_lost", n_lost),
             ("predictions_kept", self.predictions.n_kept.load(Ordering::Relaxed)),
             ("predictions_short", self.predictions.n_short.load(Ordering::Relaxed)),
         ];
@@ -137,13 +140,13 @@ impl Indexer {
     }
 
     /// The books of all models; feeds are opened here.
-    pub fn library(&self) -> &Arc<Library> {
-        &self.library
+    pub fn catalog(&self) -> &Arc<Catalog> {
+        &self.catalog
     }
 
     /// Whether something of the model's KV is known, so that it is worth to look a prompt up.
     pub fn knows(&self, model: &str) -> bool {
-        self.library.find(model).is_some_and(|books| books.has_books())
+        self.catalog.find(model).is_some_and(|books| books.has_books())
     }
 
     /// Finds for every worker how much of a prompt it has. Workers that have nothing are left out.
@@ -151,7 +154,7 @@ impl Indexer {
     /// # Errors
     /// If the server that keeps the index is away.
     pub async fn find(&self, model: &str, tokens: &[TokenId]) -> Result<BTreeMap<String, WorkerScore>> {
-        let Some(books) = self.library.find(model) else { return Ok(BTreeMap::new()) };
+        let Some(books) = self.catalog.find(model) else { return Ok(BTreeMap::new()) };
         let scorer = ScorerKind::LongestPrefix;
         let matches = books.lookup(tokens, scorer.walk()).await?;
         let query = Query { prompt_tokens: tokens.len(), queued_tokens: &|_| 0 };
@@ -194,7 +197,7 @@ impl Indexer {
         };
         let tokens = self.tokenize(&model, prompt).await?;
         let query = Query { prompt_tokens: tokens.len(), queued_tokens };
-        let matches = match self.library.discover(&model).await? {
+        let matches = match self.catalog.discover(&model).await? {
             Some(books) => books.lookup(&tokens, scorer.walk()).await?,
             None => Vec::new(),
         };
@@ -244,7 +247,7 @@ impl Indexer {
     ) {
         // An engine computes the last token of a prompt even if it has all of it.
         let predicted_tokens = predicted_tokens.min((tokens.len() as u64).saturating_sub(1));
-        let Some(books) = self.library.find(model) else { return };
+        let Some(books) = self.catalog.find(model) else { return };
         let mut is_short = false;
         for book in books.all() {
             let block_tokens = book.keys.block_tokens.get() as u64;
@@ -277,7 +280,7 @@ impl Indexer {
     /// If the server that keeps the index is away.
     pub async fn stats(&self) -> Result<Vec<ModelStats>> {
         let mut models = Vec::new();
-        for books in self.library.all() {
+        for books in self.catalog.all() {
             let model = books.model();
             let mut stats = ModelStats {
                 model: model.to_owned(),
@@ -316,7 +319,7 @@ impl Indexer {
         after: Option<BlockKey>,
         limit: usize,
     ) -> Result<BlocksPage> {
-        let books = self.library.find(model);
+        let books = self.catalog.find(model);
         let books = books.ok_or_else(|| IndexerError::invalid("model", model, "a model of the index"))?;
         let book = books.all().into_iter().find(|book| book.keys.id() == keys);
         let book = book.ok_or_else(|| IndexerError::invalid("keys", keys, "those of a book of the model"))?;

@@ -10,6 +10,7 @@
 
 pub mod backend;
 pub mod book;
+pub mod catalog;
 pub mod config;
 pub mod error;
 pub mod feed;
@@ -17,15 +18,14 @@ pub mod grpc;
 mod indexer;
 mod ingest;
 pub mod keys;
-pub mod library;
 pub mod score;
 mod shelf;
 pub mod sources;
 mod tasks;
 
+pub use catalog::Catalog;
 pub use config::IndexConfig;
 pub use error::{IndexerError, Result};
 pub use indexer::{Indexer, Prompt, is_same_worker, tier_name};
 pub use kvik_tokens::{ChatOptions, Json, Tokenizer};
-pub use library::Library;
 pub use score::{ScorerKind, WorkerScore};

@@ -3,11 +3,13 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use futures_util::future::BoxFuture;
 use kvik_index::holders::IndexConfig as HolderConfig;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
+use serde_json::Value as Json;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::backend::Backend;
@@ -20,6 +22,8 @@ use crate::keys::Keys;
 
 /// The file that lists the books of a folder.
 const LIST_FILE: &str = "books.json";
+/// Books of the snapshot folder, by `outcome`: `loaded`, `lost`.
+const KEPT_BOOKS: &str = "kvik_index_kept_books_total";
 
 /// Books in memory.
 #[derive(Debug)]
@@ -28,6 +32,9 @@ pub(crate) struct MemoryShelf {
     max_worker_blocks: u64,
     folder: Option<PathBuf>,
     books: Mutex<Vec<ShelvedBook>>,
+    /// Books of the folder that were taken up, and that could not be.
+    n_loaded: AtomicU64,
+    n_lost: AtomicU64,
 }
 
 /// Books on a server.
@@ -58,6 +65,8 @@ pub(crate) fn open_shelf(config: &IndexConfig) -> Result<Shelf> {
             max_worker_blocks: config.max_worker_blocks,
             folder: config.snapshot_folder.clone(),
             books: Mutex::default(),
+            n_loaded: AtomicU64::new(0),
+            n_lost: AtomicU64::new(0),
         })),
         Some(url) => {
             let options = config.redis_options();
@@ -88,6 +97,14 @@ impl Shelf {
             Self::Redis(_) => "redis",
         }
     }
+
+    /// Books of the snapshot folder that were taken up and that could not be, since the start.
+    pub(crate) fn kept_counts(&self) -> (u64, u64) {
+        match self {
+            Self::Memory(shelf) => shelf.kept_counts(),
+            Self::Redis(_) => (0, 0),
+        }
+    }
 }
 
 impl MemoryShelf {
@@ -95,20 +112,32 @@ impl MemoryShelf {
     pub(crate) fn kept(&self) -> Vec<(String, Keys)> {
         let Some(folder) = &self.folder else { return Vec::new() };
         let path = folder.join(LIST_FILE);
-        let titles: Vec<Title> = match fs::read(&path) {
-            Ok(bytes) => serde_json::from_slice(&bytes).unwrap_or_else(|error| {
-                tracing::warn!(path = %path.display(), %error, "starting with an empty index");
-                Vec::new()
-            }),
+        let list = fs::read(&path).and_then(|bytes| Ok(serde_json::from_slice::<Vec<Json>>(&bytes)?));
+        let entries = match list {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
             Err(error) => {
-                if error.kind() != std::io::ErrorKind::NotFound {
-                    tracing::warn!(path = %path.display(), %error, "starting with an empty index");
-                }
+                tracing::warn!(path = %path.display(), %error, "starting with an empty index");
+                self.note_lost();
                 Vec::new()
             }
         };
-        let keys = |title: Title| title.keys.parse().ok().map(|keys| (title.model, keys));
-        titles.into_iter().filter_map(keys).collect()
+        let kept = |entry: Json| {
+            let named = entry.to_string();
+            Self::read_entry(folder, entry).inspect_err(|reason| self.pass_over(&named, reason)).ok()
+        };
+        entries.into_iter().filter_map(kept).collect()
+    }
+
+    /// Notes that a book of the folder's list is not taken up.
+    pub(crate) fn pass_over(&self, book: &str, reason: &dyn std::fmt::Display) {
+        tracing::warn!(%book, %reason, "starting without a book of the snapshot folder");
+        self.note_lost();
+    }
+
+    fn kept_counts(&self) -> (u64, u64) {
+        // Relaxed: counts.
+        (self.n_loaded.load(Ordering::Relaxed), self.n_lost.load(Ordering::Relaxed))
     }
 
     /// Writes all books to the folder; blocks.
@@ -134,10 +163,37 @@ impl MemoryShelf {
 
     fn load(&self, title: &Title, config: HolderConfig) -> Option<MemoryBackend> {
         let path = self.folder.as_ref()?.join(title.file_name());
-        MemoryBackend::load(config, &path).unwrap_or_else(|error| {
-            tracing::warn!(path = %path.display(), %error, "starting with an empty book");
-            None
-        })
+        match MemoryBackend::load(config, &path) {
+            Ok(Some(backend)) => {
+                // Relaxed: a count.
+                self.n_loaded.fetch_add(1, Ordering::Relaxed);
+                metrics::counter!(KEPT_BOOKS, "outcome" => "loaded").increment(1);
+                Some(backend)
+            }
+            Ok(None) => None,
+            Err(error) => {
+                tracing::warn!(path = %path.display(), %error, "starting with an empty book");
+                self.note_lost();
+                None
+            }
+        }
+    }
+
+    /// What an entry of the list names, or why it names nothing.
+    fn read_entry(folder: &Path, entry: Json) -> std::result::Result<(String, Keys), String> {
+        let title: Title = serde_json::from_value(entry).map_err(|error| error.to_string())?;
+        let keys = title.keys.parse().map_err(|error: IndexerError| error.to_string())?;
+        match folder.join(title.file_name()).try_exists() {
+            Ok(true) => Ok((title.model, keys)),
+            Ok(false) => Err("its file is missing".to_owned()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    fn note_lost(&self) {
+        // Relaxed: a count.
+        self.n_lost.fetch_add(1, Ordering::Relaxed);
+        metrics::counter!(KEPT_BOOKS, "outcome" => "lost").increment(1);
     }
 }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use kvik_runtime::shutdown::Shutdown;
 
+use crate::catalog::Catalog;
 use crate::config::IndexConfig;
 use crate::error::Result;
 use crate::feed::Feeds;
@@ -14,22 +15,27 @@ use crate::shelf::{MemoryShelf, Shelf};
 use crate::sources::engine::EngineSource;
 use crate::sources::kubernetes::KubernetesSource;
 
+/// How long a worker that only a snapshot knows is kept while nothing is heard of it. Sources try again after 30 s at
+/// most; but an engine that is idle says nothing, and without a replay port what it holds would not be learned again.
+const LONGEST_UNHEARD: Duration = Duration::from_mins(10);
+
 /// Starts everything that a configuration asks for.
 pub(crate) async fn start(indexer: &Arc<Indexer>, config: &IndexConfig, shutdown: &Shutdown) -> Result<()> {
     if let Shelf::Memory(shelf) = indexer.shelf() {
         for (model, keys) in shelf.kept() {
             // A list that somebody has changed costs what it names, not the start.
-            let opened = indexer.library().open_model(&model).and_then(|books| books.open(&keys));
+            let opened = indexer.catalog().open_model(&model).and_then(|books| books.open(&keys));
             if let Err(error) = opened {
-                tracing::warn!(%error, "starting without a book of the snapshot folder");
+                shelf.pass_over(&model, &error);
             }
         }
         if config.snapshot_folder.is_some() {
             let interval = Duration::from_secs(config.snapshot_interval_s);
             shutdown.spawn(keep(Arc::clone(shelf), interval, shutdown.clone()));
+            shutdown.spawn(forget_unheard(Arc::clone(indexer.catalog()), shutdown.clone()));
         }
     }
-    let feeds = Arc::clone(indexer.library()) as Arc<dyn Feeds>;
+    let feeds = Arc::clone(indexer.catalog()) as Arc<dyn Feeds>;
     let engines = config.engines.iter().map(|engine| EngineSource::start(engine, Arc::clone(&feeds)));
     let engines = engines.collect::<Result<Vec<_>>>()?;
     let services = config.kubernetes.iter();
@@ -57,6 +63,29 @@ pub(crate) async fn start(indexer: &Arc<Indexer>, config: &IndexConfig, shutdown
         });
     }
     Ok(())
+}
+
+/// Takes workers out that left while nobody listened: no source will ever say so. It goes on, because a book that the
+/// folder's list has lost is read when somebody first speaks of it.
+async fn forget_unheard(catalog: Arc<Catalog>, shutdown: Shutdown) {
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(LONGEST_UNHEARD) => {}
+            () = shutdown.stopping() => return,
+        }
+        for books in catalog.all() {
+            let model = books.model();
+            for book in books.all() {
+                match book.forget_unheard().await {
+                    Ok(0) => {}
+                    Ok(n_sources) => {
+                        tracing::info!(%model, n_sources, "forgot workers that only a snapshot knew");
+                    }
+                    Err(error) => tracing::warn!(%model, %error, "failed to forget workers of a snapshot"),
+                }
+            }
+        }
+    }
 }
 
 /// Writes the books to their folder from time to time, and once more at the end.

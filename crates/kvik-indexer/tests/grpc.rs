@@ -76,6 +76,17 @@ struct Service {
     serving: JoinHandle<Result<()>>,
 }
 
+impl Service {
+    /// Begins a call that is answered when the test says so.
+    async fn ask_slow(&self) -> JoinHandle<Result<GetPodScoresResponse, Status>> {
+        let mut client = connect(self.address).await;
+        let request = request("p", "slow", &["a"]);
+        let asking = tokio::spawn(async move { ask(&mut client, GET_POD_SCORES_PATH, request).await });
+        self.index.is_asked.notified().await;
+        asking
+    }
+}
+
 async fn start() -> Service {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -155,12 +166,7 @@ async fn messages_are_bounded_in_both_directions() {
 #[tokio::test]
 async fn a_call_that_runs_is_finished_when_the_service_drains() {
     let service = start().await;
-    let mut client = connect(service.address).await;
-    let asking =
-        tokio::spawn(
-            async move { ask(&mut client, GET_POD_SCORES_PATH, request("p", "slow", &["a"])).await },
-        );
-    service.index.is_asked.notified().await;
+    let asking = service.ask_slow().await;
     service.shutdown.drain();
     tokio::time::timeout(Duration::from_secs(30), async {
         while Endpoint::from_shared(format!("http://{}", service.address)).unwrap().connect().await.is_ok() {
@@ -177,12 +183,7 @@ async fn a_call_that_runs_is_finished_when_the_service_drains() {
 #[tokio::test]
 async fn a_call_that_runs_ends_when_the_service_stops() {
     let service = start().await;
-    let mut client = connect(service.address).await;
-    let asking =
-        tokio::spawn(
-            async move { ask(&mut client, GET_POD_SCORES_PATH, request("p", "slow", &["a"])).await },
-        );
-    service.index.is_asked.notified().await;
+    let asking = service.ask_slow().await;
     service.shutdown.stop();
     tokio::time::timeout(Duration::from_secs(30), service.serving).await.unwrap().unwrap().unwrap();
     let answer = tokio::time::timeout(Duration::from_secs(30), asking).await.unwrap().unwrap();

@@ -1,5 +1,7 @@
 //! The arguments of every command, with their defaults and units.
 
+pub(crate) mod bench;
+
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -8,8 +10,8 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvik_store::policy::PolicyKind;
 use kvik_types::Dtype;
 
-use crate::bench::memory::BenchDevice;
 use crate::commands::memory::MemoryCommand;
+use bench::BenchCommand;
 
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
@@ -119,25 +121,6 @@ pub(crate) struct TopScreenArguments {
 pub(crate) enum ModelsCommand {
     /// Print a model's architecture, sizes and KV bytes per token
     Inspect(InspectArguments),
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum BenchCommand {
-    /// Measure the built-in engine: prefill and decode tokens per second
-    Engine(BenchEngineArguments),
-    /// Measure what the gateway costs: requests through it against requests straight to mock workers
-    Gateway(BenchGatewayArguments),
-    /// Measure elastic memory: blocks, pages, grants, growth, and giving memory back
-    Memory(BenchMemoryArguments),
-    /// Measure the KV store: each tier beside what its medium gives without it, lookups, and what a hit saves
-    Store(BenchStoreArguments),
-    /// Measure the global KV index: events, lookups, bytes, its snapshot, and whether it is exact
-    Index(BenchIndexArguments),
-    /// Measure ways of placing requests: a trace replayed on mock workers in virtual time
-    Routing(BenchRoutingArguments),
-    /// The other process of `kvik bench memory`
-    #[command(hide = true)]
-    MemoryPeer(BenchMemoryPeerArguments),
 }
 
 /// Text is streamed to standard output as it is made. Statistics go to standard error if that is a terminal.
@@ -253,154 +236,6 @@ pub(crate) struct InspectArguments {
     /// Print one JSON object instead of a table
     #[arg(long)]
     pub(crate) json: bool,
-}
-
-/// Every value is the median of at least three repeats after a warm-up.
-#[derive(Debug, Args)]
-#[command(after_help = EXIT_CODES)]
-pub(crate) struct BenchEngineArguments {
-    /// Model folder: config.json, safetensors, tokenizer.json [default: the bundled kvik-tiny]
-    #[arg(long, value_name = "DIR")]
-    pub(crate) model: Option<PathBuf>,
-
-    /// Batch sizes in sequences, 1 to 1024, separated by commas
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,4,16",
-          value_parser = clap::value_parser!(u32).range(1..=1024))]
-    pub(crate) batch: Vec<u32>,
-
-    /// Prompt length of the prefill measurement, in tokens
-    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
-    pub(crate) prefill_tokens: u32,
-
-    /// Tokens that each sequence decodes in one repeat
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
-    pub(crate) decode_tokens: u32,
-
-    /// Prompt length of the decode measurement, in tokens
-    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
-    pub(crate) context: u32,
-
-    /// Seconds for which each measurement is repeated, 0 to 3600
-    #[arg(long, value_name = "S", default_value_t = 2, value_parser = clap::value_parser!(u64).range(..=3600))]
-    pub(crate) seconds: u64,
-
-    /// Type in which keys and values are kept
-    #[arg(long, value_name = "TYPE", value_enum, default_value_t = KvDtype::F32)]
-    pub(crate) kv_dtype: KvDtype,
-
-    /// Threads that compute, 1 to 1024 [default: the cores this process may use]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MAX_THREADS))]
-    pub(crate) threads: Option<u64>,
-
-    /// Print one JSON object instead of a table
-    #[arg(long)]
-    pub(crate) json: bool,
-}
-
-/// Clients, gateway and mock workers run in this process, on loopback. Under a minute on two cores.
-#[derive(Debug, Args)]
-#[command(after_help = EXIT_CODES)]
-pub(crate) struct BenchGatewayArguments {
-    /// Requests over which the growth of the memory is measured, at least 1
-    #[arg(long, value_name = "N", default_value_t = 100_000, value_parser = clap::value_parser!(u32).range(1..))]
-    pub(crate) requests: u32,
-
-    /// Measure a few seconds only, less precisely, over a twentieth of the requests
-    #[arg(long)]
-    pub(crate) quick: bool,
-
-    /// Print one JSON object instead of a table
-    #[arg(long)]
-    pub(crate) json: bool,
-}
-
-/// Uses a ledger of its own, so engines that run on the device are not asked for memory. On a GPU it takes
-/// 40 GiB for some seconds; on the host it takes addresses and hardly any memory.
-#[derive(Debug, Args)]
-#[command(after_help = EXIT_CODES)]
-pub(crate) struct BenchMemoryArguments {
-    /// Memory to measure: `host`, or `cuda:` and the number of a GPU, which must have 40 GiB free
-    #[arg(long, value_name = "DEVICE", default_value = "host")]
-    pub(crate) device: BenchDevice,
-
-    /// Measure a second only, less precisely, with at most 1 GiB of growth
-    #[arg(long)]
-    pub(crate) quick: bool,
-
-    /// Print one JSON object instead of a table
-    #[arg(long)]
-    pub(crate) json: bool,
-}
-
-/// Compares the disk with fio and Redis with redis-benchmark where these are installed. Takes some minutes, 3 GiB
-/// of the disk and 3 GiB of memory; with --quick half a minute and less than 1 GiB.
-#[derive(Debug, Args)]
-#[command(after_help = EXIT_CODES)]
-pub(crate) struct BenchStoreArguments {
-    /// Folder on the disk to measure; a folder of its own in there is removed at the end
-    #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
-    pub(crate) dir: PathBuf,
-
-    /// Measure one round of less, less precisely
-    #[arg(long)]
-    pub(crate) quick: bool,
-
-    /// Print one JSON object instead of a table
-    #[arg(long)]
-    pub(crate) json: bool,
-}
-
-/// 16 workers with sequences of 16, 128 and 1024 blocks, on one thread and beside a writer. Takes some minutes and
-/// 1 GiB of memory; with --quick some seconds.
-#[derive(Debug, Args)]
-#[command(after_help = EXIT_CODES)]
-pub(crate) struct BenchIndexArguments {
-    /// Measure one round of a twentieth of the sequences, less precisely
-    #[arg(long)]
-    pub(crate) quick: bool,
-
-    /// Print one JSON object instead of a table
-    #[arg(long)]
-    pub(crate) json: bool,
-}
-
-/// Nothing is measured on this machine: equal arguments give equal figures. Takes less than a minute.
-#[derive(Debug, Args)]
-#[command(after_help = EXIT_CODES)]
-pub(crate) struct BenchRoutingArguments {
-    /// Requests in Mooncake's format, as for `kvik sim` [default: generated conversations]
-    #[arg(long, value_name = "FILE")]
-    pub(crate) trace: Option<PathBuf>,
-
-    /// Blocks of 512 tokens that each of the 8 workers can keep, at least 1
-    #[arg(long, value_name = "BLOCKS", default_value_t = 3000, value_parser = parse_capacity)]
-    pub(crate) cache_blocks: usize,
-
-    /// Room above the mean load that the ring gives a worker, as `routing.ring.load_factor` of the gateway
-    #[arg(long, value_name = "X", default_value_t = 0.25)]
-    pub(crate) load_factor: f64,
-
-    /// Loads in percent of the saturation of the best policy, 1 to 200, separated by commas
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "25,50,75,90,100",
-          value_parser = clap::value_parser!(u32).range(1..=200))]
-    pub(crate) load: Vec<u32>,
-
-    /// Also draw the mean time to the first token over the load
-    #[arg(long, value_name = "FILE")]
-    pub(crate) plot: Option<PathBuf>,
-
-    /// Print one JSON object instead of a table
-    #[arg(long)]
-    pub(crate) json: bool,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct BenchMemoryPeerArguments {
-    /// Folder of the ledger
-    pub(crate) folder: PathBuf,
-
-    /// Device of the ledger
-    pub(crate) device: String,
 }
 
 /// The types in which the engine can keep keys and values.

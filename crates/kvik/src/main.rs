@@ -26,7 +26,8 @@ use kvik_model::ModelError;
 use kvik_store::sim::TraceError;
 use kvik_tokens::TokensError;
 
-use cli::{BenchCommand, Cli, Command, ModelsCommand};
+use cli::bench::BenchCommand;
+use cli::{Cli, Command, ModelsCommand};
 use commands::memory::MemoryCommand;
 
 /// The exit codes besides 0, which says that all was done.

@@ -17,6 +17,8 @@
 
 mod dynamo;
 mod kvik;
+#[path = "../../machine.rs"]
+mod machine;
 mod report;
 
 use std::alloc::System;
@@ -84,7 +86,7 @@ pub enum Contender {
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
     ensure!(arguments.rounds > 0 && arguments.part > 0, "--rounds and --part are at least 1");
-    let load_at_begin = report::load_average();
+    let load_at_begin = machine::load_average();
     let mut lines: Vec<Line> = Vec::new();
     for (depth, n_per_worker) in FLEETS {
         if arguments.depth.is_none_or(|wanted| wanted == depth) {
@@ -92,7 +94,7 @@ fn main() -> Result<()> {
             lines.extend(measure(&work, &arguments)?.lines());
         }
     }
-    let load_averages = [load_at_begin, report::load_average()];
+    let load_averages = [load_at_begin, machine::load_average()];
     let settings = json!({
         "workers": kvik_index::workload::N_WORKERS, "dynamo_kv_router": "1.6.1", "event_threads": dynamo::N_THREADS,
         "rounds": arguments.rounds, "passes": N_PASSES, "part": arguments.part,

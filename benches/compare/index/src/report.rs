@@ -5,7 +5,7 @@ use std::fs;
 use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 
-use crate::{Contender, Sample};
+use crate::{Contender, Sample, machine};
 
 /// Where the sides do not do the same.
 const NOTES: &[&str] = &[
@@ -155,16 +155,8 @@ impl Line {
 
 /// The report for programs.
 pub fn to_json(lines: &[Line], settings: &Value, load_averages: &[String; 2]) -> Value {
-    let cpu = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let cpu = cpu.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or("unknown");
-    let machine = json!({
-        "cpu": cpu.trim_matches([' ', '\t', ':']),
-        "cores": std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
-        "load_average_begin": load_averages[0],
-        "load_average_end": load_averages[1],
-    });
     json!({
-        "bench": "compare_index", "machine": machine, "settings": settings,
+        "bench": "compare_index", "machine": machine::to_json(load_averages), "settings": settings,
         "results": lines.iter().map(Line::to_json).collect::<Vec<_>>(), "notes": NOTES,
     })
 }
@@ -197,12 +189,6 @@ pub fn print_table(lines: &[Line], settings: &Value, load_averages: &[String; 2]
     for note in NOTES {
         println!("- {note}");
     }
-}
-
-/// What waits for the processors, over the last minute.
-pub fn load_average() -> String {
-    let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
-    text.split_whitespace().next().unwrap_or("unknown").to_owned()
 }
 
 /// Processor time of all threads of this process.

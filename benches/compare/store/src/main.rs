@@ -26,6 +26,8 @@
 
 mod hybrid;
 mod kvik;
+#[path = "../../machine.rs"]
+mod machine;
 mod report;
 mod sample;
 mod workload;
@@ -74,11 +76,11 @@ fn main() -> Result<()> {
     ensure!(arguments.rounds > 0, "--rounds is 0, and at least 1 is needed");
     let dir = arguments.dir.join("kvik-compare-store");
     fs::create_dir_all(&dir).with_context(|| format!("make {}", dir.display()))?;
-    let load_at_begin = report::load_average();
+    let load_at_begin = machine::load_average();
     let measured = measure_all(&dir, &arguments);
     fs::remove_dir_all(&dir).with_context(|| format!("remove {}", dir.display()))?;
     let lines = measured?;
-    let load_averages = [load_at_begin, report::load_average()];
+    let load_averages = [load_at_begin, machine::load_average()];
     let settings = json!({
         "stored_mib": n_mib, "batch_mib": BATCH_BYTES / MIB, "threads": N_THREADS, "rounds": arguments.rounds,
         "memory_mib": MEMORY_BYTES / MIB, "disk_mib": DISK_BYTES / MIB,

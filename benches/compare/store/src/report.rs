@@ -1,10 +1,9 @@
 //! The figures of all rounds, as JSON for programs and as a table for people.
 
-use std::fs;
-
 use serde_json::{Value, json};
 
 use crate::hybrid::DiskIo;
+use crate::machine;
 use crate::sample::Sample;
 use crate::workload::MIB;
 
@@ -103,16 +102,8 @@ impl Line {
 
 /// The report for programs.
 pub fn to_json(lines: &[Line], settings: &Value, load_averages: &[String; 2]) -> Value {
-    let cpu = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let cpu = cpu.lines().find_map(|line| line.strip_prefix("model name")).unwrap_or("unknown");
-    let machine = json!({
-        "cpu": cpu.trim_matches([' ', '\t', ':']),
-        "cores": std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
-        "load_average_begin": load_averages[0],
-        "load_average_end": load_averages[1],
-    });
     json!({
-        "bench": "compare_store", "machine": machine, "settings": settings,
+        "bench": "compare_store", "machine": machine::to_json(load_averages), "settings": settings,
         "results": lines.iter().map(Line::to_json).collect::<Vec<_>>(), "notes": NOTES,
     })
 }
@@ -133,12 +124,6 @@ pub fn print_table(lines: &[Line], settings: &Value, load_averages: &[String; 2]
     for note in NOTES {
         println!("- {note}");
     }
-}
-
-/// What waits for the processors, over the last minute.
-pub fn load_average() -> String {
-    let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
-    text.split_whitespace().next().unwrap_or("unknown").to_owned()
 }
 
 fn median(samples: &[Sample], value: fn(&Sample) -> f64) -> f64 {

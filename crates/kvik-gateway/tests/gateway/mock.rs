@@ -26,6 +26,8 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 pub(crate) enum Behavior {
     /// Answers at once.
     Answer { status: u16, headers: Vec<(&'static str, &'static str)>, body: Bytes },
+    /// Answers with this part of a body that is no stream and then neither ends nor goes on.
+    AnswerAndHang(Bytes),
     /// Streams these frames and ends.
     Stream(Vec<Bytes>),
     /// Streams these frames and breaks the connection.
@@ -195,6 +197,7 @@ async fn handle(
             }
             response
         }
+        Behavior::AnswerAndHang(part) => Response::new((vec![part], End::Hang)),
         Behavior::Stream(frames) => stream(frames, End::Complete),
         Behavior::StreamAndDie(frames) => stream(frames, End::Die),
         Behavior::StreamAndHang(frames) => stream(frames, End::Hang),

@@ -3,8 +3,11 @@
 use std::collections::HashSet;
 use std::sync::atomic::Ordering;
 
+use bytes::Bytes;
+use http_body_util::BodyExt as _;
+
 use crate::mock::{Behavior, MockWorker};
-use crate::support::TestGateway;
+use crate::support::{TestGateway, until};
 
 async fn workers(n_workers: usize) -> Vec<MockWorker> {
     let mut workers = Vec::new();
@@ -64,6 +67,32 @@ async fn a_hot_key_spills_over_to_the_next_worker_and_no_bound_is_passed() {
         assert!(loads.iter().all(|&load| load as f64 <= bound), "{loads:?}");
     }
     assert!(workers.iter().all(|worker| 0 < worker.state.n_open.load(Ordering::SeqCst)));
+}
+
+#[tokio::test]
+async fn a_prompt_is_load_until_the_first_token_and_the_answer_until_its_end() {
+    let worker = MockWorker::start("m").await;
+    let gateway = TestGateway::before(&[&worker], |_| {}).await;
+    // About a thousand tokens.
+    let prompt = "x".repeat(4000);
+    let body = format!(r#"{{"model":"m","prompt":"{prompt}","max_tokens":100,"stream":true}}"#);
+
+    worker.behave(Behavior::StreamAndHang(Vec::new()));
+    let waiting = gateway.open("/v1/completions", &[], &body).await;
+    assert_eq!(gateway.outstanding_tokens(), 1100, "nothing of the answer has come");
+    worker.behave(Behavior::StreamAndHang(Behavior::stream(&["data: 1\n\n", "data: 2\n\n"])));
+    let mut begun = gateway.open("/v1/completions", &[], &body).await;
+    begun.body_mut().frame().await.unwrap().unwrap();
+    assert_eq!(gateway.outstanding_tokens(), 1200, "a prompt is computed");
+    worker.behave(Behavior::AnswerAndHang(Bytes::from_static(b"{")));
+    let mut whole = gateway.open("/v1/completions", &[], &body).await;
+    whole.body_mut().frame().await.unwrap().unwrap();
+    assert_eq!(gateway.outstanding_tokens(), 2300, "an answer in one piece is computed when it has ended");
+
+    drop(begun);
+    until("the answer's part is back", async || gateway.outstanding_tokens() == 2200).await;
+    drop((waiting, whole));
+    until("all load is back", async || gateway.outstanding_tokens() == 0).await;
 }
 
 #[tokio::test]

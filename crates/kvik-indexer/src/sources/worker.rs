@@ -9,6 +9,8 @@
 //! cannot give any more comes as a snapshot; where the feeds say that something is missing, a snapshot is
 //! asked for.
 
+mod metrics;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,6 +20,7 @@ use kvik_proto::events::{BlocksRemoved, BlocksStored, EngineHash, KvEvent, Mediu
 use kvik_proto::kv_stream::{ALIVE_INTERVAL, BlockGroup, Frame, Hello, KvBatch, KvChange, KvKey, KvTier};
 use tokio_util::sync::CancellationToken;
 
+use self::metrics::Tallies;
 use crate::error::IndexerError;
 use crate::feed::{Feed, FeedBatch, FeedName, Feeds, Holding, Naming};
 use crate::sources::pause::Pauses;
@@ -84,7 +87,10 @@ struct Follower {
     open: Vec<GroupFeed>,
     wants_snapshot: bool,
     n_old_epochs: u32,
+    /// The epoch that the worker named last.
+    epoch: Option<u64>,
     pauses: Pauses,
+    tallies: Tallies,
 }
 
 #[derive(Debug)]
@@ -109,15 +115,16 @@ pub async fn follow_worker(
     feeds: Arc<dyn Feeds>,
     left: CancellationToken,
 ) {
-    let client = WorkerClient::new(http, &followed.address);
     let mut follower = Follower {
-        client,
+        client: WorkerClient::new(http, &followed.address),
+        tallies: Tallies::new(&followed.worker),
         followed,
         feeds,
         left,
         open: Vec::new(),
         wants_snapshot: false,
         n_old_epochs: 0,
+        epoch: None,
         pauses: Pauses::new(FIRST_PAUSE, LONGEST_PAUSE),
     };
     follower.run().await;
@@ -128,6 +135,7 @@ impl Follower {
     async fn run(&mut self) {
         loop {
             let Err(reason) = self.listen().await;
+            self.tallies.set_connected(false);
             if matches!(reason, Break::Left) {
                 return;
             }
@@ -168,6 +176,7 @@ impl Follower {
         };
         self.greet(&hello, resume).await?;
         let epoch = hello.epoch;
+        self.note_connection(epoch);
         let mut draft = hello.resumes_at.is_none().then(Draft::default);
         loop {
             match (self.next_frame(&mut stream).await?, &mut draft) {
@@ -226,6 +235,14 @@ impl Follower {
         }
     }
 
+    fn note_connection(&mut self, epoch: u64) {
+        self.tallies.set_connected(true);
+        self.tallies.connections.increment(1);
+        if self.epoch.replace(epoch).is_some_and(|before| before != epoch) {
+            self.tallies.restarts.increment(1);
+        }
+    }
+
     /// Checks who speaks and opens its feeds.
     async fn greet(&mut self, hello: &Hello, resume: Option<(u64, u64)>) -> Result<(), Break> {
         let Hello { worker, model, groups, .. } = hello;
@@ -266,10 +283,12 @@ impl Follower {
             }
         }
         self.wants_snapshot = false;
+        self.tallies.snapshots.increment(1);
         Ok(())
     }
 
     async fn apply(&mut self, epoch: u64, batch: &KvBatch) -> Result<(), Break> {
+        self.tallies.batches.increment(1);
         for GroupFeed { group, feed } in &self.open {
             let batch = FeedBatch {
                 epoch: Some(epoch),
@@ -280,7 +299,10 @@ impl Follower {
             };
             match feed.apply(batch).await? {
                 Verdict::Applied | Verdict::Restarted | Verdict::Duplicate => {}
-                Verdict::Gap { .. } => return Err(Break::Incomplete),
+                Verdict::Gap { .. } => {
+                    self.tallies.gaps.increment(1);
+                    return Err(Break::Incomplete);
+                }
                 Verdict::UnknownSource => return Err(Break::Forgotten),
                 Verdict::OldEpoch => return Err(Break::OldEpoch { epoch }),
             }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvik_index::holders::{Verdict, Walk};
+use kvik_index::holders::{SourceName, Verdict, Walk};
 use kvik_indexer::IndexerError;
 use kvik_indexer::backend::Backend as _;
 use kvik_indexer::backend::redis::{RedisBackend, RedisOptions};
@@ -50,16 +50,27 @@ pub(crate) async fn until_it_answers(backend: &RedisBackend) {
     }
 }
 
+/// A book on a server, and a worker that has block 1 in it.
+async fn begin(server: &RedisServer, options: &RedisOptions) -> (RedisBackend, SourceName) {
+    let backend = open(&server.url(), options, "model");
+    let source = name("worker", 0);
+    backend.apply(&source, batch(Some(1), 0, &[stored(&[key(1)])])).await.unwrap();
+    (backend, source)
+}
+
+/// Kills a server and waits until it serves again.
+async fn bring_back(server: &mut RedisServer, backend: &RedisBackend) {
+    server.kill();
+    assert_away(backend).await;
+    server.restart();
+    until_it_answers(backend).await;
+}
+
 #[tokio::test]
 async fn a_server_that_comes_back_empty_is_told_by_a_gap() {
     let mut server = RedisServer::start(&[]);
-    let backend = open(&server.url(), &impatient(), "model");
-    let source = name("worker", 0);
-    backend.apply(&source, batch(Some(1), 0, &[stored(&[key(1)])])).await.unwrap();
-    server.kill();
-    assert_away(&backend).await;
-    server.restart();
-    until_it_answers(&backend).await;
+    let (backend, source) = begin(&server, &impatient()).await;
+    bring_back(&mut server, &backend).await;
     assert_eq!(prefix(&backend, &source, &[key(1)]).await, 0);
     assert_eq!(
         backend.apply(&source, batch(Some(1), 1, &[])).await.unwrap(),
@@ -70,13 +81,8 @@ async fn a_server_that_comes_back_empty_is_told_by_a_gap() {
 #[tokio::test]
 async fn a_server_that_comes_back_with_its_data_goes_on_where_it_was() {
     let mut server = RedisServer::start(&["--appendonly", "yes", "--appendfsync", "always"]);
-    let backend = open(&server.url(), &impatient(), "model");
-    let source = name("worker", 0);
-    backend.apply(&source, batch(Some(1), 0, &[stored(&[key(1)])])).await.unwrap();
-    server.kill();
-    assert_away(&backend).await;
-    server.restart();
-    until_it_answers(&backend).await;
+    let (backend, source) = begin(&server, &impatient()).await;
+    bring_back(&mut server, &backend).await;
     assert_eq!(prefix(&backend, &source, &[key(1)]).await, 1);
     assert_eq!(backend.apply(&source, batch(Some(1), 1, &[])).await.unwrap(), Verdict::Applied);
 }
@@ -97,9 +103,7 @@ async fn a_lost_connection_is_opened_again_by_the_call_that_finds_out() {
 #[tokio::test]
 async fn a_server_that_hangs_costs_a_bounded_time() {
     let server = RedisServer::start(&[]);
-    let backend = open(&server.url(), &impatient(), "model");
-    let source = name("worker", 0);
-    backend.apply(&source, batch(Some(1), 0, &[stored(&[key(1)])])).await.unwrap();
+    let (backend, source) = begin(&server, &impatient()).await;
     server.pause();
     assert_away(&backend).await;
     server.resume();
@@ -141,9 +145,7 @@ async fn a_server_without_memory_refuses_a_batch_as_a_whole() {
 #[tokio::test]
 async fn a_server_that_became_a_replica_is_left_for_whom_its_address_leads_to() {
     let server = RedisServer::start(&[]);
-    let backend = open(&server.url(), &patient(), "model");
-    let source = name("worker", 0);
-    backend.apply(&source, batch(Some(1), 0, &[stored(&[key(1)])])).await.unwrap();
+    let (backend, source) = begin(&server, &patient()).await;
     let n_before = n_connections(&server);
     server.cli(&["REPLICAOF", "127.0.0.1", "1"]);
     let error = backend.apply(&source, batch(Some(1), 1, &[])).await.unwrap_err();

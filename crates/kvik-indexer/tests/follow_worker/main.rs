@@ -234,3 +234,52 @@ async fn a_worker_whose_clock_was_set_back_is_known_anew_and_so_is_one_with_othe
     assert_eq!(following.feeds.open_feeds().len(), 1);
     following.end().await;
 }
+
+/// What is counted of a worker's source.
+fn counted(worker: &str, name: &str) -> Option<String> {
+    let metrics = kvik_runtime::telemetry::render_metrics();
+    let series = metrics.lines().filter(|line| line.starts_with(&format!("kvik_index_source_{name}{{")));
+    let mut series = series.filter(|line| line.contains(&format!("source=\"{worker}\"")));
+    series.next().and_then(|line| line.rsplit(' ').next().map(str::to_owned))
+}
+
+#[tokio::test]
+async fn what_comes_from_a_worker_is_counted() {
+    kvik_runtime::telemetry::start_metrics().unwrap();
+    let until_counted = async |expected: [(&str, u64); 6]| {
+        let is_so = |(name, count): &(&str, u64)| counted("counted", name) == Some(count.to_string());
+        until(|| expected.iter().all(is_so).then_some(())).await;
+    };
+    let hello = |epoch, resumes_at| {
+        let Frame::Hello(hello) = hello(epoch, resumes_at) else { unreachable!() };
+        Frame::Hello(kvik_proto::kv_stream::Hello { worker: "counted".to_owned(), ..hello })
+    };
+    let end = |next_sequence| Frame::SnapshotEnd { next_sequence };
+    let fake = FakeWorker::start().await;
+    let following = Following::start(&fake.address, "counted", "m");
+    let mut stream = fake.accept().await;
+    stream.send(&[hello(5, None), end(1), stored(1, &[4]), stored(2, &[5])]).await;
+    let name = [
+        "connected",
+        "connections_total",
+        "batches_total",
+        "snapshots_total",
+        "gaps_total",
+        "restarts_total",
+    ];
+    let counts = |counts: [u64; 6]| std::array::from_fn(|place| (name[place], counts[place]));
+    until_counted(counts([1, 1, 2, 1, 0, 0])).await;
+    // A batch is missing: it asks for everything again.
+    stream.send(&[stored(9, &[6])]).await;
+    stream.gone().await;
+    until_counted(counts([0, 1, 3, 1, 1, 0])).await;
+    let mut stream = fake.accept().await;
+    stream.send(&[hello(5, None), end(10)]).await;
+    until_counted(counts([1, 2, 3, 2, 1, 0])).await;
+    drop(stream);
+    let mut stream = fake.accept().await;
+    stream.send(&[hello(6, None), end(0)]).await;
+    until_counted(counts([1, 3, 3, 3, 1, 1])).await;
+    following.end().await;
+    assert_eq!(counted("counted", "connected").as_deref(), Some("0"));
+}

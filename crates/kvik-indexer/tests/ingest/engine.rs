@@ -79,7 +79,7 @@ pub(crate) async fn start(config: &IndexConfig) -> (Arc<Indexer>, Shutdown) {
 
 pub(crate) async fn open(indexer: &Indexer, worker: &str, naming: Naming) -> Arc<dyn Feed> {
     let name = FeedName { model: MODEL.to_owned(), worker: worker.to_owned(), rank: 0 };
-    indexer.library().open(name, naming).await.unwrap()
+    indexer.catalog().open(name, naming).await.unwrap()
 }
 
 /// Tokens of a prompt that a worker has.

@@ -174,8 +174,8 @@ async fn names_that_nobody_should_have_are_refused_and_change_nothing() {
     let long = "x".repeat(1 << 20);
     for (model, worker) in [("m", long.as_str()), ("m", ""), (long.as_str(), "a"), ("", "a")] {
         let name = FeedName { model: model.to_owned(), worker: worker.to_owned(), rank: 0 };
-        let error = indexer.library().open(name, Naming::Learned).await.unwrap_err().to_string();
+        let error = indexer.catalog().open(name, Naming::Learned).await.unwrap_err().to_string();
         assert!(error.len() < 400 && error.contains("allowed"), "{error}");
     }
-    assert!(indexer.library().all().iter().all(|books| !books.has_books()));
+    assert!(indexer.catalog().all().iter().all(|books| !books.has_books()));
 }

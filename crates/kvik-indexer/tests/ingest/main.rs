@@ -5,4 +5,5 @@
 mod captured;
 mod engine;
 mod feeds;
+mod restarts;
 mod scores;

@@ -7,7 +7,7 @@ use kvik_index::holders::Verdict;
 use kvik_indexer::feed::FeedName;
 use kvik_indexer::sources::engine::{EngineConfig, EngineLimits, EngineSource};
 use kvik_proto::events::EventBatch;
-use tokio::net::UnixListener;
+use tokio::net::{TcpStream, UnixListener};
 
 use crate::peer::{Engine, Peer, TOPIC, payload, pod1, quick, stored};
 use crate::support::{Call, PATIENCE, Recorder};
@@ -26,12 +26,29 @@ fn slices(frames: &[Vec<u8>]) -> Vec<&[u8]> {
     frames.iter().map(Vec::as_slice).collect()
 }
 
+/// Listens to an engine as configured and waits until it has.
+async fn listen(engine: &Engine, config: &EngineConfig) -> (EngineSource, Recorder, Peer<TcpStream>) {
+    let recorder = Recorder::default();
+    let source = EngineSource::start(config, recorder.feeds()).unwrap();
+    let publisher = engine.accept().await;
+    (source, recorder, publisher)
+}
+
+/// The same, with an engine whose first batch has been heard.
+async fn listen_to_first(
+    engine: &Engine,
+    config: &EngineConfig,
+) -> (EngineSource, Recorder, Peer<TcpStream>) {
+    let (source, recorder, mut publisher) = listen(engine, config).await;
+    publisher.publish(0).await;
+    recorder.until_applied(&pod1(), &[0]).await;
+    (source, recorder, publisher)
+}
+
 #[tokio::test]
 async fn a_captured_stream_reaches_its_feed_as_it_was_published() {
     let engine = Engine::bind().await;
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
+    let (source, recorder, mut publisher) = listen(&engine, &engine.config()).await;
     let messages: Vec<_> = (0..6).map(|place| captured(&format!("b32_sha256_{place:03}"), 3)).collect();
     for message in &messages {
         publisher.send(&slices(message)).await;
@@ -51,9 +68,7 @@ async fn a_captured_stream_reaches_its_feed_as_it_was_published() {
 #[tokio::test]
 async fn a_gap_is_filled_with_what_the_captured_engine_replayed() {
     let engine = Engine::bind().await;
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config_with_replay(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
+    let (source, recorder, mut publisher) = listen(&engine, &engine.config_with_replay()).await;
     publisher.send(&slices(&captured("b32_sha256_000", 3))).await;
     recorder.until_applied(&pod1(), &[0]).await;
     for place in 0..5 {
@@ -75,9 +90,7 @@ async fn a_gap_is_filled_with_what_the_captured_engine_replayed() {
 async fn a_late_listener_hears_first_what_it_missed() {
     let engine = Engine::bind().await;
     engine.remember(0..3);
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config_with_replay(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
+    let (source, recorder, mut publisher) = listen(&engine, &engine.config_with_replay()).await;
     publisher.publish(3).await;
     recorder.until_applied(&pod1(), &[0, 1, 2, 3]).await;
     assert_eq!(engine.book.lock().starts, [0]);
@@ -88,9 +101,7 @@ async fn a_late_listener_hears_first_what_it_missed() {
 async fn a_message_that_was_replayed_and_comes_live_too_is_a_duplicate_and_no_restart() {
     let engine = Engine::bind().await;
     engine.remember(0..8);
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config_with_replay(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
+    let (source, recorder, mut publisher) = listen(&engine, &engine.config_with_replay()).await;
     // Published between the subscription and the answer of the replay.
     for sequence in 5..9 {
         publisher.publish(sequence).await;
@@ -103,11 +114,7 @@ async fn a_message_that_was_replayed_and_comes_live_too_is_a_duplicate_and_no_re
 #[tokio::test]
 async fn a_gap_is_replayed_before_what_came_after_it() {
     let engine = Engine::bind().await;
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config_with_replay(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
-    publisher.publish(0).await;
-    recorder.until_applied(&pod1(), &[0]).await;
+    let (source, recorder, mut publisher) = listen_to_first(&engine, &engine.config_with_replay()).await;
     engine.remember(0..6);
     for sequence in [3, 4, 5, 6] {
         publisher.publish(sequence).await;
@@ -125,9 +132,7 @@ async fn answers_that_were_lost_on_the_way_are_asked_for_again() {
     engine.remember(0..10);
     engine.book.lock().lost_once = [4, 5, 8].into();
     engine.book.lock().loses_end = true;
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config_with_replay(), recorder.feeds()).unwrap();
-    let _publisher = engine.accept().await;
+    let (source, recorder, _publisher) = listen(&engine, &engine.config_with_replay()).await;
     recorder.until_applied(&pod1(), &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]).await;
     assert_eq!(engine.book.lock().starts, [0, 4]);
     assert_eq!((source.counters().skipped_gaps, source.counters().failed_replays), (0, 0));
@@ -137,9 +142,7 @@ async fn answers_that_were_lost_on_the_way_are_asked_for_again() {
 async fn what_the_engine_no_longer_has_is_given_up_and_the_source_is_unsure() {
     let engine = Engine::bind().await;
     engine.remember(7..9);
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config_with_replay(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
+    let (source, recorder, mut publisher) = listen(&engine, &engine.config_with_replay()).await;
     recorder.until_applied(&pod1(), &[7, 8]).await;
     publisher.publish(9).await;
     recorder.until_applied(&pod1(), &[7, 8, 9]).await;
@@ -151,9 +154,7 @@ async fn what_the_engine_no_longer_has_is_given_up_and_the_source_is_unsure() {
 #[tokio::test]
 async fn without_a_replay_a_gap_is_given_up_at_once() {
     let engine = Engine::bind().await;
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
+    let (source, recorder, mut publisher) = listen(&engine, &engine.config()).await;
     for sequence in [0, 1, 5] {
         publisher.publish(sequence).await;
     }
@@ -166,11 +167,7 @@ async fn without_a_replay_a_gap_is_given_up_at_once() {
 #[tokio::test]
 async fn a_message_that_cannot_be_read_is_replayed_and_given_up_if_it_still_cannot() {
     let engine = Engine::bind().await;
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config_with_replay(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
-    publisher.publish(0).await;
-    recorder.until_applied(&pod1(), &[0]).await;
+    let (source, recorder, mut publisher) = listen_to_first(&engine, &engine.config_with_replay()).await;
     engine.remember(0..4);
     engine.book.lock().batches.insert(1, b"\x93garbage".to_vec());
     publisher.send(&[TOPIC, &1_u64.to_be_bytes(), b"\x93garbage"]).await;
@@ -186,11 +183,7 @@ async fn a_message_that_cannot_be_read_is_replayed_and_given_up_if_it_still_cann
 #[tokio::test]
 async fn a_garbled_copy_is_made_good_by_the_replay() {
     let engine = Engine::bind().await;
-    let recorder = Recorder::default();
-    let _source = EngineSource::start(&engine.config_with_replay(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
-    publisher.publish(0).await;
-    recorder.until_applied(&pod1(), &[0]).await;
+    let (_source, recorder, mut publisher) = listen_to_first(&engine, &engine.config_with_replay()).await;
     engine.remember(0..3);
     publisher.send(&[TOPIC, &1_u64.to_be_bytes(), b"\xc1"]).await;
     publisher.publish(2).await;
@@ -203,9 +196,7 @@ async fn replays_without_a_topic_belong_to_the_topic_that_is_heard() {
     let engine = Engine::bind().await;
     engine.remember(0..3);
     engine.book.lock().has_no_topic = true;
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config_with_replay(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
+    let (source, recorder, mut publisher) = listen(&engine, &engine.config_with_replay()).await;
     // Nobody knows whose the first replay is.
     recorder.until("the replay is refused", |_| source.counters().refused == 3).await;
     engine.remember(3..4);
@@ -236,9 +227,7 @@ async fn an_engine_without_a_topic_is_heard_under_its_configured_name() {
 #[tokio::test]
 async fn pods_and_ranks_behind_one_endpoint_have_feeds_of_their_own() {
     let engine = Engine::bind().await;
-    let recorder = Recorder::default();
-    let _source = EngineSource::start(&engine.config(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
+    let (_source, recorder, mut publisher) = listen(&engine, &engine.config()).await;
     for (pod, rank) in [("a", 0), ("b", 0), ("a", 1), ("b", 0)] {
         let topic = format!("kv@{pod}@tiny");
         let sequence = u64::from(recorder.names().iter().any(|name| name.worker == "b" && pod == "b"));
@@ -252,9 +241,7 @@ async fn pods_and_ranks_behind_one_endpoint_have_feeds_of_their_own() {
 #[tokio::test]
 async fn an_engine_that_was_only_disconnected_goes_on_where_it_was() {
     let engine = Engine::bind().await;
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config_with_replay(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
+    let (source, recorder, mut publisher) = listen(&engine, &engine.config_with_replay()).await;
     publisher.publish(0).await;
     publisher.publish(1).await;
     recorder.until_applied(&pod1(), &[0, 1]).await;
@@ -273,9 +260,7 @@ async fn an_engine_that_was_only_disconnected_goes_on_where_it_was() {
 #[tokio::test]
 async fn an_engine_that_was_restarted_and_has_gone_further_than_before_is_not_taken_for_the_old_one() {
     let engine = Engine::bind().await;
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config_with_replay(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
+    let (source, recorder, mut publisher) = listen(&engine, &engine.config_with_replay()).await;
     publisher.publish(0).await;
     publisher.publish(1).await;
     recorder.until_applied(&pod1(), &[0, 1]).await;
@@ -296,11 +281,7 @@ async fn an_engine_that_was_restarted_and_has_gone_further_than_before_is_not_ta
 #[tokio::test]
 async fn an_engine_that_was_restarted_and_has_nothing_yet_is_forgotten() {
     let engine = Engine::bind().await;
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config_with_replay(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
-    publisher.publish(0).await;
-    recorder.until_applied(&pod1(), &[0]).await;
+    let (source, recorder, publisher) = listen_to_first(&engine, &engine.config_with_replay()).await;
     drop(publisher);
     let mut publisher = engine.accept().await;
     recorder.until("its blocks are gone", |recorder| recorder.holds(&pod1(), 1000).is_none()).await;
@@ -313,11 +294,7 @@ async fn an_engine_that_was_restarted_and_has_nothing_yet_is_forgotten() {
 #[tokio::test]
 async fn an_engine_whose_buffer_has_rolled_past_all_that_is_known_begins_anew_and_unsure() {
     let engine = Engine::bind().await;
-    let recorder = Recorder::default();
-    let _source = EngineSource::start(&engine.config_with_replay(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
-    publisher.publish(0).await;
-    recorder.until_applied(&pod1(), &[0]).await;
+    let (_source, recorder, publisher) = listen_to_first(&engine, &engine.config_with_replay()).await;
     engine.remember(50..53);
     drop(publisher);
     let _publisher = engine.accept().await;
@@ -329,9 +306,7 @@ async fn an_engine_whose_buffer_has_rolled_past_all_that_is_known_begins_anew_an
 #[tokio::test]
 async fn a_number_that_falls_in_the_live_stream_is_a_restart() {
     let engine = Engine::bind().await;
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
+    let (source, recorder, mut publisher) = listen(&engine, &engine.config()).await;
     for sequence in [0, 1, 2, 0] {
         publisher.publish(sequence).await;
     }
@@ -346,11 +321,7 @@ async fn a_second_gap_waits_until_the_engine_may_be_asked_again() {
     let engine = Engine::bind().await;
     let limits = EngineLimits { replay_cooldown_ms: 600, ..quick() };
     let config = EngineConfig { limits, ..engine.config_with_replay() };
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&config, recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
-    publisher.publish(0).await;
-    recorder.until_applied(&pod1(), &[0]).await;
+    let (source, recorder, mut publisher) = listen_to_first(&engine, &config).await;
     engine.remember(0..3);
     publisher.publish(2).await;
     recorder.until_applied(&pod1(), &[0, 1, 2]).await;
@@ -369,11 +340,7 @@ async fn a_full_backlog_gives_a_gap_up_rather_than_waiting_to_ask_again() {
     let engine = Engine::bind().await;
     let limits = EngineLimits { replay_cooldown_ms: 3_600_000, max_backlog_messages: 2, ..quick() };
     let config = EngineConfig { limits, ..engine.config_with_replay() };
-    let recorder = Recorder::default();
-    let _source = EngineSource::start(&config, recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
-    publisher.publish(0).await;
-    recorder.until_applied(&pod1(), &[0]).await;
+    let (_source, recorder, mut publisher) = listen_to_first(&engine, &config).await;
     engine.remember(0..3);
     publisher.publish(2).await;
     recorder.until_applied(&pod1(), &[0, 1, 2]).await;
@@ -387,11 +354,7 @@ async fn a_full_backlog_gives_a_gap_up_rather_than_waiting_to_ask_again() {
 #[tokio::test]
 async fn an_index_that_is_away_loses_nothing() {
     let engine = Engine::bind().await;
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
-    publisher.publish(0).await;
-    recorder.until_applied(&pod1(), &[0]).await;
+    let (source, recorder, mut publisher) = listen_to_first(&engine, &engine.config()).await;
     recorder.fail(3);
     publisher.publish(1).await;
     publisher.publish(2).await;
@@ -404,9 +367,7 @@ async fn an_index_that_is_away_loses_nothing() {
 async fn a_duplicate_that_is_handed_in_twice_is_no_restart() {
     let engine = Engine::bind().await;
     engine.remember(0..8);
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config_with_replay(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
+    let (source, recorder, mut publisher) = listen(&engine, &engine.config_with_replay()).await;
     recorder.until_applied(&pod1(), &[0, 1, 2, 3, 4, 5, 6, 7]).await;
     recorder.fail(1);
     publisher.publish(5).await;
@@ -419,22 +380,14 @@ async fn a_duplicate_that_is_handed_in_twice_is_no_restart() {
 #[tokio::test]
 async fn a_stopped_source_keeps_what_is_known_and_a_removed_one_does_not() {
     let engine = Engine::bind().await;
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
-    publisher.publish(0).await;
-    recorder.until_applied(&pod1(), &[0]).await;
+    let (source, recorder, mut publisher) = listen_to_first(&engine, &engine.config()).await;
     source.stop().await;
     assert_eq!(recorder.holds(&pod1(), 1000), Some(false));
     // The connection ended with it.
     assert_eq!(tokio::time::timeout(PATIENCE, publisher.receive()).await.unwrap(), None);
 
     let engine = Engine::bind().await;
-    let recorder = Recorder::default();
-    let source = EngineSource::start(&engine.config(), recorder.feeds()).unwrap();
-    let mut publisher = engine.accept().await;
-    publisher.publish(0).await;
-    recorder.until_applied(&pod1(), &[0]).await;
+    let (source, recorder, _publisher) = listen_to_first(&engine, &engine.config()).await;
     recorder.fail(2);
     source.remove().await;
     assert_eq!(recorder.calls(&pod1()).last(), Some(&Call::Closed));

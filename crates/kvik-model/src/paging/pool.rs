@@ -14,15 +14,15 @@
 //! Whoever keeps a copy of what is registered elsewhere has the pool write down its changes; applied in
 //! order they give exactly the registered hashes, which the model test checks too.
 
+mod free_list;
+
 use std::collections::HashMap;
 
 use kvik_types::{BlockHash, TokenId};
 
 use super::memory::{BlockMemory, FixedMemory, Need};
 use super::{BLOCK_TOKENS, BlockId};
-
-/// End of the free list.
-const NONE: u32 = u32::MAX;
+use free_list::FreeList;
 
 /// What a registered block contains.
 #[derive(Debug, Clone)]
@@ -39,9 +39,6 @@ struct Slot {
     /// Whether the pool has its memory.
     is_present: bool,
     content: Option<Content>,
-    /// Neighbors in the free list while nobody holds the block.
-    previous: u32,
-    next: u32,
 }
 
 /// How many blocks of a page the pool has.
@@ -99,10 +96,8 @@ pub struct BlockPool {
     pages: Vec<Page>,
     n_idle_pages: usize,
     by_hash: HashMap<BlockHash, BlockId>,
-    /// Oldest free block: the next to be taken.
-    free_head: u32,
-    free_tail: u32,
-    n_free: usize,
+    /// Blocks that nobody holds.
+    free: FreeList,
     n_evicted: u64,
     n_given_back: u64,
     /// Kept between growths.
@@ -128,8 +123,7 @@ impl BlockPool {
     /// If the memory has not fewer than `u32::MAX` blocks.
     pub fn with_memory(memory: Box<dyn BlockMemory>) -> Self {
         let capacity_blocks = memory.capacity_blocks();
-        assert!(capacity_blocks < NONE as usize, "block ids are 32 bits");
-        let absent = Slot { n_holders: 0, is_present: false, content: None, previous: NONE, next: NONE };
+        let absent = Slot { n_holders: 0, is_present: false, content: None };
         Self {
             memory,
             slots: vec![absent; capacity_blocks],
@@ -137,9 +131,7 @@ impl BlockPool {
             pages: Vec::new(),
             n_idle_pages: 0,
             by_hash: HashMap::new(),
-            free_head: NONE,
-            free_tail: NONE,
-            n_free: 0,
+            free: FreeList::new(capacity_blocks),
             n_evicted: 0,
             n_given_back: 0,
             taken: Vec::new(),
@@ -184,10 +176,11 @@ impl BlockPool {
 
     /// Whether `n_blocks` are free, after taking more memory for them if needed and possible.
     pub fn ensure_free(&mut self, n_blocks: usize) -> bool {
-        if self.n_free < n_blocks {
-            self.grow(n_blocks - self.n_free, Need::Required);
+        let n_free = self.n_free();
+        if n_free < n_blocks {
+            self.grow(n_blocks - n_free, Need::Required);
         }
-        n_blocks <= self.n_free
+        n_blocks <= self.n_free()
     }
 
     /// Tells that nobody needs what [`Self::ensure_free`] or [`Self::allocate`] could not give.
@@ -205,10 +198,9 @@ impl BlockPool {
     /// Pages whose content was used longest ago go first. Content that hangs on what is lost is forgotten.
     pub fn give_back_pages(&mut self, n_pages: usize) -> usize {
         let mut idle: HashMap<usize, IdlePage> = HashMap::new();
-        let mut index = self.free_head;
+        let mut next = self.free.oldest();
         let mut age = 0;
-        while index != NONE {
-            let block = BlockId::new(index);
+        while let Some(block) = next {
             let page_idx = self.memory.page_of(block);
             if self.pages[page_idx].n_held == 0 {
                 let page = idle.entry(page_idx).or_default();
@@ -216,14 +208,14 @@ impl BlockPool {
                 page.blocks.push(block);
             }
             age += 1;
-            index = self.slots[index as usize].next;
+            next = self.free.younger(block);
         }
         let mut idle: Vec<(usize, IdlePage)> = idle.into_iter().collect();
         idle.sort_unstable_by_key(|(_, page)| page.last_used);
         idle.truncate(n_pages);
         for (page_idx, page) in &idle {
             for &block in &page.blocks {
-                self.unlink(block);
+                self.free.unlink(block);
                 self.forget(block);
                 self.slots[block.index()].is_present = false;
             }
@@ -247,7 +239,7 @@ impl BlockPool {
         PoolStats {
             n_blocks: self.n_present,
             limit_blocks: self.limit_blocks(),
-            n_free: self.n_free,
+            n_free: self.n_free(),
             n_registered: self.by_hash.len(),
             n_evicted: self.n_evicted,
             n_given_back: self.n_given_back,
@@ -256,7 +248,7 @@ impl BlockPool {
 
     /// Number of blocks that nobody holds.
     pub fn n_free(&self) -> usize {
-        self.n_free
+        self.free.n_blocks()
     }
 
     /// Number of holders of `block`.
@@ -272,16 +264,13 @@ impl BlockPool {
     /// Takes a free block, forgetting what lay in it if there is no memory for another; `None` when every
     /// block is held and there is no more.
     pub fn allocate(&mut self) -> Option<BlockId> {
-        match self.slots.get(self.free_head as usize) {
+        match self.free.oldest() {
             None => self.grow(1, Need::Required),
-            Some(oldest) if oldest.content.is_some() => self.grow(1, Need::Spare),
+            Some(oldest) if self.is_registered(oldest) => self.grow(1, Need::Spare),
             Some(_) => {}
         }
-        if self.free_head == NONE {
-            return None;
-        }
-        let block = BlockId::new(self.free_head);
-        self.unlink(block);
+        let block = self.free.oldest()?;
+        self.free.unlink(block);
         if self.forget(block) {
             self.n_evicted += 1;
         }
@@ -293,7 +282,7 @@ impl BlockPool {
     /// Adds a holder to `block`.
     pub fn retain(&mut self, block: BlockId) {
         if self.slots[block.index()].n_holders == 0 {
-            self.unlink(block);
+            self.free.unlink(block);
             self.note_held(block);
         }
         self.slots[block.index()].n_holders += 1;
@@ -319,9 +308,10 @@ impl BlockPool {
         slot.n_holders -= 1;
         if slot.n_holders == 0 {
             if slot.content.is_some() {
-                self.push_youngest(block);
+                self.free.push_youngest(block);
             } else {
-                self.push_oldest(block);
+                // Taken before anything worth keeping.
+                self.free.push_oldest(block);
             }
             self.note_free(block);
         }
@@ -391,10 +381,10 @@ impl BlockPool {
 
     /// Forgets the content of every block that nobody holds.
     pub fn forget_free(&mut self) {
-        let mut index = self.free_head;
-        while index != NONE {
-            self.forget(BlockId::new(index));
-            index = self.slots[index as usize].next;
+        let mut next = self.free.oldest();
+        while let Some(block) = next {
+            self.forget(block);
+            next = self.free.younger(block);
         }
     }
 
@@ -430,7 +420,7 @@ impl BlockPool {
             let page = &mut self.pages[page_idx];
             self.n_idle_pages += usize::from(page.n_present == 0);
             page.n_present += 1;
-            self.push_oldest(block);
+            self.free.push_oldest(block);
         }
         if !taken.is_empty() {
             self.memory.note_idle_pages(self.n_idle_pages);
@@ -479,56 +469,17 @@ impl BlockPool {
     /// Forgets the content of every free block whose parent is forgotten: nobody can find it any more.
     fn forget_orphans(&mut self) {
         // A parent is younger than its children, so one walk from the youngest on sees parents first.
-        let mut index = self.free_tail;
-        while index != NONE {
-            let block = BlockId::new(index);
-            let slot = &self.slots[index as usize];
-            let parent = slot.content.as_ref().and_then(|content| content.parent);
-            index = slot.previous;
+        let mut next = self.free.youngest();
+        while let Some(block) = next {
+            let content = self.slots[block.index()].content.as_ref();
+            let parent = content.and_then(|content| content.parent);
+            next = self.free.older(block);
             if parent.is_some_and(|parent| self.slots[parent.index()].content.is_none()) {
                 self.forget(block);
-                self.unlink(block);
-                self.push_oldest(block);
+                self.free.unlink(block);
+                self.free.push_oldest(block);
             }
         }
-    }
-
-    fn push_youngest(&mut self, block: BlockId) {
-        let index = block.index() as u32;
-        let previous = std::mem::replace(&mut self.free_tail, index);
-        self.slots[block.index()].previous = previous;
-        self.slots[block.index()].next = NONE;
-        match self.slots.get_mut(previous as usize) {
-            Some(slot) => slot.next = index,
-            None => self.free_head = index,
-        }
-        self.n_free += 1;
-    }
-
-    /// Puts a block without content where it is taken before anything worth keeping.
-    fn push_oldest(&mut self, block: BlockId) {
-        let index = block.index() as u32;
-        let next = std::mem::replace(&mut self.free_head, index);
-        self.slots[block.index()].previous = NONE;
-        self.slots[block.index()].next = next;
-        match self.slots.get_mut(next as usize) {
-            Some(slot) => slot.previous = index,
-            None => self.free_tail = index,
-        }
-        self.n_free += 1;
-    }
-
-    fn unlink(&mut self, block: BlockId) {
-        let Slot { previous, next, .. } = self.slots[block.index()];
-        match self.slots.get_mut(previous as usize) {
-            Some(slot) => slot.next = next,
-            None => self.free_head = next,
-        }
-        match self.slots.get_mut(next as usize) {
-            Some(slot) => slot.previous = previous,
-            None => self.free_tail = previous,
-        }
-        self.n_free -= 1;
     }
 }
 

@@ -8,7 +8,7 @@
 //! policy admits them, stored at its timestamp.
 
 mod optimum;
-mod plot;
+pub mod plot;
 mod replay;
 mod report;
 pub mod synthetic;

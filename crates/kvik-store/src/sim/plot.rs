@@ -1,129 +1,176 @@
-//! Draws hit ratios over the capacity.
+//! Draws lines over two axes as an SVG document.
 
 use std::fmt::Write as _;
-
-use super::Report;
 
 const WIDTH: f64 = 760.0;
 const HEIGHT: f64 = 440.0;
 const LEFT: f64 = 70.0;
-const RIGHT: f64 = 130.0;
+/// Room for the names at the ends of the lines.
+const RIGHT: f64 = 150.0;
 const TOP: f64 = 30.0;
 const BOTTOM: f64 = 60.0;
+/// The smallest distance of two names at the right edge.
+const NAME_STEP: f64 = 15.0;
 
-/// Colors that can be told apart without red and green, in order of the contenders.
-const COLORS: [&str; 8] =
-    ["#0072b2", "#e69f00", "#56b4e9", "#cc79a7", "#999999", "#8c6d31", "#d55e00", "#000000"];
-
-/// The smallest distance of two labels at the right edge.
-const LABEL_STEP: f64 = 15.0;
-
-/// A point is a capacity (on a logarithmic axis) and a percentage.
-struct Scale {
-    low: f64,
-    high: f64,
-    top_percent: f64,
+/// Lines, each with its name at its end.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plot {
+    /// The axis along which points are joined.
+    pub x: Axis,
+    /// The other axis.
+    pub y: Axis,
+    /// The lines, the later ones over the earlier ones.
+    pub lines: Vec<Line>,
 }
 
-impl Scale {
-    fn x(&self, capacity_blocks: usize) -> f64 {
-        let position = ((capacity_blocks.max(1) as f64).ln() - self.low) / (self.high - self.low);
-        LEFT + position * (WIDTH - LEFT - RIGHT)
+/// An axis.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Axis {
+    /// What it counts.
+    pub title: &'static str,
+    /// Its ends, of which the first is lower; on a logarithmic axis above 0.
+    pub ends: [f64; 2],
+    /// Whether equal distances are equal ratios.
+    pub is_logarithmic: bool,
+    /// Values that are named, and how.
+    pub ticks: Vec<(f64, String)>,
+}
+
+/// A line.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Line {
+    /// What stands at its end.
+    pub name: &'static str,
+    /// A color of SVG.
+    pub color: &'static str,
+    /// Its points as x and y, in order of x.
+    pub points: Vec<(f64, f64)>,
+}
+
+impl Axis {
+    /// Where a value lies, from 0 to 1.
+    fn place(&self, value: f64) -> f64 {
+        let [low, high] = self.ends;
+        // A value of 0 has no place on a logarithmic axis.
+        let scaled = |value: f64| if self.is_logarithmic { value.max(f64::MIN_POSITIVE).ln() } else { value };
+        // One value alone still needs an axis.
+        (scaled(value) - scaled(low)) / (scaled(high) - scaled(low)).max(f64::EPSILON)
+    }
+}
+
+impl Plot {
+    /// The document.
+    pub fn svg(&self) -> String {
+        let mut text = format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
+             font-family=\"sans-serif\" font-size=\"12\">\n\
+             <rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"white\"/>\n"
+        );
+        self.draw_axes(&mut text);
+        self.draw_lines(&mut text);
+        text.push_str("</svg>\n");
+        text
     }
 
-    fn y(&self, percent: f64) -> f64 {
-        HEIGHT - BOTTOM - percent / self.top_percent * (HEIGHT - TOP - BOTTOM)
+    fn x(&self, value: f64) -> f64 {
+        LEFT + self.x.place(value) * (WIDTH - LEFT - RIGHT)
     }
-}
 
-/// Draws the report: a line for each contender, its name at its end.
-pub(super) fn svg(report: &Report) -> String {
-    let mut capacities: Vec<usize> = report.outcomes.iter().map(|outcome| outcome.capacity_blocks).collect();
-    capacities.sort_unstable();
-    capacities.dedup();
-    let ends = [capacities.first(), capacities.last()].map(|end| (*end.unwrap_or(&1)).max(1) as f64);
-    let best = report.outcomes.iter().map(super::Outcome::hit_percent).fold(0.0, f64::max);
-    let step = [1.0, 2.0, 5.0, 10.0].into_iter().find(|step| best / step <= 8.0).unwrap_or(20.0);
-    let scale = Scale {
-        low: ends[0].ln(),
-        // One capacity alone still needs an axis.
-        high: if ends[1] > ends[0] { ends[1].ln() } else { ends[0].ln() + 1.0 },
-        top_percent: ((best / step).ceil() * step).max(step),
-    };
+    fn y(&self, value: f64) -> f64 {
+        HEIGHT - BOTTOM - self.y.place(value) * (HEIGHT - TOP - BOTTOM)
+    }
 
-    let mut text = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
-         font-family=\"sans-serif\" font-size=\"12\">\n\
-         <rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"white\"/>\n"
-    );
-    draw_axes(&mut text, &scale, &capacities, step);
-    draw_lines(&mut text, &scale, report);
-    text.push_str("</svg>\n");
-    text
-}
-
-fn draw_axes(text: &mut String, scale: &Scale, capacities: &[usize], step: f64) {
-    let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
-    let mut percent = 0.0;
-    while percent <= scale.top_percent + 1e-9 {
-        let y = scale.y(percent);
-        // Writing to a string cannot fail.
+    fn draw_axes(&self, text: &mut String) {
+        let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
+        for (value, name) in &self.y.ticks {
+            let y = self.y(*value);
+            // Writing to a string cannot fail.
+            let _ = writeln!(
+                text,
+                "<line x1=\"{LEFT}\" x2=\"{right}\" y1=\"{y:.1}\" y2=\"{y:.1}\" stroke=\"#dddddd\"/>\
+                 <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{name}</text>",
+                LEFT - 8.0,
+                y + 4.0,
+            );
+        }
+        for (value, name) in &self.x.ticks {
+            let x = self.x(*value);
+            let _ = writeln!(
+                text,
+                "<line x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{bottom}\" y2=\"{:.1}\" stroke=\"black\"/>\
+                 <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{name}</text>",
+                bottom + 5.0,
+                bottom + 20.0,
+            );
+        }
         let _ = writeln!(
             text,
-            "<line x1=\"{LEFT}\" x2=\"{right}\" y1=\"{y:.1}\" y2=\"{y:.1}\" stroke=\"#dddddd\"/>\
-             <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{percent} %</text>",
-            LEFT - 8.0,
-            y + 4.0,
-        );
-        percent += step;
-    }
-    for &capacity in capacities {
-        let x = scale.x(capacity);
-        let _ = writeln!(
-            text,
-            "<line x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{bottom}\" y2=\"{:.1}\" stroke=\"black\"/>\
-             <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{capacity}</text>",
-            bottom + 5.0,
-            bottom + 20.0,
+            "<path d=\"M{LEFT} {TOP} V{bottom} H{right}\" fill=\"none\" stroke=\"black\"/>\n\
+             <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>\n\
+             <text transform=\"translate(18 {:.1}) rotate(-90)\" text-anchor=\"middle\">{}</text>",
+            f64::midpoint(LEFT, right),
+            HEIGHT - 15.0,
+            self.x.title,
+            f64::midpoint(TOP, bottom),
+            self.y.title,
         );
     }
-    let _ = writeln!(
-        text,
-        "<path d=\"M{LEFT} {TOP} V{bottom} H{right}\" fill=\"none\" stroke=\"black\"/>\n\
-         <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">capacity in blocks</text>\n\
-         <text transform=\"translate(18 {:.1}) rotate(-90)\" text-anchor=\"middle\">block hit ratio</text>",
-        f64::midpoint(LEFT, right),
-        HEIGHT - 15.0,
-        f64::midpoint(TOP, bottom),
-    );
+
+    fn draw_lines(&self, text: &mut String) {
+        let mut names = Vec::new();
+        for Line { name, color, points } in &self.lines {
+            let points: Vec<(f64, f64)> = points.iter().map(|(x, y)| (self.x(*x), self.y(*y))).collect();
+            let _ = write!(text, "<polyline fill=\"none\" stroke-width=\"2\" stroke=\"{color}\" points=\"");
+            for (x, y) in &points {
+                let _ = write!(text, "{x:.1},{y:.1} ");
+            }
+            text.push_str("\"/>\n");
+            for (x, y) in &points {
+                let _ = writeln!(text, "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\" fill=\"{color}\"/>");
+            }
+            names.extend(points.last().map(|&(x, y)| (x, y, name, color)));
+        }
+        // From the lowest line up, each name at least a step above the one before.
+        names.sort_by(|left, right| right.1.total_cmp(&left.1));
+        let mut ceiling = HEIGHT;
+        for (x, y, name, color) in names {
+            let y = y.min(ceiling - NAME_STEP);
+            ceiling = y;
+            let (x, y) = (x + 10.0, y + 4.0);
+            let _ = writeln!(text, "<text x=\"{x:.1}\" y=\"{y:.1}\" fill=\"{color}\">{name}</text>");
+        }
+    }
 }
 
-fn draw_lines(text: &mut String, scale: &Scale, report: &Report) {
-    let mut labels = Vec::new();
-    for (contender, color) in report.contenders().into_iter().zip(COLORS.into_iter().cycle()) {
-        let mut points: Vec<(usize, f64)> =
-            report.of(contender).map(|outcome| (outcome.capacity_blocks, outcome.hit_percent())).collect();
-        points.sort_by_key(|(capacity, _)| *capacity);
-        let _ = write!(text, "<polyline fill=\"none\" stroke-width=\"2\" stroke=\"{color}\" points=\"");
-        for &(capacity, percent) in &points {
-            let _ = write!(text, "{:.1},{:.1} ", scale.x(capacity), scale.y(percent));
-        }
-        text.push_str("\"/>\n");
-        for &(capacity, percent) in &points {
-            let (x, y) = (scale.x(capacity), scale.y(percent));
-            let _ = writeln!(text, "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\" fill=\"{color}\"/>");
-        }
-        if let Some(&(capacity, percent)) = points.last() {
-            labels.push((scale.y(percent), scale.x(capacity), contender.name(), color));
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn axis(ends: [f64; 2], is_logarithmic: bool) -> Axis {
+        Axis { title: "t", ends, is_logarithmic, ticks: Vec::new() }
+    }
+
+    #[test]
+    fn values_lie_by_difference_or_by_ratio_and_one_alone_at_the_low_end() {
+        let is_at = |axis: &Axis, value: f64, place: f64| (axis.place(value) - place).abs() < 1e-9;
+        assert!(is_at(&axis([0.0, 8.0], false), 2.0, 0.25));
+        assert!(is_at(&axis([1.0, 16.0], true), 2.0, 0.25));
+        for is_logarithmic in [false, true] {
+            assert!(is_at(&axis([3.0, 3.0], is_logarithmic), 3.0, 0.0));
         }
     }
-    // From the lowest line up, each label at least a step above the one before.
-    labels.sort_by(|left, right| right.0.total_cmp(&left.0));
-    let mut ceiling = HEIGHT;
-    for (y, x, name, color) in labels {
-        let y = y.min(ceiling - LABEL_STEP);
-        ceiling = y;
-        let _ =
-            writeln!(text, "<text x=\"{:.1}\" y=\"{:.1}\" fill=\"{color}\">{name}</text>", x + 10.0, y + 4.0);
+
+    #[test]
+    fn names_of_lines_that_end_together_do_not_lie_on_each_other() {
+        let line = |name| Line { name, color: "black", points: vec![(0.0, 1.0), (1.0, 0.5)] };
+        let lines = vec![line("one"), line("two"), line("three")];
+        let drawing = Plot { x: axis([0.0, 1.0], false), y: axis([0.0, 1.0], false), lines }.svg();
+        let mut heights: Vec<f64> = Vec::new();
+        for line in drawing.lines().filter(|line| line.contains("fill=\"black\">")) {
+            let (_, height) = line.split_once(" y=\"").unwrap();
+            heights.push(height.split('"').next().unwrap().parse().unwrap());
+        }
+        assert_eq!(heights.len(), 3, "{drawing}");
+        assert!(heights.windows(2).all(|pair| pair[0] - pair[1] >= NAME_STEP), "{heights:?}");
     }
 }

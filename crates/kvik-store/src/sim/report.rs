@@ -6,7 +6,12 @@ use serde::{Serialize, Serializer};
 
 use crate::policy::PolicyKind;
 
-use super::{Trace, optimum, plot, simulate};
+use super::plot::{Axis, Line, Plot};
+use super::{Trace, optimum, simulate};
+
+/// Colors that can be told apart without red and green, in order of the contenders.
+const COLORS: [&str; 8] =
+    ["#0072b2", "#e69f00", "#56b4e9", "#cc79a7", "#999999", "#8c6d31", "#d55e00", "#000000"];
 
 /// Who was measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -115,6 +120,36 @@ impl Report {
 
     /// The hit ratios over the capacity as an SVG document.
     pub fn svg(&self) -> String {
-        plot::svg(self)
+        let mut capacities: Vec<usize> =
+            self.outcomes.iter().map(|outcome| outcome.capacity_blocks.max(1)).collect();
+        capacities.sort_unstable();
+        capacities.dedup();
+        let best = self.outcomes.iter().map(Outcome::hit_percent).fold(0.0, f64::max);
+        let step = [1.0, 2.0, 5.0, 10.0].into_iter().find(|step| best / step <= 8.0).unwrap_or(20.0);
+        let n_steps = (best / step).ceil().max(1.0);
+        let percents = (0..=n_steps as u32).map(|number| f64::from(number) * step);
+        let line = |(contender, color): (Contender, &'static str)| {
+            let points = self.of(contender);
+            let points = points.map(|outcome| (outcome.capacity_blocks as f64, outcome.hit_percent()));
+            let mut points: Vec<(f64, f64)> = points.collect();
+            points.sort_by(|left, right| left.0.total_cmp(&right.0));
+            Line { name: contender.name(), color, points }
+        };
+        let plot = Plot {
+            x: Axis {
+                title: "capacity in blocks",
+                ends: [capacities.first(), capacities.last()].map(|end| *end.unwrap_or(&1) as f64),
+                is_logarithmic: true,
+                ticks: capacities.iter().map(|capacity| (*capacity as f64, capacity.to_string())).collect(),
+            },
+            y: Axis {
+                title: "block hit ratio",
+                ends: [0.0, n_steps * step],
+                is_logarithmic: false,
+                ticks: percents.map(|percent| (percent, format!("{percent} %"))).collect(),
+            },
+            lines: self.contenders().into_iter().zip(COLORS.into_iter().cycle()).map(line).collect(),
+        };
+        plot.svg()
     }
 }

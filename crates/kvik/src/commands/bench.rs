@@ -18,7 +18,7 @@ use crate::bench::memory::{self, MemoryBench, MemoryBenchOptions};
 use crate::bench::report::Report;
 use crate::bench::routing::{self, RoutingBench, RoutingBenchOptions};
 use crate::bench::store::{self, StoreBench, StoreBenchOptions};
-use crate::cli::{
+use crate::cli::bench::{
     BenchEngineArguments, BenchGatewayArguments, BenchIndexArguments, BenchMemoryArguments,
     BenchMemoryPeerArguments, BenchRoutingArguments, BenchStoreArguments,
 };

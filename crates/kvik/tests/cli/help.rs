@@ -43,6 +43,21 @@ fn help_of_bench_memory_states_every_default_and_unit() {
 }
 
 #[test]
+fn help_of_bench_store_states_every_default_and_unit() {
+    insta::assert_snapshot!(run(["bench", "store", "--help"]).success());
+}
+
+#[test]
+fn help_of_bench_index_states_every_default_and_unit() {
+    insta::assert_snapshot!(run(["bench", "index", "--help"]).success());
+}
+
+#[test]
+fn help_of_bench_routing_states_every_default_and_unit() {
+    insta::assert_snapshot!(run(["bench", "routing", "--help"]).success());
+}
+
+#[test]
 fn without_a_command_the_help_is_printed_as_an_error() {
     let answer = run::<&str>([]);
     assert_eq!((answer.exit_code, answer.stdout.as_str()), (Some(2), ""));

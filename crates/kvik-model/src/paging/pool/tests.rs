@@ -1,276 +1,17 @@
-use std::collections::{BTreeMap, BTreeSet};
+mod naive_pool;
+mod operations;
+mod paged_memory;
+
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 use proptest::prelude::*;
 
 use super::*;
-
-/// Memory in pages that come and go.
-#[derive(Debug, Clone, Default)]
-struct PagedMemory {
-    n_pages: usize,
-    page_blocks: usize,
-    /// The most pages that may be held now.
-    limit_pages: usize,
-    /// The most pages that may be held of what nobody needs.
-    spare_pages: usize,
-    taken: BTreeSet<BlockId>,
-    n_idle_noted: usize,
-}
-
-/// The pages of a pool, which its test sees too.
-#[derive(Debug, Clone)]
-struct MemoryOfPool(Arc<Mutex<PagedMemory>>);
-
-impl PagedMemory {
-    fn page_of(&self, block: BlockId) -> usize {
-        block.index() / self.page_blocks
-    }
-
-    fn held_pages(&self) -> BTreeSet<usize> {
-        self.taken.iter().map(|&block| self.page_of(block)).collect()
-    }
-
-    /// Takes blocks of held pages before others, the lowest first.
-    fn take(&mut self, n_blocks: usize, need: Need) -> Vec<BlockId> {
-        let max_pages = match need {
-            Need::Spare => self.spare_pages.min(self.limit_pages),
-            Need::Required => self.limit_pages,
-        };
-        let mut taken = Vec::new();
-        for may_add_pages in [false, true] {
-            for index in 0..self.n_pages * self.page_blocks {
-                let block = BlockId::new(index as u32);
-                let held = self.held_pages();
-                let is_there = held.contains(&self.page_of(block)) || may_add_pages && held.len() < max_pages;
-                if taken.len() < n_blocks && is_there && self.taken.insert(block) {
-                    taken.push(block);
-                }
-            }
-        }
-        taken
-    }
-}
-
-impl BlockMemory for MemoryOfPool {
-    fn capacity_blocks(&self) -> usize {
-        let pages = self.0.lock();
-        pages.n_pages * pages.page_blocks
-    }
-
-    fn limit_blocks(&self) -> usize {
-        let pages = self.0.lock();
-        pages.limit_pages * pages.page_blocks
-    }
-
-    fn take(&mut self, n_blocks: usize, need: Need, blocks: &mut Vec<BlockId>) {
-        blocks.extend(self.0.lock().take(n_blocks, need));
-    }
-
-    fn give_back(&mut self, blocks: &[BlockId]) {
-        let mut pages = self.0.lock();
-        for block in blocks {
-            assert!(pages.taken.remove(block), "{block:?} was not taken");
-        }
-    }
-
-    fn take_asked_pages(&mut self) -> usize {
-        0
-    }
-
-    fn page_of(&self, block: BlockId) -> usize {
-        self.0.lock().page_of(block)
-    }
-
-    fn note_idle_pages(&mut self, n_pages: usize) {
-        self.0.lock().n_idle_noted = n_pages;
-    }
-
-    fn set_waker(&mut self, _waker: Box<dyn Fn() + Send + Sync>) {}
-}
-
-/// Blocks as the specification sees them: slow and obvious.
-#[derive(Debug, Default)]
-struct NaivePool {
-    pages: PagedMemory,
-    n_holders: BTreeMap<BlockId, u32>,
-    /// Oldest first.
-    free: Vec<BlockId>,
-    registered: BTreeMap<BlockId, Content>,
-    n_evicted: u64,
-    n_given_back: u64,
-}
-
-impl NaivePool {
-    /// All of `n_blocks` from the start, each on a page of its own.
-    fn fixed(n_blocks: u32) -> Self {
-        let n_pages = n_blocks as usize;
-        let pages = PagedMemory { n_pages, page_blocks: 1, limit_pages: n_pages, ..PagedMemory::default() };
-        let mut naive = Self { pages, ..Self::default() };
-        naive.grow(n_pages, Need::Required);
-        naive
-    }
-
-    fn grow(&mut self, n_blocks: usize, need: Need) {
-        let taken = self.pages.take(n_blocks, need);
-        self.free.splice(0..0, taken);
-    }
-
-    /// The pages on which nobody holds a block, those used longest ago first.
-    fn idle_pages(&self) -> Vec<usize> {
-        let mut idle = self.pages.held_pages();
-        idle.retain(|&page| !self.n_holders.keys().any(|&block| self.pages.page_of(block) == page));
-        let mut idle: Vec<usize> = idle.into_iter().collect();
-        idle.sort_by_key(|&page| self.free.iter().rposition(|&block| self.pages.page_of(block) == page));
-        idle
-    }
-
-    fn give_back_pages(&mut self, n_pages: usize) -> usize {
-        let given: Vec<usize> = self.idle_pages().into_iter().take(n_pages).collect();
-        let is_lost = |block: &BlockId| given.contains(&(block.index() / self.pages.page_blocks));
-        let n_before = self.pages.taken.len();
-        self.free.retain(|block| !is_lost(block));
-        self.registered.retain(|block, _| !is_lost(block));
-        self.pages.taken.retain(|block| !is_lost(block));
-        self.n_given_back += (n_before - self.pages.taken.len()) as u64;
-        // Orphans, their orphans, and so on.
-        let mut orphans: BTreeSet<BlockId> = BTreeSet::new();
-        loop {
-            let known: BTreeSet<BlockId> = self.registered.keys().copied().collect();
-            let is_orphan = |content: &Content| content.parent.is_some_and(|parent| !known.contains(&parent));
-            let n_known = known.len();
-            orphans.extend(
-                self.registered.extract_if(.., |_, content| is_orphan(content)).map(|(block, _)| block),
-            );
-            if self.registered.len() == n_known {
-                break;
-            }
-        }
-        assert!(orphans.iter().all(|block| !self.n_holders.contains_key(block)), "an orphan is held");
-        let (mut moved, kept): (Vec<BlockId>, Vec<BlockId>) =
-            self.free.iter().partition(|block| orphans.contains(block));
-        // Moved to the front one by one, the youngest first: they keep their order.
-        moved.extend(kept);
-        self.free = moved;
-        given.len()
-    }
-
-    fn allocate(&mut self) -> Option<BlockId> {
-        match self.free.first() {
-            None => self.grow(1, Need::Required),
-            Some(oldest) if self.registered.contains_key(oldest) => self.grow(1, Need::Spare),
-            Some(_) => {}
-        }
-        if self.free.is_empty() {
-            return None;
-        }
-        let block = self.free.remove(0);
-        self.n_evicted += u64::from(self.registered.remove(&block).is_some());
-        self.n_holders.insert(block, 1);
-        Some(block)
-    }
-
-    fn retain(&mut self, block: BlockId) {
-        self.free.retain(|&free| free != block);
-        *self.n_holders.entry(block).or_default() += 1;
-    }
-
-    fn release(&mut self, block: BlockId) {
-        let count = self.n_holders.get_mut(&block).unwrap();
-        *count -= 1;
-        if *count == 0 {
-            self.n_holders.remove(&block);
-            let place = if self.registered.contains_key(&block) { self.free.len() } else { 0 };
-            self.free.insert(place, block);
-        }
-    }
-
-    fn find(&self, hash: BlockHash, tokens: &[TokenId], parent: Option<BlockId>) -> Option<BlockId> {
-        let is_it =
-            |content: &Content| content.hash == hash && content.tokens == *tokens && content.parent == parent;
-        let mut found = self.registered.iter().filter(|(_, content)| is_it(content));
-        found.next().map(|(&block, _)| block)
-    }
-}
-
-/// What the tables of an engine do to the pool.
-#[derive(Debug, Clone)]
-enum Operation {
-    /// A new sequence with the tokens of this stem takes its known prefix.
-    Start {
-        stem: usize,
-    },
-    /// A sequence computes its next block and registers it.
-    Grow {
-        table: usize,
-    },
-    /// A sequence takes a block that it does not fill.
-    GrowPartly {
-        table: usize,
-    },
-    /// Another choice of a sequence.
-    Fork {
-        table: usize,
-    },
-    /// A sequence ends.
-    End {
-        table: usize,
-    },
-    Forget,
-    /// The memory of the pool is limited to so many pages, and of what is to spare to so many.
-    Limit {
-        limit_pages: usize,
-        spare_pages: usize,
-    },
-    /// So many blocks are needed.
-    Ensure {
-        n_blocks: usize,
-    },
-    /// Others ask for pages.
-    GiveBack {
-        n_pages: usize,
-    },
-}
-
-fn operations() -> impl Strategy<Value = Vec<Operation>> {
-    prop::collection::vec(table_operation(), 1..120)
-}
-
-fn elastic_operations() -> impl Strategy<Value = Vec<Operation>> {
-    let operation = prop_oneof![
-        16 => table_operation(),
-        2 => (0..6_usize, 0..6_usize)
-            .prop_map(|(limit_pages, spare_pages)| Operation::Limit { limit_pages, spare_pages }),
-        1 => (0..6_usize).prop_map(|n_blocks| Operation::Ensure { n_blocks }),
-        3 => (0..4_usize).prop_map(|n_pages| Operation::GiveBack { n_pages }),
-    ];
-    prop::collection::vec(operation, 1..200)
-}
-
-fn table_operation() -> impl Strategy<Value = Operation> {
-    prop_oneof![
-        3 => (0..6_usize).prop_map(|stem| Operation::Start { stem }),
-        8 => (0..8_usize).prop_map(|table| Operation::Grow { table }),
-        1 => (0..8_usize).prop_map(|table| Operation::GrowPartly { table }),
-        1 => (0..8_usize).prop_map(|table| Operation::Fork { table }),
-        3 => (0..8_usize).prop_map(|table| Operation::End { table }),
-        1 => Just(Operation::Forget),
-    ]
-}
-
-/// The tokens of block `idx` of a stem. Stems share beginnings, and every stem has its own end.
-fn block_tokens(stem: usize, idx: usize) -> [TokenId; BLOCK_TOKENS] {
-    let n_shared = stem % 3 + 1;
-    let branch = if idx < n_shared { 0 } else { stem };
-    [(idx * 10 + branch) as TokenId; BLOCK_TOKENS]
-}
-
-/// A hash with few values, so that different blocks often collide.
-fn weak_hash(stem: usize, idx: usize) -> BlockHash {
-    let tokens = block_tokens(stem, idx);
-    BlockHash::from_u128(u128::from(tokens[0]) % 23)
-}
+use naive_pool::NaivePool;
+use operations::{Operation, block_tokens, elastic_operations, operations, weak_hash};
+use paged_memory::{MemoryOfPool, PagedMemory};
 
 #[derive(Debug, Clone)]
 struct Table {
@@ -466,17 +207,12 @@ impl Both {
 
     /// The free list from both ends.
     fn free_list(&self) -> Vec<BlockId> {
-        let walk = |first: u32, step: fn(&Slot) -> u32| {
-            let mut found = Vec::new();
-            let mut index = first;
-            while index != NONE {
-                found.push(BlockId::new(index));
-                index = step(&self.pool.slots[index as usize]);
-            }
-            found
+        let free = &self.pool.free;
+        let walk = |first, step: fn(&FreeList, BlockId) -> Option<BlockId>| {
+            std::iter::successors(first, |block| step(free, *block)).collect::<Vec<BlockId>>()
         };
-        let forwards = walk(self.pool.free_head, |slot| slot.next);
-        let mut backwards = walk(self.pool.free_tail, |slot| slot.previous);
+        let forwards = walk(free.oldest(), FreeList::younger);
+        let mut backwards = walk(free.youngest(), FreeList::older);
         backwards.reverse();
         assert_eq!(forwards, backwards);
         forwards

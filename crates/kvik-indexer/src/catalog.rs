@@ -19,13 +19,13 @@ const MAX_MODEL_BYTES: usize = 1024;
 
 /// The books of all models.
 #[derive(Debug)]
-pub struct Library {
+pub struct Catalog {
     backends: Arc<dyn Backends>,
     learning: Learning,
     models: RwLock<BTreeMap<String, Arc<Books>>>,
 }
 
-impl Library {
+impl Catalog {
     pub(crate) fn new(backends: Arc<dyn Backends>, learning: Learning) -> Self {
         Self { backends, learning, models: RwLock::default() }
     }
@@ -98,7 +98,7 @@ impl Library {
     }
 }
 
-impl Feeds for Library {
+impl Feeds for Catalog {
     fn open(&self, name: FeedName, naming: Naming) -> BoxFuture<'_, Result<Arc<dyn Feed>>> {
         Box::pin(self.open_feed(name, naming))
     }

@@ -1,0 +1,75 @@
+//! KV that leaves an engine by blocks and comes into another: nobody can tell from the outputs.
+
+#![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
+
+mod loaded;
+mod names;
+mod offered;
+mod schedules;
+mod shared_memory;
+#[path = "../support/mod.rs"]
+pub mod support;
+
+use kvik_model::{Engine, EngineOptions, GenerateRequest, RequestId, SamplingParams, SubmitOptions};
+use kvik_types::Dtype;
+
+use support::requests::{Output, Outputs, alone, engine, run};
+use support::shelf::{Shelf, ShelfKv};
+use support::{TestModel, backend_options, namespace};
+
+const FIXTURES: [&str; 4] = ["mistral_sliding_window", "qwen3", "gpt2", "llama_tied_odd_sizes"];
+
+/// Blocks of an engine in which nothing has to give way.
+const N_BLOCKS: usize = 32;
+
+/// Tokens that look random; different for each `salt`.
+fn tokens(n_tokens: u32, salt: u32) -> Vec<u32> {
+    (0..n_tokens).map(|position| (position * (2 * salt + 7) + position * position + salt) % 64).collect()
+}
+
+fn greedy(prompt: &[u32], max_tokens: u32) -> GenerateRequest {
+    let mut sampling = SamplingParams::greedy(max_tokens);
+    sampling.ignore_eos = true;
+    sampling.logprobs = Some(3);
+    GenerateRequest { prompt: prompt.to_vec(), sampling }
+}
+
+fn named(name: &str) -> SubmitOptions {
+    SubmitOptions { name: Some(name.to_owned()), credits: None }
+}
+
+fn engine_of_dtype(model: &TestModel, kv_dtype: Dtype, max_batched_tokens: usize) -> Engine {
+    let mut backend = backend_options(N_BLOCKS);
+    backend.kv_dtype = kv_dtype;
+    let mut options = EngineOptions::default();
+    options.max_batched_tokens = max_batched_tokens;
+    Engine::new(Box::new(model.backend(&backend)), None, &namespace(), options).unwrap()
+}
+
+fn submit_from(engine: &mut Engine, request: GenerateRequest, kv: ShelfKv) -> RequestId {
+    engine.submit_from(request, SubmitOptions::default(), Some(Box::new(kv))).unwrap()
+}
+
+/// A shelf with the full blocks of `prompt`.
+fn shelf_of(model: &TestModel, prompt: &[u32]) -> Shelf {
+    let shelf = Shelf::default();
+    let mut source = engine(model, N_BLOCKS, EngineOptions::default());
+    source.set_kv_sink(shelf.sink());
+    source.submit(greedy(prompt, 1)).unwrap();
+    run(&mut source);
+    shelf
+}
+
+fn only(outputs: Outputs) -> Output {
+    let mut outputs = outputs.into_values();
+    let output = outputs.next().unwrap();
+    assert_eq!(outputs.next(), None);
+    output
+}
+
+/// Asserts that an output is, to the bit, what comes of its request alone.
+fn assert_as_alone(model: &TestModel, request: &GenerateRequest, output: &Output) {
+    let expected = &alone(model, None, request)[0];
+    assert_eq!(output.tokens, expected.tokens);
+    assert_eq!(output.logprobs, expected.logprobs);
+}
