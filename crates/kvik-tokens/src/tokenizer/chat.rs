@@ -215,7 +215,7 @@ impl ChatTemplate {
         let was_visited = Arc::new(AtomicBool::new(false));
         let parts = parts_value(&["text".to_owned()]);
         let content = Value::from_object(ObservedParts { parts, was_visited: Arc::clone(&was_visited) });
-        let message: Value = [("role", Value::from("user")), ("content", content)].into_iter().collect();
+        let message = Value::from(BTreeMap::from([("role", Value::from("user")), ("content", content)]));
         let mut bytes = Vec::new();
         // What it writes, and whether it can, does not matter here.
         let _ = self.write([message].into_iter().collect(), &ChatOptions::default(), &mut bytes);
