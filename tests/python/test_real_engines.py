@@ -143,11 +143,19 @@ class Gateway:
 
     def call(self, method: str, path: str, body: object = None) -> dict:
         text = None if body is None else json.dumps(body)
-        self.connection.request(method, path, text, {"content-type": "application/json"})
-        response = self.connection.getresponse()
+        try:
+            response = self.send(method, path, text)
+        except ConnectionError:
+            # Closed while nobody asked, such as while an engine starts.
+            self.connection.close()
+            response = self.send(method, path, text)
         answer = response.read()
         assert response.status == 200, answer
         return json.loads(answer)
+
+    def send(self, method: str, path: str, text: str | None) -> http.client.HTTPResponse:
+        self.connection.request(method, path, text, {"content-type": "application/json"})
+        return self.connection.getresponse()
 
     def score(self, worker: str, **prompt: object) -> int:
         """Tokens that the index says that the worker has."""
