@@ -369,13 +369,15 @@ def is_heard(gateway: Gateway, engine: Engine) -> bool:
 FRESH = itertools.count()
 
 
-@pytest.mark.parametrize("driver", ["vllm_blocks.py", "sglang_tree.py"])
-def test_a_late_gateway_a_restart_and_a_killed_engine(driver: str) -> None:
+@pytest.mark.parametrize(
+    ("driver", "room"), [("vllm_blocks.py", ["--n-blocks", "256"]), ("sglang_tree.py", ["--n-tokens", "4096"])]
+)
+def test_a_late_gateway_a_restart_and_a_killed_engine(driver: str, room: list[str]) -> None:
     ports = Ports()
     load = Load(seed=6)
     first, second = [load.tokens(100, 200) for _ in range(6)], [load.tokens(100, 200) for _ in range(2)]
     with listening(ports.source()) as early:
-        with running(driver, ports) as engine:
+        with running(driver, ports, *room) as engine:
             for tokens in first:
                 engine.serve(tokens)
             assert all(early.compare(engine, first))
@@ -386,7 +388,7 @@ def test_a_late_gateway_a_restart_and_a_killed_engine(driver: str) -> None:
                 for gateway in (early, late):
                     assert all(gateway.compare(engine, [*first, second[0]]))
         # The engine was killed. The next one has nothing, and says nothing until it has something.
-        with running(driver, ports) as engine:
+        with running(driver, ports, *room) as engine:
             eventually(
                 lambda: not any(early.score(engine.worker, token_ids=tokens) for tokens in first),
                 lambda: early.sources(engine.worker),
@@ -396,7 +398,7 @@ def test_a_late_gateway_a_restart_and_a_killed_engine(driver: str) -> None:
             held = early.compare(engine, [*first, *second])
             assert [n_held > 0 for n_held in held] == [False] * 7 + [True]
         # As many batches and more than the life before had, all of them before anybody listens again.
-        with listening(ports.source()) as gateway, running(driver, ports) as engine:
+        with listening(ports.source()) as gateway, running(driver, ports, *room) as engine:
             for tokens in first[:4]:
                 engine.serve(tokens)
             gateway.compare(engine, first)
