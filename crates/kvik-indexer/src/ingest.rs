@@ -10,7 +10,7 @@ use futures_util::future::BoxFuture;
 use kvik_index::holders::{
     BlockKey, Bridge, BridgeConfig, BridgeEvent, Event, OwnRun, SourceName, Tier, Verdict,
 };
-use kvik_proto::events::{BlocksStored, EngineHash, KvEvent, Medium};
+use kvik_proto::events::{Attention, BlocksStored, EngineHash, KvEvent, Medium};
 use kvik_types::BlockSize;
 use kvik_types::hash::VllmAlgorithm;
 use parking_lot::Mutex;
@@ -57,8 +57,18 @@ struct FeedState {
     due: Option<u64>,
     /// What a bridge made of a batch that the backend has not taken. It is handed in again, and a bridge counts.
     untaken: Option<(u64, Translated)>,
-    /// The cache group whose blocks are kept, from the first event that names one.
-    group_idx: Option<u32>,
+    /// The cache group whose blocks are kept; `None` until an event names one.
+    group: Option<CacheGroup>,
+    /// Whether the book still has blocks of a group that was kept before.
+    has_left_group: bool,
+}
+
+/// One of an engine's cache groups. Hybrid models name the same prompt once for each, and only the blocks of one can be
+/// counted: those with full attention where there are some, since a hit needs all of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct CacheGroup {
+    idx: u32,
+    is_full: bool,
 }
 
 /// Events in the keys of a book, owned.
@@ -155,14 +165,20 @@ impl ModelFeed {
     fn translate(&self, batch: &FeedBatch, book: &Book) -> Translated {
         let mut translated = Translated::default();
         let mut state = self.state.lock();
-        let events = batch.events.iter();
+        let is_restart = !batch.replayed && state.due.is_none_or(|due| batch.sequence < due);
+        if is_restart {
+            state.group = None;
+        }
         if state.bridge.is_none() {
             let block_tokens = book.keys.block_tokens.get() as u32;
-            for event in events {
-                if let Some((run, parent)) = direct(event, block_tokens, &mut state.group_idx) {
-                    translated.runs.push(run);
-                    translated.parents.push(parent);
-                }
+            state.has_left_group |= CacheGroup::choose(&mut state.group, &batch.events);
+            let events = batch.events.iter().filter(|event| CacheGroup::has(state.group, event));
+            let forgotten = state.has_left_group.then_some(&KvEvent::Cleared);
+            for (run, parent) in
+                forgotten.into_iter().chain(events).filter_map(|event| direct(event, block_tokens))
+            {
+                translated.runs.push(run);
+                translated.parents.push(parent);
             }
             return translated;
         }
@@ -172,22 +188,20 @@ impl ModelFeed {
             return untaken;
         }
         let is_due = state.due == Some(batch.sequence) && state.epoch == batch.epoch;
-        let is_restart = !batch.replayed && state.due.is_none_or(|due| batch.sequence < due);
         let own_block_tokens = self.learning.own_block_tokens;
-        let mut group_idx = state.group_idx;
-        let Some(bridge) = &mut state.bridge else { return translated };
+        let FeedState { bridge: Some(bridge), group, .. } = &mut *state else { return translated };
         if is_restart {
             bridge.reset();
         }
         if !is_due && !is_restart {
             return translated;
         }
-        for event in events {
-            if is_of_group(event, &mut group_idx) {
-                bridged(bridge, event, own_block_tokens, &mut translated.runs);
-            }
+        if CacheGroup::choose(group, &batch.events) {
+            bridged(bridge, &KvEvent::Cleared, own_block_tokens, &mut translated.runs);
         }
-        state.group_idx = group_idx;
+        for event in batch.events.iter().filter(|event| CacheGroup::has(*group, event)) {
+            bridged(bridge, event, own_block_tokens, &mut translated.runs);
+        }
         translated.parents.resize(translated.runs.len(), None);
         translated
     }
@@ -217,6 +231,7 @@ impl ModelFeed {
         };
         match verdict {
             Verdict::Applied | Verdict::Restarted | Verdict::Duplicate => {
+                state.has_left_group &= verdict == Verdict::Duplicate;
                 let next = sequence.checked_add(1);
                 let is_new = verdict != Verdict::Duplicate || state.due.is_some_and(|due| due <= sequence);
                 if is_new {
@@ -258,6 +273,7 @@ impl Feed for ModelFeed {
                     bridge.reset();
                 }
                 (state.epoch, state.due) = (epoch, Some(next_sequence));
+                (state.group, state.has_left_group) = (None, false);
             }
             Ok(is_taken)
         })
@@ -299,27 +315,39 @@ fn usual_keys(block_tokens: usize) -> Option<Keys> {
     Some(Keys { kind: KeyKind::Vllm { algorithm: VllmAlgorithm::Sha256, seed: None }, block_tokens })
 }
 
-/// Whether an event is of the cache group that is kept: hybrid models name the same prompt once for each group,
-/// and only the blocks of one can be counted.
-fn is_of_group(event: &KvEvent, kept: &mut Option<u32>) -> bool {
-    let group_idx = match event {
-        KvEvent::Stored(stored) => stored.group_idx,
-        KvEvent::Removed(removed) => removed.group_idx,
-        KvEvent::Cleared => return true,
-    };
-    let Some(group_idx) = group_idx else { return true };
-    *kept.get_or_insert(group_idx) == group_idx
+impl CacheGroup {
+    /// Takes the first group that these events name, or a better one than before; whether another was kept until now,
+    /// whose blocks must be forgotten.
+    fn choose(kept: &mut Option<Self>, events: &[KvEvent]) -> bool {
+        if kept.is_some_and(|kept| kept.is_full) {
+            return false;
+        }
+        let named = || {
+            events.iter().filter_map(|event| match event {
+                KvEvent::Stored(stored) => {
+                    Some(Self { idx: stored.group_idx?, is_full: stored.attention == Attention::Full })
+                }
+                KvEvent::Removed(_) | KvEvent::Cleared => None,
+            })
+        };
+        let chosen = named().find(|group| group.is_full).or(*kept).or_else(|| named().next());
+        let before = std::mem::replace(kept, chosen);
+        before.is_some_and(|before| kept.is_some_and(|kept| kept.idx != before.idx))
+    }
+
+    /// Whether an event is about the group that is kept.
+    fn has(kept: Option<Self>, event: &KvEvent) -> bool {
+        let idx = match event {
+            KvEvent::Stored(stored) => stored.group_idx,
+            KvEvent::Removed(removed) => removed.group_idx,
+            KvEvent::Cleared => None,
+        };
+        idx.is_none_or(|idx| kept.is_none_or(|kept| kept.idx == idx))
+    }
 }
 
 /// An event whose hashes are the keys.
-fn direct(
-    event: &KvEvent,
-    block_tokens: u32,
-    group_idx: &mut Option<u32>,
-) -> Option<(OwnRun, Option<BlockKey>)> {
-    if !is_of_group(event, group_idx) {
-        return None;
-    }
+fn direct(event: &KvEvent, block_tokens: u32) -> Option<(OwnRun, Option<BlockKey>)> {
     match event {
         // Blocks of another length are not of this chain. Without tokens it is known blocks in another tier.
         KvEvent::Stored(stored) if !stored.tokens.is_empty() && stored.block_tokens != block_tokens => None,
@@ -339,11 +367,13 @@ fn bridged(bridge: &mut Bridge, event: &KvEvent, own_block_tokens: BlockSize, ru
     match event {
         KvEvent::Stored(stored) => {
             let BlocksStored { hashes, parent, tokens, block_tokens, medium, .. } = stored;
+            // Of pairs the last token is of no block.
+            let n_tokens = tokens.len() - usize::from(stored.is_paired && !tokens.is_empty());
             let event = BridgeEvent::Stored {
                 tier: tier(*medium),
                 parent: parent.map(|parent| BlockKey(parent.0)),
                 keys: &keys_of(hashes),
-                tokens,
+                tokens: &tokens[..n_tokens],
                 block_tokens: *block_tokens as usize,
             };
             bridge.translate(&event, &OwnKeys::of_event(own_block_tokens, stored), runs);

@@ -6,7 +6,8 @@ use std::fs;
 use std::path::PathBuf;
 
 use kvik_proto::events::{
-    BlocksRemoved, BlocksStored, EngineHash, EventBatch, ExtraKey, KvEvent, Medium, Topic, parse_sequence,
+    Attention, BlocksRemoved, BlocksStored, EngineHash, EventBatch, ExtraKey, KvEvent, Medium, Topic,
+    parse_sequence,
 };
 use kvik_types::BlockSize;
 use kvik_types::hash::{ExtraKey as ChainKey, HashChain as _, VllmAlgorithm, VllmChain, VllmHash, VllmSeed};
@@ -227,6 +228,76 @@ fn the_array_form_of_earlier_releases_reads_the_same() {
         BlocksRemoved { hashes: vec![EngineHash(7)], medium: Medium::Disk, ..BlocksRemoved::default() };
     assert_eq!(batch.events, [KvEvent::Stored(stored), KvEvent::Removed(removed), KvEvent::Cleared]);
     assert_eq!((batch.published_s, batch.data_parallel_rank), (1.5, None));
+}
+
+/// A stored block of two tokens in the array form, up to its tokens.
+fn array_form(n_fields: u8) -> Message {
+    Message::batch(1).array(n_fields).text("BlockStored").array(1).number(7).nil()
+}
+
+#[test]
+fn a_salt_is_read_in_both_forms_of_sglang() {
+    let in_array = array_form(8)
+        .array(2)
+        .raw(&[1, 2])
+        .number(2)
+        .nil()
+        .text("GPU")
+        .raw(&[0x82])
+        .text("other")
+        .array(1)
+        .nil()
+        .text("cache_salt")
+        .text("tenant");
+    let in_map = Message::batch(1)
+        .raw(&[0x85])
+        .text("type")
+        .text("BlockStored")
+        .text("block_hashes")
+        .array(1)
+        .number(7)
+        .text("token_ids")
+        .array(2)
+        .raw(&[1, 2])
+        .text("block_size")
+        .number(2)
+        .text("cache_salt")
+        .text("tenant");
+    for message in [in_array, in_map] {
+        let batch = message.decode().unwrap();
+        let KvEvent::Stored(stored) = &batch.events[0] else { panic!("{batch:?}") };
+        assert_eq!((stored.salt.as_deref(), stored.lora_name.as_deref()), (Some("tenant"), None));
+        assert!(!stored.is_plain());
+    }
+}
+
+#[test]
+fn pairs_of_tokens_are_read_as_the_tokens_and_the_one_behind_them() {
+    let pairs = |pairs: &[[u8; 2]]| {
+        let message = array_form(5).array(pairs.len() as u8);
+        pairs.iter().fold(message, |message, pair| message.array(2).raw(pair)).number(2)
+    };
+    let batch = pairs(&[[1, 2], [2, 3]]).decode().unwrap();
+    let KvEvent::Stored(stored) = &batch.events[0] else { panic!("{batch:?}") };
+    assert_eq!((&stored.tokens[..], stored.is_paired), (&[1, 2, 3][..], true));
+    assert!(pairs(&[[1, 2], [3, 4]]).decode().unwrap_err().contains("does not go on"));
+    assert!(pairs(&[[1, 2]]).decode().unwrap_err().contains("a number of tokens"));
+    let three = array_form(5).array(2).array(3).raw(&[1, 2, 3]).array(3).raw(&[2, 3, 4]).number(2);
+    assert!(three.decode().unwrap_err().contains("not two"));
+    let mixed = array_form(5).array(2).array(2).raw(&[1, 2]).raw(&[2]).number(2);
+    assert!(mixed.decode().unwrap_err().contains("not an array"));
+}
+
+#[test]
+fn what_a_cache_group_looks_back_at_is_read() {
+    let (_, _, batch) = captured("b32_sha256_000");
+    let KvEvent::Stored(stored) = &batch.events[0] else { panic!("{batch:?}") };
+    assert_eq!(stored.attention, Attention::Full);
+    let fields = array_form(11).array(0).number(0).nil().nil().nil().nil().number(3).text("sliding_window");
+    let KvEvent::Stored(stored) = &fields.decode().unwrap().events[0] else {
+        panic!("{fields:?}", fields = fields.0)
+    };
+    assert_eq!((stored.group_idx, stored.attention), (Some(3), Attention::Partial));
 }
 
 #[test]

@@ -173,3 +173,62 @@ async fn a_feed_leaves_no_trace_in_a_book_that_it_could_not_leave_at_first() {
     }
     assert_eq!(n_sources, 1);
 }
+
+fn of_group(event: KvEvent, idx: u32, attention: Attention) -> KvEvent {
+    match event {
+        KvEvent::Stored(stored) => {
+            KvEvent::Stored(BlocksStored { group_idx: Some(idx), attention, ..stored })
+        }
+        KvEvent::Removed(removed) => KvEvent::Removed(BlocksRemoved { group_idx: Some(idx), ..removed }),
+        KvEvent::Cleared => KvEvent::Cleared,
+    }
+}
+
+fn removed(hashes: &[u64]) -> KvEvent {
+    let hashes = hashes.iter().map(|hash| EngineHash(*hash)).collect();
+    KvEvent::Removed(BlocksRemoved { hashes, ..BlocksRemoved::default() })
+}
+
+/// Hashes that are those of a chain, and others, which are bridged.
+fn namings(tokens: &[u32]) -> [Vec<u64>; 2] {
+    let keys = usual_keys(BLOCK_TOKENS).unwrap();
+    let mut known = Vec::new();
+    keys.extend(tokens, &mut known);
+    [known.iter().map(|key| key.0).collect(), vec![1, 2]]
+}
+
+#[tokio::test]
+async fn of_a_hybrid_model_the_blocks_with_full_attention_count() {
+    let tokens: Vec<u32> = (0..8).collect();
+    for hashes in namings(&tokens) {
+        let (feed, books, _) = feed();
+        let blocks = stored(&hashes, None, &tokens);
+        let window = of_group(blocks.clone(), 0, Attention::Partial);
+        let full = of_group(blocks, 1, Attention::Full);
+        feed.apply(FeedBatch { events: vec![window, full], ..batch(0, KvEvent::Cleared) }).await.unwrap();
+        assert_eq!(n_matched(&books, &tokens).await, 2);
+        feed.apply(batch(1, of_group(removed(&hashes[..1]), 0, Attention::Unknown))).await.unwrap();
+        assert_eq!(n_matched(&books, &tokens).await, 2);
+        feed.apply(batch(2, of_group(removed(&hashes[1..]), 1, Attention::Unknown))).await.unwrap();
+        assert_eq!(n_matched(&books, &tokens).await, 1);
+    }
+}
+
+#[tokio::test]
+async fn a_group_with_full_attention_that_shows_late_replaces_the_one_before() {
+    let tokens: Vec<u32> = (0..8).collect();
+    for hashes in namings(&tokens) {
+        let (feed, books, _) = feed();
+        let window = of_group(stored(&hashes, None, &tokens), 0, Attention::Partial);
+        feed.apply(batch(0, window)).await.unwrap();
+        assert_eq!(n_matched(&books, &tokens).await, 2);
+        let full = of_group(stored(&hashes[..1], None, &tokens[..BLOCK_TOKENS]), 1, Attention::Full);
+        // A gap: nothing of it counts yet.
+        feed.apply(batch(2, full.clone())).await.unwrap();
+        feed.skip_gap(2).await.unwrap();
+        feed.apply(batch(2, full)).await.unwrap();
+        assert_eq!(n_matched(&books, &tokens).await, 1);
+        feed.apply(batch(3, of_group(removed(&hashes[..1]), 1, Attention::Unknown))).await.unwrap();
+        assert_eq!(n_matched(&books, &tokens).await, 0);
+    }
+}

@@ -10,7 +10,7 @@ use std::str::FromStr;
 
 use kvik_index::holders::BlockKey;
 use kvik_types::hash::{
-    HashChain, KvikChain, SglangChain, VllmAlgorithm, VllmChain, VllmHash, VllmSeed, block_hashes,
+    HashChain, KvikChain, SglangChain, SglangHash, VllmAlgorithm, VllmChain, VllmHash, VllmSeed, block_hashes,
 };
 use kvik_types::{BlockHash, BlockSize, TokenId};
 
@@ -40,6 +40,9 @@ pub enum KeyKind {
     },
     /// `SGLang`'s: the first eight bytes of each hash.
     Sglang,
+    /// `SGLang`'s with a draft model: of pairs of each token and the next, so that a block is known only with the
+    /// token behind it.
+    SglangPairs,
     /// Those of a worker of kvik: the first eight bytes of each hash.
     Kvik {
         /// The parent of the first block.
@@ -60,9 +63,9 @@ impl Keys {
                     extend(chain, tokens, keys, VllmHash::event_id);
                 }
             }
-            KeyKind::Sglang => {
-                let id = |hash: &kvik_types::hash::SglangHash| hash.event_id().cast_unsigned();
-                extend(SglangChain::new(self.block_tokens), tokens, keys, id);
+            KeyKind::Sglang => extend(SglangChain::new(self.block_tokens), tokens, keys, sglang_key),
+            KeyKind::SglangPairs => {
+                extend(SglangChain::new(self.block_tokens).with_bigrams(), tokens, keys, sglang_key);
             }
             KeyKind::Kvik { root } => {
                 extend(KvikChain::after(*root, self.block_tokens), tokens, keys, kvik_key);
@@ -80,6 +83,7 @@ impl Keys {
                 format!("vllm:{algorithm}:{block_tokens}:{seed}")
             }
             KeyKind::Sglang => format!("sglang:{block_tokens}"),
+            KeyKind::SglangPairs => format!("sglang_pairs:{block_tokens}"),
             KeyKind::Kvik { root } => format!("kvik:{root}:{block_tokens}"),
             KeyKind::Own => format!("own:{block_tokens}"),
         }
@@ -99,6 +103,7 @@ impl FromStr for Keys {
                 .ok()
                 .map(|algorithm| (KeyKind::Vllm { algorithm, seed: seed.map(str::to_owned) }, size)),
             (Some("sglang"), Some(size), None, None) => Some((KeyKind::Sglang, size)),
+            (Some("sglang_pairs"), Some(size), None, None) => Some((KeyKind::SglangPairs, size)),
             (Some("kvik"), Some(root), Some(size), None) => {
                 root.parse().ok().map(|root| (KeyKind::Kvik { root }, size))
             }
@@ -110,6 +115,11 @@ impl FromStr for Keys {
             .and_then(|(kind, size)| Some(Self { kind, block_tokens: block_tokens(size)? }))
             .ok_or_else(|| IndexerError::invalid("keys", id, "FAMILY:...:TOKENS of a block"))
     }
+}
+
+/// The key of a page of `SGLang`'s chains.
+fn sglang_key(hash: &SglangHash) -> u64 {
+    hash.event_id().cast_unsigned()
 }
 
 /// The key of a block of kvik's chain.
@@ -139,6 +149,7 @@ mod tests {
             KeyKind::Vllm { algorithm, seed: Some(String::new()) },
             KeyKind::Vllm { algorithm, seed: Some("a:b:c".to_owned()) },
             KeyKind::Sglang,
+            KeyKind::SglangPairs,
             KeyKind::Kvik { root: BlockHash([7; 16]) },
             KeyKind::Own,
         ] {

@@ -22,15 +22,18 @@ impl OwnKeys {
     }
 
     /// The chain of the blocks of an event. What is more than tokens salts all of them, so that no plain
-    /// prompt has their keys.
+    /// prompt has their keys; so do pairs, which need more than their own tokens.
     pub fn of_event(block_tokens: BlockSize, event: &BlocksStored) -> Self {
-        let is_plain = event.lora_name.is_none() && event.extra_keys.iter().all(Vec::is_empty);
-        if is_plain {
+        if event.is_plain() && !event.is_paired {
             return Self::new(block_tokens);
         }
         let mut hasher = Xxh3::new();
+        hasher.update(&[u8::from(event.is_paired)]);
         if let Some(name) = &event.lora_name {
             update(&mut hasher, b'l', name.as_bytes());
+        }
+        if let Some(salt) = &event.salt {
+            update(&mut hasher, b's', salt.as_bytes());
         }
         for keys in &event.extra_keys {
             hasher.update(b"[");
@@ -125,11 +128,16 @@ mod tests {
             extra_keys: vec![vec![ExtraKey::Text("a".to_owned())]],
             ..BlocksStored::default()
         };
+        let other = BlocksStored { salt: Some("a".to_owned()), ..BlocksStored::default() };
+        let paired = BlocksStored { is_paired: true, ..BlocksStored::default() };
         let size = block_tokens(4);
         let key = |event: &BlocksStored| OwnKeys::of_event(size, event).key(None, &[1, 2, 3, 4]);
         assert_eq!(key(&plain), OwnKeys::new(size).key(None, &[1, 2, 3, 4]));
         assert_ne!(key(&plain), key(&adapter));
         assert_ne!(key(&adapter), key(&salted));
         assert_ne!(key(&plain), key(&salted));
+        assert_ne!(key(&plain), key(&other));
+        assert_ne!(key(&adapter), key(&other));
+        assert_ne!(key(&plain), key(&paired));
     }
 }

@@ -12,12 +12,11 @@ use super::{KeyKind, Keys};
 /// proves nothing: it has a parent, no tokens, or something besides tokens; `Some(None)` where it proves
 /// that no chain known here is the engine's.
 pub fn recognize(event: &BlocksStored, seeds: &[String]) -> Option<Option<Keys>> {
-    let is_plain = event.lora_name.is_none() && event.extra_keys.iter().all(Vec::is_empty);
-    if event.parent.is_some() || !is_plain {
+    if event.parent.is_some() || !event.is_plain() {
         return None;
     }
     let block_tokens = BlockSize::try_new(event.block_tokens as usize).ok()?;
-    let first = event.tokens.get(..block_tokens.get())?;
+    let first = event.tokens.get(..block_tokens.get() + usize::from(event.is_paired))?;
     let hash = event.hashes.first()?;
     let seeds = || std::iter::once(None).chain(seeds.iter().cloned().map(Some));
     let algorithms =
@@ -25,9 +24,10 @@ pub fn recognize(event: &BlocksStored, seeds: &[String]) -> Option<Option<Keys>>
     let vllm = algorithms
         .into_iter()
         .flat_map(|algorithm| seeds().map(move |seed| KeyKind::Vllm { algorithm, seed }));
-    let kinds = vllm.chain([KeyKind::Sglang]);
+    let kinds = vllm.chain([KeyKind::Sglang]).filter(|_| !event.is_paired);
+    let paired = event.is_paired.then_some(KeyKind::SglangPairs);
     let mut keys = Vec::with_capacity(1);
-    Some(kinds.map(|kind| Keys { kind, block_tokens }).find(|candidate| {
+    Some(kinds.chain(paired).map(|kind| Keys { kind, block_tokens }).find(|candidate| {
         keys.clear();
         candidate.extend(first, &mut keys);
         keys.first().is_some_and(|key| key.0 == hash.0)
@@ -75,6 +75,19 @@ mod tests {
     }
 
     #[test]
+    fn pairs_of_tokens_are_a_chain_of_their_own() {
+        let block_tokens = BlockSize::try_new(4).unwrap();
+        let page = SglangChain::new(block_tokens).with_bigrams().push_block(&[1, 2, 3, 4, 5]);
+        let hash = page.event_id().cast_unsigned();
+        let keys = Keys { kind: KeyKind::SglangPairs, block_tokens };
+        let paired = BlocksStored { tokens: vec![1, 2, 3, 4, 5], is_paired: true, ..stored(hash) };
+        assert_eq!(recognize(&paired, &[]), Some(Some(keys)));
+        assert_eq!(recognize(&stored(hash), &[]), Some(None));
+        let (_, plain) = first_key(KeyKind::Sglang);
+        assert_eq!(recognize(&BlocksStored { hashes: vec![EngineHash(plain)], ..paired }, &[]), Some(None));
+    }
+
+    #[test]
     fn an_unknown_seed_is_no_known_chain() {
         assert_eq!(recognize(&stored(42), &[]), Some(None));
     }
@@ -85,6 +98,7 @@ mod tests {
         let cases = [
             BlocksStored { parent: Some(EngineHash(1)), ..stored(hash) },
             BlocksStored { lora_name: Some("a".to_owned()), ..stored(hash) },
+            BlocksStored { salt: Some("a".to_owned()), ..stored(hash) },
             BlocksStored { tokens: Vec::new(), ..stored(hash) },
             BlocksStored { block_tokens: 0, ..stored(hash) },
             BlocksStored { hashes: Vec::new(), ..stored(hash) },

@@ -3,7 +3,7 @@
 use rmp::Marker;
 
 use super::cursor::{Cursor, Number};
-use super::{BlocksRemoved, BlocksStored, EngineHash, EventError, ExtraKey, Medium, decode_hash};
+use super::{Attention, BlocksRemoved, BlocksStored, EngineHash, EventError, ExtraKey, Medium, decode_hash};
 
 /// Deepest nesting of an extra key: a list of what makes up an image's name is one level.
 const MAX_EXTRA_DEPTH: usize = 4;
@@ -35,6 +35,7 @@ impl Stored {
         "lora_name",
         "extra_keys",
         "group_idx",
+        "kv_cache_spec_kind",
     ];
 
     pub(super) fn read(&mut self, name: &str, cursor: &mut Cursor<'_>) -> Result<(), EventError> {
@@ -51,11 +52,14 @@ impl Stored {
             // Every other field may be nil, which is its default.
             _ if cursor.take_nil()? => {}
             "parent_block_hash" => event.parent = Some(decode_hash(cursor)?),
-            "token_ids" => event.tokens = list(cursor, Cursor::small_number)?,
+            "token_ids" => (event.tokens, event.is_paired) = tokens(cursor)?,
             "medium" => event.medium = medium(cursor)?,
+            // SGLang has a map with a salt behind the medium of its array form.
+            "lora_name" if is_map(cursor)? => event.salt = salt(cursor)?,
             "lora_name" => event.lora_name = Some(cursor.text()?.to_owned()),
+            "cache_salt" => event.salt = Some(cursor.text()?.to_owned()),
             "group_idx" => event.group_idx = Some(cursor.small_number()?),
-            // SGLang has a map of a salt in this place.
+            "kv_cache_spec_kind" => event.attention = attention(cursor.text()?),
             "extra_keys" if is_array(cursor)? => event.extra_keys = list(cursor, block_extra_keys)?,
             _ => cursor.skip()?,
         }
@@ -67,7 +71,8 @@ impl Stored {
         if !has_hashes || !has_block_size {
             return cursor.fail("stored blocks without names or size");
         }
-        let n_tokens = event.hashes.len() as u64 * u64::from(event.block_tokens);
+        let n_places = event.hashes.len() as u64 * u64::from(event.block_tokens);
+        let n_tokens = n_places + u64::from(event.is_paired);
         if !event.tokens.is_empty() && event.tokens.len() as u64 != n_tokens {
             return cursor.fail("a number of tokens that is not that of the blocks");
         }
@@ -120,6 +125,51 @@ fn list<'a, T>(
     Ok(elements)
 }
 
+/// Tokens, or pairs of each token and the next; whether they are pairs.
+fn tokens(cursor: &mut Cursor<'_>) -> Result<(Vec<u32>, bool), EventError> {
+    let mut ahead = cursor.clone();
+    let is_paired = ahead.array()? > 0 && is_array(&ahead)?;
+    if !is_paired {
+        return Ok((list(cursor, Cursor::small_number)?, false));
+    }
+    let n_pairs = cursor.array()?;
+    let mut tokens = Vec::with_capacity(n_pairs + 1);
+    for _ in 0..n_pairs {
+        if cursor.array()? != 2 {
+            return cursor.fail("tokens together that are not two");
+        }
+        let (first, second) = (cursor.small_number()?, cursor.small_number()?);
+        match tokens.last() {
+            None => tokens.push(first),
+            Some(last) if *last == first => {}
+            Some(_) => return cursor.fail("a pair of tokens that does not go on where the one before ends"),
+        }
+        tokens.push(second);
+    }
+    Ok((tokens, true))
+}
+
+/// The salt in a map of what `SGLang` says beside the blocks.
+fn salt(cursor: &mut Cursor<'_>) -> Result<Option<String>, EventError> {
+    let mut salt = None;
+    for _ in 0..cursor.map()? {
+        if cursor.text()? != "cache_salt" {
+            cursor.skip()?;
+        } else if !cursor.take_nil()? {
+            salt = Some(cursor.text()?.to_owned());
+        }
+    }
+    Ok(salt)
+}
+
+fn attention(kind: &str) -> Attention {
+    match kind {
+        "full_attention" | "mla_attention" | "sink_full_attention" => Attention::Full,
+        "unknown" => Attention::Unknown,
+        _ => Attention::Partial,
+    }
+}
+
 fn medium(cursor: &mut Cursor<'_>) -> Result<Medium, EventError> {
     let text = cursor.text()?;
     let known = [
@@ -163,6 +213,10 @@ fn extra_key(cursor: &mut Cursor<'_>, depth_left: usize) -> Result<ExtraKey, Eve
             Number::Negative(value) => Ok(ExtraKey::Number(value)),
         },
     }
+}
+
+fn is_map(cursor: &Cursor<'_>) -> Result<bool, EventError> {
+    Ok(matches!(cursor.peek()?, Marker::FixMap(_) | Marker::Map16 | Marker::Map32))
 }
 
 fn is_array(cursor: &Cursor<'_>) -> Result<bool, EventError> {

@@ -2,7 +2,7 @@
 //!
 //! A message is three frames: a topic, a sequence number of eight bytes, big endian, and a msgpack array of
 //! the time of publication, the events and, mostly, the data parallel rank. Events are arrays that begin
-//! with their name (vLLM before 0.24, SGLang) or maps with a `type` (vLLM since); a stream may mix them.
+//! with their name (vLLM before 0.24, older SGLang) or maps with a `type` (both since); a stream may mix them.
 //! Fields that are not known are passed over, so are events of unknown types, which are counted.
 //!
 //! Nothing here trusts its input: a message that is malformed anywhere is refused as a whole, and no
@@ -70,8 +70,10 @@ pub struct BlocksStored {
     pub hashes: Vec<EngineHash>,
     /// The block before the first; `None` at the start of a prompt.
     pub parent: Option<EngineHash>,
-    /// Their tokens, all of them or none.
+    /// Their tokens, all of them or none; of paired blocks one more, the one behind the last block.
     pub tokens: Vec<u32>,
+    /// Whether each place stands for its token and the next one: `SGLang` with a draft model.
+    pub is_paired: bool,
     /// Tokens of one block.
     pub block_tokens: u32,
     /// Where they are.
@@ -80,8 +82,12 @@ pub struct BlocksStored {
     pub lora_name: Option<String>,
     /// For each block, or for none, what else its name stands for.
     pub extra_keys: Vec<Vec<ExtraKey>>,
+    /// What keeps them apart from the same tokens of others; vLLM has it among the extra keys instead.
+    pub salt: Option<String>,
     /// Which of the engine's KV cache groups it is about.
     pub group_idx: Option<u32>,
+    /// What the layers of that group look back at.
+    pub attention: Attention,
 }
 
 /// Blocks that an engine has lost.
@@ -93,6 +99,18 @@ pub struct BlocksRemoved {
     pub medium: Medium,
     /// Which of the engine's KV cache groups it is about.
     pub group_idx: Option<u32>,
+}
+
+/// What the layers of a KV cache group look back at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Attention {
+    /// Not said.
+    #[default]
+    Unknown,
+    /// All tokens before.
+    Full,
+    /// The last ones, or a state: of a prefix only the end is needed.
+    Partial,
 }
 
 /// The kind of place where an engine has blocks.
@@ -120,6 +138,13 @@ pub enum ExtraKey {
     Number(i64),
     /// Several together.
     List(Vec<ExtraKey>),
+}
+
+impl BlocksStored {
+    /// Whether tokens alone decide what is in them: no adapter, no image, no salt.
+    pub fn is_plain(&self) -> bool {
+        self.lora_name.is_none() && self.salt.is_none() && self.extra_keys.iter().all(Vec::is_empty)
+    }
 }
 
 impl<'a> Topic<'a> {

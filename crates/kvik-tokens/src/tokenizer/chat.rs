@@ -9,9 +9,10 @@ use std::error::Error as StdError;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Enumerator, Kwargs, Object, Value};
+use minijinja::value::{Enumerator, Kwargs, Object, ObjectRepr, Value};
 use minijinja::{Environment, Error, ErrorKind};
 use minijinja_contrib::pycompat;
 
@@ -35,8 +36,10 @@ const TEMPLATE_NAME: &str = "chat_template";
 pub struct ChatMessage {
     /// Who speaks: `system`, `user` or `assistant`, and what else the template knows.
     pub role: String,
-    /// What is said; none in a message that only calls tools.
+    /// What is said; none in a message that only calls tools. Of several parts all of them, in lines.
     pub content: Option<String>,
+    /// The parts of the content, for templates that go through them; empty if it is one text.
+    pub parts: Vec<String>,
     /// What else the message has, such as `tool_calls`, for templates that look at it.
     pub fields: Vec<(String, Json)>,
 }
@@ -62,6 +65,8 @@ pub struct ChatOptions {
 #[derive(Debug)]
 pub(super) struct ChatTemplate {
     environment: Environment<'static>,
+    /// Whether it goes through the parts of a content.
+    takes_parts: bool,
 }
 
 /// Marks an error as the template's own refusal of a conversation.
@@ -70,7 +75,17 @@ struct RaisedByTemplate;
 
 /// A message as templates see it, with its keys in the order of the original.
 #[derive(Debug)]
-struct MessageObject(ChatMessage);
+struct MessageObject {
+    message: ChatMessage,
+    takes_parts: bool,
+}
+
+/// Parts of a content that tell whether somebody went through them.
+#[derive(Debug)]
+struct ObservedParts {
+    parts: Value,
+    was_visited: Arc<AtomicBool>,
+}
 
 /// Collects the output up to a limit.
 struct BoundedOutput<'a> {
@@ -82,11 +97,19 @@ struct BoundedOutput<'a> {
 impl ChatMessage {
     /// A message of `role` that says `content`.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
-        Self { role: role.into(), content: Some(content.into()), fields: Vec::new() }
+        Self { role: role.into(), content: Some(content.into()), parts: Vec::new(), fields: Vec::new() }
     }
 
-    /// A message as an API has it: an object with a `role` and a `content` of text or of parts with text,
-    /// which are joined.
+    /// A message of `role` that says `parts`, one after the other.
+    ///
+    /// A template that goes through the parts of a content gets them as they are; any other gets one text with a line
+    /// for each, as in vLLM.
+    pub fn from_parts(role: impl Into<String>, parts: Vec<String>) -> Self {
+        Self { role: role.into(), content: Some(parts.join("\n")), parts, fields: Vec::new() }
+    }
+
+    /// A message as an API has it: an object with a `role` and a `content` of text or of parts with text; see
+    /// [`Self::from_parts`].
     ///
     /// # Errors
     /// [`TokensError::InvalidRequest`] for anything else, also for parts that are not text.
@@ -95,13 +118,16 @@ impl ChatMessage {
         let Json::Object(entries) = message else {
             return refuse("a list with something that is not an object".to_owned(), "objects");
         };
-        let (mut role, mut content, mut fields) = (None, None, Vec::new());
+        let (mut role, mut content, mut parts, mut fields) = (None, None, Vec::new(), Vec::new());
         for (name, value) in entries {
             match (name.as_str(), value) {
                 ("role", Json::Text(text)) => role = Some(text),
                 ("content", Json::Text(text)) => content = Some(text),
                 ("content", Json::Null) => {}
-                ("content", Json::List(parts)) => content = Some(joined_parts(&parts)?),
+                ("content", Json::List(list)) => {
+                    parts = texts_of(&list)?;
+                    content = Some(parts.join("\n"));
+                }
                 ("role" | "content", _) => {
                     return refuse(
                         format!("a message with an unusable `{name}`"),
@@ -112,17 +138,17 @@ impl ChatMessage {
             }
         }
         match role {
-            Some(role) => Ok(Self { role, content, fields }),
+            Some(role) => Ok(Self { role, content, parts, fields }),
             None => refuse("a message without a role".to_owned(), "messages with `role` and `content`"),
         }
     }
 }
 
-fn joined_parts(parts: &[Json]) -> Result<String> {
-    let mut text = String::new();
+fn texts_of(parts: &[Json]) -> Result<Vec<String>> {
+    let mut texts = Vec::with_capacity(parts.len());
     for part in parts {
         match (part.get("type"), part.get("text")) {
-            (Some(Json::Text(kind)), Some(Json::Text(part))) if kind == "text" => text.push_str(part),
+            (Some(Json::Text(kind)), Some(Json::Text(text))) if kind == "text" => texts.push(text.clone()),
             (Some(Json::Text(kind)), _) => {
                 let value = format!("a message with a part of type `{kind}`");
                 return Err(TokensError::request("messages", value, "parts of type `text`"));
@@ -133,7 +159,17 @@ fn joined_parts(parts: &[Json]) -> Result<String> {
             }
         }
     }
-    Ok(text)
+    Ok(texts)
+}
+
+/// Parts as templates see them.
+fn parts_value(parts: &[String]) -> Value {
+    let part = |text: &String| {
+        let fields = [("type", "text"), ("text", text.as_str())];
+        Json::Object(fields.map(|(name, text)| (name.to_owned(), Json::Text(text.to_owned()))).into())
+            .to_template()
+    };
+    parts.iter().map(part).collect()
 }
 
 // === impl ChatOptions ===
@@ -169,14 +205,52 @@ impl ChatTemplate {
             environment.add_global(*name, Value::from(text.as_str()));
         }
         environment.add_template_owned(TEMPLATE_NAME, source)?;
-        Ok(Self { environment })
+        let mut template = Self { environment, takes_parts: false };
+        template.takes_parts = template.visits_parts();
+        Ok(template)
+    }
+
+    /// Whether a message's content is gone through where it is a list. A template that fails on one before does not.
+    fn visits_parts(&self) -> bool {
+        let was_visited = Arc::new(AtomicBool::new(false));
+        let parts = parts_value(&["text".to_owned()]);
+        let content = Value::from_object(ObservedParts { parts, was_visited: Arc::clone(&was_visited) });
+        let message = Value::from(BTreeMap::from([("role", Value::from("user")), ("content", content)]));
+        let mut bytes = Vec::new();
+        // What it writes, and whether it can, does not matter here.
+        let _ = self.write([message].into_iter().collect(), &ChatOptions::default(), &mut bytes);
+        was_visited.load(Ordering::Relaxed)
     }
 
     pub(super) fn render(&self, messages: &[ChatMessage], options: &ChatOptions) -> Result<String> {
         let continued =
             if options.continue_final_message { Some(continued(messages, options)?) } else { None };
-        let messages: Value =
-            messages.iter().map(|message| Value::from_object(MessageObject(message.clone()))).collect();
+        let takes_parts = self.takes_parts;
+        let messages = messages
+            .iter()
+            .map(|message| Value::from_object(MessageObject { message: message.clone(), takes_parts }))
+            .collect();
+        let mut bytes = Vec::new();
+        self.write(messages, options, &mut bytes).map_err(|error| render_error(&error))?;
+        let mut text = String::from_utf8(bytes).map_err(|_| {
+            TokensError::InvalidTokenizer("the chat template gives text that is not UTF-8".to_owned())
+        })?;
+        if let Some(content) = continued {
+            let n_bytes = end_of_content(&text, content).ok_or_else(|| {
+                let value = "true, and the chat template does not write the last message as it is";
+                TokensError::request("continue_final_message", value, "false")
+            })?;
+            text.truncate(n_bytes);
+        }
+        Ok(text)
+    }
+
+    fn write(
+        &self,
+        messages: Value,
+        options: &ChatOptions,
+        bytes: &mut Vec<u8>,
+    ) -> std::result::Result<(), Error> {
         let mut context: BTreeMap<&str, Value> = options
             .template_variables
             .iter()
@@ -195,22 +269,8 @@ impl ChatTemplate {
             };
             context.insert("strftime_now", Value::from_function(format_today));
         }
-        let mut bytes = Vec::new();
-        self.environment
-            .get_template(TEMPLATE_NAME)
-            .and_then(|template| template.render_captured_to(context, BoundedOutput { bytes: &mut bytes }))
-            .map_err(|error| render_error(&error))?;
-        let mut text = String::from_utf8(bytes).map_err(|_| {
-            TokensError::InvalidTokenizer("the chat template gives text that is not UTF-8".to_owned())
-        })?;
-        if let Some(content) = continued {
-            let n_bytes = end_of_content(&text, content).ok_or_else(|| {
-                let value = "true, and the chat template does not write the last message as it is";
-                TokensError::request("continue_final_message", value, "false")
-            })?;
-            text.truncate(n_bytes);
-        }
-        Ok(text)
+        let template = self.environment.get_template(TEMPLATE_NAME)?;
+        template.render_captured_to(context, BoundedOutput { bytes }).map(|_| ())
     }
 }
 
@@ -249,18 +309,43 @@ impl StdError for RaisedByTemplate {}
 
 impl Object for MessageObject {
     fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        let message = &self.message;
         match key.as_str()? {
-            "role" => Some(Value::from(self.0.role.as_str())),
-            "content" => Some(self.0.content.as_deref().map_or(Value::from(()), Value::from)),
+            "role" => Some(Value::from(message.role.as_str())),
+            "content" if self.takes_parts && !message.parts.is_empty() => Some(parts_value(&message.parts)),
+            "content" => Some(message.content.as_deref().map_or(Value::from(()), Value::from)),
             name => {
-                self.0.fields.iter().find(|(field, _)| field == name).map(|(_, value)| value.to_template())
+                message.fields.iter().find(|(field, _)| field == name).map(|(_, value)| value.to_template())
             }
         }
     }
 
     fn enumerate(self: &Arc<Self>) -> Enumerator {
-        let others = self.0.fields.iter().map(|(name, _)| Value::from(name.as_str()));
+        let others = self.message.fields.iter().map(|(name, _)| Value::from(name.as_str()));
         Enumerator::Values(["role", "content"].map(Value::from).into_iter().chain(others).collect())
+    }
+}
+
+// === impl ObservedParts ===
+
+impl Object for ObservedParts {
+    fn repr(self: &Arc<Self>) -> ObjectRepr {
+        ObjectRepr::Seq
+    }
+
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        self.parts.get_item(key).ok()
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        // Relaxed: read by the thread that renders, when it has rendered.
+        self.was_visited.store(true, Ordering::Relaxed);
+        Enumerator::Seq(self.parts.len().unwrap_or(0))
+    }
+
+    fn render(self: &Arc<Self>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Writing them out is not going through them.
+        f.write_str("text")
     }
 }
 

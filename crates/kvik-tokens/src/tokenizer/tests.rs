@@ -184,6 +184,33 @@ fn tools_and_calls_reach_the_template_in_the_order_of_the_original() {
 }
 
 #[test]
+fn parts_are_lines_of_a_text_unless_the_template_goes_through_them() {
+    let json =
+        r#"{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}"#;
+    let message = ChatMessage::from_json(serde_json::from_str(json).unwrap()).unwrap();
+    assert_eq!(message, ChatMessage::from_parts("user", vec!["a".to_owned(), "b".to_owned()]));
+    let templates = [
+        ("{% for m in messages %}<{{ m.content }}>{% endfor %}", "<a\nb><c>"),
+        ("{% for m in messages %}<{{ m['content'] | trim }}>{% endfor %}", "<a\nb><c>"),
+        // It does not go through a list.
+        (
+            "{% for m in messages %}{% if m.content is string %}<{{ m.content }}>{% else %}?{% endif %}{% endfor %}",
+            "<a\nb><c>",
+        ),
+        (
+            "{% for m in messages %}{% if m.content is string %}<{{ m.content }}>{% else %}\
+             {% for part in m.content %}[{{ part.type }} {{ part['text'] }}]{% endfor %}{% endif %}{% endfor %}",
+            "[text a][text b]<c>",
+        ),
+    ];
+    for (template, expected) in templates {
+        let messages = [message.clone(), ChatMessage::new("user", "c")];
+        let text = with_template(template).render_chat(&messages, &ChatOptions::default());
+        assert_eq!(text.unwrap(), expected, "{template}");
+    }
+}
+
+#[test]
 fn the_last_message_is_continued_where_it_ends() {
     let continued = |template: &str, content: &str| {
         let messages = [ChatMessage::new("user", "Yes. "), ChatMessage::new("assistant", content)];

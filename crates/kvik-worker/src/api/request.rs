@@ -67,15 +67,15 @@ pub(super) async fn input_tokens(loaded: &Arc<Loaded>, input: PromptInput) -> Re
     Ok(tokens)
 }
 
-/// The messages of an OpenAI request, with their text parts joined.
+/// The messages of an OpenAI request.
 pub(super) fn chat_messages(messages: Vec<openai::ChatMessage>) -> Result<Vec<ChatMessage>, Refusal> {
     let message = |(idx, message): (usize, openai::ChatMessage)| {
         let field = format!("messages[{idx}].content");
         if message.tool_calls.is_some_and(|calls| asks(&calls)) {
             return Err(unsupported(&format!("messages[{idx}].tool_calls")));
         }
-        let content = match message.content {
-            Some(openai::MessageContent::Text(text)) => text,
+        match message.content {
+            Some(openai::MessageContent::Text(text)) => Ok(ChatMessage::new(message.role, text)),
             Some(openai::MessageContent::Parts(parts)) => {
                 if let Some(part) = parts.iter().find(|part| part.kind != "text") {
                     return Err(Refusal::field(
@@ -84,11 +84,11 @@ pub(super) fn chat_messages(messages: Vec<openai::ChatMessage>) -> Result<Vec<Ch
                         "type `text`",
                     ));
                 }
-                parts.into_iter().filter_map(|part| part.text).collect()
+                let texts = parts.into_iter().filter_map(|part| part.text).collect();
+                Ok(ChatMessage::from_parts(message.role, texts))
             }
-            None => return Err(Refusal::field(&field, "missing", "a string or a list of text parts")),
-        };
-        Ok(ChatMessage::new(message.role, content))
+            None => Err(Refusal::field(&field, "missing", "a string or a list of text parts")),
+        }
     };
     messages.into_iter().enumerate().map(message).collect()
 }
