@@ -66,7 +66,7 @@ fn a_conversation_is_rendered_as_an_engine_does_it() {
     ];
     let input = TokenizeInput::Chat { messages, options: ChatOptions::default() };
     let answer = tokenized(&pool, TokenizeRequest { model: "kvik-tiny".to_owned(), input }).unwrap();
-    let rendered = "<|bos|><|system|>Note 1: x.<|user|>Who?<|assistant|>";
+    let rendered = "<|bos|><|system|>Note 1: x.<|user|>Wh\no?<|assistant|>";
     assert_eq!(answer.tokens, tokenizer.encode(rendered, AddSpecial::No).unwrap());
     assert_eq!(answer.n_text_bytes, rendered.len());
 }
