@@ -104,9 +104,12 @@ impl Log {
                 }
                 Err(error) if file::is_no_space(&error) => {
                     // The device is smaller than the capacity: what is there must do.
-                    tracing::warn!(%error, "no room for another segment");
+                    let trouble = self.trouble.lock().replace(format!("make a segment: {error}"));
+                    // Told once: every put comes here while the device is full, and the counter has them all.
+                    if trouble.is_none() {
+                        tracing::warn!(%error, "no room for another segment");
+                    }
                     self.counters.n_no_space.add(1);
-                    *self.trouble.lock() = Some(format!("make a segment: {error}"));
                     return Ok(());
                 }
                 Err(error) => return Err(error),
