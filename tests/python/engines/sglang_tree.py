@@ -1,16 +1,16 @@
 """SGLang's radix tree and its publisher of events, without a model: prompts go in as tokens.
 
-Reads one JSON object a line and answers each with one; see `OPERATIONS`. Of the memory behind the tree only the number of
+The methods of `Engine` from `start` to `held` are the commands of a test (`commands.py`). Of the memory behind the tree only the number of
 tokens is kept. What the engine's scheduler does with the tree for a request is done here in the same order.
 """
 
 import argparse
 import json
-import sys
 import time
 from array import array
 
 import torch
+from commands import new_parser, obey
 from sglang.srt.disaggregation.kv_events import EventPublisherFactory, KVEventBatch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -122,24 +122,13 @@ class Engine:
         return {"n_tokens": [self.tree.match_prefix(MatchPrefixParams(key=key)).device_prefix_len for key in keys]}
 
 
-OPERATIONS = {"start": Engine.start, "finish": Engine.finish, "reset": Engine.reset, "held": Engine.held}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--endpoint", required=True)
-    parser.add_argument("--replay-endpoint")
-    parser.add_argument("--topic", default="kv@sglang-0@tiny")
-    parser.add_argument("--buffer-steps", type=int, default=10_000)
+    parser = new_parser("kv@sglang-0@tiny")
     parser.add_argument("--n-tokens", type=int, default=1024)
     parser.add_argument("--page-tokens", type=int, default=16)
     parser.add_argument("--eagle", action="store_true", help="with a draft model: keys of pairs of tokens")
     engine = Engine(parser.parse_args())
-    print(json.dumps({"is_ready": True}), flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        answer = OPERATIONS[command.pop("op")](engine, **command)
-        print(json.dumps({**answer, "n_batches": engine.n_batches}), flush=True)
+    obey(engine)
 
 
 if __name__ == "__main__":

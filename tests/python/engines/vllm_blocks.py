@@ -1,15 +1,14 @@
 """vLLM's cache of blocks and its publisher of events, without a model: prompts go in as tokens.
 
-Reads one JSON object a line and answers each with one; see `OPERATIONS`. What the engine's scheduler does with the
+The methods of `Engine` from `start` to `held` are the commands of a test (`commands.py`). What the engine's scheduler does with the
 cache for a request is done here in the same order, and events are published after each step, as there.
 """
 
 import argparse
-import json
-import sys
 import time
 
 import torch
+from commands import new_parser, obey
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import EventPublisherFactory, KVEventBatch
 from vllm.sampling_params import SamplingParams
@@ -110,26 +109,15 @@ class Engine:
         return {"n_tokens": [self.manager.get_computed_blocks(request)[1] for request in requests]}
 
 
-OPERATIONS = {"start": Engine.start, "finish": Engine.finish, "reset": Engine.reset, "held": Engine.held}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--endpoint", required=True)
-    parser.add_argument("--replay-endpoint")
-    parser.add_argument("--topic", default="kv@vllm-0@tiny")
-    parser.add_argument("--buffer-steps", type=int, default=10_000)
+    parser = new_parser("kv@vllm-0@tiny")
     parser.add_argument("--n-blocks", type=int, default=64)
     parser.add_argument("--block-tokens", type=int, default=16)
     parser.add_argument("--hash", default="sha256")
     parser.add_argument("--window", type=int, default=0, help="tokens of a second, sliding group; 0 for none")
     parser.add_argument("--window-group", type=int, default=1, help="the number of that group")
     engine = Engine(parser.parse_args())
-    print(json.dumps({"is_ready": True}), flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        answer = OPERATIONS[command.pop("op")](engine, **command)
-        print(json.dumps({**answer, "n_batches": engine.n_batches}), flush=True)
+    obey(engine)
     engine.publisher.shutdown()
 
 

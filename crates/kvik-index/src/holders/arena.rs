@@ -119,11 +119,6 @@ impl ExtentState {
     pub(super) fn starts_run(&self, offset: usize) -> bool {
         self.run_starts[offset / 64] >> (offset % 64) & 1 == 1
     }
-
-    /// Entries that can be written before the extent is full.
-    fn n_free(&self) -> usize {
-        EXTENT_ENTRIES - self.n_used
-    }
 }
 
 impl Arena {
@@ -141,7 +136,7 @@ impl Arena {
 
     /// Whether the next entry needs a new extent.
     pub(super) fn tail_is_full(&self) -> bool {
-        self.tail_state().is_none_or(|tail| tail.n_free() == 0)
+        self.tail_state().is_none_or(|tail| tail.n_used == EXTENT_ENTRIES)
     }
 
     /// Starts a new extent; `None` if no number is left for it.

@@ -370,21 +370,21 @@ impl HolderIndex {
         self.sources.open_holder(source, tier, generation, self.salt)
     }
 
-    /// Gives an entry that the table has in a slot another set, and takes it out if that is empty.
-    pub(super) fn put_entry_set(
-        &mut self,
-        index: EntryIndex,
-        old: SetRef,
-        new: SetRef,
-        page: u32,
-        slot: usize,
-    ) {
+    /// Gives an entry another set, and takes it out of the table if that is empty.
+    pub(super) fn put_entry_set(&mut self, index: EntryIndex, key: u64, old: SetRef, new: SetRef) {
         self.sets.retain(new, 1);
         self.arena.put_set(index, new);
         self.sets.release(old, 1);
         if !new.is_live() {
-            self.table.delete(page, slot);
+            self.table.delete(self.salt.tag(key), index);
         }
+    }
+
+    /// The entry of a key and its set.
+    #[inline]
+    pub(super) fn find_entry(&self, key: u64) -> Option<(EntryIndex, SetRef)> {
+        let Probe::Found { index, .. } = self.probe(self.salt.tag(key), key) else { return None };
+        Some((index, self.arena.entry(index)?.1))
     }
 
     #[inline]

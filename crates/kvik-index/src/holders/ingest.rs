@@ -15,13 +15,6 @@ const KEYS_AHEAD: usize = 32;
 /// Events of a batch whose first lines are asked for ahead; more would push the first out of the cache again.
 const MAX_EVENTS_AHEAD: usize = 256;
 
-/// Lines of the table that were asked for.
-#[derive(Debug, Default)]
-struct Ahead {
-    /// Keys before this one were asked for.
-    end: usize,
-}
-
 /// What a store may still add and has added.
 #[derive(Debug)]
 struct Quota {
@@ -55,7 +48,7 @@ impl HolderIndex {
         let n_allowed = self.config.max_blocks_per_source.saturating_sub(n_held);
         let mut quota = Quota { n_allowed, n_stored: 0 };
         let mut previous = parent.and_then(|parent| self.arena.last_if(parent.0));
-        let mut ahead = Ahead::default();
+        let mut asked_to = 0;
         let mut at = 0;
         while at < keys.len() {
             // First of all: it may move entries, empty slots of the table and forget sets.
@@ -103,7 +96,7 @@ impl HolderIndex {
                     }
                     at += 1;
                     // What follows a new block is mostly new.
-                    self.prefetch_ahead(keys, at, &mut ahead);
+                    self.prefetch_ahead(keys, at, &mut asked_to);
                 }
             }
         }
@@ -150,23 +143,14 @@ impl HolderIndex {
         // The last change of a set, since neighbors mostly make the same one.
         let mut change = (SetRef::EMPTY, SetRef::EMPTY);
         let mut previous = None;
-        let mut ahead = Ahead::default();
+        let mut asked_to = 0;
         for (at, &BlockKey(key)) in keys.iter().enumerate() {
-            self.prefetch_ahead(keys, at, &mut ahead);
-            let tag = self.salt.tag(key);
+            self.prefetch_ahead(keys, at, &mut asked_to);
             let beside = previous.and_then(|index| self.arena.entry_behind(index, key));
-            let (index, set, place) = match beside.filter(|(_, set)| set.is_live()) {
-                Some((index, set)) => (index, set, None),
-                None => match self.probe(tag, key) {
-                    Probe::Found { page, slot, index } => {
-                        let set = self.arena.entry(index).map_or(SetRef::EMPTY, |(_, set)| set);
-                        (index, set, Some((page, slot)))
-                    }
-                    Probe::Absent { .. } => {
-                        self.counters.removals_unknown += 1;
-                        continue;
-                    }
-                },
+            let found = beside.filter(|(_, set)| set.is_live()).or_else(|| self.find_entry(key));
+            let Some((index, set)) = found else {
+                self.counters.removals_unknown += 1;
+                continue;
             };
             previous = Some(index);
             if change.0 != set {
@@ -184,27 +168,20 @@ impl HolderIndex {
                 change = (SetRef::EMPTY, SetRef::EMPTY);
                 continue;
             }
-            self.sets.retain(change.1, 1);
-            self.arena.put_set(index, change.1);
-            self.sets.release(set, 1);
-            if !change.1.is_live()
-                && let Some((page, slot)) = place.or_else(|| self.table.place_of(tag, index))
-            {
-                self.table.delete(page, slot);
-            }
+            self.put_entry_set(index, key, set, change.1);
             n_removed += 1;
         }
         self.sources.count(holder, -n_removed);
         self.counters.blocks_removed += n_removed as u64;
     }
 
-    /// Asks for the table lines of the keys from `at` on that were not asked for.
+    /// Asks for the table lines of the keys from `at` on that were not asked for; those before `asked_to` were.
     #[inline]
-    fn prefetch_ahead(&self, keys: &[BlockKey], at: usize, ahead: &mut Ahead) {
+    fn prefetch_ahead(&self, keys: &[BlockKey], at: usize, asked_to: &mut usize) {
         let end = (at + KEYS_AHEAD).min(keys.len());
-        for key in keys.get(ahead.end.max(at)..end).unwrap_or_default() {
+        for key in keys.get((*asked_to).max(at)..end).unwrap_or_default() {
             self.table.prefetch(self.salt.tag(key.0));
         }
-        ahead.end = end;
+        *asked_to = end;
     }
 }

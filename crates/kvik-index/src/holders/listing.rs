@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use super::ordering::Gap;
 use super::sets::SetRef;
-use super::table::Probe;
 use super::{BlockKey, HolderIndex, HolderReader, N_TIERS, SourceId, SourceName};
 
 /// Where a source stands.
@@ -73,8 +72,7 @@ impl HolderIndex {
         let holders = entry.holders;
         let mut n_forgotten = 0;
         for &BlockKey(key) in keys {
-            let Probe::Found { page, slot, index } = self.probe(self.salt.tag(key), key) else { continue };
-            let set = self.arena.entry(index).map_or(SetRef::EMPTY, |(_, set)| set);
+            let Some((index, set)) = self.find_entry(key) else { continue };
             let mut n_leaving = 0;
             for holder in holders.into_iter().flatten() {
                 if !self.sets.contains(set, holder) {
@@ -87,7 +85,7 @@ impl HolderIndex {
             if n_leaving > 0 {
                 let rest = self.sets.without(set, |member| holders.contains(&Some(member)));
                 self.publish_grown_sets();
-                self.put_entry_set(index, set, rest, page, slot);
+                self.put_entry_set(index, key, set, rest);
                 n_forgotten += n_leaving;
             }
         }

@@ -352,10 +352,7 @@ impl HolderIndex {
     }
 
     fn load_repeat(&mut self, holder: u16, key: u64, count: u32) -> Result<(), IndexError> {
-        let Probe::Found { index, .. } = self.probe(self.salt.tag(key), key) else {
-            return bad("a repetition is of no block");
-        };
-        let set = self.arena.entry(index).map_or(SetRef::EMPTY, |(_, set)| set);
+        let Some((index, set)) = self.find_entry(key) else { return bad("a repetition is of no block") };
         if count == 0 || !self.sets.contains(set, holder) {
             return bad("a repetition is of no holder");
         }

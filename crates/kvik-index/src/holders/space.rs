@@ -165,7 +165,7 @@ impl HolderIndex {
             // Whoever is moved is swept too, so that a sweep in progress need not look at it again.
             let kept = self.without_retired(set, &mut change);
             if !kept.is_live() {
-                self.put_entry_set(from, set, kept, page, table_slot);
+                self.put_entry_set(from, key, set, kept);
                 continue;
             }
             self.open_extent_if_full();
@@ -239,7 +239,6 @@ impl HolderIndex {
         if !set.is_live() {
             return;
         }
-        let Probe::Found { page, slot, .. } = self.probe(self.salt.tag(key), key) else { return };
         let mut members = Vec::new();
         self.sets.members(set, &mut members);
         for holder in members {
@@ -247,7 +246,7 @@ impl HolderIndex {
             self.take_repeats(holder, index);
             self.counters.blocks_evicted += u64::from(!self.sources.is_retired(holder));
         }
-        self.put_entry_set(index, set, SetRef::EMPTY, page, slot);
+        self.put_entry_set(index, key, set, SetRef::EMPTY);
     }
 
     /// Visits so many entries of the sweep in progress, or of a new one if there is a reason for it.
@@ -305,13 +304,7 @@ impl HolderIndex {
             return;
         }
         self.counters.blocks_swept += 1;
-        if kept.is_live() {
-            self.sets.retain(kept, 1);
-            self.arena.put_set(index, kept);
-            self.sets.release(set, 1);
-        } else if let Probe::Found { page, slot, .. } = self.probe(self.salt.tag(key), key) {
-            self.put_entry_set(index, set, kept, page, slot);
-        }
+        self.put_entry_set(index, key, set, kept);
     }
 
     /// A set without its retired holders.

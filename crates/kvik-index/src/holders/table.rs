@@ -271,8 +271,9 @@ impl Table {
         self.pages[page as usize].page.slot(slot).store(slot_word(tag, index), Release);
     }
 
-    /// Empties a slot.
-    pub(super) fn delete(&mut self, page: u32, slot: usize) {
+    /// Empties the slot of an entry.
+    pub(super) fn delete(&mut self, tag: u32, index: EntryIndex) {
+        let Probe::Found { page, slot, .. } = self.probe(tag, |other| other == index) else { return };
         let state = &mut self.pages[page as usize];
         state.n_live -= 1;
         let line = &state.page.lines[slot / LINE_SLOTS].0;
@@ -280,15 +281,6 @@ impl Table {
         let is_passed = line.iter().all(|slot| slot.load(Relaxed) != FREE);
         line[slot % LINE_SLOTS].store(if is_passed { DELETED } else { FREE }, Release);
         state.n_taken -= usize::from(!is_passed);
-    }
-
-    /// Where an entry that is in the table has its slot.
-    #[inline]
-    pub(super) fn place_of(&self, tag: u32, index: EntryIndex) -> Option<(u32, usize)> {
-        match self.probe(tag, |other| other == index) {
-            Probe::Found { page, slot, .. } => Some((page, slot)),
-            Probe::Absent { .. } => None,
-        }
     }
 
     /// Builds one page smaller that has become too large for what is in it; true if there was one
