@@ -5,11 +5,10 @@ what they hold.
 """
 
 import itertools
-import random
 
 import pytest
 
-from engine_processes import ENGINES, Engine, Gateway, Load, Ports, eventually, listening, running
+from engine_processes import ENGINES, VOCABULARY, Engine, Gateway, Load, Ports, eventually, listening, running
 
 pytestmark = pytest.mark.skipif(not ENGINES, reason="KVIK_ENGINES is not set")
 

@@ -5,7 +5,6 @@ import http.client
 import json
 import os
 import pathlib
-import random
 import shutil
 import signal
 import subprocess

@@ -47,7 +47,8 @@ pub(crate) fn run(arguments: &UpArguments) -> anyhow::Result<()> {
                 .with("store", service::store_flags(&arguments.store));
             let mut config = service::load::<WorkerConfig>("worker", file, flags, &[])?.value;
             let id = config.id.clone().unwrap_or_default();
-            config.store = config.store.share_of(&id, arguments.workers.into())?;
+            let shared = config.store.share_of(&id, arguments.workers.into());
+            config.store = shared.context("read the settings of the KV store")?;
             Ok(config)
         })
         .collect::<anyhow::Result<Vec<_>>>()?;

@@ -39,6 +39,19 @@ fn values_out_of_their_range_are_refused() {
 }
 
 #[test]
+fn a_store_that_cannot_be_had_is_told_before_anything_starts() {
+    for (options, message) in [
+        (["--ram", "banana"], "`store.ram` is banana; allowed: a size such as 2GiB, 512MiB or 1073741824"),
+        (["--nvme", "x"], "`store.nvme` is x; allowed: DIR:SIZE, such as /var/cache/kvik:20GiB"),
+    ] {
+        let answer = run(std::iter::once("up").chain(options));
+        assert_eq!((answer.exit_code, answer.stdout.as_str()), (Some(1), ""), "{answer:?}");
+        let expected = format!("error: failed to read the settings of the KV store: {message}\n");
+        assert_eq!(answer.stderr, expected);
+    }
+}
+
+#[test]
 fn a_bad_command_line_is_told_by_the_argument_parser() {
     for (options, message) in [
         ("--prompt x --kv-dtype int4", "error: invalid value 'int4' for '--kv-dtype <TYPE>'"),
