@@ -86,6 +86,21 @@ impl Workload {
         })
     }
 
+    /// The events in groups of about so many blocks, as somebody has them who is behind.
+    pub fn stored_groups(&self, n_blocks: usize) -> impl Iterator<Item = Vec<StoredRun<'_>>> {
+        let mut runs = self.stored_runs();
+        std::iter::from_fn(move || {
+            let mut n_taken = 0;
+            let group: Vec<_> = std::iter::from_fn(|| {
+                let run = if n_taken < n_blocks { runs.next() } else { None };
+                n_taken += run.map_or(0, |run| run.keys.len());
+                run
+            })
+            .collect();
+            (!group.is_empty()).then_some(group)
+        })
+    }
+
     /// The queries.
     pub fn queries(&self) -> Vec<Vec<BlockKey>> {
         let query = |number: usize| {
@@ -131,6 +146,17 @@ mod tests {
         let joined: Vec<BlockKey> = runs.iter().flat_map(|run| run.keys.iter().copied()).collect();
         assert_eq!(Some((runs[0].worker, joined.as_slice())), work.sequences().next());
         assert_eq!(runs[4].before, &joined[..15]);
+    }
+
+    #[test]
+    fn groups_of_events_are_all_events_in_their_order() {
+        let work = Workload::new(16, 10);
+        let groups: Vec<Vec<StoredRun<'_>>> = work.stored_groups(100).collect();
+        assert!(
+            groups.len() > 10
+                && groups.iter().all(|group| group.len() > 20 || group == groups.last().unwrap())
+        );
+        assert!(groups.concat().into_iter().eq(work.stored_runs()));
     }
 
     #[test]

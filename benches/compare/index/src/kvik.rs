@@ -6,27 +6,32 @@ use anyhow::{Result, ensure};
 use kvik_index::holders::{
     Batch, BlockKey, Event, HolderIndex, IndexConfig, LookupOptions, Matches, SourceId, Tier,
 };
-use kvik_index::workload::{N_WORKERS, Workload};
+use kvik_index::workload::{N_WORKERS, StoredRun, Workload};
 
 use crate::report::cpu_s;
 use crate::{Sample, live_bytes, quantiles};
+
+/// Threads that take up blocks: as many as Dynamo's pool and its caller are.
+pub const N_THREADS: usize = crate::dynamo::N_THREADS + 1;
+/// Blocks of the batches that are handed over at a time; Dynamo's pool has all of them in its queues.
+const GROUP_BLOCKS: usize = 1 << 19;
 
 /// One round.
 pub fn measure(work: &Workload, queries: &[Vec<BlockKey>]) -> Result<Sample> {
     let n_blocks = work.n_blocks() as f64;
     let bytes_before = live_bytes();
-    let mut index = HolderIndex::new(IndexConfig { salt: 0x5eed, ..IndexConfig::default() });
-    let mut sources = Vec::new();
-    for worker in 0..N_WORKERS {
-        sources.push((index.add_source(&format!("worker-{worker}"), 0)?, 0));
-    }
-
+    let (mut index, mut sources) = new_index()?;
     let (start, start_cpu_s) = (Instant::now(), cpu_s());
-    for run in work.stored_runs() {
-        let parent = run.before.last().copied();
-        send(&mut index, &mut sources[run.worker], Event::Stored { tier: Tier::Gpu, parent, keys: run.keys });
+    let mut verdicts = Vec::new();
+    for group in work.stored_groups(GROUP_BLOCKS) {
+        let events: Vec<[Event<'_>; 1]> = group.iter().map(|run| [stored(run)]).collect();
+        let batches: Vec<Batch<'_>> =
+            group.iter().zip(&events).map(|(run, events)| batch(&mut sources[run.worker], events)).collect();
+        verdicts.clear();
+        index.apply_all(&batches, &mut verdicts);
     }
     let (ingest_s, ingest_cpu_s) = (start.elapsed().as_secs_f64(), cpu_s() - start_cpu_s);
+    drop(verdicts);
     let bytes = live_bytes() - bytes_before;
     let n_entries = index.stats().n_holdings;
     ensure!(n_entries + index.counters().blocks_repeated == work.n_blocks() as u64, "blocks are missing");
@@ -45,12 +50,21 @@ pub fn measure(work: &Workload, queries: &[Vec<BlockKey>]) -> Result<Sample> {
 
     let start = Instant::now();
     for (worker, keys) in work.sequences() {
-        send(&mut index, &mut sources[worker], Event::Removed { tier: Tier::Gpu, keys });
+        let _verdict = index.apply(&batch(&mut sources[worker], &[Event::Removed { tier: Tier::Gpu, keys }]));
     }
     let removal_s = start.elapsed().as_secs_f64();
+    drop(index);
+
+    let (mut index, mut sources) = new_index()?;
+    let start = Instant::now();
+    for run in work.stored_runs() {
+        let _verdict = index.apply(&batch(&mut sources[run.worker], &[stored(&run)]));
+    }
+    let ingest_singly_s = start.elapsed().as_secs_f64();
     Ok(Sample {
         ingest: n_blocks / ingest_s / 1e6,
         ingest_per_cpu: n_blocks / ingest_cpu_s / 1e6,
+        ingest_singly: n_blocks / ingest_singly_s / 1e6,
         lookup_p50_ns,
         lookup_p99_ns,
         bytes_per_entry: bytes as f64 / n_entries as f64,
@@ -59,9 +73,20 @@ pub fn measure(work: &Workload, queries: &[Vec<BlockKey>]) -> Result<Sample> {
     })
 }
 
-fn send(index: &mut HolderIndex, (source, sequence): &mut (SourceId, u64), event: Event<'_>) {
-    let batch =
-        Batch { source: *source, epoch: Some(1), sequence: *sequence, replayed: false, events: &[event] };
+/// An index with all workers, and the numbers of their next batches.
+fn new_index() -> Result<(HolderIndex, Vec<(SourceId, u64)>)> {
+    let mut index =
+        HolderIndex::new(IndexConfig { salt: 0x5eed, n_threads: N_THREADS, ..IndexConfig::default() });
+    let add = |worker| Ok((index.add_source(&format!("worker-{worker}"), 0)?, 0));
+    let sources = (0..N_WORKERS).map(add).collect::<Result<_>>()?;
+    Ok((index, sources))
+}
+
+fn stored<'a>(run: &StoredRun<'a>) -> Event<'a> {
+    Event::Stored { tier: Tier::Gpu, parent: run.before.last().copied(), keys: run.keys }
+}
+
+fn batch<'a>((source, sequence): &mut (SourceId, u64), events: &'a [Event<'a>]) -> Batch<'a> {
     *sequence += 1;
-    let _verdict = index.apply(&batch);
+    Batch { source: *source, epoch: Some(1), sequence: *sequence - 1, replayed: false, events }
 }

@@ -6,7 +6,9 @@
 //! come its default, the concurrent compressed radix tree behind a pool of two event threads, and its plain radix
 //! tree on one thread. All apply the same events in the same order and answer the same queries.
 //!
-//! `ingest` is drained: from the first event to the moment at which the last one is applied, by the wall clock.
+//! `ingest` is drained: from the first event to the moment at which the last one is applied, by the wall clock. kvik gets
+//! groups of batches there, as somebody has them who is behind, and takes them up with as many threads as Dynamo's pool and
+//! its caller are; `ingest_singly` is one batch after the other on one thread.
 //! `ingest_per_cpu` counts the processor time of all threads instead, so other load on the machine matters less. Dynamo takes
 //! events that own their memory; making them is not counted, freeing them is. `lookup` is one query at a time on the
 //! calling thread, timed with two reads of the clock. `bytes` is what an allocator counts as live after the
@@ -65,6 +67,8 @@ pub struct Sample {
     pub ingest: f64,
     /// Millions of blocks in a second of processor time.
     pub ingest_per_cpu: f64,
+    /// Millions of blocks a second if each batch is handed over by itself.
+    pub ingest_singly: f64,
     pub lookup_p50_ns: f64,
     pub lookup_p99_ns: f64,
     pub bytes_per_entry: f64,
@@ -96,7 +100,7 @@ fn main() -> Result<()> {
     }
     let load_averages = [load_at_begin, machine::load_average()];
     let settings = json!({
-        "workers": kvik_index::workload::N_WORKERS, "dynamo_kv_router": "1.6.1", "event_threads": dynamo::N_THREADS,
+        "workers": kvik_index::workload::N_WORKERS, "dynamo_kv_router": "1.6.1", "event_threads": dynamo::N_THREADS, "kvik_threads": kvik::N_THREADS,
         "rounds": arguments.rounds, "passes": N_PASSES, "part": arguments.part,
     });
     if arguments.json {

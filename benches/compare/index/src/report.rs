@@ -9,7 +9,9 @@ use crate::{Contender, Sample, machine};
 
 /// Where the sides do not do the same.
 const NOTES: &[&str] = &[
-    "ingest: kvik has one writer, Dynamo's pool two event threads and the one that hands events over",
+    "ingest: kvik takes groups of batches up with three threads, Dynamo's pool has two event threads and the one that hands \
+     events over",
+    "ingest_singly: kvik has one thread, Dynamo's pool the same three",
     "ingest: Dynamo takes a block's own hash and its sequence hash, kvik one key; here both are the same number",
     "lookup: Dynamo gives a new hash map, kvik fills a list whose memory is used again; the plain radix tree takes a copy \
      of the query, which is counted",
@@ -47,6 +49,13 @@ struct Figure {
 
 const FIGURES: &[Figure] = &[
     Figure { name: "ingest", unit: "M/s", is_more_better: true, of: |it| it.ingest, wanted: Some(2.0) },
+    Figure {
+        name: "ingest_singly",
+        unit: "M/s",
+        is_more_better: true,
+        of: |it| it.ingest_singly,
+        wanted: None,
+    },
     Figure {
         name: "ingest_per_cpu",
         unit: "M/s",

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relax
 
 use super::BlockKey;
 use super::sets::SetRef;
+use crate::kernels::{zeroed_half_words, zeroed_words};
 
 /// Entries of an extent: 400 KiB, so that cleaning one is well below a millisecond of memory traffic
 /// and ten million blocks are a few hundred extents.
@@ -78,9 +79,9 @@ impl EntryIndex {
 impl Extent {
     fn new() -> Self {
         Self {
-            keys: (0..EXTENT_ENTRIES).map(|_| AtomicU64::new(0)).collect(),
-            sets: (0..EXTENT_ENTRIES).map(|_| AtomicU32::new(0)).collect(),
-            marks: (0..EXTENT_ENTRIES / 64).map(|_| AtomicU64::new(0)).collect(),
+            keys: zeroed_words(EXTENT_ENTRIES),
+            sets: zeroed_half_words(EXTENT_ENTRIES),
+            marks: zeroed_words(EXTENT_ENTRIES / 64),
         }
     }
 
@@ -202,6 +203,76 @@ impl Arena {
         self.n_used += 1;
         self.n_live += 1;
         Some(EntryIndex::new(slot, offset))
+    }
+
+    /// Appends entries without holders to the tail, as many as it has room for; gives the first and how many.
+    ///
+    /// They are dead until they get a set, which is the caller's to do before anything is cleaned.
+    pub(super) fn append_bare(&mut self, keys: &[BlockKey], starts_run: bool) -> Option<(EntryIndex, usize)> {
+        let slot = self.tail?;
+        let state = self.states.get_mut(slot as usize)?.as_mut()?;
+        let first = state.n_used;
+        let n_appended = keys.len().min(EXTENT_ENTRIES - first);
+        for (place, key) in state.extent.keys[first..].iter().zip(&keys[..n_appended]) {
+            place.store(key.0, Relaxed);
+        }
+        if starts_run && n_appended > 0 {
+            state.run_starts[first / 64] |= 1 << (first % 64);
+        }
+        state.n_used += n_appended;
+        self.n_used += n_appended as u64;
+        (n_appended > 0).then(|| (EntryIndex::new(slot, first), n_appended))
+    }
+
+    /// Gives a set to neighbors that have none, from `first` on and at most so many; says how many they were.
+    pub(super) fn put_first_sets(&mut self, first: EntryIndex, n_most: usize, set: SetRef) -> usize {
+        let Some(Some(state)) = self.states.get_mut(first.slot()) else { return 0 };
+        let places = &state.extent.sets[first.offset()..];
+        let is_bare = |place: &&AtomicU32| place.load(Relaxed) == SetRef::EMPTY.0;
+        // Release: as in [`Extent::put_set`].
+        let give = |place: &AtomicU32| place.store(set.0, Release);
+        let n_given = places.iter().take(n_most).take_while(is_bare).map(give).count();
+        state.n_live += n_given;
+        self.n_live += n_given as u64;
+        n_given
+    }
+
+    /// How many neighbors from `first` on, at most so many, have this set.
+    pub(super) fn n_with_set(&self, first: EntryIndex, set: SetRef, n_most: usize) -> usize {
+        let Some(state) = self.state(first.slot()) else { return 0 };
+        let places = state.extent.sets[first.offset()..].iter().take(n_most);
+        places.take_while(|place| place.load(Relaxed) == set.0).count()
+    }
+
+    /// How many neighbors from `first` on have these keys, one after the other.
+    pub(super) fn n_equal(&self, first: EntryIndex, keys: &[BlockKey]) -> usize {
+        let Some(state) = self.state(first.slot()) else { return 0 };
+        let written = state.extent.keys[first.offset()..state.n_used].iter().zip(keys);
+        written.take_while(|(key, wanted)| key.load(Relaxed) == wanted.0).count()
+    }
+
+    /// Visits all entries from `first` on to the end of its extent.
+    #[inline]
+    pub(super) fn for_each_key_from(&self, first: EntryIndex, mut visit: impl FnMut(EntryIndex, u64)) {
+        let Some(state) = self.state(first.slot()) else { return };
+        let keys = state.extent.keys.get(first.offset()..state.n_used).unwrap_or_default();
+        for (index, key) in (first.0..).zip(keys) {
+            visit(EntryIndex(index), key.load(Relaxed));
+        }
+    }
+
+    /// Whether two entries have the same key, as an entry and itself do.
+    #[inline]
+    pub(super) fn have_one_key(&self, one: EntryIndex, other: EntryIndex) -> bool {
+        let key = |index: EntryIndex| Some(self.state(index.slot())?.extent.key(index.offset()));
+        one == other || key(one) == key(other)
+    }
+
+    /// Marks an entry without holders as one whose key is at another entry.
+    pub(super) fn mark_moved(&self, index: EntryIndex) {
+        if let Some(state) = self.state(index.slot()) {
+            state.extent.put_set(index.offset(), SetRef::MOVED);
+        }
     }
 
     #[inline]

@@ -7,6 +7,7 @@ use arc_swap::ArcSwap;
 
 use super::arena::{Arena, EntryIndex};
 use super::grace::{Freed, Grace, Root};
+use super::group::Group;
 use super::lookup::{HolderReader, Shared};
 use super::ordering::{Gap, Ordering, Verdict};
 use super::salt::Salt;
@@ -15,6 +16,9 @@ use super::sources::{SourceName, Sources};
 use super::space::Sweep;
 use super::table::{Probe, Table};
 use super::{Batch, BlockKey, Event, IndexConfig, IndexError, N_TIERS, SourceId, Tier};
+
+/// The most threads that take up blocks: a few keep the memory busy.
+const MAX_THREADS: usize = 16;
 
 /// The writer of the global KV index.
 ///
@@ -31,6 +35,7 @@ pub struct HolderIndex {
     pub(super) sets: Sets,
     pub(super) sources: Sources,
     pub(super) sweep: Option<Sweep>,
+    pub(super) group: Group,
     /// Sources that are gone and whose holders are not swept yet.
     pub(super) gone_sources: Vec<u32>,
     /// The page of the table to look at next, and how many in a row were found tight.
@@ -109,6 +114,7 @@ impl HolderIndex {
     pub fn new(mut config: IndexConfig) -> Self {
         config.budget_bytes = config.budget_bytes.max(Self::MIN_BUDGET_BYTES);
         config.max_sources = config.max_sources.min(Self::MAX_SOURCES);
+        config.n_threads = config.n_threads.clamp(1, MAX_THREADS);
         let salt = Salt::new(config.salt);
         let (table, arena, mut sets) = (Table::new(), Arena::new(), Sets::new(salt));
         let sources = Sources::new(config.max_sources);
@@ -135,6 +141,7 @@ impl HolderIndex {
             sets,
             sources,
             sweep: None,
+            group: Group::new(salt),
             gone_sources: Vec::new(),
             shrink_at: 0,
             n_tight_pages: 0,
@@ -233,6 +240,19 @@ impl HolderIndex {
     /// Applies a batch if it is the one that is due.
     #[must_use = "a gap is the caller's to close"]
     pub fn apply(&mut self, batch: &Batch<'_>) -> Verdict {
+        let verdict = if Self::is_group(batch.events) {
+            self.in_group(|index| index.apply_one(batch))
+        } else {
+            self.apply_one(batch)
+        };
+        if matches!(verdict, Verdict::Applied | Verdict::Restarted) {
+            self.settle();
+        }
+        verdict
+    }
+
+    /// Applies a batch if it is the one that is due; the caller settles.
+    pub(super) fn apply_one(&mut self, batch: &Batch<'_>) -> Verdict {
         let first_sequence = self.config.first_sequence;
         let Some(entry) = self.sources.get_mut(batch.source) else {
             self.counters.batches_unknown_source += 1;
@@ -243,6 +263,7 @@ impl HolderIndex {
         let changed_gap = entry.ordering.gap != gap;
         if judgment.forget {
             self.counters.restarts += 1;
+            self.end_group();
             self.sources.forget(batch.source);
         } else if changed_gap && judgment.verdict != Verdict::Applied {
             self.sources.show(batch.source);
@@ -255,9 +276,9 @@ impl HolderIndex {
                     self.apply_event(batch.source, event);
                 }
                 if changed_gap {
+                    self.end_group();
                     self.sources.show(batch.source);
                 }
-                self.settle();
             }
             Verdict::Duplicate => self.counters.batches_duplicate += 1,
             Verdict::Gap { .. } => self.counters.batches_early += 1,
@@ -298,16 +319,18 @@ impl HolderIndex {
         let generation = entry.generation.wrapping_add(1);
         entry.n_blocks = 0;
         let mut holders = [None; N_TIERS];
-        for (tier, keys) in runs {
-            let holder = &mut holders[tier.as_index()];
-            if holder.is_none() {
-                *holder = self.open_holder(source, tier, generation);
+        self.in_group(|index| {
+            for (tier, keys) in runs {
+                let holder = &mut holders[tier.as_index()];
+                if holder.is_none() {
+                    *holder = index.open_holder(source, tier, generation);
+                }
+                match *holder {
+                    Some(holder) => index.store(source, holder, None, keys),
+                    None => index.counters.blocks_refused += keys.len() as u64,
+                }
             }
-            match *holder {
-                Some(holder) => self.store(source, holder, None, keys),
-                None => self.counters.blocks_refused += keys.len() as u64,
-            }
-        }
+        });
         let n_blocks = holders.iter().flatten().map(|holder| self.sources.n_blocks_of(*holder)).sum();
         if let Some(entry) = self.sources.get_mut(source) {
             entry.ordering =
@@ -335,8 +358,13 @@ impl HolderIndex {
                     None => self.counters.removals_unknown += keys.len() as u64,
                 }
             }
-            Event::Cleared { tier: None } => self.sources.forget(source),
-            Event::Cleared { tier: Some(tier) } => self.clear_tier(source, tier),
+            Event::Cleared { tier } => {
+                self.end_group();
+                match tier {
+                    None => self.sources.forget(source),
+                    Some(tier) => self.clear_tier(source, tier),
+                }
+            }
         }
     }
 
@@ -366,6 +394,7 @@ impl HolderIndex {
             return opened;
         }
         // All numbers are in use or wait for a sweep: do that now.
+        self.end_group();
         self.sweep_all();
         self.sources.open_holder(source, tier, generation, self.salt)
     }

@@ -44,16 +44,21 @@ impl HolderIndex {
         parent: Option<BlockKey>,
         keys: &[BlockKey],
     ) {
-        let n_held = self.sources.get(source).map_or(0, |entry| entry.n_blocks);
-        let n_allowed = self.config.max_blocks_per_source.saturating_sub(n_held);
-        let mut quota = Quota { n_allowed, n_stored: 0 };
-        let mut previous = parent.and_then(|parent| self.arena.last_if(parent.0));
+        // Within a group nothing is put off that the source's bound might refuse.
+        let mut may_put_off = self.group.has_room(keys.len(), self.n_allowed(source));
+        if !may_put_off {
+            self.end_group();
+            may_put_off = self.group.has_room(keys.len(), self.n_allowed(source));
+        }
+        let mut quota = Quota { n_allowed: self.n_allowed(source), n_stored: 0 };
+        let in_group = parent.filter(|_| may_put_off).and_then(|parent| self.end_of_last_event(parent));
+        let mut previous = in_group.or_else(|| self.arena.last_if(parent?.0));
         let mut asked_to = 0;
         let mut at = 0;
         while at < keys.len() {
             // First of all: it may move entries, empty slots of the table and forget sets.
             if self.arena.tail_is_full() {
-                self.make_room();
+                self.extend_group();
             }
             let BlockKey(key) = keys[at];
             let beside = previous.and_then(|index| self.arena.entry_behind(index, key));
@@ -65,6 +70,21 @@ impl HolderIndex {
                 at += n_alike;
                 continue;
             }
+            let ends_group = previous.is_some_and(|index| self.is_last_of_group(index));
+            if may_put_off && ends_group {
+                self.put_off(holder, &keys[at..], false);
+                break;
+            }
+            if may_put_off && let Some((index, SetRef::EMPTY)) = beside {
+                let n_shared = self.share_run(holder, index, &keys[at..]);
+                if n_shared > 0 {
+                    previous = Some(EntryIndex(index.0 + n_shared as u32 - 1));
+                    at += n_shared;
+                    continue;
+                }
+            }
+            // A dead entry with this key at this place comes back to life: the run stays whole.
+            let revived = beside.filter(|(_, set)| *set == SetRef::EMPTY).map(|(index, _)| index);
             let tag = self.salt.tag(key);
             match self.probe(tag, key) {
                 Probe::Found { index, .. } => {
@@ -73,9 +93,18 @@ impl HolderIndex {
                     previous = Some(EntryIndex(index.0 + n_alike as u32 - 1));
                     at += n_alike;
                 }
+                // Always, so that a group has no other entries between its own.
+                Probe::Absent { .. } if may_put_off && revived.is_none() => {
+                    let Some(index) = self.start_in_group(keys[at]) else {
+                        let starts_run = previous.is_none_or(|index| !self.arena.is_last(index));
+                        self.put_off(holder, &keys[at..], starts_run);
+                        break;
+                    };
+                    let n_shared = self.share_run(holder, index, &keys[at..]);
+                    previous = Some(EntryIndex(index.0 + n_shared as u32 - 1));
+                    at += n_shared;
+                }
                 Probe::Absent { page, slot } => {
-                    // A dead entry with this key at this place comes back to life: the run stays whole.
-                    let revived = beside.filter(|(_, set)| *set == SetRef::EMPTY).map(|(index, _)| index);
                     previous = if quota.n_allowed == 0 {
                         None
                     } else if let Some(index) = revived {
@@ -104,6 +133,12 @@ impl HolderIndex {
         self.counters.blocks_stored += quota.n_stored;
     }
 
+    /// How many blocks a source may still get.
+    fn n_allowed(&self, source: SourceId) -> u64 {
+        let n_held = self.sources.get(source).map_or(0, |entry| entry.n_blocks);
+        self.config.max_blocks_per_source.saturating_sub(n_held)
+    }
+
     /// Adds a holder to the entry of the first key and to its neighbors with the next keys and the same set;
     /// says how many they are.
     fn add_to_run(
@@ -115,13 +150,28 @@ impl HolderIndex {
         quota: &mut Quota,
     ) -> usize {
         let n_alike = self.arena.n_alike(first, set, keys);
+        let n_added = self.add_to_neighbors(first, n_alike, set, holder, quota.n_allowed);
+        quota.n_stored += n_added;
+        quota.n_allowed -= n_added;
+        n_alike
+    }
+
+    /// Adds a holder to neighbors that have one set, as far as it is allowed; says how many blocks it got.
+    pub(super) fn add_to_neighbors(
+        &mut self,
+        first: EntryIndex,
+        n_alike: usize,
+        set: SetRef,
+        holder: u16,
+        n_allowed: u64,
+    ) -> u64 {
         if self.sets.contains(set, holder) {
             self.arena.set_repeated(first, n_alike);
             self.sources.with_repeats(holder, |repeats| repeats.add_run(first, n_alike));
             self.counters.blocks_repeated += n_alike as u64;
-            return n_alike;
+            return 0;
         }
-        let n_added = quota.n_allowed.min(n_alike as u64);
+        let n_added = n_allowed.min(n_alike as u64);
         self.counters.blocks_refused += n_alike as u64 - n_added;
         if n_added > 0 {
             let larger = self.sets.with(set, holder);
@@ -131,10 +181,8 @@ impl HolderIndex {
                 self.arena.put_set(EntryIndex(first.0 + offset), larger);
             }
             self.sets.release(set, n_added as u32);
-            quota.n_stored += n_added;
-            quota.n_allowed -= n_added;
         }
-        n_alike
+        n_added
     }
 
     /// Takes blocks away from a holder.
@@ -146,6 +194,9 @@ impl HolderIndex {
         let mut asked_to = 0;
         for (at, &BlockKey(key)) in keys.iter().enumerate() {
             self.prefetch_ahead(keys, at, &mut asked_to);
+            if self.end_group_of(keys[at]) {
+                change = (SetRef::EMPTY, SetRef::EMPTY);
+            }
             let beside = previous.and_then(|index| self.arena.entry_behind(index, key));
             let found = beside.filter(|(_, set)| set.is_live()).or_else(|| self.find_entry(key));
             let Some((index, set)) = found else {

@@ -37,6 +37,7 @@
 mod arena;
 mod bridge;
 mod grace;
+mod group;
 mod index;
 mod ingest;
 mod listing;
@@ -166,6 +167,8 @@ pub struct IndexConfig {
     pub block_tokens: u32,
     /// Which chain the keys belong to, as the caller numbers them; carried in the snapshot. Default 0.
     pub key_mode: u32,
+    /// Threads that take up many blocks at a time, at least 1; default 4. There are none between calls.
+    pub n_threads: usize,
 }
 
 impl Default for IndexConfig {
@@ -178,6 +181,7 @@ impl Default for IndexConfig {
             salt: 0,
             block_tokens: 16,
             key_mode: 0,
+            n_threads: 4,
         }
     }
 }

@@ -14,7 +14,7 @@ use super::grace::Root;
 use super::ordering::{Gap, Ordering};
 use super::sets::{MAX_HOLDERS, SetRef};
 use super::sources::SourceName;
-use super::table::{Probe, Table};
+use super::table::Table;
 use super::{HolderIndex, IndexConfig, IndexError, SourceId, Tier};
 
 const MAGIC: [u8; 8] = *b"KVIKHIDX";
@@ -291,7 +291,6 @@ impl HolderIndex {
         self.table = Table::with_room(keys.len() as u64);
         let mut set_counts = vec![0_u32; sets.len()];
         let mut holder_counts = vec![0_i64; n_holders as usize];
-        let mut tagged = Vec::with_capacity(keys.len());
         for (key, word) in keys.iter().zip(words) {
             let (key, word) = (u64::from_le_bytes(*key), u32::from_le_bytes(*word));
             let set = if word & INLINE == 0 {
@@ -316,11 +315,9 @@ impl HolderIndex {
             if self.arena.tail_is_full() && self.arena.open_extent().is_none() {
                 return bad("too many entries");
             }
-            if let Some(at) = self.arena.append(key, set, word & STARTS_RUN != 0) {
-                tagged.push((self.salt.tag(key), at));
-            }
+            self.arena.append(key, set, word & STARTS_RUN != 0);
         }
-        self.load_table(&tagged)?;
+        self.load_table()?;
         let mut members = Vec::new();
         for (set, count) in sets.iter().zip(&set_counts) {
             self.sets.retain(*set, *count);
@@ -335,20 +332,12 @@ impl HolderIndex {
         Ok(())
     }
 
-    /// Fills the table page by page: a page stays in the cache while all its entries go in, where entries in
-    /// their own order would miss it each time.
-    fn load_table(&mut self, tagged: &[(u32, EntryIndex)]) -> Result<(), IndexError> {
-        for (tag, at) in self.table.by_place(tagged) {
-            let key_of = |at| self.arena.entry(at).map(|(key, _)| key);
-            // Keys are looked at only where tags are equal, which is rare: they lie elsewhere.
-            match self.table.probe(tag, |other| key_of(other) == key_of(at)) {
-                Probe::Absent { page, slot } => {
-                    self.table.insert(page, slot, tag, at);
-                }
-                Probe::Found { .. } => return bad("a key is there twice"),
-            }
-        }
-        Ok(())
+    /// Lets the table take up all entries.
+    fn load_table(&mut self) -> Result<(), IndexError> {
+        let places: Vec<EntryIndex> =
+            self.arena.sealed.iter().chain(&self.arena.tail).map(|slot| EntryIndex::new(*slot, 0)).collect();
+        let absorbed = self.table.absorb_many(&self.arena, &places, self.salt, self.config.n_threads);
+        if absorbed.n_twins > 0 { bad("a key is there twice") } else { Ok(()) }
     }
 
     fn load_repeat(&mut self, holder: u16, key: u64, count: u32) -> Result<(), IndexError> {

@@ -80,6 +80,13 @@ impl HolderIndex {
         self.open_extent_if_full();
     }
 
+    /// Whether there is something to clean up or to evict before the tail goes on, given entries that are not dead but
+    /// still without holders.
+    pub(super) fn wants_upkeep(&self, n_bare: u64) -> bool {
+        let n_dead = self.arena.n_used - self.arena.n_live - n_bare;
+        n_dead * 4 > self.arena.n_used || self.is_over(2) || self.n_retired() > 0
+    }
+
     /// Evicts until what grew beside the entries (sets, repetitions) fits the budget again.
     pub(super) fn keep_budget(&mut self) {
         let mut n_tries = 0;
@@ -102,7 +109,11 @@ impl HolderIndex {
     }
 
     fn bytes_beside_entries(&self) -> u64 {
-        self.sets.bytes() + self.sources.bytes() + self.grace.bytes() + size_of::<Self>() as u64
+        self.sets.bytes()
+            + self.sources.bytes()
+            + self.grace.bytes()
+            + self.group.bytes()
+            + size_of::<Self>() as u64
     }
 
     /// What the index would take with some more extents, all of them full.
@@ -116,7 +127,7 @@ impl HolderIndex {
         self.planned_bytes(n_more_extents) > self.config.budget_bytes
     }
 
-    fn open_extent_if_full(&mut self) {
+    pub(super) fn open_extent_if_full(&mut self) {
         if self.arena.tail_is_full() && self.arena.open_extent().is_some() {
             self.publish_extents();
         }

@@ -5,6 +5,7 @@
 mod bounds;
 mod bridge;
 mod exactness;
+mod groups;
 mod model;
 mod readers;
 mod snapshot;

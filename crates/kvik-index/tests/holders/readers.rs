@@ -108,16 +108,28 @@ fn no_answer_names_a_block_for_a_source_that_never_had_it() {
                 if number.is_multiple_of(5) { random.below(N_SOURCES) } else { number % N_SOURCES } as usize;
             let keys = chain(number)[..=number as usize].to_vec();
             let tier = Tier::ALL[random.below(4) as usize];
-            match random.below(12) {
-                0 => feed.send(at, Event::Cleared { tier: None }),
-                1 => feed.send(at, Event::Cleared { tier: Some(tier) }),
-                2..5 => feed.send(at, Event::Removed { tier, keys: &keys }),
-                _ => feed.send(at, Event::Stored { tier, parent: None, keys: &keys }),
-            }
+            let event = match random.below(12) {
+                0 => Event::Cleared { tier: None },
+                1 => Event::Cleared { tier: Some(tier) },
+                2..5 => Event::Removed { tier, keys: &keys },
+                _ => Event::Stored { tier, parent: None, keys: &keys },
+            };
             // Ballast of a source of its own brings the index to its budget.
             let ballast: Vec<BlockKey> =
                 (0..100).map(|block| BlockKey(1 << 50 | round << 8 | block)).collect();
-            feed.send(N_SOURCES as usize, stored(&ballast));
+            let (first_half, second_half) = ballast.split_at(50);
+            let group = [
+                (N_SOURCES as usize, stored(first_half)),
+                (at, event),
+                (N_SOURCES as usize, stored(second_half)),
+            ];
+            if random.below(2) == 0 {
+                feed.send_group(&group);
+            } else {
+                for (source, event) in group {
+                    feed.send(source, event);
+                }
+            }
             if round % 32 == 0 {
                 feed.index.maintain(8192);
             }

@@ -42,6 +42,20 @@ impl Feed {
         assert_eq!(self.index.apply(&batch), Verdict::Applied);
     }
 
+    /// Sends events of several sources as one group.
+    pub(crate) fn send_group(&mut self, events: &[(usize, Event<'_>)]) {
+        let mut batches = Vec::new();
+        for (source, event) in events {
+            let (epoch, sequence) = (Some(1), self.next[*source]);
+            let (source, events) = (self.sources[*source], std::slice::from_ref(event));
+            self.next[source.as_index()] += 1;
+            batches.push(Batch { source, epoch, sequence, replayed: false, events });
+        }
+        let mut verdicts = Vec::new();
+        self.index.apply_all(&batches, &mut verdicts);
+        assert_eq!(verdicts, vec![Verdict::Applied; events.len()]);
+    }
+
     /// Blocks from the first on that a source has.
     pub(crate) fn prefix(&self, source: usize, keys: &[BlockKey]) -> u32 {
         prefix_of(&self.index.reader(), self.sources[source], keys)
