@@ -167,7 +167,8 @@ pub struct IndexConfig {
     pub block_tokens: u32,
     /// Which chain the keys belong to, as the caller numbers them; carried in the snapshot. Default 0.
     pub key_mode: u32,
-    /// Threads that take up many blocks at a time, at least 1; default 4. There are none between calls.
+    /// Threads that take up many blocks at a time, at least 1; default 4, or fewer where there are fewer cores. There
+    /// are none between calls.
     pub n_threads: usize,
 }
 
@@ -181,7 +182,7 @@ impl Default for IndexConfig {
             salt: 0,
             block_tokens: 16,
             key_mode: 0,
-            n_threads: 4,
+            n_threads: std::thread::available_parallelism().map_or(1, |n_cores| n_cores.get().min(4)),
         }
     }
 }

@@ -1,5 +1,7 @@
 //! A book in the memory of this process.
 
+mod queue;
+
 use std::cell::RefCell;
 use std::fs::{self, File};
 use std::io::Write as _;
@@ -13,6 +15,7 @@ use kvik_index::holders::{
 };
 use parking_lot::Mutex;
 
+use self::queue::Queue;
 use super::{Backend, KeyedBatch, KeyedHolding, Row, SourceState};
 use crate::error::{IndexerError, Result};
 
@@ -26,10 +29,11 @@ thread_local! {
 
 /// A book in memory.
 ///
-/// Changes wait for each other; lookups wait for nobody.
+/// Changes wait for each other, and batches that have waited are applied together; lookups wait for nobody.
 #[derive(Debug)]
 pub struct MemoryBackend {
     index: Mutex<HolderIndex>,
+    queue: Queue,
     reader: HolderReader,
 }
 
@@ -88,7 +92,7 @@ impl MemoryBackend {
     }
 
     fn of(index: HolderIndex) -> Self {
-        Self { reader: index.reader(), index: Mutex::new(index) }
+        Self { reader: index.reader(), index: Mutex::new(index), queue: Queue::default() }
     }
 
     /// Changes a source, which is added if it is new.
@@ -98,13 +102,26 @@ impl MemoryBackend {
         change: impl FnOnce(&mut HolderIndex, SourceId) -> T,
     ) -> Result<T> {
         let mut index = self.index.lock();
-        let id = match index.source(&source.worker, source.rank) {
-            Some(id) => id,
-            None => index.add_source(&source.worker, source.rank)?,
-        };
+        let id = source_id(&mut index, source)?;
         let changed = change(&mut index, id);
         index.maintain(MAINTAINED_ENTRIES);
         Ok(changed)
+    }
+
+    /// Applies a batch, together with others if it has to wait for the book.
+    fn apply_batch(&self, source: &SourceName, batch: &KeyedBatch<'_>) -> Result<Verdict> {
+        if let Some(mut index) = self.index.try_lock() {
+            let KeyedBatch { epoch, sequence, replayed, events, .. } = *batch;
+            let source = source_id(&mut index, source)?;
+            let verdict = index.apply(&Batch { source, epoch, sequence, replayed, events });
+            index.maintain(MAINTAINED_ENTRIES);
+            return Ok(verdict);
+        }
+        let ticket = self.queue.add(source, batch);
+        self.queue.apply_all(&mut self.index.lock());
+        let operation = "apply a batch";
+        let lost = || IndexerError::Unavailable { operation, reason: "whoever applied it failed".to_owned() };
+        ticket.take().unwrap_or_else(|| Err(lost()))
     }
 
     /// Does something with a source that is there.
@@ -144,13 +161,7 @@ impl Backend for MemoryBackend {
     }
 
     fn apply<'a>(&'a self, source: &'a SourceName, batch: KeyedBatch<'a>) -> BoxFuture<'a, Result<Verdict>> {
-        let KeyedBatch { epoch, sequence, replayed, events, .. } = batch;
-        let apply = async move {
-            self.change(source, |index, source| {
-                index.apply(&Batch { source, epoch, sequence, replayed, events })
-            })
-        };
-        apply.boxed()
+        async move { self.apply_batch(source, &batch) }.boxed()
     }
 
     fn replace<'a>(
@@ -214,6 +225,14 @@ impl Backend for MemoryBackend {
     }
 }
 
+/// The number of a source, which is added if it is new.
+fn source_id(index: &mut HolderIndex, source: &SourceName) -> Result<SourceId> {
+    match index.source(&source.worker, source.rank) {
+        Some(id) => Ok(id),
+        None => Ok(index.add_source(&source.worker, source.rank)?),
+    }
+}
+
 fn by_tier(count: impl Fn(Tier) -> u32) -> [u32; N_TIERS] {
     Tier::ALL.map(count)
 }
@@ -231,4 +250,48 @@ fn as_state(status: SourceStatus) -> SourceState {
 
 fn file_error(operation: &'static str, path: &Path, error: &std::io::Error) -> IndexerError {
     IndexerError::Unavailable { operation, reason: format!("{}: {error}", path.display()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvik_index::holders::Event;
+
+    use super::*;
+
+    #[test]
+    fn batches_that_wait_for_the_book_are_applied_together_and_each_gets_its_verdict() {
+        const N_SOURCES: u32 = 4;
+        let backend = MemoryBackend::new(IndexConfig { max_sources: 3, ..IndexConfig::default() });
+        let keys: Vec<BlockKey> = (0..100).map(BlockKey).collect();
+        let verdicts: Vec<Result<Verdict>> = std::thread::scope(|scope| {
+            let index = backend.index.lock();
+            let apply = |rank: u32| {
+                let (backend, keys) = (&backend, &keys);
+                move || {
+                    let source = SourceName { worker: "w".into(), rank };
+                    let events =
+                        [Event::Stored { tier: Tier::Gpu, parent: None, keys: &keys[rank as usize..] }];
+                    let (sequence, published_s) = (u64::from(rank / 2), 0.0);
+                    let batch =
+                        KeyedBatch { epoch: None, sequence, replayed: false, published_s, events: &events };
+                    backend.apply_batch(&source, &batch)
+                }
+            };
+            let threads: Vec<_> = (0..N_SOURCES).map(|rank| scope.spawn(apply(rank))).collect();
+            while backend.queue.len() < N_SOURCES as usize {
+                std::thread::yield_now();
+            }
+            drop(index);
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        // Two of them begin with number 1, and there is room for three sources.
+        let n_applied = verdicts.iter().filter(|it| matches!(it, Ok(Verdict::Applied))).count();
+        let n_early =
+            verdicts.iter().filter(|it| matches!(it, Ok(Verdict::Gap { expected: 0, got: 1 }))).count();
+        let n_refused = verdicts.iter().filter(|it| matches!(it, Err(IndexerError::Index(_)))).count();
+        assert_eq!((n_applied + n_early, n_refused), (3, 1), "{verdicts:?}");
+        let rows = backend.rows(&keys[3..], Walk::Prefix);
+        assert_eq!(rows.iter().filter(|row| row.prefix_in[0] == 97).count(), n_applied);
+        assert_eq!(backend.queue.len(), 0);
+    }
 }

@@ -1,8 +1,8 @@
 //! What the global KV index costs: events in, questions out, bytes, its snapshot, and whether it is exact.
 //!
 //! The fleet is that of [`kvik_index::workload`], one depth after the other. A rate counts events that are applied when
-//! it is taken; an index with one writer has nothing else. `benches/compare/index` measures another index on the same
-//! fleet.
+//! it is taken: in groups of batches, as somebody has them who is behind, and one batch after the other.
+//! `benches/compare/index` measures another index on the same fleet.
 
 mod exactness;
 
@@ -14,13 +14,15 @@ use kvik_index::holders::{
     Batch, BlockKey, Event, HolderIndex, HolderReader, IndexConfig, IndexError, LookupOptions, Matches,
     SourceId, Tier,
 };
-use kvik_index::workload::{N_WORKERS, Workload};
+use kvik_index::workload::{N_WORKERS, StoredRun, Workload};
 use serde_json::json;
 
 use super::report::{Goal, Measurement};
 
 /// Depths in blocks, and sequences of each for every worker.
 const FLEETS: [(usize, usize); 3] = [(16, 10_000), (128, 10_000), (1024, 640)];
+/// Blocks of the batches that are handed over at a time.
+const GROUP_BLOCKS: usize = 1 << 19;
 /// Blocks that the writer beside the readers stores and removes at a time.
 const PASSING_BLOCKS: usize = 64;
 /// Blocks of one event of the snapshot's index.
@@ -70,6 +72,7 @@ impl IndexBench {
             "fleets": fleets,
             "snapshot_blocks": self.snapshot_blocks(),
             "rounds": self.n_rounds(),
+            "threads": IndexConfig::default().n_threads,
         })
     }
 
@@ -89,7 +92,7 @@ impl IndexBench {
         let work = Workload::new(depth, self.share(n_per_worker));
         let queries = work.queries();
         let n_blocks = work.n_blocks() as f64;
-        let (mut ingests, mut removals) = (Vec::new(), Vec::new());
+        let (mut ingests, mut single_ingests, mut removals) = (Vec::new(), Vec::new(), Vec::new());
         let mut bytes = (0.0, 0.0);
         let (mut alone, mut beside) = (Quantiles::default(), Quantiles::default());
         let mut changes = Vec::new();
@@ -98,6 +101,13 @@ impl IndexBench {
             let start = Instant::now();
             for run in work.stored_runs() {
                 feed.store(run.worker, run.before.last().copied(), run.keys);
+            }
+            single_ingests.push(n_blocks / start.elapsed().as_secs_f64() / 1e6);
+            drop(feed);
+            let mut feed = Feed::try_new()?;
+            let start = Instant::now();
+            for group in work.stored_groups(GROUP_BLOCKS) {
+                feed.store_all(&group);
             }
             ingests.push(n_blocks / start.elapsed().as_secs_f64() / 1e6);
             let stats = feed.index.stats();
@@ -126,6 +136,7 @@ impl IndexBench {
         let named = |name: &str| format!("{name}_depth_{depth}");
         Ok([
             Measurement::from_repeats(named("ingest"), "M blocks/s", ingests),
+            Measurement::from_repeats(named("ingest_singly"), "M blocks/s", single_ingests),
             Measurement::from_repeats(named("lookup_p50"), "ns", alone.p50),
             Measurement::from_repeats(named("lookup_p99"), "ns", alone.p99),
             Measurement::from_repeats(named("lookup_beside_writer_p50"), "ns", beside.p50),
@@ -220,6 +231,22 @@ impl Feed {
 
     fn store(&mut self, worker: usize, parent: Option<BlockKey>, keys: &[BlockKey]) {
         self.send(worker, Event::Stored { tier: Tier::Gpu, parent, keys });
+    }
+
+    fn store_all(&mut self, runs: &[StoredRun<'_>]) {
+        let mut events = Vec::with_capacity(runs.len());
+        for run in runs {
+            let parent = run.before.last().copied();
+            events.push([Event::Stored { tier: Tier::Gpu, parent, keys: run.keys }]);
+        }
+        let mut batches = Vec::with_capacity(runs.len());
+        for (run, events) in runs.iter().zip(&events) {
+            let (source, sequence) = self.sources[run.worker];
+            self.sources[run.worker].1 += 1;
+            batches.push(Batch { source, epoch: Some(1), sequence, replayed: false, events });
+        }
+        // The numbers are without gaps, so each batch is the one that is due.
+        self.index.apply_all(&batches, &mut Vec::with_capacity(runs.len()));
     }
 
     fn remove(&mut self, worker: usize, keys: &[BlockKey]) {
