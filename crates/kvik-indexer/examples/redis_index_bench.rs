@@ -5,8 +5,8 @@
 //!
 //! Beside it, over the same kind of connection: PING, which is the round trip alone, and a pipeline of one
 //! HKEYS for each block over hashes with a JSON field for each source, which is how llm-d lays its index out.
-//! The three take turns, so that other work on the machine meets them alike. Books and hashes of the bench
-//! are removed.
+//! Each is measured by itself, and then all in turns, where each finds the caches as the others left them. Books and
+//! hashes of the bench are removed.
 
 #![expect(clippy::print_stdout, reason = "a program that prints figures")]
 #![expect(clippy::unwrap_used, reason = "a measurement may fail where it stands")]
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use kvik_index::holders::{BlockKey, Event, SourceName, Tier, Walk};
 use kvik_indexer::backend::redis::{RedisBackend, RedisClient, RedisOptions};
-use kvik_indexer::backend::{Backend as _, KeyedBatch};
+use kvik_indexer::backend::{Backend as _, KeyedBatch, Row};
 use redis::aio::MultiplexedConnection;
 
 const N_SOURCES: u32 = 16;
@@ -27,25 +27,92 @@ const N_CALLS: usize = 5000;
 const BATCH_BLOCKS: u64 = 1024;
 const N_BATCHES: u64 = 64;
 
-/// Times of one kind of call.
-struct Times {
-    what: &'static str,
-    durations: Vec<Duration>,
+/// What is measured.
+#[derive(Debug, Clone, Copy)]
+enum Call {
+    Ping,
+    Lookup,
+    Stairs,
+    All,
+    Hashes,
 }
 
-impl Times {
-    fn new(what: &'static str) -> Self {
-        Self { what, durations: Vec::with_capacity(N_CALLS) }
-    }
+impl Call {
+    const EACH: [Self; 5] = [Self::Ping, Self::Lookup, Self::Stairs, Self::All, Self::Hashes];
 
-    fn print(&mut self) {
-        self.durations.sort_unstable();
-        let at = |share: f64| {
-            let place = ((self.durations.len() - 1) as f64 * share) as usize;
-            self.durations[place].as_secs_f64() * 1e6
-        };
-        println!("| {} | {:.0} | {:.0} | {:.0} |", self.what, at(0.5), at(0.99), at(0.0));
+    fn what(self) -> &'static str {
+        match self {
+            Self::Ping => "PING",
+            Self::Lookup => "kvik: one script, all sources have all blocks",
+            Self::Stairs => "kvik: one script, a source ends at every eighth block",
+            Self::All => "kvik: one script, walk over all blocks",
+            Self::Hashes => "pipeline of 128 HKEYS",
+        }
     }
+}
+
+/// The server and what is asked of it.
+struct Bench {
+    backend: RedisBackend,
+    plain: MultiplexedConnection,
+    keys: Vec<BlockKey>,
+    uneven: Vec<BlockKey>,
+}
+
+impl Bench {
+    /// Makes a call, and looks at what it gives.
+    async fn time(&mut self, call: Call) -> Duration {
+        let begin = Instant::now();
+        match call {
+            Call::Ping => {
+                let () = redis::cmd("PING").exec_async(&mut self.plain).await.unwrap();
+                begin.elapsed()
+            }
+            Call::Lookup => {
+                let rows = self.backend.lookup(&self.keys, Walk::Prefix).await.unwrap();
+                let time = begin.elapsed();
+                let is_whole = |row: &Row| row.prefix_in[0] == N_BLOCKS as u32;
+                assert!(rows.len() == N_SOURCES as usize && rows.iter().all(is_whole));
+                time
+            }
+            Call::Stairs => {
+                let rows = self.backend.lookup(&self.uneven, Walk::Prefix).await.unwrap();
+                let time = begin.elapsed();
+                assert_eq!(rows.iter().map(|row| row.prefix_in[0]).sum::<u32>(), 8 * 16 * 17 / 2);
+                time
+            }
+            Call::All => {
+                let rows = self.backend.lookup(&self.keys, Walk::All).await.unwrap();
+                let time = begin.elapsed();
+                assert!(rows.iter().all(|row| row.highest_block == N_BLOCKS as u32));
+                time
+            }
+            Call::Hashes => {
+                let mut pipeline = redis::pipe();
+                for key in &self.keys {
+                    pipeline.cmd("HKEYS").arg(key.0.to_string());
+                }
+                let fields: Vec<Vec<String>> = pipeline.query_async(&mut self.plain).await.unwrap();
+                let time = begin.elapsed();
+                assert!(fields.iter().all(|fields| fields.len() == N_SOURCES as usize));
+                time
+            }
+        }
+    }
+}
+
+fn print_table(title: &str, times: &mut [(Call, Vec<Duration>)]) {
+    println!("| {title} | p50 us | p99 us | least us |");
+    println!("|---|---|---|---|");
+    for (call, durations) in times {
+        durations.sort_unstable();
+        let at = |share: f64| {
+            let place = ((durations.len() - 1) as f64 * share) as usize;
+            durations[place].as_secs_f64() * 1e6
+        };
+        println!("| {} | {:.0} | {:.0} | {:.0} |", call.what(), at(0.5), at(0.99), at(0.0));
+    }
+    println!();
 }
 
 #[tokio::main(flavor = "current_thread")]
@@ -76,55 +143,26 @@ async fn main() {
     }
     fill_hashes(&mut plain, &keys).await;
 
-    let [mut ping, mut lookup, mut stairs, mut all, mut hashes] = [
-        "PING",
-        "kvik: one script, all sources have all blocks",
-        "kvik: one script, a source ends at every eighth block",
-        "kvik: one script, walk over all blocks",
-        "pipeline of 128 HKEYS",
-    ]
-    .map(Times::new);
-    for round in 0..N_WARM_UPS + N_CALLS {
-        let begin = Instant::now();
-        let () = redis::cmd("PING").exec_async(&mut plain).await.unwrap();
-        let ping_time = begin.elapsed();
-        let begin = Instant::now();
-        let rows = backend.lookup(&keys, Walk::Prefix).await.unwrap();
-        let lookup_time = begin.elapsed();
-        assert!(
-            rows.len() == N_SOURCES as usize && rows.iter().all(|row| row.prefix_in[0] == N_BLOCKS as u32)
-        );
-        let begin = Instant::now();
-        let rows = backend.lookup(&uneven, Walk::Prefix).await.unwrap();
-        let stairs_time = begin.elapsed();
-        assert_eq!(rows.iter().map(|row| row.prefix_in[0]).sum::<u32>(), 8 * 16 * 17 / 2);
-        let begin = Instant::now();
-        let rows = backend.lookup(&keys, Walk::All).await.unwrap();
-        let all_time = begin.elapsed();
-        assert!(rows.iter().all(|row| row.highest_block == N_BLOCKS as u32));
-        let begin = Instant::now();
-        let mut pipeline = redis::pipe();
-        for key in &keys {
-            pipeline.cmd("HKEYS").arg(key.0.to_string());
+    let mut bench = Bench { backend, plain, keys, uneven };
+    let (mut alone, mut in_turns) =
+        (Call::EACH.map(|call| (call, Vec::new())), Call::EACH.map(|call| (call, Vec::new())));
+    for (call, times) in &mut alone {
+        for round in 0..N_WARM_UPS + N_CALLS {
+            let time = bench.time(*call).await;
+            times.extend((round >= N_WARM_UPS).then_some(time));
         }
-        let fields: Vec<Vec<String>> = pipeline.query_async(&mut plain).await.unwrap();
-        let hashes_time = begin.elapsed();
-        assert!(fields.iter().all(|fields| fields.len() == N_SOURCES as usize));
-        if round >= N_WARM_UPS {
-            ping.durations.push(ping_time);
-            lookup.durations.push(lookup_time);
-            stairs.durations.push(stairs_time);
-            all.durations.push(all_time);
-            hashes.durations.push(hashes_time);
+    }
+    for round in 0..N_WARM_UPS + N_CALLS {
+        for (call, times) in &mut in_turns {
+            let time = bench.time(*call).await;
+            times.extend((round >= N_WARM_UPS).then_some(time));
         }
     }
     println!("{N_BLOCKS} blocks, {N_SOURCES} sources, {N_CALLS} calls of each kind");
     println!();
-    println!("| what | p50 us | p99 us | least us |");
-    println!("|---|---|---|---|");
-    for times in [&mut ping, &mut lookup, &mut stairs, &mut all, &mut hashes] {
-        times.print();
-    }
+    print_table("one kind after the other", &mut alone);
+    print_table("in turns", &mut in_turns);
+    let Bench { backend, mut plain, keys, .. } = bench;
 
     let begin = Instant::now();
     for at in 0..N_BATCHES {
@@ -134,7 +172,6 @@ async fn main() {
         apply(&backend, &source(0), 2 + at, &events).await;
     }
     let n_blocks_per_s = (N_BATCHES * BATCH_BLOCKS) as f64 / begin.elapsed().as_secs_f64();
-    println!();
     println!("stored in batches of {BATCH_BLOCKS} blocks: {n_blocks_per_s:.0} blocks/s");
     let script = "for _, name in ipairs(redis.call('KEYS', ARGV[1])) do redis.call('DEL', name) end";
     let mut clean = redis::cmd("EVAL");

@@ -33,7 +33,7 @@ local function learn_holders(holders)
         local row = row_of[name]
         if not row then
           -- The prefix by tier, then the coverage by tier.
-          row = { 0, 0, 0, 0, 0, 0, 0, 0, name = name, reach = 0, highest = 0 }
+          row = { 0, 0, 0, 0, 0, 0, 0, 0, name = name, reach = 0, highest = 0, step = 0 }
           row_of[name] = row
           rows[#rows + 1] = row
         end
@@ -43,35 +43,44 @@ local function learn_holders(holders)
   end
 end
 
--- The rows of a value, each with the fastest tier.
-local function step_of(value)
-  local holders, unknown, n_holders = {}, {}, 0
+-- The rows of a value, each with the fastest tier; nil if there are holders that the register was not asked about.
+local n_steps = 0
+local function known_step_of(value)
+  local rows_here, tiers_here, n_rows = {}, {}, 0
+  local is_dead = true
+  n_steps = n_steps + 1
   for at = 1, #value, 8 do
     local holder = sub(value, at, at + 4)
-    n_holders = n_holders + 1
-    holders[n_holders] = holder
-    if row_of_holder[holder] == nil then unknown[#unknown + 1] = holder end
-  end
-  if #unknown > 0 then learn_holders(unknown) end
-  local rows_here, tiers_here, n_rows = {}, {}, 0
-  local place_of = {}
-  local is_dead = true
-  for at = 1, n_holders do
-    local holder = holders[at]
-    local row, tier = row_of_holder[holder], tier_of_holder[holder]
-    if tier then is_dead = false end
+    local row = row_of_holder[holder]
     if row then
-      local place = place_of[row]
-      if not place then
+      local tier = tier_of_holder[holder] + 1
+      is_dead = false
+      if row.step ~= n_steps then
         n_rows = n_rows + 1
-        place_of[row] = n_rows
-        rows_here[n_rows], tiers_here[n_rows] = row, tier + 1
-      elseif tier + 1 < tiers_here[place] then
-        tiers_here[place] = tier + 1
+        row.step, row.place = n_steps, n_rows
+        rows_here[n_rows], tiers_here[n_rows] = row, tier
+      elseif tier < tiers_here[row.place] then
+        tiers_here[row.place] = tier
       end
+    elseif row == nil then
+      return nil
+    elseif tier_of_holder[holder] then
+      is_dead = false
     end
   end
-  return { rows = rows_here, tiers = tiers_here, n_rows = n_rows, is_dead = is_dead and n_holders > 0 }
+  return { rows = rows_here, tiers = tiers_here, n_rows = n_rows, is_dead = is_dead and value ~= '' }
+end
+
+local function step_of(value)
+  local step = known_step_of(value)
+  if step then return step end
+  local unknown = {}
+  for at = 1, #value, 8 do
+    local holder = sub(value, at, at + 4)
+    if row_of_holder[holder] == nil then unknown[#unknown + 1] = holder end
+  end
+  learn_holders(unknown)
+  return known_step_of(value)
 end
 
 -- Counts a run of blocks with one value, behind the first `before` of the prompt. True if somebody has all so far.
