@@ -251,12 +251,21 @@ impl Arena {
         written.take_while(|(key, wanted)| key.load(Relaxed) == wanted.0).count()
     }
 
-    /// Visits all entries from `first` on to the end of its extent.
+    /// How many entries there are from `first` on to the end of its extent.
+    pub(super) fn n_entries_from(&self, first: EntryIndex) -> usize {
+        self.state(first.slot()).map_or(0, |state| state.n_used.saturating_sub(first.offset()))
+    }
+
+    /// Visits so many neighbors from `first` on.
     #[inline]
-    pub(super) fn for_each_key_from(&self, first: EntryIndex, mut visit: impl FnMut(EntryIndex, u64)) {
+    pub(super) fn for_each_key(
+        &self,
+        first: EntryIndex,
+        n_entries: usize,
+        mut visit: impl FnMut(EntryIndex, u64),
+    ) {
         let Some(state) = self.state(first.slot()) else { return };
-        let keys = state.extent.keys.get(first.offset()..state.n_used).unwrap_or_default();
-        for (index, key) in (first.0..).zip(keys) {
+        for (index, key) in (first.0..).zip(state.extent.keys[first.offset()..].iter().take(n_entries)) {
             visit(EntryIndex(index), key.load(Relaxed));
         }
     }

@@ -264,7 +264,7 @@ impl HolderIndex {
             return self.filter_all();
         }
         let (filter, salt) = (&mut self.group.filter, self.salt);
-        self.arena.for_each_key_from(first, |_, key| filter.add(salt.tag(key)));
+        self.arena.for_each_key(first, self.arena.n_entries_from(first), |_, key| filter.add(salt.tag(key)));
     }
 
     fn filter_all(&mut self) {
@@ -272,7 +272,8 @@ impl HolderIndex {
         filter.begin(*n_bare);
         let salt = self.salt;
         for place in places {
-            self.arena.for_each_key_from(*place, |_, key| filter.add(salt.tag(key)));
+            let n_entries = self.arena.n_entries_from(*place);
+            self.arena.for_each_key(*place, n_entries, |_, key| filter.add(salt.tag(key)));
         }
     }
 

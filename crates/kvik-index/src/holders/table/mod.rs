@@ -6,23 +6,25 @@
 //! built anew, a large one as two; readers keep the old page, which does not change any more, until
 //! they load the directory again. Lines are in the order of tags, so a rebuild is a walk through both pages.
 //!
-//! The pages of tags that begin with the same four bits are a section. Sections know nothing of each other, so
+//! The pages of tags that begin with the same five bits are a section. Sections know nothing of each other, so
 //! several threads can fill them at a time.
 
 mod page;
 mod section;
+mod threads;
 
 use std::sync::atomic::Ordering::Release;
 
 use self::page::{MAX_PAGE_SLOTS, MIN_PAGE_SLOTS, Page, PageState, slot_word, slots_for};
 use self::section::Section;
+use self::threads::share_out;
 use super::arena::{Arena, EntryIndex};
 use super::salt::Salt;
 use crate::kernels::prefetch;
 
 const MAX_DIRECTORY_BITS: u32 = 18;
-const SECTION_BITS: u32 = 4;
-/// Sections of a table: some more than there are threads for it, so that they can share them evenly.
+const SECTION_BITS: u32 = 5;
+/// Sections of a table: many more than threads, so that these have about the same to do.
 const N_SECTIONS: usize = 1 << SECTION_BITS;
 
 /// What readers find pages by: the first `log2(len)` bits of the tag.
@@ -131,7 +133,7 @@ impl Table {
     pub(super) fn absorb_few(&mut self, arena: &Arena, places: &[EntryIndex], salt: Salt) -> Absorbed {
         let mut absorbed = Absorbed::default();
         for place in places {
-            arena.for_each_key_from(*place, |index, key| {
+            arena.for_each_key(*place, arena.n_entries_from(*place), |index, key| {
                 let tag = salt.tag(key);
                 match self.probe(tag, |other| arena.have_one_key(other, index)) {
                     Probe::Absent { page, slot } => absorbed.has_grown |= self.insert(page, slot, tag, index),
@@ -154,33 +156,24 @@ impl Table {
         salt: Salt,
         n_threads: usize,
     ) -> Absorbed {
-        let per_thread = N_SECTIONS.div_ceil(n_threads);
-        // Every thread looks at all keys and takes those of its sections.
-        let absorb_some = |(number, sections): (usize, &mut [Section])| {
-            let mut words = vec![Vec::new(); sections.len()];
-            let first_section = number * per_thread;
-            for place in places {
-                arena.for_each_key_from(*place, |index, key| {
+        let parts = share_out(pieces(arena, places, n_threads), n_threads, |pieces| {
+            let n_entries: usize = pieces.iter().map(|(_, n_entries)| n_entries).sum();
+            // Some more than the mean, so that hardly one has to grow.
+            let per_section = n_entries / N_SECTIONS * 17 / 16 + 64;
+            let mut words: Vec<Vec<u64>> = (0..N_SECTIONS).map(|_| Vec::with_capacity(per_section)).collect();
+            for (first, n_entries) in pieces {
+                arena.for_each_key(first, n_entries, |index, key| {
                     let tag = salt.tag(key);
-                    if let Some(words) = words.get_mut(section_of(tag).wrapping_sub(first_section)) {
-                        words.push(slot_word(tag, index));
-                    }
+                    words[section_of(tag)].push(slot_word(tag, index));
                 });
             }
-            let absorbed =
-                sections.iter_mut().zip(&words).map(|(section, words)| section.absorb(words, arena));
-            absorbed.fold(Absorbed::default(), Absorbed::with)
-        };
-        std::thread::scope(|scope| {
-            let mut parts = self.sections.chunks_mut(per_thread).enumerate();
-            let own = parts.next();
-            let others: Vec<_> = parts.map(|part| scope.spawn(move || absorb_some(part))).collect();
-            let own = own.map(absorb_some).unwrap_or_default();
-            others.into_iter().fold(own, |absorbed, other| match other.join() {
-                Ok(other) => absorbed.with(other),
-                Err(panic) => std::panic::resume_unwind(panic),
-            })
-        })
+            words
+        });
+        let sections = self.sections.iter_mut().enumerate().collect();
+        let absorbed = share_out(sections, n_threads, |(number, section): (usize, &mut Section)| {
+            section.absorb(parts.iter().map(|part| part[number].as_slice()), arena)
+        });
+        absorbed.into_iter().fold(Absorbed::default(), Absorbed::with)
     }
 
     /// Lets a slot point to another entry with the same key.
@@ -233,6 +226,31 @@ impl Table {
     fn section_bits(&self) -> u32 {
         self.sections.iter().map(|section| section.bits).max().unwrap_or(0)
     }
+}
+
+/// The entries from each of `places` on, in so many lists of about the same size; each piece is in one extent.
+fn pieces(arena: &Arena, places: &[EntryIndex], n_lists: usize) -> Vec<Vec<(EntryIndex, usize)>> {
+    let n_entries: usize = places.iter().map(|place| arena.n_entries_from(*place)).sum();
+    let per_list = n_entries.div_ceil(n_lists.max(1)).max(1);
+    let mut lists = vec![Vec::new()];
+    let mut n_missing = per_list;
+    for place in places {
+        let (mut first, mut n_left) = (*place, arena.n_entries_from(*place));
+        while n_left > 0 {
+            if n_missing == 0 {
+                lists.push(Vec::new());
+                n_missing = per_list;
+            }
+            let n_taken = n_left.min(n_missing);
+            if let Some(list) = lists.last_mut() {
+                list.push((first, n_taken));
+            }
+            first.0 += n_taken as u32;
+            n_left -= n_taken;
+            n_missing -= n_taken;
+        }
+    }
+    lists
 }
 
 fn directory_index(tag: u32, bits: u32) -> usize {

@@ -6,7 +6,7 @@ use super::{Absorbed, MAX_DIRECTORY_BITS, Probe, SECTION_BITS, directory_index};
 use crate::kernels::prefetch;
 
 /// Bits of the tag, behind the section's, that words are put in order by.
-const BUCKET_BITS: u32 = 10;
+const BUCKET_BITS: u32 = 9;
 
 /// The pages of tags that begin with the same bits.
 #[derive(Debug)]
@@ -25,43 +25,31 @@ impl Section {
         Self { pages, page_of: (0..n_pages).collect(), bits, n_slots: n_slots as u64 * u64::from(n_pages) }
     }
 
-    /// Enters entries by their slot words. An entry whose key is there already, at another entry, is left out and
+    /// Enters entries by their slot words, which come in parts. An entry whose key is there already, at another entry, is left out and
     /// marked as moved.
-    pub(super) fn absorb(&mut self, words: &[u64], arena: &Arena) -> Absorbed {
-        // Before and not meanwhile: in the order of lines, the first lines would be full long before the page is.
-        let has_grown = self.make_room(words);
-        let mut n_twins = 0;
-        let ordered = in_order(words);
-        let mut rest = ordered.as_slice();
-        while let Some(first) = rest.first() {
+    pub(super) fn absorb<'a>(
+        &mut self,
+        parts: impl Iterator<Item = &'a [u64]> + Clone,
+        arena: &Arena,
+    ) -> Absorbed {
+        let ordered = Ordered::new(parts);
+        let mut absorbed = Absorbed::default();
+        let mut at = 0;
+        while let Some(first) = ordered.words.get(at) {
             let page = self.page_for(*first);
-            let n_of_page = rest.iter().take_while(|word| self.page_for(**word) == page).count();
-            let (of_page, others) = rest.split_at(n_of_page);
-            n_twins += self.pages[page as usize].absorb(of_page, arena);
-            rest = others;
+            let state = &mut self.pages[page as usize];
+            let end = ordered.end_of_page(at, state.page.depth - SECTION_BITS, state.prefix);
+            // Before and not meanwhile: in the order of lines, the first lines would be full long before the page is.
+            if state.is_crowded_by(end - at) {
+                let n_keys = state.n_live + end - at;
+                self.rebuild(page, n_keys);
+                absorbed.has_grown = true;
+                continue;
+            }
+            absorbed.n_twins += state.absorb(&ordered.words[at..end], arena);
+            at = end;
         }
-        Absorbed { has_grown, n_twins }
-    }
-
-    /// Builds pages larger until all of these words have room; true if there was one.
-    fn make_room(&mut self, words: &[u64]) -> bool {
-        let mut has_grown = false;
-        loop {
-            let mut n_added = vec![0; self.pages.len()];
-            for word in words {
-                n_added[self.page_for(*word) as usize] += 1;
-            }
-            let is_crowded =
-                |(page, n_added): &(u32, usize)| self.pages[*page as usize].is_crowded_by(*n_added);
-            let crowded: Vec<(u32, usize)> = (0..).zip(n_added).filter(is_crowded).collect();
-            if crowded.is_empty() {
-                return has_grown;
-            }
-            for (page, n_added) in crowded {
-                self.rebuild(page, self.pages[page as usize].n_live + n_added);
-            }
-            has_grown = true;
-        }
+        absorbed
     }
 
     #[inline]
@@ -144,21 +132,76 @@ impl Section {
 
 /// The words of a section in the order of their lines, or nearly so: then all that stand in one piece of memory are
 /// looked at one after the other. Words of one tag keep their order.
-fn in_order(words: &[u64]) -> Vec<u64> {
-    let bucket_of = |word: u64| directory_index(tag_of(word) << SECTION_BITS, BUCKET_BITS);
-    let mut ends = [0_u32; 1 << BUCKET_BITS];
-    for word in words {
-        ends[bucket_of(*word)] += 1;
+#[derive(Debug)]
+struct Ordered {
+    words: Vec<u64>,
+    /// Where the words of a bucket end, for each value of the bits that they are put in order by.
+    ends: Vec<u32>,
+}
+
+impl Ordered {
+    fn new<'a>(parts: impl Iterator<Item = &'a [u64]> + Clone) -> Self {
+        let bucket_of = |word: u64| directory_index(tag_of(word) << SECTION_BITS, BUCKET_BITS);
+        let mut ends = vec![0_u32; 1 << BUCKET_BITS];
+        for part in parts.clone() {
+            for word in part {
+                ends[bucket_of(*word)] += 1;
+            }
+        }
+        let mut n_before = 0;
+        for end in &mut ends {
+            (*end, n_before) = (n_before, n_before + *end);
+        }
+        let mut words = vec![0; n_before as usize];
+        for part in parts {
+            for word in part {
+                let end = &mut ends[bucket_of(*word)];
+                words[*end as usize] = *word;
+                *end += 1;
+            }
+        }
+        Self { words, ends }
     }
-    let mut n_before = 0;
-    for end in &mut ends {
-        (*end, n_before) = (n_before, n_before + *end);
+
+    /// The end of the words, from `at` on, whose tags begin with `prefix` in so many bits behind the section's.
+    fn end_of_page(&self, at: usize, n_bits: u32, prefix: u32) -> usize {
+        if let Some(n_more_bits) = BUCKET_BITS.checked_sub(n_bits) {
+            return self.ends[(((prefix + 1) << n_more_bits) - 1) as usize] as usize;
+        }
+        // A bucket is of several pages, whose words are mixed.
+        let is_of_page =
+            |word: &&u64| directory_index(tag_of(**word) << SECTION_BITS, n_bits) == prefix as usize;
+        at + self.words[at..].iter().take_while(is_of_page).count()
     }
-    let mut ordered = vec![0; words.len()];
-    for word in words {
-        let end = &mut ends[bucket_of(*word)];
-        ordered[*end as usize] = *word;
-        *end += 1;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_words_of_a_page_end_where_another_page_begins() {
+        let word = |tag: u32, index| slot_word(tag >> SECTION_BITS, EntryIndex(index));
+        let words: Vec<u64> =
+            (0..4000_u32).map(|index| word(index.wrapping_mul(0x9e37_79b9), index)).collect();
+        let (first, second) = words.split_at(1000);
+        let ordered = Ordered::new([first, second].into_iter());
+        for n_bits in [0, 1, 5, BUCKET_BITS, BUCKET_BITS + 3] {
+            let page_of = |word: u64| directory_index(tag_of(word) << SECTION_BITS, n_bits);
+            let mut at = 0;
+            while at < words.len() {
+                let page = page_of(ordered.words[at]);
+                let end = ordered.end_of_page(at, n_bits, page as u32);
+                assert!(end > at && ordered.words[at..end].iter().all(|word| page_of(*word) == page));
+                let is_mixed = n_bits > BUCKET_BITS;
+                assert!(is_mixed || ordered.words[end..].iter().all(|word| page_of(*word) > page));
+                at = end;
+            }
+        }
+        let mut sorted = ordered.words;
+        sorted.sort_unstable();
+        let mut expected = words;
+        expected.sort_unstable();
+        assert_eq!(sorted, expected);
     }
-    ordered
 }
