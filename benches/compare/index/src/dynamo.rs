@@ -15,16 +15,18 @@ use kvik_index::workload::Workload;
 use crate::report::cpu_s;
 use crate::{Sample, live_bytes, quantiles};
 
-/// Threads of the pool that apply events.
-pub const N_THREADS: usize = 2;
-
 const BLOCK_TOKENS: u32 = 16;
 
 /// One round of the concurrent compressed radix tree behind its pool.
-pub fn measure_pool(work: &Workload, queries: &[Vec<BlockKey>], n_entries: usize) -> Result<Sample> {
+pub fn measure_pool(
+    work: &Workload,
+    queries: &[Vec<BlockKey>],
+    n_entries: usize,
+    n_threads: usize,
+) -> Result<Sample> {
     let runtime = tokio::runtime::Builder::new_current_thread().build().context("start a runtime")?;
     let bytes_before = live_bytes();
-    let pool = ThreadPoolIndexer::new(ConcurrentRadixTreeCompressed::new(), N_THREADS, BLOCK_TOKENS);
+    let pool = ThreadPoolIndexer::new(ConcurrentRadixTreeCompressed::new(), n_threads, BLOCK_TOKENS);
     let drained = |events: Vec<RouterEvent>| -> Result<()> {
         for event in events {
             pool.enqueue_event(event).context("hand an event to the pool")?;

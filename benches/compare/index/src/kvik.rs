@@ -11,16 +11,14 @@ use kvik_index::workload::{N_WORKERS, StoredRun, Workload};
 use crate::report::cpu_s;
 use crate::{Sample, live_bytes, quantiles};
 
-/// Threads that take up blocks: as many as Dynamo's pool and its caller are.
-pub const N_THREADS: usize = crate::dynamo::N_THREADS + 1;
 /// Blocks of the batches that are handed over at a time; Dynamo's pool has all of them in its queues.
 const GROUP_BLOCKS: usize = 1 << 19;
 
 /// One round.
-pub fn measure(work: &Workload, queries: &[Vec<BlockKey>]) -> Result<Sample> {
+pub fn measure(work: &Workload, queries: &[Vec<BlockKey>], n_threads: usize) -> Result<Sample> {
     let n_blocks = work.n_blocks() as f64;
     let bytes_before = live_bytes();
-    let (mut index, mut sources) = new_index()?;
+    let (mut index, mut sources) = new_index(n_threads)?;
     let (start, start_cpu_s) = (Instant::now(), cpu_s());
     let mut verdicts = Vec::new();
     for group in work.stored_groups(GROUP_BLOCKS) {
@@ -55,7 +53,7 @@ pub fn measure(work: &Workload, queries: &[Vec<BlockKey>]) -> Result<Sample> {
     let removal_s = start.elapsed().as_secs_f64();
     drop(index);
 
-    let (mut index, mut sources) = new_index()?;
+    let (mut index, mut sources) = new_index(n_threads)?;
     let start = Instant::now();
     for run in work.stored_runs() {
         let _verdict = index.apply(&batch(&mut sources[run.worker], &[stored(&run)]));
@@ -74,9 +72,8 @@ pub fn measure(work: &Workload, queries: &[Vec<BlockKey>]) -> Result<Sample> {
 }
 
 /// An index with all workers, and the numbers of their next batches.
-fn new_index() -> Result<(HolderIndex, Vec<(SourceId, u64)>)> {
-    let mut index =
-        HolderIndex::new(IndexConfig { salt: 0x5eed, n_threads: N_THREADS, ..IndexConfig::default() });
+fn new_index(n_threads: usize) -> Result<(HolderIndex, Vec<(SourceId, u64)>)> {
+    let mut index = HolderIndex::new(IndexConfig { salt: 0x5eed, n_threads, ..IndexConfig::default() });
     let add = |worker| Ok((index.add_source(&format!("worker-{worker}"), 0)?, 0));
     let sources = (0..N_WORKERS).map(add).collect::<Result<_>>()?;
     Ok((index, sources))

@@ -3,7 +3,7 @@
 //! `cargo run --release --manifest-path benches/compare/index/Cargo.toml -- [--json]`
 //!
 //! The fleet is that of `kvik_index::workload`: 16 workers with sequences of 16, 128 and 1024 blocks. From Dynamo
-//! come its default, the concurrent compressed radix tree behind a pool of two event threads, and its plain radix
+//! come its default, the concurrent compressed radix tree behind a pool of event threads, and its plain radix
 //! tree on one thread. All apply the same events in the same order and answer the same queries.
 //!
 //! `ingest` is drained: from the first event to the moment at which the last one is applied, by the wall clock. kvik gets
@@ -53,6 +53,9 @@ struct Arguments {
     /// Only the fleet of this depth.
     #[arg(long)]
     depth: Option<usize>,
+    /// Threads of Dynamo's pool; kvik takes one more, as many as the pool and its caller are.
+    #[arg(long, default_value_t = 2)]
+    event_threads: usize,
     /// Leave the plain radix tree out.
     #[arg(long)]
     no_radix_tree: bool,
@@ -89,7 +92,8 @@ pub enum Contender {
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
-    ensure!(arguments.rounds > 0 && arguments.part > 0, "--rounds and --part are at least 1");
+    let is_sound = arguments.rounds > 0 && arguments.part > 0 && arguments.event_threads > 0;
+    ensure!(is_sound, "--rounds, --part and --event-threads are at least 1");
     let load_at_begin = machine::load_average();
     let mut lines: Vec<Line> = Vec::new();
     for (depth, n_per_worker) in FLEETS {
@@ -100,7 +104,8 @@ fn main() -> Result<()> {
     }
     let load_averages = [load_at_begin, machine::load_average()];
     let settings = json!({
-        "workers": kvik_index::workload::N_WORKERS, "dynamo_kv_router": "1.6.1", "event_threads": dynamo::N_THREADS, "kvik_threads": kvik::N_THREADS,
+        "workers": kvik_index::workload::N_WORKERS, "dynamo_kv_router": "1.6.1", "event_threads": arguments.event_threads,
+        "kvik_threads": arguments.event_threads + 1,
         "rounds": arguments.rounds, "passes": N_PASSES, "part": arguments.part,
     });
     if arguments.json {
@@ -122,8 +127,8 @@ fn measure(work: &Workload, arguments: &Arguments) -> Result<Rounds> {
     for _ in 0..arguments.rounds {
         for contender in contenders.clone() {
             let sample = match contender {
-                Contender::Kvik => kvik::measure(work, &queries)?,
-                Contender::Crtc => dynamo::measure_pool(work, &queries, n_entries)?,
+                Contender::Kvik => kvik::measure(work, &queries, arguments.event_threads + 1)?,
+                Contender::Crtc => dynamo::measure_pool(work, &queries, n_entries, arguments.event_threads)?,
                 Contender::RadixTree => dynamo::measure_radix_tree(work, &queries, n_entries)?,
             };
             rounds.add(contender, sample)?;

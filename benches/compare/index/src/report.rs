@@ -9,9 +9,8 @@ use crate::{Contender, Sample, machine};
 
 /// Where the sides do not do the same.
 const NOTES: &[&str] = &[
-    "ingest: kvik takes groups of batches up with three threads, Dynamo's pool has two event threads and the one that hands \
-     events over",
-    "ingest_singly: kvik has one thread, Dynamo's pool the same three",
+    "ingest: kvik takes groups of batches up with as many threads as Dynamo's pool and the one are that hands events over",
+    "ingest_singly: kvik has one thread, Dynamo's pool the same as before",
     "ingest: Dynamo takes a block's own hash and its sequence hash, kvik one key; here both are the same number",
     "lookup: Dynamo gives a new hash map, kvik fills a list whose memory is used again; the plain radix tree takes a copy \
      of the query, which is counted",
