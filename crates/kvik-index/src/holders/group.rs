@@ -200,12 +200,13 @@ impl HolderIndex {
         self.arena.is_last(index) && self.group.contains(index)
     }
 
-    /// Puts off the blocks that are new entries of the group already, from `index` on; gives how many, or 0 if that
-    /// is none of them.
+    /// Whether an entry is one of the group's.
+    pub(super) fn is_in_group(&self, index: EntryIndex) -> bool {
+        self.group.contains(index)
+    }
+
+    /// Puts off blocks that are entries of the group already, from `index` on, which has the first key; gives how many.
     pub(super) fn share_run(&mut self, holder: u16, index: EntryIndex, keys: &[BlockKey]) -> usize {
-        if !self.group.contains(index) {
-            return 0;
-        }
         let n_equal = self.arena.n_equal(index, keys);
         self.group.add(holder, index, n_equal);
         n_equal

@@ -271,7 +271,9 @@ impl HolderIndex {
         match judgment.verdict {
             Verdict::Applied | Verdict::Restarted => {
                 self.counters.batches_applied += 1;
-                self.prefetch_events(batch.events);
+                if batch.events.len() > 1 {
+                    self.prefetch_events(batch.events);
+                }
                 for event in batch.events {
                     self.apply_event(batch.source, event);
                 }

@@ -15,19 +15,33 @@ const KEYS_AHEAD: usize = 32;
 /// Events of a batch whose first lines are asked for ahead; more would push the first out of the cache again.
 const MAX_EVENTS_AHEAD: usize = 256;
 
-/// What a store may still add and has added.
+/// How far a store has come.
 #[derive(Debug)]
-struct Quota {
+struct Store {
+    holder: u16,
+    /// Whether new blocks wait for the end of a group.
+    puts_off: bool,
+    /// Blocks that the source may still get.
     n_allowed: u64,
+    /// Blocks that the holder got.
     n_stored: u64,
+    /// The entry of the block before.
+    previous: Option<EntryIndex>,
+    /// Next keys whose lines of the table are asked for.
+    n_asked: usize,
+}
+
+impl Store {
+    /// Notes that the next blocks have entries from `first` on; gives how many.
+    fn done(&mut self, first: EntryIndex, n_blocks: usize) -> usize {
+        self.previous = Some(EntryIndex(first.0 + n_blocks as u32 - 1));
+        n_blocks
+    }
 }
 
 impl HolderIndex {
     /// Asks for the first table line of every event, since most events of a step are of one block.
     pub(super) fn prefetch_events(&self, events: &[Event<'_>]) {
-        if events.len() < 2 {
-            return;
-        }
         for event in events.iter().take(MAX_EVENTS_AHEAD) {
             if let Event::Stored { keys: [first, ..], .. } | Event::Removed { keys: [first, ..], .. } = event
             {
@@ -45,92 +59,27 @@ impl HolderIndex {
         keys: &[BlockKey],
     ) {
         // Within a group nothing is put off that the source's bound might refuse.
-        let mut may_put_off = self.group.has_room(keys.len(), self.n_allowed(source));
-        if !may_put_off {
+        let mut puts_off = self.group.has_room(keys.len(), self.n_allowed(source));
+        if !puts_off {
             self.end_group();
-            may_put_off = self.group.has_room(keys.len(), self.n_allowed(source));
+            puts_off = self.group.has_room(keys.len(), self.n_allowed(source));
         }
-        let mut quota = Quota { n_allowed: self.n_allowed(source), n_stored: 0 };
-        let in_group = parent.filter(|_| may_put_off).and_then(|parent| self.end_of_last_event(parent));
-        let mut previous = in_group.or_else(|| self.arena.last_if(parent?.0));
-        let mut asked_to = 0;
-        let mut at = 0;
-        while at < keys.len() {
+        let in_group = parent.filter(|_| puts_off).and_then(|parent| self.end_of_last_event(parent));
+        let previous = in_group.or_else(|| self.arena.last_if(parent?.0));
+        let n_allowed = self.n_allowed(source);
+        let mut store = Store { holder, puts_off, n_allowed, n_stored: 0, previous, n_asked: 0 };
+        let mut rest = keys;
+        while !rest.is_empty() {
             // First of all: it may move entries, empty slots of the table and forget sets.
             if self.arena.tail_is_full() {
                 self.extend_group();
             }
-            let BlockKey(key) = keys[at];
-            let beside = previous.and_then(|index| self.arena.entry_behind(index, key));
-            if let Some((index, set)) = beside
-                && set.is_live()
-            {
-                let n_alike = self.add_to_run(index, set, holder, &keys[at..], &mut quota);
-                previous = Some(EntryIndex(index.0 + n_alike as u32 - 1));
-                at += n_alike;
-                continue;
-            }
-            let ends_group = previous.is_some_and(|index| self.is_last_of_group(index));
-            if may_put_off && ends_group {
-                self.put_off(holder, &keys[at..], false);
-                break;
-            }
-            if may_put_off && let Some((index, SetRef::EMPTY)) = beside {
-                let n_shared = self.share_run(holder, index, &keys[at..]);
-                if n_shared > 0 {
-                    previous = Some(EntryIndex(index.0 + n_shared as u32 - 1));
-                    at += n_shared;
-                    continue;
-                }
-            }
-            // A dead entry with this key at this place comes back to life: the run stays whole.
-            let revived = beside.filter(|(_, set)| *set == SetRef::EMPTY).map(|(index, _)| index);
-            let tag = self.salt.tag(key);
-            match self.probe(tag, key) {
-                Probe::Found { index, .. } => {
-                    let set = self.arena.entry(index).map_or(SetRef::EMPTY, |(_, set)| set);
-                    let n_alike = self.add_to_run(index, set, holder, &keys[at..], &mut quota);
-                    previous = Some(EntryIndex(index.0 + n_alike as u32 - 1));
-                    at += n_alike;
-                }
-                // Always, so that a group has no other entries between its own.
-                Probe::Absent { .. } if may_put_off && revived.is_none() => {
-                    let Some(index) = self.start_in_group(keys[at]) else {
-                        let starts_run = previous.is_none_or(|index| !self.arena.is_last(index));
-                        self.put_off(holder, &keys[at..], starts_run);
-                        break;
-                    };
-                    let n_shared = self.share_run(holder, index, &keys[at..]);
-                    previous = Some(EntryIndex(index.0 + n_shared as u32 - 1));
-                    at += n_shared;
-                }
-                Probe::Absent { page, slot } => {
-                    previous = if quota.n_allowed == 0 {
-                        None
-                    } else if let Some(index) = revived {
-                        self.arena.put_set(index, SetRef::one(holder));
-                        Some(index)
-                    } else {
-                        let starts_run = previous.is_none_or(|index| !self.arena.is_last(index));
-                        self.arena.append(key, SetRef::one(holder), starts_run)
-                    };
-                    if let Some(index) = previous {
-                        if self.table.insert(page, slot, tag, index) {
-                            self.publish_directory();
-                        }
-                        quota.n_stored += 1;
-                        quota.n_allowed -= 1;
-                    } else {
-                        self.counters.blocks_refused += 1;
-                    }
-                    at += 1;
-                    // What follows a new block is mostly new.
-                    self.prefetch_ahead(keys, at, &mut asked_to);
-                }
-            }
+            let n_done = self.store_some(&mut store, rest);
+            rest = &rest[n_done..];
+            store.n_asked = store.n_asked.saturating_sub(n_done);
         }
-        self.sources.count(holder, quota.n_stored as i64);
-        self.counters.blocks_stored += quota.n_stored;
+        self.sources.count(holder, store.n_stored as i64);
+        self.counters.blocks_stored += store.n_stored;
     }
 
     /// How many blocks a source may still get.
@@ -139,21 +88,76 @@ impl HolderIndex {
         self.config.max_blocks_per_source.saturating_sub(n_held)
     }
 
+    /// Stores the first of some keys, and as many as go with it; says how many.
+    fn store_some(&mut self, store: &mut Store, keys: &[BlockKey]) -> usize {
+        let BlockKey(key) = keys[0];
+        let beside = store.previous.and_then(|index| self.arena.entry_behind(index, key));
+        match beside {
+            Some((index, set)) if set.is_live() => return self.add_to_run(store, index, set, keys),
+            Some((index, SetRef::EMPTY)) if store.puts_off && self.is_in_group(index) => {
+                return store.done(index, self.share_run(store.holder, index, keys));
+            }
+            _ => {}
+        }
+        if store.puts_off && store.previous.is_some_and(|index| self.is_last_of_group(index)) {
+            self.put_off(store.holder, keys, false);
+            return keys.len();
+        }
+        // A dead entry with this key at this place comes back to life: the run stays whole.
+        let revived = beside.filter(|(_, set)| *set == SetRef::EMPTY).map(|(index, _)| index);
+        let tag = self.salt.tag(key);
+        match self.probe(tag, key) {
+            Probe::Found { index, .. } => {
+                let set = self.arena.entry(index).map_or(SetRef::EMPTY, |(_, set)| set);
+                self.add_to_run(store, index, set, keys)
+            }
+            // Always, so that a group has no other entries between its own.
+            Probe::Absent { .. } if store.puts_off && revived.is_none() => {
+                if let Some(index) = self.start_in_group(keys[0]) {
+                    return store.done(index, self.share_run(store.holder, index, keys));
+                }
+                self.put_off(store.holder, keys, self.starts_run(store));
+                keys.len()
+            }
+            Probe::Absent { page, slot } => {
+                let set = SetRef::one(store.holder);
+                store.previous = if store.n_allowed == 0 {
+                    None
+                } else if let Some(index) = revived {
+                    self.arena.put_set(index, set);
+                    Some(index)
+                } else {
+                    self.arena.append(key, set, self.starts_run(store))
+                };
+                if let Some(index) = store.previous {
+                    if self.table.insert(page, slot, tag, index) {
+                        self.publish_directory();
+                    }
+                    store.n_stored += 1;
+                    store.n_allowed -= 1;
+                } else {
+                    self.counters.blocks_refused += 1;
+                }
+                // What follows a new block is mostly new.
+                store.n_asked = self.prefetch_ahead(keys, store.n_asked.max(1));
+                1
+            }
+        }
+    }
+
+    /// Whether the next entry begins a run: it does not come right behind the one before.
+    fn starts_run(&self, store: &Store) -> bool {
+        store.previous.is_none_or(|index| !self.arena.is_last(index))
+    }
+
     /// Adds a holder to the entry of the first key and to its neighbors with the next keys and the same set;
     /// says how many they are.
-    fn add_to_run(
-        &mut self,
-        first: EntryIndex,
-        set: SetRef,
-        holder: u16,
-        keys: &[BlockKey],
-        quota: &mut Quota,
-    ) -> usize {
+    fn add_to_run(&mut self, store: &mut Store, first: EntryIndex, set: SetRef, keys: &[BlockKey]) -> usize {
         let n_alike = self.arena.n_alike(first, set, keys);
-        let n_added = self.add_to_neighbors(first, n_alike, set, holder, quota.n_allowed);
-        quota.n_stored += n_added;
-        quota.n_allowed -= n_added;
-        n_alike
+        let n_added = self.add_to_neighbors(first, n_alike, set, store.holder, store.n_allowed);
+        store.n_stored += n_added;
+        store.n_allowed -= n_added;
+        store.done(first, n_alike)
     }
 
     /// Adds a holder to neighbors that have one set, as far as it is allowed; says how many blocks it got.
@@ -191,9 +195,9 @@ impl HolderIndex {
         // The last change of a set, since neighbors mostly make the same one.
         let mut change = (SetRef::EMPTY, SetRef::EMPTY);
         let mut previous = None;
-        let mut asked_to = 0;
+        let mut n_asked = 0;
         for (at, &BlockKey(key)) in keys.iter().enumerate() {
-            self.prefetch_ahead(keys, at, &mut asked_to);
+            n_asked = self.prefetch_ahead(&keys[at..], n_asked).saturating_sub(1);
             if self.end_group_of(keys[at]) {
                 change = (SetRef::EMPTY, SetRef::EMPTY);
             }
@@ -226,13 +230,13 @@ impl HolderIndex {
         self.counters.blocks_removed += n_removed as u64;
     }
 
-    /// Asks for the table lines of the keys from `at` on that were not asked for; those before `asked_to` were.
+    /// Asks for the table lines of the first keys but for those that were asked for; gives how many are then.
     #[inline]
-    fn prefetch_ahead(&self, keys: &[BlockKey], at: usize, asked_to: &mut usize) {
-        let end = (at + KEYS_AHEAD).min(keys.len());
-        for key in keys.get((*asked_to).max(at)..end).unwrap_or_default() {
+    fn prefetch_ahead(&self, keys: &[BlockKey], n_asked: usize) -> usize {
+        let n_ahead = KEYS_AHEAD.min(keys.len());
+        for key in keys.get(n_asked..n_ahead).unwrap_or_default() {
             self.table.prefetch(self.salt.tag(key.0));
         }
-        *asked_to = end;
+        n_ahead.max(n_asked)
     }
 }
