@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::backend::redis::{RedisOptions, RedisUrl};
 use crate::error::{IndexerError, Result};
+use crate::hub::HubConfig;
 use crate::sources::engine::EngineConfig;
 use crate::sources::kubernetes::KubernetesConfig;
 
@@ -113,6 +114,8 @@ pub struct TokenizersConfig {
     /// A folder in which the tokenizer of every other model is looked for, as `<root>/<model>/tokenizer.json`.
     /// Default: none.
     pub root: Option<PathBuf>,
+    /// Tokenizers that are fetched from a model hub. Default: none.
+    pub hub: HubConfig,
     /// Threads that tokenize. Default: 2.
     pub n_threads: usize,
     /// Prompts that may wait; more are placed without the index. Default: 1024.
@@ -199,6 +202,7 @@ impl Default for TokenizersConfig {
         Self {
             models: BTreeMap::new(),
             root: None,
+            hub: HubConfig::default(),
             n_threads: pool.n_threads,
             max_waiting: pool.max_waiting,
             max_tokenizers: pool.max_tokenizers,
@@ -232,6 +236,7 @@ impl IndexConfig {
         if let Some((field, value)) = positive.iter().find(|(_, value)| *value == 0) {
             return Err(IndexerError::invalid(field, value, "1 or more"));
         }
+        self.tokenizers.hub.check().map_err(|error| error.below("tokenizers.hub"))?;
         for (index, engine) in self.engines.iter().enumerate() {
             engine.check().map_err(|error| error.below(&format!("engines[{index}]")))?;
         }
@@ -297,12 +302,15 @@ impl IndexConfig {
             .map_err(|_| IndexerError::invalid("bridge_block_tokens", self.bridge_block_tokens, "1 or more"))
     }
 
-    pub(crate) fn pool(&self) -> PoolConfig {
+    pub(crate) fn pool(&self) -> Result<PoolConfig> {
         let tokenizers = &self.tokenizers;
-        PoolConfig {
+        // A folder that is named counts before what the hub has.
+        let mut models = tokenizers.hub.folders()?;
+        models.extend(tokenizers.models.clone());
+        Ok(PoolConfig {
             n_threads: tokenizers.n_threads,
             max_waiting: tokenizers.max_waiting,
-            models: tokenizers.models.clone(),
+            models,
             root: tokenizers.root.clone(),
             max_tokenizers: tokenizers.max_tokenizers,
             prefix_store: match tokenizers.prefix_store {
@@ -312,7 +320,7 @@ impl IndexConfig {
             },
             prefix_store_bytes: tokenizers.prefix_store_bytes,
             ..PoolConfig::default()
-        }
+        })
     }
 
     fn check_costs(&self) -> Result<()> {

@@ -75,7 +75,7 @@ impl Indexer {
             bridge: BridgeConfig::default(),
         };
         let catalog = Arc::new(Catalog::new(shelf.backends(), learning));
-        let pool = TokenizersPool::try_new(config.pool())?;
+        let pool = TokenizersPool::try_new(config.pool()?)?;
         let scoring = Scoring {
             weights: config.weights()?,
             costs: config.cost_model(),

@@ -15,6 +15,7 @@ pub mod config;
 pub mod error;
 pub mod feed;
 pub mod grpc;
+pub mod hub;
 mod indexer;
 mod ingest;
 pub mod keys;

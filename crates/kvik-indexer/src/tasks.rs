@@ -10,6 +10,7 @@ use crate::config::IndexConfig;
 use crate::error::Result;
 use crate::feed::Feeds;
 use crate::grpc::{PodScores, serve};
+use crate::hub::fetch_all;
 use crate::indexer::Indexer;
 use crate::shelf::{MemoryShelf, Shelf};
 use crate::sources::engine::EngineSource;
@@ -34,6 +35,9 @@ pub(crate) async fn start(indexer: &Arc<Indexer>, config: &IndexConfig, shutdown
             shutdown.spawn(keep(Arc::clone(shelf), interval, shutdown.clone()));
             shutdown.spawn(forget_unheard(Arc::clone(indexer.catalog()), shutdown.clone()));
         }
+    }
+    if !config.tokenizers.hub.models.is_empty() {
+        shutdown.spawn(fetch_all(config.tokenizers.hub.clone(), shutdown.clone()));
     }
     let feeds = Arc::clone(indexer.catalog()) as Arc<dyn Feeds>;
     let engines = config.engines.iter().map(|engine| EngineSource::start(engine, Arc::clone(&feeds)));
