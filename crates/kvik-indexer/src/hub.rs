@@ -15,7 +15,7 @@ use kvik_runtime::shutdown::Shutdown;
 use reqwest::{Client, StatusCode};
 use serde::{Deserialize, Serialize};
 
-use crate::error::{IndexerError, Result};
+use crate::error::{IndexerError, Result, with_causes};
 
 /// Models by what became of an attempt to fetch their files: `result` is `fetched` or `failed`.
 const FETCHES: &str = "kvik_index_hub_fetches_total";
@@ -206,6 +206,8 @@ fn client(config: &HubConfig) -> Result<Client> {
     drop(rustls::crypto::ring::default_provider().install_default());
     let builder = Client::builder()
         .user_agent(concat!("kvik/", env!("CARGO_PKG_VERSION")))
+        // Nobody on the way may send on to where anybody can read or change it.
+        .https_only(config.url.starts_with("https://"))
         .connect_timeout(Duration::from_secs(10))
         .timeout(Duration::from_secs(config.timeout_s));
     builder.build().map_err(|error| unavailable("make a client for the hub", &with_causes(&error)))
@@ -259,17 +261,6 @@ fn is_placed(folder: &Path) -> bool {
 
 fn unavailable(operation: &'static str, reason: &dyn std::fmt::Display) -> IndexerError {
     IndexerError::Unavailable { operation, reason: reason.to_string() }
-}
-
-/// An error with what lies behind it, without the address, which may carry what nobody should read in a log.
-fn with_causes(error: &reqwest::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }
 
 #[cfg(test)]

@@ -15,6 +15,7 @@ use tokio::time::timeout;
 
 use super::config::KubernetesConfig;
 use super::slices::{EndpointSlice, ObjectMeta};
+use crate::error::with_causes;
 
 /// Time for the head of an answer, and for the whole of a list.
 const ANSWER: Duration = Duration::from_secs(30);
@@ -279,15 +280,4 @@ fn failed(what: &str, reason: &dyn std::fmt::Display) -> ApiError {
 
 fn shortened(text: &str) -> String {
     text.chars().take(200).collect()
-}
-
-/// An error with what caused it: the client's own text says no more than that it could not connect.
-fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }
