@@ -122,7 +122,8 @@ impl FromStr for Repository {
 
 impl Repository {
     fn folder(&self, root: &Path) -> PathBuf {
-        root.join(&self.name).join(&self.revision)
+        // No name has the sign, so that no repository lies within another one.
+        root.join(format!("{}@{}", self.name, self.revision))
     }
 
     fn url(&self, hub: &str, file: &str) -> String {
@@ -271,7 +272,7 @@ mod tests {
     fn a_repository_is_a_name_that_leads_nowhere_else() {
         let parsed = |text: &str| text.parse::<Repository>();
         let repository = parsed("meta-llama/Llama-3.1-8B@v1.0").unwrap();
-        assert_eq!(repository.folder(Path::new("/c")), Path::new("/c/meta-llama/Llama-3.1-8B/v1.0"));
+        assert_eq!(repository.folder(Path::new("/c")), Path::new("/c/meta-llama/Llama-3.1-8B@v1.0"));
         let url = "http://hub/meta-llama/Llama-3.1-8B/resolve/v1.0/tokenizer.json";
         assert_eq!(repository.url("http://hub/", "tokenizer.json"), url);
         assert_eq!(parsed("gpt2").unwrap().revision, "main");

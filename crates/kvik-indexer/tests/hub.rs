@@ -104,13 +104,13 @@ async fn a_tokenizer_comes_from_the_hub_once_and_is_there_without_it_afterwards(
     assert_eq!(hub_heads.len(), 5, "one refusal, then one request a file: {hub_heads:?}");
     // The token is for the hub alone.
     assert!(store_heads.lock().iter().all(|head| !head.to_lowercase().contains("authorization")));
-    let mut kept: Vec<_> = std::fs::read_dir(cache.join("kvik/tiny/v2"))
+    let mut kept: Vec<_> = std::fs::read_dir(cache.join("kvik/tiny@v2"))
         .unwrap()
         .map(|entry| entry.unwrap().file_name())
         .collect();
     kept.sort();
     assert_eq!(kept, ["tokenizer.json", "tokenizer_config.json"]);
-    assert_eq!(std::fs::read_dir(cache.join("kvik/tiny")).unwrap().count(), 1, "nothing is left beside it");
+    assert_eq!(std::fs::read_dir(cache.join("kvik")).unwrap().count(), 1, "nothing is left beside it");
 
     // Nobody listens there.
     let shutdown = Shutdown::new();
@@ -141,5 +141,5 @@ async fn files_that_end_early_or_are_refused_leave_nothing_behind() {
     let error = indexer.tokenize("tiny", Prompt::Text(TEXT.to_owned())).await.unwrap_err();
     assert!(error.to_string().contains("tokenizer.json"), "{error}");
     shutdown.stop();
-    assert!(!folder.path().join("kvik/tiny/v2").try_exists().unwrap());
+    assert!(!folder.path().join("kvik/tiny@v2").try_exists().unwrap());
 }

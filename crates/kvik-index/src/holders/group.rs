@@ -31,6 +31,8 @@ const MIN_MANY_BLOCKS: usize = 1 << 10;
 const MIN_GROUP_BLOCKS: usize = 1 << 12;
 /// Bits of the filter for each key, at least: one in eight others is taken for one of the group.
 const FILTER_BITS_PER_KEY: usize = 8;
+/// Items of each list of a group whose memory is kept for the next one: some ten kilobytes.
+const MAX_KEPT_ITEMS: usize = 1 << 10;
 /// Batches whose first table lines are asked for ahead.
 const BATCHES_AHEAD: usize = 8;
 
@@ -119,7 +121,8 @@ impl Group {
     pub(super) fn bytes(&self) -> u64 {
         let starts = self.starts.capacity() * (size_of::<(u64, EntryIndex)>() + 1);
         let filter = self.filter.bits.capacity() * size_of::<u64>();
-        (self.put_off.capacity() * size_of::<PutOff>() + starts + filter) as u64
+        let places = self.places.capacity() * size_of::<EntryIndex>();
+        (self.put_off.capacity() * size_of::<PutOff>() + starts + places + filter) as u64
     }
 
     /// Whether so many blocks more may be put off, of a source that may get `n_allowed`.
@@ -152,6 +155,14 @@ impl Group {
         self.n_bare = 0;
         self.n_blocks = 0;
     }
+
+    /// Keeps no more memory than a small group needs: what it takes is missing from the budget of entries.
+    fn give_back(&mut self) {
+        self.put_off.shrink_to(MAX_KEPT_ITEMS);
+        self.starts.shrink_to(MAX_KEPT_ITEMS);
+        self.places.shrink_to(MAX_KEPT_ITEMS);
+        self.filter.bits.shrink_to(MAX_KEPT_ITEMS);
+    }
 }
 
 impl HolderIndex {
@@ -160,15 +171,14 @@ impl HolderIndex {
     ///
     /// Readers may see a later batch before an earlier one until the call returns.
     pub fn apply_all(&mut self, batches: &[Batch<'_>], verdicts: &mut Vec<Verdict>) {
-        self.group.is_open = true;
-        for (at, batch) in batches.iter().enumerate() {
-            if let Some(ahead) = batches.get(at + BATCHES_AHEAD) {
-                self.prefetch_events(&ahead.events[..ahead.events.len().min(1)]);
+        self.in_group(|index| {
+            for (at, batch) in batches.iter().enumerate() {
+                if let Some(ahead) = batches.get(at + BATCHES_AHEAD) {
+                    index.prefetch_events(&ahead.events[..ahead.events.len().min(1)]);
+                }
+                verdicts.push(index.apply_one(batch));
             }
-            verdicts.push(self.apply_one(batch));
-        }
-        self.end_group();
-        self.group.is_open = false;
+        });
         self.settle();
     }
 
@@ -187,6 +197,7 @@ impl HolderIndex {
         let stored = store(self);
         self.end_group();
         self.group.is_open = false;
+        self.group.give_back();
         stored
     }
 

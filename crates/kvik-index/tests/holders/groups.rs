@@ -271,3 +271,19 @@ fn blocks_can_be_stored_and_taken_away_within_one_group() {
     assert_eq!(feed.prefix(0, &first[1..]), 599);
     assert_eq!(feed.index.counters().removals_unknown, 10);
 }
+
+#[test]
+fn what_a_group_took_to_be_taken_up_is_given_back() {
+    let mut feed = Feed::new(IndexConfig::default(), 1);
+    // Every block begins a run, which is what takes the most.
+    let blocks: Vec<[BlockKey; 1]> = (0..100_000).map(|block| [BlockKey(block << 8)]).collect();
+    let events: Vec<(usize, Event<'_>)> = blocks.iter().map(|keys| (0, stored(keys))).collect();
+    feed.send_group(&events);
+    let grouped = feed.index.stats();
+    let mut single = Feed::new(IndexConfig::default(), 1);
+    for keys in &blocks {
+        single.send(0, stored(keys));
+    }
+    assert_eq!(grouped.n_blocks, 100_000);
+    assert!(grouped.bytes < single.index.stats().bytes + (256 << 10), "{grouped:?}");
+}

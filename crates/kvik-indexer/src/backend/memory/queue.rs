@@ -85,6 +85,10 @@ impl Queue {
     /// Applies all that wait, in the order in which they came.
     pub(super) fn apply_all(&self, index: &mut HolderIndex) {
         let waiting = std::mem::take(&mut *self.waiting.lock());
+        // Whoever had the book before has applied them.
+        if waiting.is_empty() {
+            return;
+        }
         let mut accepted = Vec::with_capacity(waiting.len());
         for waiting in &waiting {
             match source_id(index, &waiting.source) {
