@@ -2,9 +2,10 @@
 
 #![expect(clippy::unwrap_used, reason = "a helper that cannot go on fails its test")]
 
+#[path = "../../../tests/support/port.rs"]
+mod port;
 mod support;
 
-use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -151,7 +152,7 @@ fn spawn(folder: &tempfile::TempDir, url: &str, peer: &str) -> Child {
 }
 
 fn free_url() -> String {
-    format!("http://{}", TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap())
+    format!("http://127.0.0.1:{}", port::free_port())
 }
 
 async fn three(config: CoordinatorConfig) -> Vec<Node> {

@@ -1,15 +1,15 @@
 //! Keys that move between the servers of a cluster.
 
 use kvik_tier::conformance::{content, content_key, get_each_once};
-use kvik_tier::{ChunkKey, GetItem, GetOutcome, PutOutcome, RedisOptions};
+use kvik_tier::{ChunkKey, GetItem, GetOutcome, PutOutcome};
 
 use super::server::{RedisCluster, wait_until};
-use super::{detail, get, name_of, open, put};
+use super::{detail, get, name_of, open, patient, put};
 
 #[test]
 fn ranks_of_a_chunk_are_on_one_server() {
     let cluster = RedisCluster::start();
-    let tier = open(&cluster.url(), &RedisOptions::default());
+    let tier = open(&cluster.url(), &patient());
     for chunk_idx in 0..20 {
         let ranks: Vec<ChunkKey> = (0..4).map(|rank| ChunkKey { rank, ..content_key(chunk_idx) }).collect();
         for key in &ranks {
@@ -26,7 +26,7 @@ fn ranks_of_a_chunk_are_on_one_server() {
 #[test]
 fn a_key_is_followed_while_it_moves() {
     let cluster = RedisCluster::start();
-    let tier = open(&cluster.url(), &RedisOptions::default());
+    let tier = open(&cluster.url(), &patient());
     let key = content_key(7);
     let name = name_of(key);
     assert!(put(&tier, key, 10_000).is_present());
@@ -68,7 +68,7 @@ fn a_key_is_followed_while_it_moves() {
 #[test]
 fn a_member_of_a_cluster_is_not_taken_for_a_server() {
     let cluster = RedisCluster::start();
-    let tier = open(&cluster.servers[0].url(), &RedisOptions::default());
+    let tier = open(&cluster.servers[0].url(), &patient());
     let failure = (0..20).find_map(|chunk_idx| match put(&tier, content_key(chunk_idx), 100) {
         PutOutcome::Failed(error) => Some(error),
         _ => None,

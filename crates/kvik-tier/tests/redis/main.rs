@@ -24,6 +24,15 @@ const TRAITS: Traits = Traits {
     max_chunk_bytes: 4 << 20,
 };
 
+/// Waits as long as a busy machine needs.
+fn patient() -> RedisOptions {
+    RedisOptions {
+        connect_timeout: Duration::from_secs(20),
+        response_timeout: Duration::from_secs(20),
+        ..RedisOptions::default()
+    }
+}
+
 fn open(url: &str, options: &RedisOptions) -> RedisTier {
     RedisTier::open(&url.parse().unwrap(), options).unwrap()
 }
@@ -42,7 +51,7 @@ fn conform(url: &str, options: &RedisOptions) {
 /// Runs the suite on tiers whose server loses, tears, flips and mixes what it has.
 fn endure(url: &str) {
     let make = |seed: u64| -> Box<dyn Tier> {
-        let options = RedisOptions { key_prefix: format!("faulty{seed}"), ..RedisOptions::default() };
+        let options = RedisOptions { key_prefix: format!("faulty{seed}"), ..patient() };
         Box::new(Checksummed::new(Faulty::new(open(url, &options), fault_rates(), seed)))
     };
     let n_hits = conformance::run_under_faults(&make, 0..8);
@@ -87,7 +96,7 @@ fn detail(tier: &impl Tier, name: &str) -> u64 {
 #[test]
 fn a_server_conforms() {
     let server = RedisServer::start(&[]);
-    conform(&server.url(), &RedisOptions::default());
+    conform(&server.url(), &patient());
 }
 
 #[test]
@@ -106,7 +115,7 @@ fn a_cluster_that_fails_in_every_way_gives_right_bytes_or_none() {
 fn a_server_conforms_over_one_connection_and_with_a_ttl() {
     let server = RedisServer::start(&[]);
     let ttl = Some(Duration::from_hours(1));
-    conform(&server.url(), &RedisOptions { n_connections: 1, ttl, ..RedisOptions::default() });
+    conform(&server.url(), &RedisOptions { n_connections: 1, ttl, ..patient() });
 }
 
 #[test]
@@ -116,7 +125,7 @@ fn a_server_behind_tls_with_users_conforms() {
         &certificates,
         &["--requirepass", "p@ss", "--user", "kvik", "on", ">se:cret", "~*", "+@all"],
     );
-    let options = RedisOptions { ca_file: Some(certificates.ca_file.clone()), ..RedisOptions::default() };
+    let options = RedisOptions { ca_file: Some(certificates.ca_file.clone()), ..patient() };
     conform(&format!("rediss://kvik:se%3Acret@127.0.0.1:{}", server.port()), &options);
     // By name, and with the password of the default user.
     let tier = open(&format!("rediss://:p@ss@localhost:{}", server.port()), &options);
@@ -128,7 +137,7 @@ fn a_server_that_cannot_be_trusted_is_not_asked() {
     let certificates = Certificates::new();
     let server = RedisServer::start_tls(&certificates, &[]);
     let others = Certificates::new();
-    let options = RedisOptions { ca_file: Some(others.ca_file.clone()), ..RedisOptions::default() };
+    let options = RedisOptions { ca_file: Some(others.ca_file.clone()), ..patient() };
     let tier = open(&format!("rediss://127.0.0.1:{}", server.port()), &options);
     assert!(matches!(put(&tier, content_key(0), 100), PutOutcome::Failed(_)));
     assert!(matches!(tier.stat().health, TierHealth::Down(_)));
@@ -137,11 +146,11 @@ fn a_server_that_cannot_be_trusted_is_not_asked() {
 #[test]
 fn a_wrong_password_is_no_transient_failure() {
     let server = RedisServer::start(&["--requirepass", "right"]);
-    let tier = open(&format!("redis://:wrong@127.0.0.1:{}", server.port()), &RedisOptions::default());
+    let tier = open(&format!("redis://:wrong@127.0.0.1:{}", server.port()), &patient());
     let GetOutcome::Failed(error) = get(&tier, content_key(0), 100) else { panic!("no failure") };
     assert!(!error.is_transient(), "{error}");
     assert!(!error.to_string().contains("wrong@"), "{error}");
-    let tier = open(&server.url(), &RedisOptions::default());
+    let tier = open(&server.url(), &patient());
     let PutOutcome::Failed(error) = put(&tier, content_key(0), 100) else { panic!("no failure") };
     assert!(!error.is_transient(), "{error}");
 }
@@ -151,10 +160,7 @@ fn a_unix_socket_and_another_database_conform() {
     let server = RedisServer::start_with(|_, folder| {
         vec!["--unixsocket".to_owned(), folder.join("redis.sock").display().to_string()]
     });
-    conform(
-        &format!("unix://{}?db=3", server.folder().join("redis.sock").display()),
-        &RedisOptions::default(),
-    );
+    conform(&format!("unix://{}?db=3", server.folder().join("redis.sock").display()), &patient());
     assert!(server.cli(&["INFO", "keyspace"]).contains("db3:"));
     assert!(!server.cli(&["INFO", "keyspace"]).contains("db0:"));
 }
@@ -162,7 +168,7 @@ fn a_unix_socket_and_another_database_conform() {
 #[test]
 fn a_cluster_conforms() {
     let cluster = RedisCluster::start();
-    conform(&cluster.url(), &RedisOptions::default());
+    conform(&cluster.url(), &patient());
     for server in &cluster.servers {
         assert_ne!(server.cli(&["DBSIZE"]), "0", "a server of the cluster has no keys");
     }
@@ -171,7 +177,7 @@ fn a_cluster_conforms() {
 #[test]
 fn a_large_batch_goes_over_several_connections() {
     let server = RedisServer::start(&[]);
-    let tier = open(&server.url(), &RedisOptions::default());
+    let tier = open(&server.url(), &patient());
     let keys: Vec<ChunkKey> = (0..24).map(content_key).collect();
     let chunks: Vec<Vec<u8>> = keys.iter().map(|key| content(*key, 1 << 20)).collect();
     let parts: Vec<[&[u8]; 2]> = chunks.iter().map(|chunk| chunk.split_at(999).into()).collect();
@@ -193,7 +199,7 @@ fn a_large_batch_goes_over_several_connections() {
 #[test]
 fn a_value_that_is_too_long_is_refused() {
     let server = RedisServer::start(&[]);
-    let tier = open(&server.url(), &RedisOptions::default());
+    let tier = open(&server.url(), &patient());
     let part = vec![0; 1 << 20];
     let parts = vec![part.as_slice(); 513];
     let mut batch = [PutItem::new(content_key(0), &parts), PutItem::new(content_key(1), &parts[..1])];
@@ -210,20 +216,22 @@ fn a_full_server_has_no_room() {
     let traits = Traits { capacity_bytes: Some(capacity_bytes), ..TRAITS };
     let name = "a_full_tier_says_so_and_has_room_again_after_deleting";
     let behavior = conformance::BEHAVIORS.iter().find(|behavior| behavior.name == name).unwrap();
-    behavior.check(&|| Box::new(open(&server.url(), &RedisOptions::default())), &traits);
+    behavior.check(&|| Box::new(open(&server.url(), &patient())), &traits);
 }
 
 #[test]
 fn a_chunk_is_gone_after_its_ttl() {
     let server = RedisServer::start(&[]);
     let ttl = Some(Duration::from_millis(700));
-    let tier = open(&server.url(), &RedisOptions { ttl, ..RedisOptions::default() });
-    assert!(matches!(put(&tier, content_key(0), 1000), PutOutcome::Stored));
+    let tier = open(&server.url(), &RedisOptions { ttl, ..patient() });
+    let outcome = put(&tier, content_key(0), 1000);
+    assert!(matches!(outcome, PutOutcome::Stored), "{outcome:?}");
     let left_ms: i64 = server.cli(&["PTTL", &name_of(content_key(0))]).parse().unwrap();
     assert!(left_ms <= 700, "{left_ms}");
     wait_until("the chunk is gone", || matches!(get(&tier, content_key(0), 1000), GetOutcome::Miss));
-    assert!(matches!(put(&tier, content_key(0), 1000), PutOutcome::Stored));
-    let forever = open(&server.url(), &RedisOptions::default());
+    let outcome = put(&tier, content_key(0), 1000);
+    assert!(matches!(outcome, PutOutcome::Stored), "{outcome:?}");
+    let forever = open(&server.url(), &patient());
     put(&forever, content_key(1), 1000);
     assert_eq!(server.cli(&["PTTL", &name_of(content_key(1))]), "-1");
 }
@@ -235,8 +243,8 @@ fn a_replica_is_read_only() {
     wait_until("the replica follows", || {
         replica.cli(&["INFO", "replication"]).contains("master_link_status:up")
     });
-    let writer = open(&primary.url(), &RedisOptions::default());
-    let reader = open(&replica.url(), &RedisOptions::default());
+    let writer = open(&primary.url(), &patient());
+    let reader = open(&replica.url(), &patient());
     assert!(put(&writer, content_key(0), 1000).is_present());
     wait_until("the replica has the chunk", || get(&reader, content_key(0), 1000).is_hit());
     assert_eq!(reader.stat().health, TierHealth::Up);
@@ -253,7 +261,7 @@ fn a_replica_is_read_only() {
 #[test]
 fn what_a_server_changed_or_mixed_up_is_corrupt() {
     let server = RedisServer::start(&[]);
-    let tier = Checksummed::new(open(&server.url(), &RedisOptions::default()));
+    let tier = Checksummed::new(open(&server.url(), &patient()));
     let (key, other) = (content_key(0), content_key(1));
     for chunk_idx in 0..2 {
         assert!(put(&tier, content_key(chunk_idx), 10_000).is_present());

@@ -1,12 +1,14 @@
 //! Redis servers as processes of a test, on free ports of the loopback interface.
 
+#[path = "../../../../tests/support/port.rs"]
+mod port;
+
 use std::fs;
-use std::io::{Read as _, Write as _};
-use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use port::free_port;
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 
@@ -116,14 +118,17 @@ impl RedisServer {
         kill_process(Pid::from_child(&self.process), signal).unwrap();
     }
 
+    /// Waits for its word that it listens, or for its end. That something answers at the port would not do:
+    /// it may be the server of somebody who took the port first.
     fn wait_until_it_listens(&mut self) -> bool {
-        let mut is_alive = true;
-        let listens = || {
-            is_alive = self.process.try_wait().unwrap().is_none();
-            !is_alive || answers(self.port)
-        };
-        wait_until("redis-server listens", listens);
-        is_alive
+        let mut listens = false;
+        wait_until("redis-server listens or ends", || {
+            let has_ended = self.process.try_wait().unwrap().is_some();
+            let log = fs::read_to_string(log_file(self.folder.path())).unwrap_or_default();
+            listens = !has_ended && log.contains("Ready to accept connections");
+            listens || has_ended
+        });
+        listens
     }
 }
 
@@ -226,11 +231,19 @@ pub(crate) fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
+fn log_file(folder: &Path) -> PathBuf {
+    folder.join("log")
+}
+
 fn spawn(port: u16, folder: &Path, arguments: &[String]) -> Child {
+    // Of an earlier run there.
+    drop(fs::remove_file(log_file(folder)));
     Command::new("redis-server")
         .args(["--bind", "127.0.0.1", "--port", &port.to_string(), "--save", "", "--appendonly", "no"])
         .args(["--daemonize", "no", "--enable-debug-command", "yes", "--dir"])
         .arg(folder)
+        .arg("--logfile")
+        .arg(log_file(folder))
         .args(arguments)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
@@ -245,18 +258,4 @@ fn redis_cli(arguments: &[&str]) -> String {
         .output()
         .unwrap_or_else(|error| panic!("cannot run redis-cli ({error}): apt-get install redis-tools"));
     String::from_utf8_lossy(&output.stdout).trim_end().to_owned()
-}
-
-/// Whether a server is there and says something, be it that it wants TLS or a password.
-fn answers(port: u16) -> bool {
-    let Ok(mut stream) = TcpStream::connect((Ipv4Addr::LOCALHOST, port)) else { return false };
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    // A server behind TLS closes the connection: that is an answer too.
-    drop(stream.write_all(b"PING\r\n"));
-    drop(stream.read(&mut [0; 1]));
-    true
-}
-
-fn free_port() -> u16 {
-    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port()
 }

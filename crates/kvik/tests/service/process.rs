@@ -1,5 +1,8 @@
 //! Processes that end with the test that started them.
 
+#[path = "../../../../tests/support/port.rs"]
+mod port;
+
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -46,9 +49,9 @@ pub(crate) fn eventually<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> 
     }
 }
 
-/// An address on loopback that nobody listened on a moment ago.
+/// An address on loopback that nobody listens on, and that no other call gets.
 pub(crate) fn free_address() -> String {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
+    format!("127.0.0.1:{}", port::free_port())
 }
 
 impl Process {
