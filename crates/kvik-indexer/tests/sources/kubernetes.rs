@@ -27,18 +27,23 @@ fn config(server: &ApiServer) -> KubernetesConfig {
     }
 }
 
-fn pod(worker: &str) -> FeedName {
+pub(crate) fn pod(worker: &str) -> FeedName {
     FeedName { model: "llama".to_owned(), worker: worker.to_owned(), rank: 0 }
 }
 
 /// Publishes and waits until it has come.
-async fn heard(peer: &mut Peer<tokio::net::TcpStream>, recorder: &Recorder, worker: &str, sequence: u64) {
+pub(crate) async fn heard(
+    peer: &mut Peer<tokio::net::TcpStream>,
+    recorder: &Recorder,
+    worker: &str,
+    sequence: u64,
+) {
     peer.publish(sequence).await;
     let name = pod(worker);
     recorder.until("an engine is heard", |recorder| recorder.applied(&name).last() == Some(&sequence)).await;
 }
 
-async fn gone(recorder: &Recorder, worker: &str) {
+pub(crate) async fn gone(recorder: &Recorder, worker: &str) {
     let name = pod(worker);
     recorder.until("an engine is gone", |recorder| recorder.calls(&name).last() == Some(&Call::Closed)).await;
 }

@@ -5,6 +5,12 @@
 mod api_server;
 mod engine;
 mod hostile;
+#[cfg(feature = "kubernetes-tests")]
+mod kube_server;
 mod kubernetes;
+#[cfg(feature = "kubernetes-tests")]
+mod kubernetes_pods;
+#[cfg(feature = "kubernetes-tests")]
+mod kubernetes_server;
 mod peer;
 mod support;

@@ -62,6 +62,12 @@ impl Engine {
         Self::new(TcpListener::bind("127.0.0.1:0").await.unwrap()).await
     }
 
+    /// An engine on another address than the loopback interface's.
+    #[cfg(feature = "kubernetes-tests")]
+    pub(crate) async fn bind_at(address: std::net::IpAddr) -> Self {
+        Self::new(TcpListener::bind((address, 0)).await.unwrap()).await
+    }
+
     /// Two engines on neighboring ports.
     pub(crate) async fn bind_pair() -> (Self, Self) {
         loop {
