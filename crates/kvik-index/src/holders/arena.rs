@@ -315,8 +315,11 @@ impl Arena {
     /// Notes that neighbors from `first` on have repetitions.
     pub(super) fn set_repeated(&mut self, first: EntryIndex, n_entries: usize) {
         let Some(Some(state)) = self.states.get_mut(first.slot()) else { return };
-        for offset in first.offset()..first.offset() + n_entries {
-            state.repeated[offset / 64] |= 1 << (offset % 64);
+        let (mut offset, end) = (first.offset(), first.offset() + n_entries);
+        while offset < end {
+            let n_here = (64 - offset % 64).min(end - offset);
+            state.repeated[offset / 64] |= u64::MAX >> (64 - n_here) << (offset % 64);
+            offset += n_here;
         }
     }
 
@@ -372,5 +375,23 @@ impl Arena {
 
     fn tail_state(&self) -> Option<&ExtentState> {
         self.state(self.tail? as usize)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exactly_the_neighbors_of_a_run_are_marked_as_repeated() {
+        for (first, n_entries) in [(0, 1), (0, 64), (5, 3), (63, 2), (60, 200), (64, 64), (128, 0)] {
+            let mut arena = Arena::new();
+            arena.open_extent().unwrap();
+            arena.set_repeated(EntryIndex::new(0, first), n_entries);
+            for offset in 0..400 {
+                let is_marked = arena.may_be_repeated(EntryIndex::new(0, offset));
+                assert_eq!(is_marked, (first..first + n_entries).contains(&offset), "{offset} of {first}");
+            }
+        }
     }
 }

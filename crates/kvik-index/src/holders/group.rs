@@ -165,6 +165,16 @@ impl Group {
     }
 }
 
+/// Whether a batch begins where another one ends: what is put off then asks for no line of the table.
+fn goes_on(before: &Batch<'_>, batch: &Batch<'_>) -> bool {
+    match (before.events.last(), batch.events.first()) {
+        (Some(Event::Stored { keys: [.., last], .. }), Some(Event::Stored { parent: Some(parent), .. })) => {
+            last == parent
+        }
+        _ => false,
+    }
+}
+
 impl HolderIndex {
     /// Applies batches one after the other, like [`Self::apply`] does, but faster where there are many; a verdict for
     /// each is appended.
@@ -173,7 +183,10 @@ impl HolderIndex {
     pub fn apply_all(&mut self, batches: &[Batch<'_>], verdicts: &mut Vec<Verdict>) {
         self.in_group(|index| {
             for (at, batch) in batches.iter().enumerate() {
-                if let Some(ahead) = batches.get(at + BATCHES_AHEAD) {
+                let coming = batches.get(at + BATCHES_AHEAD - 1..at + BATCHES_AHEAD + 1);
+                if let Some([before, ahead]) = coming
+                    && !goes_on(before, ahead)
+                {
                     index.prefetch_events(&ahead.events[..ahead.events.len().min(1)]);
                 }
                 verdicts.push(index.apply_one(batch));

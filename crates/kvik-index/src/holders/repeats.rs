@@ -39,14 +39,16 @@ impl Repeats {
         let end = first.0 + n_entries as u32;
         let mut at = first.0;
         while at < end {
-            let counts = self.groups.entry(at / GROUP_ENTRIES).or_default();
-            let group_end = (at / GROUP_ENTRIES + 1) * GROUP_ENTRIES;
-            for entry in at..group_end.min(end) {
-                let count = &mut counts[(entry % GROUP_ENTRIES) as usize];
-                self.n_entries += u64::from(*count == 0);
-                *count = count.saturating_add(1);
-            }
-            at = group_end;
+            let (group, lane) = (at / GROUP_ENTRIES, at % GROUP_ENTRIES);
+            let n_here = (GROUP_ENTRIES - lane).min(end - at);
+            let counts = self.groups.entry(group).or_default();
+            // Whole groups, which are most, are of a known length: a few instructions.
+            self.n_entries += if n_here == GROUP_ENTRIES {
+                add_one_each(counts)
+            } else {
+                add_one_each(&mut counts[lane as usize..(lane + n_here) as usize])
+            };
+            at += n_here;
         }
     }
 
@@ -94,6 +96,17 @@ impl Repeats {
             counts.map(move |(lane, count)| (index(lane), *count))
         })
     }
+}
+
+/// Adds one to each count, as far as it goes, and says how many were none before.
+#[inline]
+fn add_one_each(counts: &mut [u32]) -> u64 {
+    let mut n_new = 0;
+    for count in counts {
+        n_new += u32::from(*count == 0);
+        *count = count.saturating_add(1);
+    }
+    u64::from(n_new)
 }
 
 #[cfg(test)]
