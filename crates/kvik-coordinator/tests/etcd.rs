@@ -2,11 +2,13 @@
 
 #![expect(clippy::unwrap_used, reason = "a helper that cannot go on fails its test")]
 
+#[path = "../../../tests/support/etcd.rs"]
+mod etcd;
 #[path = "../../../tests/support/port.rs"]
 mod port;
 mod support;
 
-use std::process::{Child, Command, Stdio};
+use std::process::Child;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -139,14 +141,7 @@ impl Drop for Node {
 }
 
 fn spawn(folder: &tempfile::TempDir, url: &str, peer: &str) -> Child {
-    Command::new("etcd")
-        .arg("--data-dir")
-        .arg(folder.path())
-        .args(["--listen-client-urls", url, "--advertise-client-urls", url])
-        .args(["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer])
-        .args(["--initial-cluster", &format!("default={peer}"), "--unsafe-no-fsync"])
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
+    etcd::etcd_command(folder.path(), url, peer)
         .spawn()
         .unwrap_or_else(|error| panic!("run etcd: {error}; install the Debian package etcd-server"))
 }

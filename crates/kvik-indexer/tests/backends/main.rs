@@ -8,5 +8,5 @@ mod faults;
 mod memory;
 mod model;
 mod redis;
-#[path = "../../../kvik-tier/tests/redis/server.rs"]
+#[path = "../../../../tests/support/redis.rs"]
 mod server;

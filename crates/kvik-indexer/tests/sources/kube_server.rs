@@ -1,5 +1,7 @@
 //! A real API server of Kubernetes with an etcd of its own, as processes of a test.
 
+#[path = "../../../../tests/support/etcd.rs"]
+mod etcd;
 #[path = "../../../../tests/support/port.rs"]
 mod port;
 
@@ -9,6 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use etcd::etcd_command;
 use http::{Method, Request, StatusCode};
 use http_body_util::{BodyExt as _, Full};
 use kvik_proto::client::{HttpClient, TlsClientConfig, http_client};
@@ -58,7 +61,8 @@ impl KubeServer {
             std::fs::write(folder.path().join(name), text).unwrap();
         }
         let (etcd_port, port) = (free_port(), free_port());
-        let etcd = spawn_etcd(folder.path(), etcd_port);
+        let (url, peer_url) = (loopback_url(etcd_port), loopback_url(free_port()));
+        let etcd = spawn(&mut etcd_command(&folder.path().join("etcd"), &url, &peer_url), "etcd");
         let process = spawn_server(folder.path(), etcd_port, port);
         let authorities_pem = signed.cert.pem().into_bytes();
         let client = http_client(&TlsClientConfig { authorities_pem, identity_pem: None }).unwrap();
@@ -181,7 +185,7 @@ impl KubeServer {
 
     /// Lets etcd forget all versions but the last one.
     pub(crate) async fn compact(&self) {
-        let etcd = format!("http://127.0.0.1:{}/v3/kv", self.etcd_port);
+        let etcd = format!("{}/v3/kv", loopback_url(self.etcd_port));
         let ask = async |call: &str, body: Value| -> Value {
             let request =
                 Request::post(format!("{etcd}/{call}")).body(Full::new(Bytes::from(body.to_string())));
@@ -315,18 +319,8 @@ fn slices_path(name: &str) -> String {
     path.trim_end_matches('/').to_owned()
 }
 
-fn spawn_etcd(folder: &Path, port: u16) -> Child {
-    let (url, peer) = (format!("http://127.0.0.1:{port}"), format!("http://127.0.0.1:{}", free_port()));
-    spawn(
-        Command::new("etcd")
-            .arg("--data-dir")
-            .arg(folder.join("etcd"))
-            .args(["--listen-client-urls", &url, "--advertise-client-urls", &url])
-            .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
-            .args(["--initial-cluster", &format!("default={peer}"), "--unsafe-no-fsync"])
-            .stderr(Stdio::null()),
-        "etcd",
-    )
+fn loopback_url(port: u16) -> String {
+    format!("http://127.0.0.1:{port}")
 }
 
 fn spawn_server(folder: &Path, etcd_port: u16, port: u16) -> Child {
@@ -334,7 +328,7 @@ fn spawn_server(folder: &Path, etcd_port: u16, port: u16) -> Child {
     let log = std::fs::File::create(folder.join("log")).unwrap();
     spawn(
         Command::new("kube-apiserver")
-            .arg(format!("--etcd-servers=http://127.0.0.1:{etcd_port}"))
+            .arg(format!("--etcd-servers={}", loopback_url(etcd_port)))
             .args(["--bind-address=127.0.0.1", "--endpoint-reconciler-type=none"])
             .arg(format!("--secure-port={port}"))
             .arg(format!("--cert-dir={}", folder.display()))

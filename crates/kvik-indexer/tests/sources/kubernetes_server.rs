@@ -2,11 +2,12 @@
 
 use kvik_indexer::sources::kubernetes::{KubernetesConfig, KubernetesSource, PortRef};
 use serde_json::json;
+use tokio::net::TcpStream;
 
 use crate::api_server::serving;
 use crate::kube_server::{KubeServer, Link, NAMESPACE, own_address, slice};
 use crate::kubernetes::{gone, heard, pod};
-use crate::peer::{Engine, quick};
+use crate::peer::{Engine, Peer, quick};
 use crate::support::{Call, Recorder};
 
 /// Labels of the watches of a source in the server's counts.
@@ -39,6 +40,33 @@ pub(crate) async fn start() -> KubeServer {
 
 pub(crate) async fn bind() -> Engine {
     Engine::bind_at(own_address()).await
+}
+
+/// A source that hears two engines and watches for more, all by way of a link.
+struct Linked {
+    link: Link,
+    recorder: Recorder,
+    /// `vllm-0`, of the slice `s1`.
+    stays: Peer<TcpStream>,
+    /// `vllm-1`, of the slice `s2`.
+    leaves: Peer<TcpStream>,
+    _source: KubernetesSource,
+    _engines: [Engine; 2],
+}
+
+async fn hear_two(server: &KubeServer) -> Linked {
+    let link = Link::to(server.port()).await;
+    let (first, second) = (bind().await, bind().await);
+    for (name, pod, engine) in [("s1", "vllm-0", &first), ("s2", "vllm-1", &second)] {
+        server.create_slice(&slice(name, pod, engine.port(), &serving())).await;
+    }
+    let recorder = Recorder::default();
+    let source = KubernetesSource::start(config(server, link.port), recorder.feeds()).unwrap();
+    let (mut stays, mut leaves) = (first.accept().await, second.accept().await);
+    heard(&mut stays, &recorder, "vllm-0", 0).await;
+    heard(&mut leaves, &recorder, "vllm-1", 0).await;
+    server.until_metric("apiserver_longrunning_requests", &WATCH).await;
+    Linked { link, recorder, stays, leaves, _source: source, _engines: [first, second] }
 }
 
 #[tokio::test]
@@ -106,42 +134,23 @@ async fn an_api_server_that_dies_changes_nothing_and_is_followed_again() {
 #[tokio::test]
 async fn changes_behind_a_broken_connection_are_seen_when_it_is_back() {
     let server = start().await;
-    let link = Link::to(server.port()).await;
-    let (first, second, third) = (bind().await, bind().await, bind().await);
-    for (name, pod, engine) in [("s1", "vllm-0", &first), ("s2", "vllm-1", &second)] {
-        server.create_slice(&slice(name, pod, engine.port(), &serving())).await;
-    }
-    let recorder = Recorder::default();
-    let _source = KubernetesSource::start(config(&server, link.port), recorder.feeds()).unwrap();
-    let (mut stays, mut leaves) = (first.accept().await, second.accept().await);
-    heard(&mut stays, &recorder, "vllm-0", 0).await;
-    heard(&mut leaves, &recorder, "vllm-1", 0).await;
-    server.until_metric("apiserver_longrunning_requests", &WATCH).await;
+    let third = bind().await;
+    let Linked { link, recorder, stays, leaves, .. } = &mut hear_two(&server).await;
     link.cut();
     server.delete_slice("s2").await;
     server.create_slice(&slice("s3", "vllm-2", third.port(), &serving())).await;
-    heard(&mut leaves, &recorder, "vllm-1", 1).await;
+    heard(leaves, recorder, "vllm-1", 1).await;
     link.mend();
-    gone(&recorder, "vllm-1").await;
-    heard(&mut third.accept().await, &recorder, "vllm-2", 0).await;
-    heard(&mut stays, &recorder, "vllm-0", 1).await;
+    gone(recorder, "vllm-1").await;
+    heard(&mut third.accept().await, recorder, "vllm-2", 0).await;
+    heard(stays, recorder, "vllm-0", 1).await;
     assert!(!recorder.calls(&pod("vllm-0")).contains(&Call::Closed));
 }
 
 #[tokio::test]
 async fn a_version_that_the_server_has_forgotten_asks_for_a_new_list() {
     let mut server = start().await;
-    let link = Link::to(server.port()).await;
-    let (first, second) = (bind().await, bind().await);
-    for (name, pod, engine) in [("s1", "vllm-0", &first), ("s2", "vllm-1", &second)] {
-        server.create_slice(&slice(name, pod, engine.port(), &serving())).await;
-    }
-    let recorder = Recorder::default();
-    let _source = KubernetesSource::start(config(&server, link.port), recorder.feeds()).unwrap();
-    let (mut stays, mut leaves) = (first.accept().await, second.accept().await);
-    heard(&mut stays, &recorder, "vllm-0", 0).await;
-    heard(&mut leaves, &recorder, "vllm-1", 0).await;
-    server.until_metric("apiserver_longrunning_requests", &WATCH).await;
+    let Linked { link, recorder, stays, .. } = &mut hear_two(&server).await;
     link.cut();
     server.delete_slice("s2").await;
     // A server that starts knows no version before the one that it finds, and etcd has dropped the others.
@@ -151,8 +160,8 @@ async fn a_version_that_the_server_has_forgotten_asks_for_a_new_list() {
     let loaded = "apiserver_watch_cache_initializations_total";
     server.until_metric(loaded, &["resource=\"endpointslices\""]).await;
     link.mend();
-    gone(&recorder, "vllm-1").await;
-    heard(&mut stays, &recorder, "vllm-0", 1).await;
+    gone(recorder, "vllm-1").await;
+    heard(stays, recorder, "vllm-0", 1).await;
     assert!(!recorder.calls(&pod("vllm-0")).contains(&Call::Closed));
     // The watch ended at once; a list and another watch, which has not ended, followed it.
     server.until_metric("apiserver_request_total", &WATCH).await;

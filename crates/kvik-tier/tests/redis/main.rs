@@ -4,6 +4,7 @@
 
 mod cluster;
 mod faults;
+#[path = "../../../../tests/support/redis.rs"]
 mod server;
 
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,7 +1,9 @@
 //! Three coordinators on one etcd.
 
+#[path = "../../../../tests/support/etcd.rs"]
+mod server;
+
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -20,16 +22,7 @@ fn start_etcd(folder: &Path) -> (Process, String) {
 }
 
 fn start_etcd_at(folder: &Path, client: &str, peer: &str) -> Process {
-    let process = Process::start(
-        Command::new("etcd")
-            .arg("--data-dir")
-            .arg(folder)
-            .args(["--listen-client-urls", client, "--advertise-client-urls", client])
-            .args(["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer])
-            .args(["--initial-cluster", &format!("default={peer}"), "--unsafe-no-fsync"])
-            .stdin(Stdio::null())
-            .stdout(Stdio::null()),
-    );
+    let process = Process::start(&mut server::etcd_command(folder, client, peer));
     let address = client.trim_start_matches("http://");
     eventually("etcd is healthy", || (http::get_json(address, "/health")?["health"] == "true").then_some(()));
     process

@@ -75,7 +75,7 @@ pub(super) struct RedisServer {
 
 impl RedisServer {
     pub(super) fn start(folder: &Path) -> anyhow::Result<Self> {
-        // Free now; whoever takes it meanwhile makes the start fail.
+        // Free now; if somebody takes it meanwhile, another server answers there or this one ends.
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         let process = Command::new("redis-server")
             .args(["--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
@@ -85,15 +85,32 @@ impl RedisServer {
             .stdout(Stdio::null())
             .spawn()
             .context("start redis-server")?;
-        let server = Self { process, port };
+        let mut server = Self { process, port };
         let begin = Instant::now();
-        while TcpStream::connect(("127.0.0.1", port)).is_err() {
+        while !server.answers() {
+            if let Some(status) = server.process.try_wait()? {
+                bail!("redis-server has ended at its start: {status}");
+            }
             if begin.elapsed() > START_TIMEOUT {
-                bail!("redis-server takes no connections");
+                bail!("redis-server does not answer at port {port}");
             }
             std::thread::sleep(Duration::from_millis(10));
         }
         Ok(server)
+    }
+
+    /// Whether this very process answers at the port.
+    fn answers(&self) -> bool {
+        let ask = || -> std::io::Result<String> {
+            let mut connection = TcpStream::connect(("127.0.0.1", self.port))?;
+            connection.set_read_timeout(Some(START_TIMEOUT))?;
+            connection.write_all(b"INFO server\r\nQUIT\r\n")?;
+            let mut reply = String::new();
+            connection.read_to_string(&mut reply)?;
+            Ok(reply)
+        };
+        let own_line = format!("process_id:{}", self.process.id());
+        ask().is_ok_and(|reply| reply.lines().any(|line| line == own_line))
     }
 
     pub(super) fn url(&self) -> anyhow::Result<RedisUrl> {

@@ -1,6 +1,6 @@
 //! Redis servers as processes of a test, on free ports of the loopback interface.
 
-#[path = "../../../../tests/support/port.rs"]
+#[path = "port.rs"]
 mod port;
 
 use std::fs;
