@@ -32,6 +32,25 @@ pub(super) fn read_yaml(path: &Path) -> Result<Value> {
     serde_saphyr::from_str(&text).map_err(|error| invalid(error.to_string()))
 }
 
+/// As [`Sources::check_sections`].
+pub(super) fn check_sections(sections: &[&str], sources: &Sources) -> Result<()> {
+    let Some((path, document)) = &sources.file else { return Ok(()) };
+    let (field, value) = match document {
+        Value::Null => return Ok(()),
+        Value::Object(found) => match found.keys().find(|name| !sections.contains(&name.as_str())) {
+            None => return Ok(()),
+            Some(name) => (name.clone(), "unknown".to_owned()),
+        },
+        other => ("the file".to_owned(), other.to_string()),
+    };
+    Err(RuntimeError::InvalidField {
+        origin: format!("file {path}"),
+        field,
+        value,
+        allowed: format!("the sections {}", sections.join(", ")),
+    })
+}
+
 /// Merges all layers of one section.
 pub(super) fn load<C: Serialize + DeserializeOwned + Default>(
     section: &str,

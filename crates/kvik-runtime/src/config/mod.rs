@@ -100,6 +100,16 @@ impl Sources {
         self
     }
 
+    /// Refuses a file with anything but these sections: the fields of a section whose name is misspelled would
+    /// be passed over without a word.
+    ///
+    /// # Errors
+    /// [`RuntimeError::InvalidField`](crate::RuntimeError::InvalidField) with the first other section, or with the
+    /// file as a whole if it has no sections.
+    pub fn check_sections(&self, sections: &[&str]) -> Result<()> {
+        layers::check_sections(sections, self)
+    }
+
     /// Builds the configuration of `section`.
     ///
     /// # Errors

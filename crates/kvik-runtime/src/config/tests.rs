@@ -90,6 +90,19 @@ fn an_unknown_field_is_refused_with_the_known_ones() {
 }
 
 #[test]
+fn a_section_that_nobody_has_is_refused_with_those_that_there_are() {
+    let check = |yaml: &str| sources(yaml, &[], Value::Null).check_sections(&["example", "other"]);
+    for sound in ["{}", "example: {}", "other: {port: 1}\nexample: null"] {
+        check(sound).unwrap();
+    }
+    Sources::default().check_sections(&[]).unwrap();
+    let message = |yaml: &str| check(yaml).unwrap_err().to_string();
+    let allowed = "allowed: the sections example, other";
+    assert_eq!(message("exmaple: {port: 1}"), format!("file kvik.yaml: `exmaple` is unknown; {allowed}"));
+    assert_eq!(message("[1]"), format!("file kvik.yaml: `the file` is [1]; {allowed}"));
+}
+
+#[test]
 fn a_value_of_the_wrong_type_names_field_value_and_origin() {
     let sources = sources("{}", &[("KVIK_EXAMPLE_PORT", "eighty")], Value::Null);
     let error = sources.load::<Example>("example").unwrap_err();

@@ -82,6 +82,9 @@ fn insert_path(map: &mut Map<String, Value>, path: &str, value: Value) {
     }
 }
 
+/// The sections of a configuration file: one for each role.
+const SECTIONS: [&str; 3] = ["coordinator", "gateway", "worker"];
+
 /// The configuration of `role` from file, environment and flags.
 pub(crate) fn load<C: Serialize + DeserializeOwned + Default>(
     role: &str,
@@ -91,7 +94,10 @@ pub(crate) fn load<C: Serialize + DeserializeOwned + Default>(
 ) -> anyhow::Result<Effective<C>> {
     let flags = flags.with_settings(settings)?;
     let flags = if flags.0.is_empty() { Value::Null } else { Value::Object(flags.0) };
-    let effective = Sources::read(file).and_then(|sources| sources.with_flags(flags).load(role));
+    let effective = Sources::read(file).and_then(|sources| {
+        sources.check_sections(&SECTIONS)?;
+        sources.with_flags(flags).load(role)
+    });
     effective.map_err(|error| match error {
         RuntimeError::Io { .. } => anyhow::Error::new(error).context("read the configuration"),
         invalid => InvalidInput(format!("read the configuration: {invalid}")).into(),

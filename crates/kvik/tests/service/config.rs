@@ -52,3 +52,16 @@ fn config_prints_every_value_with_its_origin() {
         assert!(words.contains(&vec![role]), "{role} in\n{stdout}");
     }
 }
+
+#[test]
+fn a_misspelled_section_of_a_file_is_refused() {
+    let folder = TempDir::new().unwrap();
+    let file = folder.path().join("kvik.yaml");
+    fs::write(&file, "gatway:\n  max_body_bytes: 4096\n").unwrap();
+    for command in ["config", "gateway", "worker", "coordinator", "up"] {
+        let output = process::kvik().args([command, "--config"]).arg(&file).output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(3), "{command}: {stderr}");
+        assert!(stderr.contains("`gatway` is unknown; allowed: the sections coordinator,"), "{stderr}");
+    }
+}
