@@ -1,5 +1,6 @@
 //! The two requests that are made of an API server: list and watch.
 
+use std::path::Path;
 use std::time::Duration;
 
 use bytes::{Buf as _, Bytes, BytesMut};
@@ -158,8 +159,11 @@ impl Api {
         if is_tls {
             // Kubernetes replaces both files while the pod runs. The token goes nowhere in plain text.
             let (token_file, ca_file) = (config.token_file.clone(), config.ca_file.clone());
-            let read = move || -> std::io::Result<_> {
-                Ok((std::fs::read_to_string(token_file)?, std::fs::read(ca_file)?))
+            let read = move || -> Result<_, String> {
+                let with_path = |path: &Path, error| format!("{}: {error}", path.display());
+                let token =
+                    std::fs::read_to_string(&token_file).map_err(|error| with_path(&token_file, error))?;
+                Ok((token, std::fs::read(&ca_file).map_err(|error| with_path(&ca_file, error))?))
             };
             let read =
                 tokio::task::spawn_blocking(read).await.map_err(|error| failed("read files", &error))?;
