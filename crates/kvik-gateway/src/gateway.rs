@@ -17,13 +17,13 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::api;
-use crate::breaker::State;
 use crate::config::{FIXED_FIELDS, GatewayConfig};
 use crate::error::Result;
-use crate::listeners;
-use crate::probe;
 use crate::state::Shared;
-use crate::watch;
+use crate::upstream::breaker::State;
+use crate::upstream::kv_listeners;
+use crate::upstream::probe;
+use crate::upstream::watch;
 
 /// Time between two looks at the configuration file.
 const FILE_INTERVAL: Duration = Duration::from_secs(1);
@@ -82,7 +82,7 @@ impl Gateway {
         }
         let shared = Arc::new(Shared::new(config, http, indexer.clone(), tracer, shutdown.clone()));
         if let Some(indexer) = indexer {
-            shutdown.spawn(listeners::run(Arc::clone(&shared), indexer));
+            shutdown.spawn(kv_listeners::run(Arc::clone(&shared), indexer));
         }
         shutdown.spawn(watch::run(Arc::clone(&shared)));
         shutdown.spawn(probe::run(Arc::clone(&shared)));
@@ -172,7 +172,7 @@ impl Gateway {
 
     /// All backends, by id.
     pub fn workers(&self) -> Vec<WorkerStatus> {
-        let backends = self.shared.read_members(crate::members::MemberBook::backends);
+        let backends = self.shared.read_members(crate::upstream::members::MemberBook::backends);
         let mut workers: Vec<WorkerStatus> = backends
             .iter()
             .map(|backend| WorkerStatus {

@@ -5,11 +5,9 @@
 //! frame. Workers come from a coordinator's snapshots; other engines that speak the `OpenAI` API are
 //! configured by their address.
 //!
-//! Parts, in the order a request meets them: `api` (routes), `keys`, `peek` (a look at the body),
-//! `admission` (who runs, who waits), `routing` (key, ring, loads), `proxy` (the way to a worker and
-//! back), `links` (the connections to a worker), `body` (the answer on its way), `record` (what a request holds and tells when it ends).
-//! Beside them: `members` (who serves what), `watch` (the coordinator), `probe` (health), `breaker`,
-//! `retry`.
+//! Parts, in the order a request meets them: `api` (the routes), `request` (API key, headers, body and what routing
+//! reads of them), `placement` (admission, the index, the choice of a worker), `upstream` (the workers: membership,
+//! connections, health), `answer` (the way to a worker and back, until the last byte).
 //!
 //! Invariants:
 //!
@@ -35,35 +33,17 @@
 
 #![forbid(unsafe_code)]
 
-mod admission;
+mod answer;
 mod api;
-mod backend;
-mod body;
-mod breaker;
 mod config;
 mod error;
 mod gateway;
-mod generate;
-mod headers;
-mod index_api;
-mod keys;
-mod links;
-mod listeners;
-mod lookup;
-mod members;
 mod metrics;
-mod peek;
-mod prediction;
-mod probe;
-mod prompt;
-mod proxy;
-mod record;
-mod request_body;
-mod retry;
-mod routing;
+mod placement;
+mod request;
+mod route;
 mod state;
-mod under_way;
-mod watch;
+mod upstream;
 
 pub use api::OPENAPI;
 pub use config::{

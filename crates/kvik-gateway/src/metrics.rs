@@ -22,7 +22,7 @@
 use kvik_index::ring::Reason;
 use metrics::{Counter, Gauge, Histogram};
 
-use crate::api::Route;
+use crate::route::Route;
 
 pub(crate) const QUEUE_LENGTH: &str = "kvik_gateway_queue_length";
 pub(crate) const OUTSTANDING_TOKENS: &str = "kvik_gateway_outstanding_tokens";

@@ -11,14 +11,15 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-use crate::admission::Admission;
 use crate::config::GatewayConfig;
-use crate::keys::ApiKeys;
-use crate::members::MemberBook;
 use crate::metrics::Metrics;
-use crate::retry::RetryBudget;
-use crate::routing::{Fleet, Placement};
-use crate::under_way::UnderWay;
+use crate::placement::Placement;
+use crate::placement::admission::Admission;
+use crate::placement::retry::RetryBudget;
+use crate::placement::under_way::UnderWay;
+use crate::request::api_keys::ApiKeys;
+use crate::upstream::fleet::Fleet;
+use crate::upstream::members::MemberBook;
 
 /// The state of one gateway.
 #[derive(Debug)]

@@ -11,10 +11,10 @@ use kvik_proto::index::{IndexStats, ScoreRequest};
 use serde::Deserialize;
 use tokio::time::Instant;
 
-use crate::api::{WRONG_KEY, json_answer, refuse};
+use crate::answer::{WRONG_KEY, json_answer, refuse};
 use crate::config::millis;
 use crate::error::Refusal;
-use crate::request_body::read_body;
+use crate::request::body::read_body;
 use crate::state::Shared;
 
 /// Blocks of a page where the caller does not say.

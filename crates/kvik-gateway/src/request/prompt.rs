@@ -3,8 +3,8 @@
 use kvik_indexer::{ChatOptions, Json, Prompt};
 use serde::Deserialize;
 
-use crate::api::Route;
-use crate::peek::Peek;
+use crate::request::peek::Peek;
+use crate::route::Route;
 
 /// What a `prompt` may be; of several the first counts.
 #[derive(Deserialize)]

@@ -4,71 +4,31 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::extract::{Path, Request, State};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use axum::routing::{get, post};
-use http::header::CONTENT_TYPE;
-use http::{HeaderMap, HeaderName, StatusCode};
+use http::{HeaderMap, StatusCode};
 use kvik_runtime::telemetry;
 use serde_json::json;
 
-use crate::backend::BackendKind;
+mod index;
+
+use crate::answer::forward;
+use crate::answer::{WRONG_KEY, json_answer, refuse, text_answer};
 use crate::error::Refusal;
-use crate::index_api;
-use crate::metrics::Metrics;
-use crate::proxy;
-use crate::routing::Seat;
+use crate::route::Route;
 use crate::state::Shared;
+use crate::upstream::fleet::Seat;
 
 /// The document that `/openapi.json` serves.
 pub const OPENAPI: &str = include_str!("openapi.json");
-
-/// A path whose requests go to a worker.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Route {
-    Completions,
-    Chat,
-    Generate,
-    Tokenize,
-    Detokenize,
-}
-
-impl Route {
-    /// In the order of their numbers.
-    pub(crate) const ALL: [Self; 5] =
-        [Self::Completions, Self::Chat, Self::Generate, Self::Tokenize, Self::Detokenize];
-
-    /// The path, which is also its name in metrics and logs.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Completions => "/v1/completions",
-            Self::Chat => "/v1/chat/completions",
-            Self::Generate => "/generate",
-            Self::Tokenize => "/tokenize",
-            Self::Detokenize => "/detokenize",
-        }
-    }
-
-    /// Where a backend has it. Engines without `/generate` get it as one of the others.
-    pub(crate) fn upstream_path(self, kind: BackendKind) -> &'static str {
-        match (self, kind) {
-            (Self::Generate, BackendKind::Worker) => "/inference/generate",
-            (Self::Generate, BackendKind::OpenAi) => Self::Completions.name(),
-            (route, _) => route.name(),
-        }
-    }
-
-    /// Whether a request keeps a worker generating.
-    pub(crate) fn is_generation(self) -> bool {
-        matches!(self, Self::Completions | Self::Chat | Self::Generate)
-    }
-}
 
 /// All routes.
 pub(crate) fn router(shared: Arc<Shared>) -> Router {
     let mut router = Router::new();
     for route in Route::ALL {
-        let forward =
-            move |State(shared): State<Arc<Shared>>, request: Request| proxy::forward(shared, route, request);
+        let forward = move |State(shared): State<Arc<Shared>>, request: Request| {
+            forward::forward(shared, route, request)
+        };
         router = router.route(route.name(), post(forward));
     }
     router
@@ -78,18 +38,12 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         .route("/ready", get(ready))
         .route("/metrics", get(metrics))
         .route("/openapi.json", get(openapi))
-        .route("/v1/score", post(index_api::score))
-        .route("/index/stats", get(index_api::stats))
-        .route("/index/blocks", get(index_api::blocks))
+        .route("/v1/score", post(index::score))
+        .route("/index/stats", get(index::stats))
+        .route("/index/blocks", get(index::blocks))
         .fallback(async || refuse(Refusal::unknown_route()))
         .method_not_allowed_fallback(async || refuse(Refusal::wrong_method()))
         .with_state(shared)
-}
-
-/// Counts and answers a refusal.
-pub(crate) fn refuse(refusal: Refusal) -> Response {
-    Metrics::rejected(refusal.reason);
-    refusal.into_response()
 }
 
 async fn models(State(shared): State<Arc<Shared>>, headers: HeaderMap) -> Response {
@@ -148,22 +102,6 @@ async fn openapi() -> Response {
     text_answer("application/json", OPENAPI.to_owned())
 }
 
-/// What a client without an accepted key is told.
-pub(crate) const WRONG_KEY: &str =
-    "the API key is missing or wrong; send it as `Authorization: Bearer <key>`";
-
 fn model_object(model: &str) -> serde_json::Value {
     json!({ "id": model, "object": "model", "created": 0, "owned_by": "kvik" })
-}
-
-pub(crate) fn json_answer(status: StatusCode, value: &serde_json::Value) -> Response {
-    (status, [content_type("application/json")], value.to_string()).into_response()
-}
-
-fn text_answer(kind: &'static str, text: String) -> Response {
-    ([content_type(kind)], text).into_response()
-}
-
-fn content_type(kind: &'static str) -> (HeaderName, &'static str) {
-    (CONTENT_TYPE, kind)
 }

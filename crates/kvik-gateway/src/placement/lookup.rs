@@ -9,16 +9,17 @@ use std::sync::Arc;
 use kvik_indexer::{Indexer, WorkerScore, is_same_worker};
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::api::Route;
-use crate::backend::{Backend, BackendKind};
 use crate::config::{RoutingConfig, millis};
 use crate::metrics::Metrics;
-use crate::peek::Peek;
-use crate::prediction::Prediction;
-use crate::prompt::prompt_of;
-use crate::routing::{ModelGroup, tagged};
+use crate::placement::prediction::Prediction;
+use crate::placement::under_way::UnderWay;
+use crate::request::peek::Peek;
+use crate::request::prompt::prompt_of;
+use crate::request::routing_key::tagged;
+use crate::route::Route;
 use crate::state::Shared;
-use crate::under_way::UnderWay;
+use crate::upstream::backend::{Backend, BackendKind};
+use crate::upstream::fleet::ModelGroup;
 
 /// Tokens beyond what is known that make a prompt's key: a usual block.
 const KEY_TOKENS: usize = 16;

@@ -20,27 +20,30 @@ use hyper::body::Incoming;
 use kvik_index::placement;
 use tokio::time::Instant;
 
-use crate::admission::{NotAdmitted, Permit};
-use crate::api::{self, Route};
-use crate::backend::{Backend, BackendKind};
-use crate::body::{Clock, Dialect, Events, GuardedBody};
-use crate::breaker::Outcome;
+use crate::answer;
+use crate::answer::body::{Clock, Dialect, Events, GuardedBody};
+use crate::answer::generate::{self, TranslatedBody};
+use crate::answer::record::{Ending, Record};
 use crate::config::{GatewayConfig, millis};
 use crate::error::Refusal;
-use crate::generate::{self, TranslatedBody};
-use crate::headers::{
+use crate::metrics::Metrics;
+use crate::placement::Placed;
+use crate::placement::admission::{NotAdmitted, Permit};
+use crate::placement::lookup::Lookup;
+use crate::request::body::{keep_memory, read_body};
+use crate::request::headers::{
     REQUEST_ID, WORKER, clean_connection_headers, clean_request_headers, request_id, request_timeout,
 };
-use crate::links::LinkedBody;
-use crate::lookup::Lookup;
-use crate::metrics::Metrics;
-use crate::peek::Peek;
-use crate::record::{Ending, Record};
-use crate::request_body::{keep_memory, read_body};
-use crate::routing::{
-    Fleet, ModelGroup, Placed, estimated_output_tokens, estimated_prompt_tokens, is_prompt_key, routing_key,
+use crate::request::peek::Peek;
+use crate::request::routing_key::{
+    estimated_output_tokens, estimated_prompt_tokens, is_prompt_key, routing_key,
 };
+use crate::route::Route;
 use crate::state::View;
+use crate::upstream::backend::{Backend, BackendKind};
+use crate::upstream::breaker::Outcome;
+use crate::upstream::fleet::{Fleet, ModelGroup};
+use crate::upstream::links::LinkedBody;
 
 /// The body of a worker's answer: of its own connection or of the client that all share.
 type WorkerBody = Either<LinkedBody, Incoming>;
@@ -116,7 +119,7 @@ async fn ask(record: &mut Record, route: Route, request: Request) -> Result<Answ
     let config = &*view.config;
     let (mut parts, body) = request.into_parts();
     if !view.keys.accepts(&parts.headers) {
-        return Err(Refusal::unauthorized(api::WRONG_KEY).before_body());
+        return Err(Refusal::unauthorized(answer::WRONG_KEY).before_body());
     }
     let timeout = request_timeout(&parts.headers, config).map_err(Refusal::before_body)?;
     let deadline = record.started() + timeout;

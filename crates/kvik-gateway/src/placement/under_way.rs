@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use crate::backend::Backend;
+use crate::upstream::backend::Backend;
 
 /// Prompts that are remembered; beyond them new ones are not, which costs what they could have shared.
 const MAX_PROMPTS: usize = 4096;
@@ -82,7 +82,7 @@ impl Drop for UnderWayGuard {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::BackendKind;
+    use crate::upstream::backend::BackendKind;
 
     fn backend(id: &str) -> Arc<Backend> {
         Arc::new(Backend::new(id.to_owned(), BackendKind::Worker, 1, "http://127.0.0.1:1"))

@@ -11,8 +11,8 @@ use kvik_indexer::feed::Feeds;
 use kvik_indexer::sources::worker::{FollowedWorker, follow_worker};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use crate::backend::BackendKind;
 use crate::state::Shared;
+use crate::upstream::backend::BackendKind;
 
 /// A worker's life: another one is listened to anew.
 type Life = (String, u64, String, String);

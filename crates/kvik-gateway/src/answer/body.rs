@@ -20,7 +20,7 @@ use kvik_proto::openai::ErrorBody;
 use tokio::time::{Instant, Sleep};
 use tokio_util::sync::WaitForCancellationFutureOwned;
 
-use crate::record::{Ending, Record};
+use crate::answer::record::{Ending, Record};
 
 /// Longest half event that is held back, in bytes; a longer one passes as it comes.
 const MAX_HELD_BYTES: usize = 64 << 10;

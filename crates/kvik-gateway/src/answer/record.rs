@@ -11,14 +11,14 @@ use http::{HeaderMap, HeaderValue};
 use kvik_runtime::telemetry::Span;
 use tokio::time::Instant;
 
-use crate::admission::Permit;
-use crate::api::Route;
-use crate::backend::LoadGuard;
-use crate::breaker::Outcome;
-use crate::prediction::Prediction;
-use crate::routing::ModelGroup;
+use crate::placement::admission::Permit;
+use crate::placement::prediction::Prediction;
+use crate::placement::under_way::UnderWayGuard;
+use crate::route::Route;
 use crate::state::Shared;
-use crate::under_way::UnderWayGuard;
+use crate::upstream::backend::LoadGuard;
+use crate::upstream::breaker::Outcome;
+use crate::upstream::fleet::ModelGroup;
 
 /// How a request ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

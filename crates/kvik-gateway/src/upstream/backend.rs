@@ -15,11 +15,11 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
-use crate::api::Route;
-use crate::breaker::{Breaker, Outcome, State};
 use crate::config::BreakerConfig;
-use crate::links::Links;
 use crate::metrics::{BREAKER_STATE, OUTSTANDING_TOKENS};
+use crate::route::Route;
+use crate::upstream::breaker::{Breaker, Outcome, State};
+use crate::upstream::links::Links;
 
 /// Which APIs a backend has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,6 +28,17 @@ pub(crate) enum BackendKind {
     Worker,
     /// Another engine: the `OpenAI` API only.
     OpenAi,
+}
+
+impl BackendKind {
+    /// Where this kind serves `route`. Engines without `/generate` get it as one of the others.
+    fn path(self, route: Route) -> &'static str {
+        match (route, self) {
+            (Route::Generate, Self::Worker) => "/inference/generate",
+            (Route::Generate, Self::OpenAi) => Route::Completions.name(),
+            (route, _) => route.name(),
+        }
+    }
 }
 
 /// A worker or engine that takes requests.
@@ -87,7 +98,7 @@ impl Backend {
         let base = address.trim_end_matches('/').to_owned();
         let uris = Route::ALL
             .iter()
-            .map(|route| format!("{base}{}", route.upstream_path(kind)).parse())
+            .map(|route| format!("{base}{}", kind.path(*route)).parse())
             .collect::<Result<Vec<Uri>, _>>()
             .ok()
             .and_then(|uris| Box::<[Uri; Route::ALL.len()]>::try_from(uris).ok());

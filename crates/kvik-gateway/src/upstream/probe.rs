@@ -16,9 +16,9 @@ use kvik_proto::client::HttpClient;
 use serde::Deserialize;
 use tokio::time::Instant;
 
-use crate::backend::Backend;
 use crate::config::millis;
 use crate::state::Shared;
+use crate::upstream::backend::Backend;
 
 /// Precision of all intervals here.
 const TICK: Duration = Duration::from_millis(50);
@@ -65,7 +65,7 @@ pub(crate) async fn run(shared: Arc<Shared>) {
 }
 
 fn probe_due(shared: &Arc<Shared>, now: Instant) {
-    for backend in shared.read_members(crate::members::MemberBook::probed_backends) {
+    for backend in shared.read_members(crate::upstream::members::MemberBook::probed_backends) {
         // Relaxed: only this task sets it, and a probe that is seen late is asked a tick later.
         if !backend.is_probed.load(Ordering::Relaxed) && backend.is_probe_due(now) {
             backend.is_probed.store(true, Ordering::Relaxed);
@@ -85,7 +85,7 @@ async fn probe(shared: &Shared, backend: &Backend) {
 }
 
 fn check_retained(shared: &Arc<Shared>, now: Instant) {
-    let retained = shared.read_members(crate::members::MemberBook::retained);
+    let retained = shared.read_members(crate::upstream::members::MemberBook::retained);
     if retained.is_empty() {
         return;
     }
@@ -104,7 +104,7 @@ fn check_retained(shared: &Arc<Shared>, now: Instant) {
 }
 
 fn ask_models(shared: &Arc<Shared>) {
-    for (url, _) in shared.read_members(crate::members::MemberBook::engines_to_ask) {
+    for (url, _) in shared.read_members(crate::upstream::members::MemberBook::engines_to_ask) {
         let shared_task = Arc::clone(shared);
         spawn(shared, async move {
             let timeout = millis(shared_task.view().config.health.timeout_ms);

@@ -17,9 +17,9 @@ use kvik_proto::worker::GenerateRequest;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::api::Route;
-use crate::body::{Dialect, failure_event};
+use crate::answer::body::{Dialect, failure_event};
 use crate::error::Refusal;
+use crate::route::Route;
 
 /// A stream of chunks, translated into events.
 #[derive(Debug)]

@@ -18,9 +18,9 @@ use kvik_index::ring::{Ring, RingHash};
 use kvik_proto::coordinator::{self, Member, RingConfig, Snapshot, WorkerState};
 use tokio::time::Instant;
 
-use crate::backend::{Backend, BackendKind};
 use crate::config::{BackendConfig, GatewayConfig, same_url};
-use crate::routing::{Fleet, ModelGroup, Seat};
+use crate::upstream::backend::{Backend, BackendKind};
+use crate::upstream::fleet::{Fleet, ModelGroup, Seat};
 
 /// Largest weight on the ring; a message cannot make the ring larger.
 const MAX_WEIGHT: f64 = 100.0;
