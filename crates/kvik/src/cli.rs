@@ -306,7 +306,8 @@ pub(crate) struct StoreArguments {
     pub(crate) remote: Option<String>,
 }
 
-/// Everything runs on loopback in this process. The first Ctrl-C drains, a second one ends at once.
+/// Everything runs on loopback in this process. Unless set, the KV store has a sixteenth of the free memory (64 MiB to
+/// 1 GiB) and 2 GiB of disk in a folder of its own. The first Ctrl-C drains, a second one ends at once.
 #[derive(Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct UpArguments {
@@ -321,6 +322,10 @@ pub(crate) struct UpArguments {
     /// Port of the gateway; 0 takes a free one
     #[arg(long, value_name = "PORT", default_value_t = 8080)]
     pub(crate) port: u16,
+
+    /// Keep the folder of the disk tier at exit, where `up` made it
+    #[arg(long)]
+    pub(crate) keep: bool,
 
     #[command(flatten)]
     pub(crate) store: StoreArguments,

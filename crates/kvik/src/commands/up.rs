@@ -3,8 +3,14 @@
 //! The roles talk over loopback exactly as separate processes do; only ports and threads are chosen
 //! here. The end goes the way of a request: the gateway finishes its streams, then the workers leave
 //! and drain, then the coordinator closes.
+//!
+//! Without settings of its own the store gets a part of the free memory and a folder on disk that is removed at the
+//! end, so that a first run shows the whole system.
+
+mod first_look;
 
 use std::io::Write;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,16 +20,24 @@ use kvik_gateway::{Gateway, GatewayConfig};
 use kvik_model::Model;
 use kvik_runtime::shutdown::Shutdown;
 use kvik_tokens::Tokenizer;
-use kvik_worker::{Running as RunningWorker, Worker, WorkerConfig};
+use kvik_types::ByteSize;
+use kvik_worker::{Running as RunningWorker, StoreConfig, Worker, WorkerConfig};
 
 use super::service::{self, Flags};
 use crate::cli::UpArguments;
+use crate::scratch::ScratchFolder;
 use crate::terminal::{DIMMED, TITLE};
 
 /// Time for everything to end after the first signal.
 const GRACE: Duration = Duration::from_mins(2);
 /// Heartbeats on loopback can be quick; a worker that dies is gone within a second.
 const HEARTBEAT_INTERVAL_MS: u64 = 300;
+/// The part of the free memory that the ram tiers of all workers take, unless it is set.
+const RAM_SHARE: u64 = 16;
+/// Bounds of that part: room for a few chunks of the bundled model, and no more than a first look needs.
+const RAM_BYTES: std::ops::RangeInclusive<u64> = (64 << 20)..=(1 << 30);
+/// Size of the disk tiers of all workers, unless it is set.
+const DISK_BYTES: u64 = 2 << 30;
 
 /// Runs the whole service until a signal has drained it.
 pub(crate) fn run(arguments: &UpArguments) -> anyhow::Result<()> {
@@ -37,6 +51,11 @@ pub(crate) fn run(arguments: &UpArguments) -> anyhow::Result<()> {
     let coordinator = service::load::<CoordinatorConfig>("coordinator", file, coordinator_flags, &[])?.value;
     let n_cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let n_threads = (n_cores / usize::from(arguments.workers)).max(1);
+    let scratch = if has_store_settings(arguments, file)? {
+        None
+    } else {
+        Some(ScratchFolder::create("up", arguments.keep).context("make a folder for the disk tier")?)
+    };
     let workers = (1..=arguments.workers)
         .map(|number| {
             let flags = Flags::default()
@@ -46,19 +65,48 @@ pub(crate) fn run(arguments: &UpArguments) -> anyhow::Result<()> {
                 .with("model", arguments.model.as_ref().map(|folder| folder.display().to_string()))
                 .with("store", service::store_flags(&arguments.store));
             let mut config = service::load::<WorkerConfig>("worker", file, flags, &[])?.value;
+            if let Some(scratch) = &scratch {
+                config.store.ram = default_ram_bytes().to_string();
+                config.store.nvme = Some(format!("{}:{DISK_BYTES}", scratch.path().display()));
+            }
             let id = config.id.clone().unwrap_or_default();
             let shared = config.store.share_of(&id, arguments.workers.into());
             config.store = shared.context("read the settings of the KV store")?;
             Ok(config)
         })
         .collect::<anyhow::Result<Vec<_>>>()?;
-    service::run(common, "warn", async |shutdown| serve(gateway, coordinator, workers, shutdown).await)
+    let store = scratch.as_ref().map(|scratch| {
+        let end = if arguments.keep { "kept at exit" } else { "removed at exit; --keep keeps it" };
+        format!(
+            "{} of memory, {} of disk in {} ({end})",
+            ByteSize::new(default_ram_bytes()),
+            ByteSize::new(DISK_BYTES),
+            scratch.path().display()
+        )
+    });
+    let is_bundled = arguments.model.is_none() && workers.iter().all(|worker| worker.model.is_none());
+    service::run(common, "warn", async |shutdown| {
+        serve(gateway, coordinator, workers, store.as_deref(), is_bundled, shutdown).await
+    })
+}
+
+/// Whether flags, the file or the environment say where KV is kept.
+fn has_store_settings(arguments: &UpArguments, file: Option<&Path>) -> anyhow::Result<bool> {
+    let config = service::load::<WorkerConfig>("worker", file, Flags::default(), &[])?.value;
+    Ok(service::store_flags(&arguments.store).is_some() || config.store != StoreConfig::default())
+}
+
+fn default_ram_bytes() -> u64 {
+    let n_free_bytes = machine::available_memory_bytes().unwrap_or(0);
+    (n_free_bytes / RAM_SHARE).clamp(*RAM_BYTES.start(), *RAM_BYTES.end())
 }
 
 async fn serve(
     mut gateway: GatewayConfig,
     coordinator: CoordinatorConfig,
     workers: Vec<WorkerConfig>,
+    store: Option<&str>,
+    is_bundled: bool,
     shutdown: Shutdown,
 ) -> anyhow::Result<()> {
     let tokenizer = match workers.first().and_then(|config| config.model.as_deref()) {
@@ -79,13 +127,18 @@ async fn serve(
     let running_gateway = Gateway::start(gateway, &gateway_end).await.context("start the gateway")?;
     let model = running_workers.first().map_or("kvik-tiny", RunningWorker::model_name);
     running_gateway.gateway().provide_tokenizer(model, tokenizer);
-    greet(
-        &format!("http://{}", running_gateway.address()),
-        &running_coordinator.base,
-        &running_workers,
-        model,
-    )
-    .context("write to standard output")?;
+    let base = format!("http://{}", running_gateway.address());
+    greet(&base, &running_coordinator.base, &running_workers, model, store)
+        .context("write to standard output")?;
+    if is_bundled {
+        tokio::select! {
+            // What cannot be shown is no reason to end the service.
+            outcome = first_look::show(&base, model) => outcome.unwrap_or_else(|error| {
+                tracing::warn!(error = format!("{error:#}"), "the sample prompt failed");
+            }),
+            () = shutdown.draining() => {}
+        }
+    }
 
     shutdown.draining().await;
     let draining = async {
@@ -107,7 +160,13 @@ async fn serve(
 }
 
 /// Says where everything is and what to try.
-fn greet(gateway: &str, coordinator: &str, workers: &[RunningWorker], model: &str) -> std::io::Result<()> {
+fn greet(
+    gateway: &str,
+    coordinator: &str,
+    workers: &[RunningWorker],
+    model: &str,
+    store: Option<&str>,
+) -> std::io::Result<()> {
     let mut stdout = anstream::stdout().lock();
     writeln!(stdout, "{TITLE}kvik is up{TITLE:#}: {model} on {} workers\n", workers.len())?;
     writeln!(stdout, "  gateway      {gateway}")?;
@@ -115,17 +174,28 @@ fn greet(gateway: &str, coordinator: &str, workers: &[RunningWorker], model: &st
     for worker in workers {
         writeln!(stdout, "  {:<12} http://{}", worker.id(), worker.address())?;
     }
-    writeln!(stdout, "\nTry:\n")?;
+    if let Some(store) = store {
+        writeln!(stdout, "  store        {store}")?;
+    }
     let json = "-H 'content-type: application/json'";
+    writeln!(stdout, "\n{TITLE}Try{TITLE:#}")?;
+    writeln!(stdout, "\n  {DIMMED}# a story, token by token{DIMMED:#}")?;
     writeln!(
         stdout,
-        "  curl -N {gateway}/v1/completions {json} \\\n    -d '{{\"model\":\"{model}\",\"prompt\":\"Once upon a time\",\"max_tokens\":64,\"temperature\":0,\"stream\":true}}'"
+        "  curl -N {gateway}/v1/completions {json} \\\n    -d '{{\"model\":\"{model}\",\"prompt\":\"Once upon a time\",\"max_tokens\":64,\"stream\":true}}'"
     )?;
+    writeln!(stdout, "\n  {DIMMED}# one prompt twice: the second answer is computed from stored KV, see cached_tokens_by_tier{DIMMED:#}")?;
     writeln!(
         stdout,
-        "  curl {gateway}/v1/chat/completions {json} \\\n    -d '{{\"model\":\"{model}\",\"messages\":[{{\"role\":\"user\",\"content\":\"Tell me a story.\"}}]}}'"
+        "  for i in 1 2; do curl -s -w '\\n%{{time_total}} s\\n' {gateway}/v1/completions {json} \\\n    -d \"{{\\\"model\\\":\\\"{model}\\\",\\\"prompt\\\":\\\"$(seq -s ' ' 600)\\\",\\\"max_tokens\\\":1}}\"; done"
     )?;
-    writeln!(stdout, "  curl '{coordinator}/route?seq_id=alice&explain=true'")?;
+    writeln!(stdout, "\n  {DIMMED}# which worker has how much of a prompt; where KV lives{DIMMED:#}")?;
+    writeln!(
+        stdout,
+        "  curl {gateway}/v1/score {json} -d \"{{\\\"model\\\":\\\"{model}\\\",\\\"prompt\\\":\\\"$(seq -s ' ' 600)\\\"}}\""
+    )?;
+    writeln!(stdout, "\n  {DIMMED}# twenty seconds of load, with a picture at the end{DIMMED:#}")?;
+    writeln!(stdout, "  kvik demo --gateway {gateway}")?;
     writeln!(stdout, "\n{DIMMED}Ctrl-C drains; a second one ends at once.{DIMMED:#}")?;
     stdout.flush()
 }
