@@ -56,6 +56,8 @@ pub(crate) enum Command {
     Bench(BenchCommand),
     /// Run the whole service in one process: gateway, coordinator and workers
     Up(UpArguments),
+    /// Run a load with and without kvik's routing and store, kill a worker half way, and draw what was measured
+    Demo(DemoArguments),
     /// Run a worker: the built-in engine behind HTTP
     Worker(WorkerArguments),
     /// Run a coordinator: who the workers are
@@ -111,10 +113,10 @@ fn parse_capacity(text: &str) -> Result<usize, String> {
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct TopScreenArguments {
     #[command(flatten)]
-    pub(crate) top: kvik_tools::kvctl::top::TopArguments,
+    pub(crate) top: kvctl::top::TopArguments,
 
     #[command(flatten)]
-    pub(crate) common: kvik_tools::kvctl::CommonArguments,
+    pub(crate) common: kvctl::CommonArguments,
 }
 
 #[derive(Debug, Subcommand)]
@@ -332,6 +334,41 @@ pub(crate) struct UpArguments {
 
     #[command(flatten)]
     pub(crate) service: ServiceArguments,
+}
+
+/// Conversations over shared documents, more than the engines can hold, are sent twice: without kvik's routing and store,
+/// then with them. Each run starts its own coordinator, gateway and workers, and kills a worker half way. With --gateway
+/// a running gateway is measured instead, against the same requests without any reuse, and no worker is killed.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct DemoArguments {
+    /// Base address of a running gateway, such as `http://127.0.0.1:8080` [default: start a fleet]
+    #[arg(long, value_name = "URL")]
+    pub(crate) gateway: Option<String>,
+
+    /// Model that requests name
+    #[arg(long, value_name = "NAME", default_value = "kvik-tiny")]
+    pub(crate) model: String,
+
+    /// Workers of the fleet, 2 to 16
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(2..=16))]
+    pub(crate) workers: u16,
+
+    /// Conversations at a time, 1 to 256
+    #[arg(long, value_name = "N", default_value_t = 6, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub(crate) clients: u16,
+
+    /// Length of each of the two runs in seconds, 1 to 600
+    #[arg(long, value_name = "S", default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..=600))]
+    pub(crate) seconds: u16,
+
+    /// Where the picture goes
+    #[arg(long, value_name = "FILE", default_value = "kvik-demo.svg")]
+    pub(crate) svg: PathBuf,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 #[derive(Debug, Args)]

@@ -1,7 +1,7 @@
 //! The `kvik` binary: argument parsing and wiring.
 //!
-//! Parts: `cli` declares the arguments, `commands` has one file a verb, `bench` measures,
-//! `terminal` writes tables and colors, `machine` says what the program runs on.
+//! Parts: `cli` declares the arguments, `commands` has one file a verb, `scratch` makes folders for
+//! data that ends with the process.
 //!
 //! Invariants:
 //! - Standard output carries results and nothing else; messages, statistics and progress go to
@@ -12,18 +12,17 @@
 
 #![forbid(unsafe_code)]
 
-mod bench;
 mod cli;
 mod commands;
-mod machine;
-mod terminal;
+mod scratch;
 
 use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
+use kvik_bench::sim::TraceError;
 use kvik_model::ModelError;
-use kvik_store::sim::TraceError;
+use kvik_runtime::terminal;
 use kvik_tokens::TokensError;
 
 use cli::bench::BenchCommand;
@@ -64,6 +63,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Bench(BenchCommand::Routing(arguments)) => commands::bench::routing(arguments),
         Command::Bench(BenchCommand::MemoryPeer(arguments)) => commands::bench::memory_peer(arguments),
         Command::Up(arguments) => commands::up::run(arguments),
+        Command::Demo(arguments) => commands::demo::run(arguments),
         Command::Worker(arguments) => commands::roles::worker(arguments),
         Command::Coordinator(arguments) => commands::roles::coordinator(arguments),
         Command::Gateway(arguments) => commands::roles::gateway(arguments),

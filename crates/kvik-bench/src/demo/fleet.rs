@@ -10,6 +10,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use kvik_runtime::machine::n_cores;
 use serde_json::Value;
 
 /// Time for a role to be ready; the bundled model loads in a fraction of it.
@@ -66,12 +67,21 @@ impl Fleet {
         command.args(["--set", "heartbeat_interval_ms=200", "--set", "slow_start_ms=0"]);
         let coordinator = Role::start(&mut command, "coordinator")?;
         let base = format!("http://{}", coordinator.address);
-        let n_threads = (crate::machine::n_cores() / n_workers).max(1).to_string();
+        let n_threads = (n_cores() / n_workers).max(1).to_string();
         let mut workers = Vec::with_capacity(n_workers);
         for number in 1..=n_workers {
             let id = format!("worker-{number}");
             let mut command = role("worker");
-            command.args(["--coordinator", &base, "--id", &id, "--threads", &n_threads, "--kv-blocks", KV_BLOCKS]);
+            command.args([
+                "--coordinator",
+                &base,
+                "--id",
+                &id,
+                "--threads",
+                &n_threads,
+                "--kv-blocks",
+                KV_BLOCKS,
+            ]);
             if features == Features::All {
                 let nvme = format!("{}:{NVME_BYTES}", folder.join(&id).display());
                 let remote = format!("file://{}", folder.join("remote").display());

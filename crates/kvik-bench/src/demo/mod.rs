@@ -75,7 +75,6 @@ pub struct DemoOutcome {
     /// The run with them.
     pub with: Tally,
     duration: Duration,
-    is_own_fleet: bool,
 }
 
 impl Run {
@@ -96,18 +95,22 @@ impl Run {
 /// # Errors
 /// If a process cannot be started, or no request of a run was answered.
 pub async fn run(options: &DemoOptions, mut show: impl FnMut(&Progress<'_>)) -> anyhow::Result<DemoOutcome> {
-    let without = measure(options, Run::Without, &mut show).await.context("run without kvik's KV features")?;
+    let without =
+        measure(options, Run::Without, &mut show).await.context("run without kvik's KV features")?;
     let with = measure(options, Run::With, &mut show).await.context("run with kvik's KV features")?;
-    Ok(DemoOutcome { without, with, duration: options.duration, is_own_fleet: options.gateway.is_none() })
+    Ok(DemoOutcome { without, with, duration: options.duration })
 }
 
-async fn measure(options: &DemoOptions, run: Run, show: &mut impl FnMut(&Progress<'_>)) -> anyhow::Result<Tally> {
-    let mut fleet = match &options.gateway {
-        Some(_) => None,
-        None => {
-            let features = if run == Run::With { Features::All } else { Features::None };
-            Some(Fleet::start(&options.program, &options.folder, options.n_workers, features)?)
-        }
+async fn measure(
+    options: &DemoOptions,
+    run: Run,
+    show: &mut impl FnMut(&Progress<'_>),
+) -> anyhow::Result<Tally> {
+    let mut fleet = if options.gateway.is_some() {
+        None
+    } else {
+        let features = if run == Run::With { Features::All } else { Features::None };
+        Some(Fleet::start(&options.program, &options.folder, options.n_workers, features)?)
     };
     let gateway = match (&options.gateway, &fleet) {
         (Some(gateway), _) => gateway.trim_end_matches('/').to_owned(),

@@ -87,11 +87,15 @@ fn draw_times(outcome: &DemoOutcome, text: &mut String) {
     }
     for ((run, medians), color) in Run::ALL.into_iter().zip(&medians).zip(RUN_COLORS) {
         let slice = outcome.duration / N_SLICES as u32;
-        let points = medians.iter().enumerate().filter_map(|(idx, median)| {
-            Some((x_of(slice * idx as u32 + slice / 2), y_of((*median)?)))
-        });
+        let points = medians
+            .iter()
+            .enumerate()
+            .filter_map(|(idx, median)| Some((x_of(slice * idx as u32 + slice / 2), y_of((*median)?))));
         let points: Vec<(f64, f64)> = points.collect();
-        let path: String = points.iter().map(|(x, y)| format!("{x:.1},{y:.1} ")).collect();
+        let mut path = String::new();
+        for (x, y) in &points {
+            let _ = write!(path, "{x:.1},{y:.1} ");
+        }
         let _ = writeln!(
             text,
             "<polyline fill=\"none\" stroke-width=\"2.5\" stroke-linejoin=\"round\" stroke=\"{color}\" points=\"{path}\"/>"

@@ -16,8 +16,8 @@ const MAX_TURNS: u64 = 4;
 const MAX_TOKENS: u64 = 16;
 
 const NAMES: [&str; 16] = [
-    "Olga", "Owen", "Felix", "Lily", "Sara", "June", "Tom", "Nora", "Zelda", "Kari", "Bokafa", "Norini", "Vari",
-    "Tiva", "Lanoma", "Goso",
+    "Olga", "Owen", "Felix", "Lily", "Sara", "June", "Tom", "Nora", "Zelda", "Kari", "Bokafa", "Norini",
+    "Vari", "Tiva", "Lanoma", "Goso",
 ];
 const PLACES: [&str; 8] = ["Quarry", "Farrow", "Norley", "Wexley", "Glenby", "Lorton", "Milby", "Torley"];
 const JOBS: [&str; 8] = ["builder", "gardener", "pilot", "fisher", "judge", "doctor", "teacher", "baker"];
@@ -119,7 +119,8 @@ mod tests {
         assert_eq!(Some(&first), other.next_request("m").as_ref());
         one.answered("yes");
         if let Some(second) = one.next_request("m") {
-            let (before, after) = (first["messages"].as_array().unwrap(), second["messages"].as_array().unwrap());
+            let (before, after) =
+                (first["messages"].as_array().unwrap(), second["messages"].as_array().unwrap());
             assert_eq!(after[..before.len()], before[..]);
         }
     }

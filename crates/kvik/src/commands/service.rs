@@ -19,6 +19,12 @@ use crate::cli::{LogForm, ServiceArguments, StoreArguments};
 #[derive(Debug)]
 pub(crate) struct InvalidInput(String);
 
+impl InvalidInput {
+    pub(crate) fn new(message: String) -> Self {
+        Self(message)
+    }
+}
+
 impl std::fmt::Display for InvalidInput {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter.write_str(&self.0)

@@ -18,7 +18,9 @@ use anyhow::Context;
 use kvik_coordinator::{Coordinator, CoordinatorConfig};
 use kvik_gateway::{Gateway, GatewayConfig};
 use kvik_model::Model;
+use kvik_runtime::machine;
 use kvik_runtime::shutdown::Shutdown;
+use kvik_runtime::terminal::{DIMMED, TITLE};
 use kvik_tokens::Tokenizer;
 use kvik_types::ByteSize;
 use kvik_worker::{Running as RunningWorker, StoreConfig, Worker, WorkerConfig};
@@ -26,7 +28,6 @@ use kvik_worker::{Running as RunningWorker, StoreConfig, Worker, WorkerConfig};
 use super::service::{self, Flags};
 use crate::cli::UpArguments;
 use crate::scratch::ScratchFolder;
-use crate::terminal::{DIMMED, TITLE};
 
 /// Time for everything to end after the first signal.
 const GRACE: Duration = Duration::from_mins(2);
@@ -79,8 +80,8 @@ pub(crate) fn run(arguments: &UpArguments) -> anyhow::Result<()> {
         let end = if arguments.keep { "kept at exit" } else { "removed at exit; --keep keeps it" };
         format!(
             "{} of memory, {} of disk in {} ({end})",
-            ByteSize::new(default_ram_bytes()),
-            ByteSize::new(DISK_BYTES),
+            ByteSize(default_ram_bytes()),
+            ByteSize(DISK_BYTES),
             scratch.path().display()
         )
     });
@@ -184,7 +185,10 @@ fn greet(
         stdout,
         "  curl -N {gateway}/v1/completions {json} \\\n    -d '{{\"model\":\"{model}\",\"prompt\":\"Once upon a time\",\"max_tokens\":64,\"stream\":true}}'"
     )?;
-    writeln!(stdout, "\n  {DIMMED}# one prompt twice: the second answer is computed from stored KV, see cached_tokens_by_tier{DIMMED:#}")?;
+    writeln!(
+        stdout,
+        "\n  {DIMMED}# one prompt twice: the second answer is computed from stored KV, see cached_tokens_by_tier{DIMMED:#}"
+    )?;
     writeln!(
         stdout,
         "  for i in 1 2; do curl -s -w '\\n%{{time_total}} s\\n' {gateway}/v1/completions {json} \\\n    -d \"{{\\\"model\\\":\\\"{model}\\\",\\\"prompt\\\":\\\"$(seq -s ' ' 600)\\\",\\\"max_tokens\\\":1}}\"; done"

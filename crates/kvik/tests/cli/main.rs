@@ -7,7 +7,6 @@ mod bad_models;
 mod bench_engine;
 mod bench_gateway;
 mod bench_memory;
-mod configuration;
 mod generate;
 mod help;
 mod models_inspect;

@@ -9,9 +9,8 @@ use bytes::Bytes;
 use http_body_util::{BodyExt as _, Full};
 use hyper::Request;
 use kvik_proto::client::{HttpClient, TlsClientConfig, http_client};
+use kvik_runtime::terminal::TITLE;
 use serde_json::{Value, json};
-
-use crate::terminal::TITLE;
 
 /// Numbers in the prompt: about 1 500 tokens of the bundled model, several chunks.
 const N_NUMBERS: u32 = 500;
@@ -19,7 +18,10 @@ const N_NUMBERS: u32 = 500;
 /// Sends the prompt twice through the gateway and prints what was measured.
 pub(super) async fn show(gateway: &str, model: &str) -> anyhow::Result<()> {
     let http = http_client(&TlsClientConfig::default())?;
-    let prompt: String = (1..=N_NUMBERS).map(|number| format!("{number} ")).collect();
+    let mut prompt = String::new();
+    for number in 1..=N_NUMBERS {
+        write!(prompt, "{number} ")?;
+    }
     let body = json!({"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0});
     let mut text = String::new();
     for order in ["first", "second"] {
@@ -28,7 +30,10 @@ pub(super) async fn show(gateway: &str, model: &str) -> anyhow::Result<()> {
         let elapsed_ms = begin.elapsed().as_secs_f64() * 1e3;
         if text.is_empty() {
             let n_tokens = usage["prompt_tokens"].as_u64().unwrap_or(0);
-            writeln!(text, "\n{TITLE}One prompt of {n_tokens} tokens, sent twice{TITLE:#}: time to first token\n")?;
+            writeln!(
+                text,
+                "\n{TITLE}One prompt of {n_tokens} tokens, sent twice{TITLE:#}: time to first token\n"
+            )?;
         }
         writeln!(text, "  {order:<8} {elapsed_ms:>7.1} ms   {}", sources(&usage))?;
     }
