@@ -130,8 +130,11 @@ impl Load {
     }
 }
 
-/// Waits until the gateway can serve requests.
-pub(super) async fn wait_until_ready(gateway: &str) -> anyhow::Result<()> {
+/// Waits until the gateway at this base address can serve requests.
+///
+/// # Errors
+/// If it cannot after ten seconds.
+pub async fn wait_until_ready(gateway: &str) -> anyhow::Result<()> {
     let http = http_client(&TlsClientConfig::default())?;
     let begin = Instant::now();
     loop {

@@ -15,9 +15,9 @@ use serde_json::Value;
 
 /// Time for a role to be ready; the bundled model loads in a fraction of it.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
-/// Token blocks of 16 tokens in each engine: about four documents, of which there are three times as many.
+/// Token blocks of 16 tokens in each engine: about four of the documents.
 const KV_BLOCKS: &str = "260";
-/// Memory of each worker's ram tier: about four documents more.
+/// Memory of each worker's ram tier: about four documents.
 const RAM: &str = "32MiB";
 /// Size of each worker's disk tier: all documents.
 const NVME_BYTES: u64 = 1 << 30;

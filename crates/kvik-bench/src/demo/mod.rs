@@ -21,6 +21,7 @@ use serde_json::{Value, json};
 
 use crate::report::{Baseline, Measurement};
 
+pub use client::wait_until_ready;
 use client::{Load, Reuse};
 use fleet::{Features, Fleet};
 pub use tally::{SOURCES, Sample, Tally, Tokens};
@@ -122,7 +123,7 @@ async fn measure(
         (Run::Without, Some(_)) => Reuse::Spread,
         (Run::Without, None) => Reuse::Forbidden,
     };
-    client::wait_until_ready(&gateway).await?;
+    wait_until_ready(&gateway).await?;
     let load = Load {
         gateway,
         model: options.model.clone(),

@@ -6,12 +6,12 @@ use std::time::Duration;
 use super::tally::{SOURCES, Tally};
 use super::{DemoOutcome, Run};
 
-const WIDTH: f64 = 920.0;
+const WIDTH: f64 = 960.0;
 const HEIGHT: f64 = 380.0;
 /// The panel of times: its left, right, upper and lower edge.
 const TIMES: [f64; 4] = [70.0, 560.0, 60.0, 320.0];
 /// The panel of sources.
-const BARS: [f64; 4] = [660.0, 890.0, 60.0, 320.0];
+const BARS: [f64; 4] = [640.0, 870.0, 60.0, 320.0];
 /// Width of a bar.
 const BAR: f64 = 74.0;
 /// Slices of time that have a median each.

@@ -7,9 +7,9 @@
 use serde_json::{Value, json};
 
 /// Documents that conversations are about.
-const N_DOCUMENTS: u64 = 12;
-/// Notes of a document: about 900 tokens of the bundled model.
-const N_NOTES: u64 = 24;
+const N_DOCUMENTS: u64 = 36;
+/// Notes of a document: about 1 000 tokens of the bundled model.
+const N_NOTES: u64 = 40;
 /// Most turns of a conversation.
 const MAX_TURNS: u64 = 4;
 /// Most tokens of an answer; the model answers in one sentence.

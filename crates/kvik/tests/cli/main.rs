@@ -7,6 +7,7 @@ mod bad_models;
 mod bench_engine;
 mod bench_gateway;
 mod bench_memory;
+mod demo;
 mod generate;
 mod help;
 mod models_inspect;

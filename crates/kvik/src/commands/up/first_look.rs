@@ -8,6 +8,7 @@ use anyhow::{Context as _, ensure};
 use bytes::Bytes;
 use http_body_util::{BodyExt as _, Full};
 use hyper::Request;
+use kvik_bench::demo;
 use kvik_proto::client::{HttpClient, TlsClientConfig, http_client};
 use kvik_runtime::terminal::TITLE;
 use serde_json::{Value, json};
@@ -17,6 +18,7 @@ const N_NUMBERS: u32 = 500;
 
 /// Sends the prompt twice through the gateway and prints what was measured.
 pub(super) async fn show(gateway: &str, model: &str) -> anyhow::Result<()> {
+    demo::wait_until_ready(gateway).await?;
     let http = http_client(&TlsClientConfig::default())?;
     let mut prompt = String::new();
     for number in 1..=N_NUMBERS {
