@@ -13,7 +13,8 @@
 //!
 //! * Only the leader changes the membership, and every change is written down before it is shown or
 //!   answered. A term that is over can write nothing.
-//! * Snapshots of one coordinator rise in `(term, version)`.
+//! * Snapshots of one coordinator rise in `(term, version)` until it restarts. A restart of a coordinator without
+//!   shared state is another incarnation.
 //! * A watcher costs one snapshot, however slowly it reads.
 //!
 //! ```no_run
@@ -45,6 +46,7 @@ mod state;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use kvik_index::ring::MAX_VIRTUAL_NODES;
 use kvik_proto::client::{HttpClient, TlsClientConfig, http_client};
@@ -100,7 +102,9 @@ impl Coordinator {
 
         metrics::describe();
         let api = match config.state.backend {
-            StateBackendKind::Embedded => spawn(EmbeddedState::new(), &config, http, shutdown),
+            StateBackendKind::Embedded => {
+                spawn(EmbeddedState::new(SystemTime::now()), &config, http, shutdown)
+            }
             StateBackendKind::Etcd => {
                 let backend = EtcdState::new(http.clone(), &config.state.etcd, base.clone())?;
                 spawn(backend, &config, http, shutdown)
