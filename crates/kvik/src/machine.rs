@@ -41,11 +41,10 @@ pub(crate) fn n_cores() -> usize {
     std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
-/// Memory of the machine in bytes; `None` where the operating system does not tell.
+/// Bytes of memory that this process may use: the machine's, or the limit of its control group; `None` where the
+/// operating system does not say.
 pub(crate) fn memory_bytes() -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let kibibytes: u64 = field(&text, "MemTotal")?.strip_suffix("kB")?.trim().parse().ok()?;
-    kibibytes.checked_mul(1024)
+    Some(kvik_memory::machine::memory_bytes()).filter(|n_bytes| *n_bytes > 0)
 }
 
 /// The value of the first line `name : value`.
