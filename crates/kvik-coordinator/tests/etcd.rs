@@ -366,7 +366,7 @@ async fn a_coordinator_that_drains_during_its_campaign_leaves_no_leader_behind()
     let etcd = Etcd::start().await;
     let proxy = WithheldAnswers::start(&etcd.url, "/v3/kv/txn", usize::MAX).await;
     // Far longer than the test waits: the key must not go away by itself.
-    let node = Node::start(Etcd::config_at(&proxy.url, 300)).await;
+    let node = Node::start(Etcd::config_at(&proxy.url, 60)).await;
     eventually(PATIENCE, "etcd has the leader's key", async || etcd.leader().await).await;
     node.shutdown.finish().await;
     eventually(PATIENCE, "the key is gone", async || etcd.leader().await.is_none().then_some(())).await;
@@ -376,7 +376,7 @@ async fn a_coordinator_that_drains_during_its_campaign_leaves_no_leader_behind()
 async fn a_campaign_whose_answer_is_lost_does_not_stand_in_the_way_of_the_next_one() {
     let etcd = Etcd::start().await;
     let proxy = WithheldAnswers::start(&etcd.url, "/v3/kv/txn", 1).await;
-    let node = Node::start(Etcd::config_at(&proxy.url, 300)).await;
+    let node = Node::start(Etcd::config_at(&proxy.url, 60)).await;
     eventually(PATIENCE, "the coordinator leads", async || {
         client(node.base()).register(&registration("w0", 1)).await.ok()
     })
