@@ -54,7 +54,7 @@ fn hierarchy(mount: &str, groups: &str) -> Option<Hierarchy> {
     let mut kind = kind.split(' ');
     let (file_system, options) = (kind.next()?, kind.nth(1)?);
     let (limit_file, group) = match file_system {
-        "cgroup2" => ("memory.max", group_of(groups, |controllers| controllers.is_empty())?),
+        "cgroup2" => ("memory.max", group_of(groups, str::is_empty)?),
         "cgroup" if options.split(',').any(|option| option == "memory") => {
             let counts_memory = |controllers: &str| controllers.split(',').any(|name| name == "memory");
             ("memory.limit_in_bytes", group_of(groups, counts_memory)?)
@@ -84,15 +84,13 @@ fn unescaped(text: &str) -> String {
     let mut bytes = text.as_bytes();
     while let Some((first, rest)) = bytes.split_first() {
         let digits = rest.get(..3).and_then(|digits| str::from_utf8(digits).ok());
-        match digits.and_then(|digits| u8::from_str_radix(digits, 8).ok()).filter(|_| *first == b'\\') {
-            Some(byte) => {
-                plain.push(byte);
-                bytes = &rest[3..];
-            }
-            None => {
-                plain.push(*first);
-                bytes = rest;
-            }
+        let byte = digits.and_then(|digits| u8::from_str_radix(digits, 8).ok());
+        if let Some(byte) = byte.filter(|_| *first == b'\\') {
+            plain.push(byte);
+            bytes = &rest[3..];
+        } else {
+            plain.push(*first);
+            bytes = rest;
         }
     }
     String::from_utf8_lossy(&plain).into_owned()
@@ -124,7 +122,7 @@ mod tests {
     /// A root folder with these files below `proc/self` and limits below `sys/fs/cgroup`.
     fn root(groups: &str, mounts: &str, limits: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
-        let mut write = |path: &str, text: &str| {
+        let write = |path: &str, text: &str| {
             let path = root.path().join(path);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
