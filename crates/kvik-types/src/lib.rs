@@ -6,14 +6,14 @@
 //! Parts:
 //!
 //! * [`TokenId`], [`BlockSize`], [`ByteSize`], [`Dtype`]: ids and quantities;
-//! * [`Namespace`] and [`BlockHash`]: which caches may mix, and the name of a token block;
+//! * [`Namespace`], [`CacheSalt`] and [`BlockHash`]: which caches may mix, and the name of a token block;
 //! * [`hash`]: kvik's hash chain and those of vLLM, `SGLang`, `LMCache` and llm-d, byte exact;
 //! * [`layout`]: KV layouts, the conversion between any two, and self-describing binary frames.
 //!
 //! Invariants:
 //!
-//! * A block's hash is a function of its namespace and of every token up to its end, and of nothing
-//!   else. Encodings are injective, so different inputs differ before they are hashed.
+//! * A block's hash is a function of its namespace, of the request's salt and of every token up to its end,
+//!   and of nothing else. Encodings are injective, so different inputs differ before they are hashed.
 //! * An engine's hash is computed exactly or refused ([`TypesError::NotReproducible`]), never guessed.
 //! * A conversion writes the bytes of mapped slots and no others; sizes are checked before the first one.
 //! * No function panics on input, and decoders take any bytes.
@@ -45,9 +45,11 @@ pub mod layout;
 mod dtype;
 mod error;
 mod namespace;
+mod salt;
 mod token;
 
 pub use dtype::Dtype;
 pub use error::{Result, TypesError};
 pub use namespace::{BlockHash, Namespace};
+pub use salt::CacheSalt;
 pub use token::{BlockSize, ByteSize, TokenId};

@@ -19,8 +19,6 @@ use kvik_model::{BLOCK_TOKENS, Model, ModelConfig, ModelError};
 use kvik_types::{ByteSize, Dtype};
 use serde::Serialize;
 
-use crate::machine;
-
 /// Opens the model folder, or the bundled model.
 fn open_model(folder: Option<&Path>) -> anyhow::Result<Model> {
     let model = match folder {
@@ -55,7 +53,8 @@ fn kv_bytes_per_token(config: &ModelConfig, kv_dtype: Dtype) -> u64 {
 /// Blocks that fit into the memory that this process may use, if that is known.
 fn n_blocks_in_memory(config: &ModelConfig, kv_dtype: Dtype) -> Option<u64> {
     let block_bytes = kv_bytes_per_token(config, kv_dtype).checked_mul(BLOCK_TOKENS as u64)?;
-    machine::memory_bytes()?.checked_div(block_bytes)
+    let n_bytes = Some(kvik_memory::machine::memory_bytes()).filter(|n_bytes| *n_bytes > 0);
+    n_bytes?.checked_div(block_bytes)
 }
 
 /// Refuses more blocks than memory could hold: the allocation would end the process.
