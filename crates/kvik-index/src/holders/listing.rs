@@ -142,13 +142,11 @@ impl HolderReader {
             }
             // Neighbors mostly have the same set.
             if set != cache.0 {
-                match self.tiers_of(root, set, source) {
-                    Some(tiers) => *cache = (set, tiers),
-                    None => {
-                        is_stale = true;
-                        return;
-                    }
-                }
+                let Some(tiers) = self.tiers_of(root, set, source) else {
+                    is_stale = true;
+                    return;
+                };
+                *cache = (set, tiers);
             }
             if cache.1 != 0 {
                 let key = extent.key(index.offset());
