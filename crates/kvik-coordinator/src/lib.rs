@@ -45,6 +45,7 @@ mod publish;
 mod state;
 
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -86,7 +87,15 @@ impl Coordinator {
     /// # Errors
     /// If the configuration is not valid, a file of it cannot be used, or the address cannot be
     /// listened on. An etcd that cannot be reached is no error: the coordinator goes on trying.
-    pub async fn start(config: CoordinatorConfig, shutdown: &Shutdown) -> Result<Running> {
+    pub fn start(
+        config: CoordinatorConfig,
+        shutdown: &Shutdown,
+    ) -> Pin<Box<dyn Future<Output = Result<Running>> + Send + '_>> {
+        // Boxed, so that the coordinator is compiled with this crate and not again with each program that polls it.
+        Box::pin(Self::run(config, shutdown))
+    }
+
+    async fn run(config: CoordinatorConfig, shutdown: &Shutdown) -> Result<Running> {
         config.validate()?;
         let TlsClientPem { authorities_pem, identity_pem } = config.peer_tls.read()?;
         let http = http_client(&TlsClientConfig { authorities_pem, identity_pem })?;

@@ -66,7 +66,12 @@ impl Indexer {
     /// # Errors
     /// If the configuration cannot be used, or an address is taken. A server or an engine that is away is waited
     /// for.
-    pub async fn start(config: &IndexConfig, shutdown: &Shutdown) -> Result<Arc<Self>> {
+    pub fn start<'a>(config: &'a IndexConfig, shutdown: &'a Shutdown) -> BoxFuture<'a, Result<Arc<Self>>> {
+        // Boxed, so that the index is compiled with this crate and not again with each program that polls it.
+        Box::pin(Self::run(config, shutdown))
+    }
+
+    async fn run(config: &IndexConfig, shutdown: &Shutdown) -> Result<Arc<Self>> {
         config.validate()?;
         let shelf = open_shelf(config)?;
         let learning = Learning {
