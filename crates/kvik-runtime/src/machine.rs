@@ -13,19 +13,11 @@ pub fn cpu_name() -> Option<String> {
     field(&text, "model name").map(str::to_owned)
 }
 
-/// Memory of the machine in bytes; `None` where the operating system does not report it.
-pub fn memory_bytes() -> Option<u64> {
-    memory_field("MemTotal")
-}
-
-/// Memory that can be used without swapping, in bytes; `None` where the operating system does not report it.
+/// Memory of the machine that can be used without swapping, in bytes; `None` where the operating system does not report
+/// it.
 pub fn available_memory_bytes() -> Option<u64> {
-    memory_field("MemAvailable")
-}
-
-fn memory_field(name: &str) -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let kibibytes: u64 = field(&text, name)?.strip_suffix("kB")?.trim().parse().ok()?;
+    let kibibytes: u64 = field(&text, "MemAvailable")?.strip_suffix("kB")?.trim().parse().ok()?;
     kibibytes.checked_mul(1024)
 }
 
