@@ -1,6 +1,7 @@
 //! The life of a worker: start, serve, end.
 
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::Arc;
 
 use kvik_model::{BLOCK_TOKENS, CpuBackendOptions, Engine, EngineOptions, Model};
@@ -49,7 +50,15 @@ impl Worker {
     /// # Errors
     /// If the configuration is wrong, the address is taken or the model cannot be loaded; nothing
     /// runs then.
-    pub async fn start(config: WorkerConfig, shutdown: &Shutdown) -> Result<Running> {
+    pub fn start(
+        config: WorkerConfig,
+        shutdown: &Shutdown,
+    ) -> Pin<Box<dyn Future<Output = Result<Running>> + Send + '_>> {
+        // Boxed, so that the worker is compiled with this crate and not again with each program that polls it.
+        Box::pin(Self::run(config, shutdown))
+    }
+
+    async fn run(config: WorkerConfig, shutdown: &Shutdown) -> Result<Running> {
         config.validate()?;
         let tls = tls_acceptor(&config.tls)?;
         let clients = coordinator_clients(&config)?;
