@@ -249,7 +249,10 @@ fn a_worker_refuses_bad_variables_of_kvcached_by_name_and_warns_of_those_without
         let output = process::kvik().env(variable, value).arg("worker").output().unwrap();
         let message = String::from_utf8(output.stderr).unwrap();
         assert!(!output.status.success());
-        assert!(message.contains(variable) && message.contains(value) && message.contains(allowed), "{message}");
+        assert!(
+            message.contains(variable) && message.contains(value) && message.contains(allowed),
+            "{message}"
+        );
     }
     let dir = tempfile::tempdir().unwrap();
     let variables = [
@@ -260,7 +263,15 @@ fn a_worker_refuses_bad_variables_of_kvcached_by_name_and_warns_of_those_without
         ("KVCACHED_SANITY_CHECK", "true"),
     ];
     let mut command = process::kvik();
-    command.envs(variables).args(["worker", "--log-format", "json", "--listen", "127.0.0.1:0", "--threads", "1"]);
+    command.envs(variables).args([
+        "worker",
+        "--log-format",
+        "json",
+        "--listen",
+        "127.0.0.1:0",
+        "--threads",
+        "1",
+    ]);
     let dir = format!("memory.dir={}", dir.path().display());
     let device = format!("memory.device_bytes={}", N_PAGES * PAGE_BYTES);
     command.args(["--set", &dir, "--set", &device, "--set", "kv_blocks=1024"]);
