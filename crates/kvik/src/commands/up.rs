@@ -30,7 +30,7 @@ use crate::cli::UpArguments;
 use crate::scratch::ScratchFolder;
 
 /// Time for everything to end after the first signal.
-const GRACE: Duration = Duration::from_mins(2);
+const GRACE: Duration = Duration::from_secs(25);
 /// Heartbeats on loopback can be quick; a worker that dies is gone within a second.
 const HEARTBEAT_INTERVAL_MS: u64 = 300;
 /// The part of the free memory that the ram tiers of all workers take, unless it is set.
