@@ -170,6 +170,11 @@ impl Gateway {
         }
     }
 
+    /// The global KV index, for sources of events that the configuration does not name; `None` where it is switched off.
+    pub fn indexer(&self) -> Option<&Arc<Indexer>> {
+        self.shared.indexer.as_ref()
+    }
+
     /// All backends, by id.
     pub fn workers(&self) -> Vec<WorkerStatus> {
         let backends = self.shared.read_members(crate::upstream::members::MemberBook::backends);

@@ -149,14 +149,20 @@ impl Indexer {
         self.catalog.find(model).is_some_and(|books| books.has_books())
     }
 
-    /// Finds for every worker how much of a prompt it has. Workers that have nothing are left out.
+    /// Finds for every worker how much of a prompt with this `cache_salt` it has. Workers that have nothing are left
+    /// out.
     ///
     /// # Errors
     /// If the server that keeps the index is away.
-    pub async fn find(&self, model: &str, tokens: &[TokenId]) -> Result<BTreeMap<String, WorkerScore>> {
+    pub async fn find(
+        &self,
+        model: &str,
+        tokens: &[TokenId],
+        salt: Option<&str>,
+    ) -> Result<BTreeMap<String, WorkerScore>> {
         let Some(books) = self.catalog.find(model) else { return Ok(BTreeMap::new()) };
         let scorer = ScorerKind::LongestPrefix;
-        let matches = books.lookup(tokens, scorer.walk()).await?;
+        let matches = books.lookup(tokens, salt, scorer.walk()).await?;
         let query = Query { prompt_tokens: tokens.len(), queued_tokens: &|_| 0 };
         Ok(score_workers(&matches, scorer, &self.scoring, &query))
     }
@@ -179,7 +185,7 @@ impl Indexer {
         request: ScoreRequest,
         queued_tokens: &(dyn Fn(&str) -> u64 + Sync),
     ) -> Result<ScoreResponse> {
-        let ScoreRequest { model, prompt, messages, token_ids, pods, scorer } = request;
+        let ScoreRequest { model, prompt, messages, token_ids, cache_salt, pods, scorer } = request;
         let scorer = scorer.as_deref().map_or(Ok(ScorerKind::default()), str::parse)?;
         let prompt = match (prompt, messages, token_ids) {
             (Some(text), None, None) => Prompt::Text(text),
@@ -198,7 +204,7 @@ impl Indexer {
         let tokens = self.tokenize(&model, prompt).await?;
         let query = Query { prompt_tokens: tokens.len(), queued_tokens };
         let matches = match self.catalog.discover(&model).await? {
-            Some(books) => books.lookup(&tokens, scorer.walk()).await?,
+            Some(books) => books.lookup(&tokens, cache_salt.as_deref(), scorer.walk()).await?,
             None => Vec::new(),
         };
         let found = score_workers(&matches, scorer, &self.scoring, &query);
@@ -235,13 +241,14 @@ impl Indexer {
         Ok(response)
     }
 
-    /// Holds a prediction against what the worker reported after the request: what it did not have is taken out
-    /// of the index.
+    /// Compares a prediction with what the worker reported after the request: what it did not have is removed from the
+    /// index. `tokens` and `salt` must be those that the worker looked up, or true entries are removed.
     pub async fn settle(
         &self,
         model: &str,
         worker: &str,
         tokens: &[TokenId],
+        salt: Option<&str>,
         predicted_tokens: u64,
         reported_tokens: u64,
     ) {
@@ -258,7 +265,7 @@ impl Indexer {
             is_short = true;
             let mut keys: Vec<BlockKey> = Vec::new();
             let n_tokens = (predicted * block_tokens) as usize;
-            book.keys.extend(tokens.get(..n_tokens).unwrap_or(tokens), &mut keys);
+            book.keys.extend_salted(tokens.get(..n_tokens).unwrap_or(tokens), salt, &mut keys);
             let lost = keys.get(reported as usize..).unwrap_or_default();
             if let Err(error) = forget(&book, worker, lost).await {
                 tracing::warn!(%model, %worker, %error, "failed to correct a prediction");

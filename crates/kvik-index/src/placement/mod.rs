@@ -17,6 +17,10 @@
 //! that has nothing of it if that is cheaper. If no member has room, the cheapest of all usable ones takes it.
 //! Of equally cheap members the first clockwise from the key is taken. If no usable member has
 //! anything of the prompt, the choice is exactly that of the ring.
+//!
+//! A named sequence stays with the owner of its name ([`choose_named`]): its KV is there, and with a mean load of a few
+//! requests a bound relative to the mean would move it whenever one or two other requests are on its owner. So the
+//! owner's bound is never below a number of tokens that says how much work may wait before a sequence moves.
 
 use crate::ring::{self, Bounds, Choice, Loads, Reason, Ring};
 
@@ -82,6 +86,30 @@ pub fn choose(
         let reason = if best.matched_tokens < most_matched { Reason::Spread } else { Reason::Holder };
         Choice { member: best.member, reason, load: best.load, bound: best.bound }
     })
+}
+
+/// Chooses the member that takes a request of a named sequence; `None` if no member on the ring is usable.
+///
+/// The owner of the key takes it while it is usable and has room: up to its bound, or up to `floor_tokens` times its
+/// weight if that is more. Otherwise the sequence moves, and the choice is that of [`choose`]: to a member that has its
+/// KV, if one does.
+pub fn choose_named(
+    ring: &Ring,
+    request: Request<'_>,
+    loads: Loads<'_>,
+    load_factor: f64,
+    floor_tokens: u64,
+    usable: impl Fn(usize) -> bool,
+) -> Option<Choice> {
+    if let Some(owner) = ring.walk(request.key).next().filter(|owner| usable(*owner)) {
+        let bounds = Bounds::new(ring, loads, load_factor, request.tokens, &usable);
+        let floor = (floor_tokens as f64 * bounds.weight(owner)) as u64;
+        let (load, bound) = (bounds.load(owner), bounds.bound(owner).max(floor));
+        if load == 0 || load.saturating_add(request.left(owner)) <= bound {
+            return Some(Choice { member: owner, reason: Reason::Owner, load, bound });
+        }
+    }
+    choose(ring, request, loads, load_factor, usable)
 }
 
 /// A usable member.
