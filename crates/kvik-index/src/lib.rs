@@ -4,7 +4,7 @@
 //! of all workers. [`ring`] is consistent hashing with bounded loads. A ring is built from the members
 //! and their weights; a key has an owner on it and a fixed order of further members, and
 //! [`ring::choose`] walks that order to the first member that is usable and not overloaded. [`placement`] is
-//! the choice with what the index knows, and [`replay`] measures choices on mock workers in virtual time.
+//! the choice with what the index knows.
 //!
 //! The crate does no I/O and reads no clock: everything is a function of its arguments. That is what
 //! lets every gateway decide by itself and all of them decide alike.
@@ -32,6 +32,4 @@
 pub mod holders;
 mod kernels;
 pub mod placement;
-pub mod replay;
 pub mod ring;
-pub mod workload;

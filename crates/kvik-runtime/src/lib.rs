@@ -1,4 +1,4 @@
-//! What every service of kvik shares.
+//! What every program of kvik shares.
 //!
 //! - [`config`]: one struct a service, filled from its defaults, a YAML file, the environment and
 //!   flags, in this order; every value knows where it came from. The only place that reads the
@@ -7,6 +7,7 @@
 //! - [`shutdown`]: drain, then stop; every task has an owner that waits for it.
 //! - [`http`]: the server loop, plain or TLS, that lets connections finish.
 //! - [`tls`]: the files of TLS towards other services.
+//! - [`terminal`]: tables, bars and colors. [`machine`]: cores and memory.
 //!
 //! ```
 //! use kvik_runtime::shutdown::Shutdown;
@@ -22,8 +23,10 @@
 pub mod config;
 pub mod error;
 pub mod http;
+pub mod machine;
 pub mod shutdown;
 pub mod telemetry;
+pub mod terminal;
 pub mod tls;
 
 pub use error::{Result, RuntimeError};

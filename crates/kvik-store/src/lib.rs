@@ -6,8 +6,8 @@
 //! whole, and go to the lower tiers in the background. `docs/store.md` is the design.
 //!
 //! [`policy`] has the eviction and admission policies: pure state machines over a tree of blocks that are
-//! told what happens and asked for victims. [`sim`] replays request traces through the same code. Both do no
-//! I/O and read no clock: time is an argument, and the sequence of calls determines every answer.
+//! fed with what happens and asked for victims. They do no I/O and read no clock: time is an argument, and the
+//! sequence of calls determines every answer.
 //!
 //! Invariants:
 //!
@@ -36,7 +36,6 @@
 #![forbid(unsafe_code)]
 
 pub mod policy;
-pub mod sim;
 
 mod book;
 mod chain;

@@ -111,10 +111,10 @@ fn parse_capacity(text: &str) -> Result<usize, String> {
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct TopScreenArguments {
     #[command(flatten)]
-    pub(crate) top: kvik_tools::kvctl::top::TopArguments,
+    pub(crate) top: kvctl::top::TopArguments,
 
     #[command(flatten)]
-    pub(crate) common: kvik_tools::kvctl::CommonArguments,
+    pub(crate) common: kvctl::CommonArguments,
 }
 
 #[derive(Debug, Subcommand)]

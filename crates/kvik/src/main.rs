@@ -1,7 +1,6 @@
 //! The `kvik` binary: argument parsing and wiring.
 //!
-//! Parts: `cli` declares the arguments, `commands` has one file a verb, `bench` measures,
-//! `terminal` writes tables and colors, `machine` says what the program runs on.
+//! Parts: `cli` declares the arguments, `commands` has one file a verb.
 //!
 //! Invariants:
 //! - Standard output carries results and nothing else; messages, statistics and progress go to
@@ -12,18 +11,16 @@
 
 #![forbid(unsafe_code)]
 
-mod bench;
 mod cli;
 mod commands;
-mod machine;
-mod terminal;
 
 use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
+use kvik_bench::sim::TraceError;
 use kvik_model::ModelError;
-use kvik_store::sim::TraceError;
+use kvik_runtime::terminal;
 use kvik_tokens::TokensError;
 
 use cli::bench::BenchCommand;

@@ -10,9 +10,9 @@ use dynamo_kv_router::protocols::{
     KvCacheStoredBlockData, LocalBlockHash, OverlapScores, RouterEvent,
 };
 use kvik_index::holders::BlockKey;
-use kvik_index::workload::Workload;
 
 use crate::report::cpu_s;
+use crate::workload::Workload;
 use crate::{Sample, live_bytes, quantiles};
 
 const BLOCK_TOKENS: u32 = 16;
@@ -99,7 +99,7 @@ fn stored(work: &Workload) -> Vec<RouterEvent> {
         tokens_hash: LocalBlockHash(key.0),
         mm_extra_info: None,
     };
-    let event = |(event_id, run): (u64, kvik_index::workload::StoredRun<'_>)| {
+    let event = |(event_id, run): (u64, crate::workload::StoredRun<'_>)| {
         let data = KvCacheEventData::Stored(KvCacheStoreData {
             parent_hash: run.before.last().map(|key| ExternalSequenceBlockHash(key.0)),
             start_position: Some(run.before.len() as u32),

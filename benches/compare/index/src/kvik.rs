@@ -6,9 +6,9 @@ use anyhow::{Result, ensure};
 use kvik_index::holders::{
     Batch, BlockKey, Event, HolderIndex, IndexConfig, LookupOptions, Matches, SourceId, Tier,
 };
-use kvik_index::workload::{N_WORKERS, StoredRun, Workload};
 
 use crate::report::cpu_s;
+use crate::workload::{N_WORKERS, StoredRun, Workload};
 use crate::{Sample, live_bytes, quantiles};
 
 /// Blocks of the batches that are handed over at a time; Dynamo's pool has all of them in its queues.

@@ -2,7 +2,7 @@
 //!
 //! `cargo run --release --manifest-path benches/compare/index/Cargo.toml -- [--json]`
 //!
-//! The fleet is that of `kvik_index::workload`: 16 workers with sequences of 16, 128 and 1024 blocks. From Dynamo
+//! The fleet is that of `kvik_bench::workload`: 16 workers with sequences of 16, 128 and 1024 blocks. From Dynamo
 //! come its default, the concurrent compressed radix tree behind a pool of event threads, and its plain radix
 //! tree on one thread. All apply the same events in the same order and answer the same queries.
 //!
@@ -22,16 +22,20 @@ mod kvik;
 #[path = "../../machine.rs"]
 mod machine;
 mod report;
+// Not the crate around it, which brings all of kvik.
+#[path = "../../../../crates/kvik-bench/src/workload.rs"]
+#[expect(dead_code, reason = "kvik's own bench needs more of it")]
+mod workload;
 
 use std::alloc::System;
 
 use anyhow::{Result, ensure};
 use clap::Parser;
-use kvik_index::workload::Workload;
 use serde_json::json;
 use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
 
 use crate::report::{Line, Rounds};
+use crate::workload::Workload;
 
 /// Depths in blocks, and sequences of each for every worker.
 const FLEETS: [(usize, usize); 3] = [(16, 10_000), (128, 10_000), (1024, 640)];
@@ -104,7 +108,7 @@ fn main() -> Result<()> {
     }
     let load_averages = [load_at_begin, machine::load_average()];
     let settings = json!({
-        "workers": kvik_index::workload::N_WORKERS, "dynamo_kv_router": "1.6.1", "event_threads": arguments.event_threads,
+        "workers": workload::N_WORKERS, "dynamo_kv_router": "1.6.1", "event_threads": arguments.event_threads,
         "kvik_threads": arguments.event_threads + 1,
         "rounds": arguments.rounds, "passes": N_PASSES, "part": arguments.part,
     });

@@ -5,5 +5,5 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    kvik_tools::kvctl::main()
+    kvctl::main()
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use super::{EXIT_CODES, KvDtype, MAX_THREADS, parse_capacity};
-use crate::bench::memory::BenchDevice;
+use kvik_bench::memory::BenchDevice;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {

@@ -7,23 +7,24 @@ use std::time::Duration;
 
 use anyhow::Context;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use kvik_index::replay::Policy;
-use kvik_store::sim::{Trace, synthetic::Chats};
+use kvik_bench::replay::Policy;
+use kvik_bench::sim::{Trace, synthetic::Chats};
 
 use super::{check_kv_blocks, open_model, print_json};
-use crate::bench::engine::{EngineBench, EngineBenchOptions};
-use crate::bench::gateway::{GatewayBench, GatewayBenchOptions, Kind};
-use crate::bench::index::{self, IndexBench};
-use crate::bench::memory::{self, MemoryBench, MemoryBenchOptions};
-use crate::bench::report::Report;
-use crate::bench::routing::{self, RoutingBench, RoutingBenchOptions};
-use crate::bench::store::{self, StoreBench, StoreBenchOptions};
 use crate::cli::bench::{
     BenchEngineArguments, BenchGatewayArguments, BenchIndexArguments, BenchMemoryArguments,
     BenchMemoryPeerArguments, BenchRoutingArguments, BenchStoreArguments,
 };
-use crate::machine::{self, Machine};
-use crate::terminal;
+use kvik_bench::engine::{EngineBench, EngineBenchOptions};
+use kvik_bench::gateway::{GatewayBench, GatewayBenchOptions, Kind};
+use kvik_bench::index::{self, IndexBench};
+use kvik_bench::machine::Machine;
+use kvik_bench::memory::{self, MemoryBench, MemoryBenchOptions};
+use kvik_bench::report::Report;
+use kvik_bench::routing::{self, RoutingBench, RoutingBenchOptions};
+use kvik_bench::store::{self, StoreBench, StoreBenchOptions};
+use kvik_runtime::machine;
+use kvik_runtime::terminal;
 
 /// Runs `kvik bench engine`.
 pub(crate) fn engine(arguments: &BenchEngineArguments) -> anyhow::Result<()> {

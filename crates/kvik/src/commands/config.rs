@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::print_json;
 use super::service::{self, Flags};
 use crate::cli::ConfigArguments;
-use crate::terminal::{Align, Column, DIMMED, TITLE, Table};
+use kvik_runtime::terminal::{Align, Column, DIMMED, TITLE, Table};
 
 type Fields = BTreeMap<String, (Value, Origin)>;
 

@@ -16,7 +16,7 @@ use kvik_types::{Dtype, TokenId};
 
 use super::{check_kv_blocks, n_blocks_in_memory, open_model, print_json};
 use crate::cli::{EngineArguments, GenerateArguments};
-use crate::terminal::{self, TextOutput};
+use kvik_runtime::terminal::{self, TextOutput};
 use outcome::{Outcome, Report};
 
 /// Share of the machine's memory, as a divisor, that keys and values take unless asked for more.

@@ -19,7 +19,7 @@ use kvik_model::{BLOCK_TOKENS, Model, ModelConfig, ModelError};
 use kvik_types::{ByteSize, Dtype};
 use serde::Serialize;
 
-use crate::machine;
+use kvik_runtime::machine;
 
 /// Opens the model folder, or the bundled model.
 fn open_model(folder: Option<&Path>) -> anyhow::Result<Model> {

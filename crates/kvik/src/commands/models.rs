@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::{kv_bytes_per_token, open_model, print_json};
 use crate::cli::{InspectArguments, KvDtype};
-use crate::terminal::{self, Align, Column, Table, grouped};
+use kvik_runtime::terminal::{self, Align, Column, Table, grouped};
 
 /// What `models inspect` tells; the object that `--json` prints.
 #[derive(Debug, Serialize)]

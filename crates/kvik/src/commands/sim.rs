@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{BufReader, Write as _};
 
 use anyhow::Context as _;
-use kvik_store::sim::{Report, Trace};
+use kvik_bench::sim::{Report, Trace};
 
 use crate::cli::SimArguments;
 

@@ -6,5 +6,5 @@ use crate::cli::TopScreenArguments;
 
 /// Shows the elastic memory of this machine.
 pub(crate) fn run(arguments: &TopScreenArguments) -> anyhow::Result<()> {
-    kvik_tools::kvctl::top::run(&arguments.common, &arguments.top).context("show the memory")
+    kvctl::top::run(&arguments.common, &arguments.top).context("show the memory")
 }

@@ -18,7 +18,7 @@ use kvik_worker::{Running as RunningWorker, Worker, WorkerConfig};
 
 use super::service::{self, Flags};
 use crate::cli::UpArguments;
-use crate::terminal::{DIMMED, TITLE};
+use kvik_runtime::terminal::{DIMMED, TITLE};
 
 /// Time for everything to end after the first signal.
 const GRACE: Duration = Duration::from_mins(2);

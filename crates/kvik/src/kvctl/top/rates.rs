@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvik_memory::ledger::MemberSnapshot;
 use serde::Serialize;
 
-use crate::kvctl::folder::Reading;
+use crate::folder::Reading;
 
 /// The rates of every member between two readings.
 #[derive(Debug, Clone, Default)]

@@ -3,8 +3,8 @@
 use kvik_memory::ledger::{DeviceSnapshot, GroupSnapshot, MemberSnapshot};
 
 use super::rates::{Rate, Rates};
-use crate::kvctl::folder::{KvcachedSegment, Reading, UnreadableLedger};
-use crate::kvctl::report::effective_limit_bytes;
+use crate::folder::{KvcachedSegment, Reading, UnreadableLedger};
+use crate::report::effective_limit_bytes;
 
 /// By what groups are ordered.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

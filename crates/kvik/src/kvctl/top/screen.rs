@@ -9,8 +9,8 @@ use super::page_map::{Cell, PageMap};
 use super::rates::{Rate, Rates};
 use super::rows::{Row, rows};
 use super::state::{Mode, ScreenState};
-use crate::kvctl::folder::Reading;
-use crate::kvctl::size::{compact, percent};
+use crate::folder::Reading;
+use crate::size::{compact, percent};
 
 /// Everything that is drawn.
 #[derive(Debug, Clone, Copy)]

@@ -3,7 +3,7 @@
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 
 use super::rows::{RowKey, SortBy};
-use crate::kvctl::size::{Limit, parse_limit};
+use crate::size::{Limit, parse_limit};
 
 /// The longest limit that can be typed, in characters.
 const MAX_INPUT_CHARS: usize = 32;

@@ -10,8 +10,8 @@ use super::rates::Rates;
 use super::rows::{Row, RowKey, SortBy, rows};
 use super::screen::{View, draw};
 use super::state::{Action, Message, Mode, ScreenState};
-use crate::kvctl::folder::{KvcachedSegment, Reading, UnreadableLedger};
-use crate::kvctl::size::Limit;
+use crate::folder::{KvcachedSegment, Reading, UnreadableLedger};
+use crate::size::Limit;
 
 const GIB: u64 = 1 << 30;
 

@@ -1,0 +1,34 @@
+//! What measures kvik: benches, simulators, workloads and plots.
+//!
+//! - [`engine`], [`gateway`], [`index`], [`memory`], [`store`] and [`routing`] are the benches of `kvik bench`, one a
+//!   subject. [`report`] is what they find, as a table and as JSON, with the [`machine`] it was found on.
+//! - [`sim`] replays request traces through the eviction policies of the store, [`replay`] through the placement of
+//!   requests, both in virtual time: equal arguments give equal figures.
+//! - [`workload`] is the synthetic fleet that indexes are measured with, [`plot`] draws curves as SVG.
+//!
+//! Nothing that serves requests depends on this crate; the `kvik` binary parses the arguments and prints.
+//!
+//! ```
+//! use kvik_bench::sim::{Contender, simulate, synthetic::Chats};
+//! use kvik_store::policy::PolicyKind;
+//!
+//! let chats = Chats { n_requests: 100, rate: 3.0, think_s: 30.0, next_turn: 0.8, seed: 1 };
+//! let outcome = simulate(&chats.trace()?, PolicyKind::Lru, 1_000);
+//! assert_eq!(outcome.contender, Contender::Policy(PolicyKind::Lru));
+//! # Ok::<(), kvik_bench::sim::TraceError>(())
+//! ```
+
+#![forbid(unsafe_code)]
+
+pub mod engine;
+pub mod gateway;
+pub mod index;
+pub mod machine;
+pub mod memory;
+pub mod plot;
+pub mod replay;
+pub mod report;
+pub mod routing;
+pub mod sim;
+pub mod store;
+pub mod workload;

@@ -1,0 +1,487 @@
+//! What elastic memory costs: blocks and pages at hand, grants, growth, and giving memory back.
+//!
+//! One engine's memory as a model of 32 layers has it: a buffer for the keys and one for the values of each
+//! layer, pages of 2 MiB, blocks of 32 KiB in each buffer. The ledger is one of its own, so that engines that
+//! run on the machine are not asked for memory; every grant, publication and page state is written as in an
+//! engine. Values are medians of rounds after a warm-up. A p50 comes from samples of many operations, so that
+//! reading the clock does not count; a p99 comes from single ones, and it does.
+
+mod peer;
+mod stand;
+
+use std::str::FromStr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::ensure;
+use kvik_memory::blocks::BlocksOutcome;
+use kvik_memory::geometry::UNIT_BYTES;
+use kvik_memory::ledger::Member;
+use kvik_memory::pages::{
+    Claim, Grants as _, MapOutcome, PageAllocator, PageMapper as _, PageSettings, PagesOutcome,
+};
+use kvik_memory::pool::{KvPool, PoolSettings};
+use kvik_memory::{Extent, PageId};
+
+use self::peer::Peer;
+pub use self::peer::run as run_peer;
+use self::stand::{BLOCK_BYTES, CAPACITY_PAGES, N_BUFFERS, PAGE_BYTES, Stand};
+use crate::report::{Baseline, Goal, Measurement};
+
+/// kvcached 0.1.6 as it was measured before, on an H200 with memory of the same shape: not in this run.
+const KVCACHED_ON_H200: &str = "kvcached_0.1.6_earlier_on_h200";
+/// kvcached 0.1.6 as it was measured before, with a driver that does nothing, on two cores: not in this run.
+const KVCACHED_PAGES: &str = "kvcached_0.1.6_earlier_without_gpu";
+/// Nanoseconds for a pair of allocating and freeing a page that kvcached has reserved.
+const KVCACHED_PAGE_NS: f64 = 49_000.0;
+/// Milliseconds in which kvcached grows by 512 MiB, with pages of 2 MiB in each buffer.
+const KVCACHED_GROW_MS: f64 = 29.0;
+/// Milliseconds in which kvcached frees 32 GiB of such pages.
+const KVCACHED_FREE_MS: f64 = 1_362.0;
+
+/// Blocks of one batch, and the nanoseconds that kvcached takes for a pair on an H200.
+const BATCHES: [(u32, f64); 5] =
+    [(1, 7_700.0), (4, 10_100.0), (16, 13_400.0), (64, 47_000.0), (256, 129_000.0)];
+
+/// One step of growth: 256 blocks of 2 MiB over all buffers.
+const STEP_BLOCKS: u32 = 256;
+const STEP_BYTES: u64 = 512 << 20;
+/// Steps that are averaged: the first of them finds the guard uncut.
+const STEPS_PER_VALUE: usize = 8;
+
+/// The memory to measure.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BenchDevice {
+    /// This machine's memory.
+    Host,
+    /// The GPU with this index.
+    Cuda(u32),
+}
+
+/// How much is measured.
+#[derive(Debug, Clone, Copy)]
+pub struct MemoryBenchOptions {
+    /// The memory to measure.
+    pub device: BenchDevice,
+    /// Takes less time for less precise values, and less memory.
+    pub is_quick: bool,
+}
+
+/// The measurements, in their order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Blocks on pages that are at hand.
+    Blocks,
+    /// Pages that are parked, alone and beside another process.
+    Pages,
+    /// Grants of the ledger, alone and beside another process.
+    Grants,
+    /// Extents of several sizes.
+    Extents,
+    /// Growth, and giving it back.
+    Growth,
+}
+
+/// A device with a ledger of its own.
+#[derive(Debug)]
+pub struct MemoryBench {
+    options: MemoryBenchOptions,
+    stand: Stand,
+}
+
+/// Nanoseconds of an operation, one value a round.
+#[derive(Debug, Default)]
+struct Latency {
+    p50: Vec<f64>,
+    p99: Vec<f64>,
+}
+
+/// Milliseconds of growth and of giving back.
+#[derive(Debug, Default)]
+struct GrowthTimes {
+    open: Vec<f64>,
+    step: Vec<f64>,
+    slowest_step: Vec<f64>,
+    at_once: Vec<f64>,
+    free_of_steps: Vec<f64>,
+    free_at_once: Vec<f64>,
+}
+
+// === impl BenchDevice ===
+
+impl FromStr for BenchDevice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let ordinal = text.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok());
+        match (text, ordinal) {
+            ("host", _) => Ok(Self::Host),
+            (_, Some(ordinal)) => Ok(Self::Cuda(ordinal)),
+            _ => Err("allowed: `host`, or `cuda:` and the number of a GPU".to_owned()),
+        }
+    }
+}
+
+// === impl Kind ===
+
+impl Kind {
+    /// All of them.
+    pub const ALL: [Self; 5] = [Self::Blocks, Self::Pages, Self::Grants, Self::Extents, Self::Growth];
+
+    /// What is measured, for who waits.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Blocks => "blocks",
+            Self::Pages => "pages",
+            Self::Grants => "grants",
+            Self::Extents => "extents",
+            Self::Growth => "growth",
+        }
+    }
+}
+
+// === impl MemoryBenchOptions ===
+
+impl MemoryBenchOptions {
+    fn rounds(self) -> usize {
+        if self.is_quick { 3 } else { 11 }
+    }
+
+    fn samples_per_round(self) -> usize {
+        if self.is_quick { 200 } else { 4_000 }
+    }
+
+    /// Rounds of what takes milliseconds.
+    fn slow_rounds(self) -> usize {
+        if self.is_quick { 1 } else { 5 }
+    }
+
+    /// What is grown to and freed.
+    fn growth_bytes(self) -> u64 {
+        match (self.device, self.is_quick) {
+            (_, true) => 1 << 30,
+            (BenchDevice::Host, false) => 4 << 30,
+            (BenchDevice::Cuda(_), false) => 32 << 30,
+        }
+    }
+}
+
+// === impl MemoryBench ===
+
+impl MemoryBench {
+    /// Opens the device and makes a ledger for it.
+    pub fn try_new(options: MemoryBenchOptions) -> anyhow::Result<Self> {
+        Ok(Self { options, stand: Stand::try_new(options.device, options.growth_bytes())? })
+    }
+
+    /// What is measured, for programs.
+    pub fn settings(&self) -> serde_json::Value {
+        serde_json::json!({
+            "device": self.stand.device_name(),
+            "buffers": N_BUFFERS,
+            "page_bytes": PAGE_BYTES,
+            "block_bytes_per_buffer": BLOCK_BYTES,
+            "guard": format!("{:?}", self.stand.guard()).to_lowercase(),
+            "growth_bytes": self.options.growth_bytes(),
+            "rounds": self.options.rounds(),
+            "samples_per_round": self.options.samples_per_round(),
+        })
+    }
+
+    /// What is measured, for people.
+    pub fn description(&self) -> String {
+        format!(
+            "{}; {N_BUFFERS} buffers, pages of 2 MiB, blocks of 32 KiB in each buffer; medians of {} rounds",
+            self.stand.device_name(),
+            self.options.rounds()
+        )
+    }
+
+    /// Does the measurements of one kind.
+    pub fn measure(&self, kind: Kind) -> anyhow::Result<Vec<Measurement>> {
+        let results = match kind {
+            Kind::Blocks => self.blocks()?,
+            Kind::Pages => self.pages()?,
+            Kind::Grants => self.grants()?,
+            Kind::Extents => self.extents()?,
+            Kind::Growth => self.growth()?,
+        };
+        Ok(results.into_iter().flatten().collect())
+    }
+
+    fn is_on_gpu(&self) -> bool {
+        matches!(self.options.device, BenchDevice::Cuda(_))
+    }
+
+    /// Batches of blocks, in an engine's pool with its agent.
+    fn blocks(&self) -> anyhow::Result<Vec<Option<Measurement>>> {
+        let pool = self.stand.pool("blocks", PoolSettings::new(BLOCK_BYTES))?;
+        let mut results = Vec::new();
+        for (n_blocks, kvcached_ns) in BATCHES {
+            let mut blocks = Vec::with_capacity(n_blocks as usize);
+            let latency = self.latency(n_blocks, || {
+                blocks.clear();
+                take_blocks(&pool, n_blocks, &mut blocks)?;
+                Ok(pool.free(&blocks)?)
+            })?;
+            let p50 =
+                Measurement::from_repeats(format!("block_alloc_free_{n_blocks}_p50"), "ns", latency.p50);
+            results.push(p50.map(|p50| match (self.is_on_gpu(), n_blocks) {
+                (true, 1 | 256) => better_than(p50, KVCACHED_ON_H200, kvcached_ns, Some(20.0)),
+                (true, _) => better_than(p50, KVCACHED_ON_H200, kvcached_ns, None),
+                (false, 1) => with_goal(p50, 100.0),
+                (false, _) => p50,
+            }));
+            if n_blocks == 1 {
+                let name = format!("block_alloc_free_{n_blocks}_p99");
+                results.push(Measurement::from_repeats(name, "ns", latency.p99));
+            }
+        }
+        Ok(results)
+    }
+
+    /// Single pages that are parked, with all that tools see of them.
+    fn pages(&self) -> anyhow::Result<Vec<Option<Measurement>>> {
+        let member = self.stand.join("pages")?;
+        let states = member.create_page_states(CAPACITY_PAGES, self.stand.geometry().page_cost_bytes())?;
+        let settings = PageSettings { high_watermark_pages: CAPACITY_PAGES, ..PageSettings::default() };
+        let pages = PageAllocator::try_new(Arc::new(self.stand.region()?), Arc::new(member), settings)?;
+        pages.set_observer(Arc::new(states));
+        let mut taken = Vec::new();
+        take_pages(&pages, 8, &mut taken)?;
+        pages.free(&taken)?;
+        let mut pair = || {
+            taken.clear();
+            take_pages(&pages, 1, &mut taken)?;
+            Ok(pages.free(&taken)?)
+        };
+        let alone = self.latency(1, &mut pair)?;
+        let contended = self.beside_a_peer(&mut pair)?;
+        let name = "page_alloc_free_parked";
+        let p50 = Measurement::from_repeats(format!("{name}_p50"), "ns", alone.p50.clone())
+            .map(|p50| with_goal(better_than(p50, KVCACHED_PAGES, KVCACHED_PAGE_NS, None), 1_000.0));
+        Ok([p50].into_iter().chain(contention(name, alone, contended)).collect())
+    }
+
+    /// One unit of memory, claimed and given back.
+    fn grants(&self) -> anyhow::Result<Vec<Option<Measurement>>> {
+        let member = self.stand.join("grants")?;
+        let mut pair = || claim_and_give_back(&member);
+        let alone = self.latency(1, &mut pair)?;
+        let contended = self.beside_a_peer(&mut pair)?;
+        let name = "claim_give_back";
+        let p50 = Measurement::from_repeats(format!("{name}_p50"), "ns", alone.p50.clone());
+        Ok([p50].into_iter().chain(contention(name, alone, contended)).collect())
+    }
+
+    /// The same extent again and again, as an engine whose load goes up and down.
+    fn extents(&self) -> anyhow::Result<Vec<Option<Measurement>>> {
+        let region = self.stand.region()?;
+        let mut results = Vec::new();
+        for n_pages in [1, 8, 32] {
+            // Away from the first page, so that the guard is cut on both sides where it has to be.
+            let extents = [Extent::try_new(PageId(3 * n_pages), n_pages)?];
+            let (mut map, mut unmap) = (Vec::new(), Vec::new());
+            for round in 0..=self.options.rounds() {
+                let begun = Instant::now();
+                let outcome = region.map(&extents);
+                let mapped = begun.elapsed();
+                ensure!(matches!(outcome, MapOutcome::Mapped), "map {n_pages} pages: {outcome:?}");
+                let begun = Instant::now();
+                let stuck = region.unmap(&extents);
+                let unmapped = begun.elapsed();
+                ensure!(stuck.is_empty(), "unmap {stuck:?}");
+                if 0 < round {
+                    map.push(mapped.as_secs_f64() * 1e6);
+                    unmap.push(unmapped.as_secs_f64() * 1e6);
+                }
+            }
+            results.push(Measurement::from_repeats(format!("map_extent_{n_pages}_pages"), "us", map));
+            results.push(Measurement::from_repeats(format!("unmap_extent_{n_pages}_pages"), "us", unmap));
+        }
+        Ok(results)
+    }
+
+    /// Growth by half a gibibyte at a time and all at once, each from nothing and back to nothing.
+    fn growth(&self) -> anyhow::Result<Vec<Option<Measurement>>> {
+        let mut times = GrowthTimes::default();
+        for round in 0..=self.options.slow_rounds() {
+            let values = self.grow_and_free()?;
+            if 0 < round || self.options.is_quick {
+                times.extend(values);
+            }
+        }
+        let n_gib = self.options.growth_bytes() >> 30;
+        let is_as_kvcached = self.is_on_gpu() && n_gib == 32;
+        let grown = |result: Measurement| match self.options.device {
+            BenchDevice::Host => result,
+            BenchDevice::Cuda(_) => better_than(result, KVCACHED_ON_H200, KVCACHED_GROW_MS, Some(2.0)),
+        };
+        let freed = |name: &str, times: Vec<f64>| {
+            let name = format!("free_{n_gib}_gib_grown_{name}");
+            Measurement::from_repeats(name, "ms", times).map(|result| {
+                if is_as_kvcached {
+                    better_than(result, KVCACHED_ON_H200, KVCACHED_FREE_MS, Some(10.0))
+                } else {
+                    result
+                }
+            })
+        };
+        Ok(vec![
+            Measurement::from_repeats("open_64_gib_reservation".to_owned(), "ms", times.open),
+            Measurement::from_repeats("grow_512_mib".to_owned(), "ms", times.step).map(grown),
+            Measurement::from_repeats("grow_512_mib_slowest".to_owned(), "ms", times.slowest_step),
+            Measurement::from_repeats(format!("grow_{n_gib}_gib_at_once"), "ms", times.at_once),
+            freed("at_once", times.free_at_once),
+            freed("by_512_mib", times.free_of_steps),
+        ])
+    }
+
+    fn grow_and_free(&self) -> anyhow::Result<GrowthTimes> {
+        let mut times = GrowthTimes::default();
+        // Nothing is prepared and nothing trimmed behind the back of who measures.
+        let settings = PoolSettings {
+            is_preallocating: false,
+            low_watermark_pages: 0,
+            high_watermark_pages: CAPACITY_PAGES,
+            trim_after: Duration::from_hours(1),
+            ..PoolSettings::new(BLOCK_BYTES)
+        };
+        let (pool, opened) = timed_ms(|| self.stand.pool("growth", settings))?;
+        times.open.push(opened);
+        let n_steps = (self.options.growth_bytes() / STEP_BYTES) as usize;
+        let mut blocks = Vec::with_capacity(n_steps * STEP_BLOCKS as usize);
+        let mut steps = Vec::with_capacity(n_steps);
+        for _ in 0..n_steps {
+            steps.push(timed_ms(|| take_blocks(&pool, STEP_BLOCKS, &mut blocks))?.1);
+        }
+        let mean = |steps: &[f64]| steps.iter().sum::<f64>() / steps.len() as f64;
+        times.step.extend(steps.chunks(STEPS_PER_VALUE).map(mean));
+        times.slowest_step.extend(steps.iter().copied().reduce(f64::max));
+        times.free_of_steps.push(free_and_trim(&pool, &mut blocks)?);
+
+        let n_blocks = n_steps as u32 * STEP_BLOCKS;
+        times.at_once.push(timed_ms(|| take_blocks(&pool, n_blocks, &mut blocks))?.1);
+        times.free_at_once.push(free_and_trim(&pool, &mut blocks)?);
+        Ok(times)
+    }
+
+    /// Measures `pair` while another process takes and returns grants of the same ledger.
+    fn beside_a_peer(&self, pair: impl FnMut() -> anyhow::Result<()>) -> anyhow::Result<Latency> {
+        let peer = Peer::start(&self.stand)?;
+        let latency = self.latency(1, pair)?;
+        let n_pairs = peer.finish()?;
+        ensure!(0 < n_pairs, "the other process did nothing");
+        Ok(latency)
+    }
+
+    /// Measures `pair`, which allocates and frees `n` things.
+    fn latency(&self, n: u32, mut pair: impl FnMut() -> anyhow::Result<()>) -> anyhow::Result<Latency> {
+        let n_samples = self.options.samples_per_round();
+        let n_pairs = (256 / n).clamp(4, 64);
+        let mut latency = Latency::default();
+        for round in 0..=self.options.rounds() {
+            let (mut means, mut singles) = (Vec::with_capacity(n_samples), Vec::with_capacity(n_samples));
+            for _ in 0..n_samples {
+                let begun = Instant::now();
+                for _ in 0..n_pairs {
+                    pair()?;
+                }
+                means.push(begun.elapsed().as_secs_f64() * 1e9 / f64::from(n_pairs));
+                let begun = Instant::now();
+                pair()?;
+                singles.push(begun.elapsed().as_secs_f64() * 1e9);
+            }
+            if 0 < round {
+                latency.p50.push(percentile(&mut means, 50));
+                latency.p99.push(percentile(&mut singles, 99));
+            }
+        }
+        Ok(latency)
+    }
+}
+
+// === impl GrowthTimes ===
+
+impl GrowthTimes {
+    fn extend(&mut self, other: Self) {
+        self.open.extend(other.open);
+        self.step.extend(other.step);
+        self.slowest_step.extend(other.slowest_step);
+        self.at_once.extend(other.at_once);
+        self.free_of_steps.extend(other.free_of_steps);
+        self.free_at_once.extend(other.free_at_once);
+    }
+}
+
+/// What follows the p50 of an operation that was also measured beside another process.
+fn contention(name: &str, alone: Latency, contended: Latency) -> [Option<Measurement>; 3] {
+    let beside = |quantile: &str, alone: Vec<f64>, contended: Vec<f64>| {
+        let result = Measurement::from_repeats(format!("{name}_contended_{quantile}"), "ns", contended);
+        result.map(|result| result.compared_with(Baseline::new("alone", alone), None))
+    };
+    [
+        Measurement::from_repeats(format!("{name}_p99"), "ns", alone.p99.clone()),
+        beside("p50", alone.p50, contended.p50),
+        beside("p99", alone.p99, contended.p99),
+    ]
+}
+
+/// Compares a time with a known one, of which it should be at most one in `factor`.
+fn better_than(result: Measurement, name: &'static str, known: f64, factor: Option<f64>) -> Measurement {
+    let goal = factor.map(|factor| Goal::AtMost(known / factor));
+    result.compared_with(Baseline::new(name, vec![known]), goal)
+}
+
+fn with_goal(mut result: Measurement, at_most: f64) -> Measurement {
+    result.is_reached = Some(result.value <= at_most);
+    result.goal = Some(Goal::AtMost(at_most));
+    result
+}
+
+fn take_blocks(pool: &KvPool, n_blocks: u32, blocks: &mut Vec<kvik_memory::BlockId>) -> anyhow::Result<()> {
+    match pool.alloc(n_blocks, blocks)? {
+        BlocksOutcome::Allocated => Ok(()),
+        BlocksOutcome::NoMemory(shortage) => anyhow::bail!("no memory for {n_blocks} blocks: {shortage:?}"),
+    }
+}
+
+fn take_pages(pages: &PageAllocator, n_pages: u32, taken: &mut Vec<PageId>) -> anyhow::Result<()> {
+    match pages.alloc(n_pages, taken)? {
+        PagesOutcome::Allocated => Ok(()),
+        PagesOutcome::NoMemory(shortage) => anyhow::bail!("no memory for {n_pages} pages: {shortage:?}"),
+    }
+}
+
+/// One unit, as the engine of this process and the other one do it.
+fn claim_and_give_back(member: &Member) -> anyhow::Result<()> {
+    let claim = member.claim(UNIT_BYTES)?;
+    ensure!(claim == Claim::Granted, "no grant for {UNIT_BYTES} bytes: {claim:?}");
+    member.give_back(UNIT_BYTES);
+    Ok(())
+}
+
+/// Frees all blocks and unmaps all pages; the milliseconds of both.
+fn free_and_trim(pool: &KvPool, blocks: &mut Vec<kvik_memory::BlockId>) -> anyhow::Result<f64> {
+    let (_, elapsed) = timed_ms(|| {
+        pool.free(blocks)?;
+        Ok(pool.trim())
+    })?;
+    blocks.clear();
+    let n_held = pool.counters().pages.n_parked + pool.counters().pages.n_quarantined;
+    ensure!(n_held == 0, "{n_held} pages were not unmapped");
+    Ok(elapsed)
+}
+
+fn timed_ms<T>(work: impl FnOnce() -> anyhow::Result<T>) -> anyhow::Result<(T, f64)> {
+    let begun = Instant::now();
+    let value = work()?;
+    Ok((value, begun.elapsed().as_secs_f64() * 1e3))
+}
+
+/// A percentile of `values`, which are sorted; not a number if there are none.
+fn percentile(values: &mut [f64], percent: usize) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let rank = values.len() * percent / 100;
+    values.get(rank).or(values.last()).copied().unwrap_or(f64::NAN)
+}

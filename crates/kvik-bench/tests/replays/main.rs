@@ -1,0 +1,4 @@
+//! The simulators on requests whose course is known beforehand.
+
+mod replay;
+mod simulation;
