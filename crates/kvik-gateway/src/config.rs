@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use kvik_index::placement::NAMED_FLOOR_TOKENS;
 use kvik_indexer::{IndexConfig, IndexerError};
 use kvik_proto::coordinator::RingConfig;
 use kvik_runtime::http::TlsServerConfig;
@@ -249,7 +250,7 @@ impl Default for RoutingConfig {
             kv_aware: true,
             kv_load_factor: 1.0,
             max_lookup_ms: 50,
-            named_floor_tokens: 32_768,
+            named_floor_tokens: NAMED_FLOOR_TOKENS,
         }
     }
 }
