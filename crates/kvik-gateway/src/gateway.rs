@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::api;
 use crate::config::{FIXED_FIELDS, GatewayConfig};
-use crate::error::Result;
+use crate::error::{GatewayError, Result};
 use crate::state::Shared;
 use crate::upstream::breaker::State;
 use crate::upstream::kv_listeners;
@@ -40,6 +40,15 @@ pub struct Running {
     gateway: Gateway,
     address: SocketAddr,
     finished: CancellationToken,
+}
+
+/// What a process serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Role {
+    /// Requests, and the index beside them.
+    Gateway,
+    /// The index alone.
+    Index,
 }
 
 /// A backend as the gateway sees it now.
@@ -65,6 +74,27 @@ impl Gateway {
     /// # Errors
     /// If the configuration is not valid, the address is taken or a certificate cannot be used.
     pub async fn start(config: GatewayConfig, shutdown: &Shutdown) -> Result<Running> {
+        Self::start_as(config, shutdown, Role::Gateway).await
+    }
+
+    /// Starts the index alone: it learns from the configured engines and from the workers of the coordinators, answers
+    /// `/v1/score`, `/index/*` and gRPC, and is ready without any backend. Of the configuration `listen`, `tls`,
+    /// `coordinators`, `backend_tls`, `api_keys`, `max_body_bytes`, `index` and `tracing` count.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start), and if `index.enabled` is false.
+    pub async fn start_index(config: GatewayConfig, shutdown: &Shutdown) -> Result<Running> {
+        if !config.index.enabled {
+            return Err(GatewayError::InvalidConfig {
+                field: "index.enabled".to_owned(),
+                value: "false".to_owned(),
+                allowed: "true for a service that is the index alone".to_owned(),
+            });
+        }
+        Self::start_as(config, shutdown, Role::Index).await
+    }
+
+    async fn start_as(config: GatewayConfig, shutdown: &Shutdown, role: Role) -> Result<Running> {
         config.validate()?;
         telemetry::start_metrics()?;
         let TlsClientPem { authorities_pem, identity_pem } = config.backend_tls.read()?;
@@ -85,15 +115,20 @@ impl Gateway {
             shutdown.spawn(kv_listeners::run(Arc::clone(&shared), indexer));
         }
         shutdown.spawn(watch::run(Arc::clone(&shared)));
-        shutdown.spawn(probe::run(Arc::clone(&shared)));
+        let router = match role {
+            Role::Gateway => {
+                shutdown.spawn(probe::run(Arc::clone(&shared)));
+                api::router(Arc::clone(&shared))
+            }
+            Role::Index => api::index_router(Arc::clone(&shared)),
+        };
         let finished = CancellationToken::new();
-        let (router, serving, guard) =
-            (api::router(Arc::clone(&shared)), shutdown.clone(), finished.clone().drop_guard());
+        let (serving, guard) = (shutdown.clone(), finished.clone().drop_guard());
         shutdown.spawn(async move {
             serve(listener, router, tls, serving.draining(), &serving).await;
             drop(guard);
         });
-        tracing::info!(%address, "gateway listens");
+        tracing::info!(%address, ?role, "listening");
         Ok(Running { gateway: Self { shared }, address, finished })
     }
 

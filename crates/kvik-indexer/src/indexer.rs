@@ -17,7 +17,7 @@ use kvik_types::TokenId;
 
 use crate::book::Book;
 use crate::catalog::Catalog;
-use crate::config::IndexConfig;
+use crate::config::{IndexConfig, TokenizeMode};
 use crate::error::{IndexerError, Result};
 use crate::grpc::{PodScore, PodScores};
 use crate::ingest::Learning;
@@ -49,6 +49,9 @@ pub struct Indexer {
     pool: TokenizersPool,
     has_tokenizer_root: bool,
     scoring: Scoring,
+    /// Where a question names none, and for routing.
+    scorer: ScorerKind,
+    mode: TokenizeMode,
     predictions: Predictions,
 }
 
@@ -87,6 +90,8 @@ impl Indexer {
             pool,
             has_tokenizer_root: config.tokenizers.root.is_some(),
             scoring,
+            scorer: config.scorer.parse()?,
+            mode: config.tokenizers.mode,
             predictions: Predictions::default(),
         });
         tasks::start(&indexer, config, shutdown).await?;
@@ -139,6 +144,27 @@ impl Indexer {
         }
     }
 
+    /// The tokens of a prompt as far as a choice of a worker can have them, and whether these are all.
+    ///
+    /// In the mode `background` they are those that are known from prompts before, found at once; the whole prompt is
+    /// tokenized behind the request, so that the next one with its beginning finds it.
+    ///
+    /// # Errors
+    /// As [`tokenize`](Self::tokenize).
+    pub async fn tokenize_for_routing(&self, model: &str, prompt: Prompt) -> Result<(Vec<TokenId>, bool)> {
+        let input = match (self.mode, prompt) {
+            (TokenizeMode::Background, Prompt::Text(text)) => {
+                TokenizeInput::Text { text, add_special: AddSpecial::Yes }
+            }
+            (TokenizeMode::Background, Prompt::Chat(messages, options)) => {
+                TokenizeInput::Chat { messages, options }
+            }
+            (_, prompt) => return Ok((self.tokenize(model, prompt).await?, true)),
+        };
+        let known = self.pool.tokenize_behind(TokenizeRequest { model: model.to_owned(), input })?;
+        Ok((known.tokens, false))
+    }
+
     /// The books of all models; feeds are opened here.
     pub fn catalog(&self) -> &Arc<Catalog> {
         &self.catalog
@@ -161,18 +187,10 @@ impl Indexer {
         salt: Option<&str>,
     ) -> Result<BTreeMap<String, WorkerScore>> {
         let Some(books) = self.catalog.find(model) else { return Ok(BTreeMap::new()) };
-        let scorer = ScorerKind::LongestPrefix;
+        let scorer = self.scorer;
         let matches = books.lookup(tokens, salt, scorer.walk()).await?;
         let query = Query { prompt_tokens: tokens.len(), queued_tokens: &|_| 0 };
         Ok(score_workers(&matches, scorer, &self.scoring, &query))
-    }
-
-    /// What a worker's part of a prompt is worth in tokens of prefill that it saves.
-    pub fn saved_tokens(&self, found: &WorkerScore) -> f64 {
-        let weights = &self.scoring.weights;
-        let weigh = |tier: &Tier| weights.weight(*tier) * found.matched_in[tier.as_index()] as f64;
-        let credit = if found.is_unsure { self.scoring.costs.unsure_credit.clamp(0.0, 1.0) } else { 1.0 };
-        Tier::ALL.iter().map(weigh).sum::<f64>() * credit
     }
 
     /// Scores workers by how much of a prompt they have. `queued_tokens` is what a worker has to do already,
@@ -186,7 +204,7 @@ impl Indexer {
         queued_tokens: &(dyn Fn(&str) -> u64 + Sync),
     ) -> Result<ScoreResponse> {
         let ScoreRequest { model, prompt, messages, token_ids, cache_salt, pods, scorer } = request;
-        let scorer = scorer.as_deref().map_or(Ok(ScorerKind::default()), str::parse)?;
+        let scorer = scorer.as_deref().map_or(Ok(self.scorer), str::parse)?;
         let prompt = match (prompt, messages, token_ids) {
             (Some(text), None, None) => Prompt::Text(text),
             (None, Some(messages), None) => {
@@ -360,7 +378,11 @@ impl PodScores for Indexer {
                 ..ScoreRequest::default()
             };
             let response = self.score(request, &|_| 0).await?;
-            let scores = response.scores.into_iter().filter(|(_, score)| *score > 0.0);
+            // Clients take the highest score: of a cost, the requests like this one that a second is enough for.
+            let as_score =
+                |cost: f64| if self.scorer == ScorerKind::Cost { 1.0 / cost.max(1e-6) } else { cost };
+            let scores = response.scores.into_iter().map(|(pod, score)| (pod, as_score(score)));
+            let scores = scores.filter(|(_, score)| *score > 0.0);
             Ok(scores.map(|(pod, score)| PodScore { pod, score, data_parallel_rank: None }).collect())
         })
     }

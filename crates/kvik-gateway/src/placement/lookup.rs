@@ -29,6 +29,8 @@ const KEY_TOKENS: usize = 16;
 pub(crate) struct Lookup {
     indexer: Arc<Indexer>,
     prompt: Arc<LookedUp>,
+    /// Whether these are all tokens of the prompt.
+    is_whole: bool,
     blocks: PromptBlocks,
     found: BTreeMap<String, WorkerScore>,
 }
@@ -49,9 +51,9 @@ impl Lookup {
         let prompt = prompt_of(route, peek)?;
         let salt = peek.cache_salt.as_deref();
         let asking = async {
-            let tokens = indexer.tokenize(&group.model, prompt).await?;
+            let (tokens, is_whole) = indexer.tokenize_for_routing(&group.model, prompt).await?;
             let found = indexer.find(&group.model, &tokens, salt).await?;
-            Ok::<_, kvik_indexer::IndexerError>((tokens, found))
+            Ok::<_, kvik_indexer::IndexerError>((tokens, is_whole, found))
         };
         let (outcome, lookup) = match tokio::time::timeout(millis(config.max_lookup_ms), asking).await {
             Err(_) => ("slow", None),
@@ -59,11 +61,11 @@ impl Lookup {
                 tracing::debug!(model = %group.model, %error, "the index was not asked");
                 ("failed", None)
             }
-            Ok(Ok((tokens, found))) => {
+            Ok(Ok((tokens, is_whole, found))) => {
                 let outcome = if found.is_empty() { "nothing" } else { "found" };
                 let blocks = PromptBlocks::new(&tokens, salt);
                 let prompt = Arc::new(LookedUp { tokens, salt: salt.map(str::to_owned) });
-                (outcome, Some(Self { indexer: Arc::clone(indexer), prompt, blocks, found }))
+                (outcome, Some(Self { indexer: Arc::clone(indexer), prompt, is_whole, blocks, found }))
             }
         };
         Metrics::lookup(outcome);
@@ -73,9 +75,7 @@ impl Lookup {
     /// Tokens of prefill that each member saves, by its seat: what it has, or what is under way to it.
     pub(crate) fn saved_tokens(&self, group: &ModelGroup, under_way: &UnderWay) -> Vec<f64> {
         let backends = || group.seats.iter().map(|seat| &seat.backend);
-        let saved = |backend: &Arc<Backend>| {
-            self.of(backend).map_or(0.0, |(_, found)| self.indexer.saved_tokens(found))
-        };
+        let saved = |backend: &Arc<Backend>| self.of(backend).map_or(0.0, |(_, found)| found.saved_tokens);
         let mut saved: Vec<f64> = backends().map(saved).collect();
         under_way.raise(&self.blocks, backends(), &mut saved);
         saved
@@ -103,9 +103,10 @@ impl Lookup {
         Some(tagged(b'b', &hasher.digest().to_le_bytes()).into_owned())
     }
 
-    /// What the choice of a backend is held against later.
+    /// What the report of a backend is compared with later; `None` if it has nothing of the prompt, or if only the
+    /// beginning of the prompt was looked up.
     pub(crate) fn prediction(&self, model: &str, backend: &Backend) -> Option<Prediction> {
-        let (worker, found) = self.of(backend)?;
+        let (worker, found) = self.of(backend).filter(|_| self.is_whole)?;
         let prompt = Arc::clone(&self.prompt);
         Some(Prediction::new(Arc::clone(&self.indexer), model, worker, prompt, found.matched_tokens))
     }

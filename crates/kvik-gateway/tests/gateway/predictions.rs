@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use kvik_indexer::feed::{Feed, FeedBatch, FeedName, Feeds as _, Naming};
 use kvik_indexer::keys::Keys;
-use kvik_proto::events::{BlocksStored, EngineHash, ExtraKey, KvEvent};
+use kvik_proto::events::{BlocksRemoved, BlocksStored, EngineHash, ExtraKey, KvEvent, Medium};
 use serde_json::{Value, json};
 
 use crate::mock::{Behavior, MockWorker};
@@ -23,8 +23,13 @@ struct Engines {
 
 impl Engines {
     async fn start() -> Self {
+        Self::start_with("longest_prefix").await
+    }
+
+    async fn start_with(scorer: &str) -> Self {
         let workers = [MockWorker::start("m").await, MockWorker::start("m").await];
-        let gateway = TestGateway::before(&[&workers[0], &workers[1]], |_| {}).await;
+        let set = |config: &mut kvik_gateway::GatewayConfig| scorer.clone_into(&mut config.index.scorer);
+        let gateway = TestGateway::before(&[&workers[0], &workers[1]], set).await;
         let catalog = Arc::clone(gateway.gateway().indexer().unwrap().catalog());
         let open = async |worker: &MockWorker| {
             let name = FeedName { model: "m".to_owned(), worker: worker.url(), rank: 0 };
@@ -52,9 +57,23 @@ impl Engines {
             block_tokens: BLOCK_TOKENS,
             ..BlocksStored::default()
         };
+        self.say(engine, KvEvent::Stored(stored)).await;
+    }
+
+    /// An engine evicts the first block of a prompt.
+    async fn remove_first(&mut self, engine: usize, tokens: &[u32]) {
+        let keys: Keys = format!("vllm:sha256:{BLOCK_TOKENS}").parse().unwrap();
+        let mut hashes = Vec::new();
+        keys.extend(&tokens[..BLOCK_TOKENS as usize], &mut hashes);
+        let hashes = hashes.iter().map(|key| EngineHash(key.0)).collect();
+        self.say(engine, KvEvent::Removed(BlocksRemoved { hashes, medium: Medium::Gpu, group_idx: None }))
+            .await;
+    }
+
+    async fn say(&mut self, engine: usize, event: KvEvent) {
         let sequence = self.n_said[engine];
         self.n_said[engine] += 1;
-        let events = vec![KvEvent::Stored(stored)];
+        let events = vec![event];
         let batch = FeedBatch { epoch: None, sequence, replayed: false, published_s: 0.0, events };
         self.feeds[engine].apply(batch).await.unwrap();
     }
@@ -144,5 +163,41 @@ async fn a_salted_prompt_finds_the_holder_of_its_salt_and_no_other() {
         until("the index is corrected", async || engines.matched(salted, &tokens, Some("tenant")).await == 0)
             .await;
         assert_eq!(engines.matched(plain, &tokens, None).await, 128);
+    }
+}
+
+#[tokio::test]
+async fn an_index_alone_is_ready_without_backends_and_answers_scores_only() {
+    let shutdown = kvik_runtime::shutdown::Shutdown::new();
+    let config = kvik_gateway::GatewayConfig { listen: "127.0.0.1:0".to_owned(), ..Default::default() };
+    let running = kvik_gateway::Gateway::start_index(config.clone(), &shutdown).await.unwrap();
+    let http = kvik_proto::client::http_client(&kvik_proto::client::TlsClientConfig::default()).unwrap();
+    let gateway = TestGateway { running, shutdown, http };
+    assert_eq!(gateway.get("/ready").await.status, 200);
+    let answer = gateway.post("/v1/score", &[], r#"{"model":"m","token_ids":[1]}"#).await;
+    assert_eq!((answer.status.as_u16(), answer.json()["best"].is_null()), (200, true));
+    assert_eq!(gateway.get("/index/stats").await.json()["backend"], "memory");
+    assert_eq!(gateway.get("/metrics").await.status, 200);
+    gateway.complete(r#"{"model":"m","prompt":"x"}"#).await.assert_error(404, None);
+    let mut disabled = config;
+    disabled.index.enabled = false;
+    let refused = kvik_gateway::Gateway::start_index(disabled, &gateway.shutdown).await.unwrap_err();
+    assert!(refused.to_string().contains("`index.enabled` is false"), "{refused}");
+}
+
+#[tokio::test]
+async fn the_configured_scorer_decides_routing_and_answers_without_a_scorer() {
+    for (scorer, expected) in [("longest_prefix", 0), ("coverage", 1)] {
+        let mut engines = Engines::start_with(scorer).await;
+        let tokens = prompt(1);
+        // The first engine has two blocks from the start on, the second all but the first.
+        engines.store(0, &tokens[..32], None).await;
+        engines.store(1, &tokens, None).await;
+        engines.remove_first(1, &tokens).await;
+        assert_eq!(engines.complete(&json!({"prompt": tokens}), tokens.len(), 0).await, expected, "{scorer}");
+        let body = json!({"model": "m", "token_ids": tokens});
+        let answer = engines.gateway.post("/v1/score", &[], &body.to_string()).await.json();
+        assert_eq!(answer["scorer"], scorer);
+        assert_eq!(answer["best"], engines.workers[expected].url());
     }
 }
