@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -73,8 +74,12 @@ impl Gateway {
     ///
     /// # Errors
     /// If the configuration is not valid, the address is taken or a certificate cannot be used.
-    pub async fn start(config: GatewayConfig, shutdown: &Shutdown) -> Result<Running> {
-        Self::start_as(config, shutdown, Role::Gateway).await
+    pub fn start(
+        config: GatewayConfig,
+        shutdown: &Shutdown,
+    ) -> Pin<Box<dyn Future<Output = Result<Running>> + Send + '_>> {
+        // Boxed, so that the gateway is compiled with this crate and not again with each program that polls it.
+        Box::pin(Self::run(config, shutdown, Role::Gateway))
     }
 
     /// Starts the index alone: it learns from the configured engines and from the workers of the coordinators, answers
@@ -83,18 +88,23 @@ impl Gateway {
     ///
     /// # Errors
     /// As [`start`](Self::start), and if `index.enabled` is false.
-    pub async fn start_index(config: GatewayConfig, shutdown: &Shutdown) -> Result<Running> {
-        if !config.index.enabled {
-            return Err(GatewayError::InvalidConfig {
-                field: "index.enabled".to_owned(),
-                value: "false".to_owned(),
-                allowed: "true for a service that is the index alone".to_owned(),
-            });
-        }
-        Self::start_as(config, shutdown, Role::Index).await
+    pub fn start_index(
+        config: GatewayConfig,
+        shutdown: &Shutdown,
+    ) -> Pin<Box<dyn Future<Output = Result<Running>> + Send + '_>> {
+        Box::pin(async move {
+            if !config.index.enabled {
+                return Err(GatewayError::InvalidConfig {
+                    field: "index.enabled".to_owned(),
+                    value: "false".to_owned(),
+                    allowed: "true for a service that is the index alone".to_owned(),
+                });
+            }
+            Self::run(config, shutdown, Role::Index).await
+        })
     }
 
-    async fn start_as(config: GatewayConfig, shutdown: &Shutdown, role: Role) -> Result<Running> {
+    async fn run(config: GatewayConfig, shutdown: &Shutdown, role: Role) -> Result<Running> {
         config.validate()?;
         telemetry::start_metrics()?;
         let TlsClientPem { authorities_pem, identity_pem } = config.backend_tls.read()?;

@@ -78,7 +78,7 @@ pub async fn serve(
         };
         // Small frames of a stream must not wait for each other.
         let _ = stream.set_nodelay(true);
-        connections.spawn(serve_connection(stream, peer, router.clone(), tls.clone(), Arc::clone(&end)));
+        spawn_connection(&mut connections, stream, peer, router.clone(), tls.clone(), Arc::clone(&end));
     }
     drop(listener);
     end.announce();
@@ -86,6 +86,18 @@ pub async fn serve(
         () = async { while connections.join_next().await.is_some() {} } => {}
         () = shutdown.stopping() => connections.shutdown().await,
     }
+}
+
+/// Not a part of [`serve`], which is compiled with each program that calls it: the HTTP server is compiled here, once.
+fn spawn_connection(
+    connections: &mut JoinSet<()>,
+    stream: TcpStream,
+    peer: SocketAddr,
+    router: Router,
+    tls: Option<TlsAcceptor>,
+    end: Arc<End>,
+) {
+    connections.spawn(serve_connection(stream, peer, router, tls, end));
 }
 
 async fn serve_connection(
