@@ -194,7 +194,11 @@ async fn the_configured_scorer_decides_routing_and_answers_without_a_scorer() {
         engines.store(0, &tokens[..32], None).await;
         engines.store(1, &tokens, None).await;
         engines.remove_first(1, &tokens).await;
-        assert_eq!(engines.complete(&json!({"prompt": tokens}), tokens.len(), 0).await, expected, "{scorer}");
+        assert_eq!(
+            engines.complete(&json!({"prompt": tokens}), tokens.len(), 32).await,
+            expected,
+            "{scorer}"
+        );
         let body = json!({"model": "m", "token_ids": tokens});
         let answer = engines.gateway.post("/v1/score", &[], &body.to_string()).await.json();
         assert_eq!(answer["scorer"], scorer);
