@@ -7,13 +7,18 @@ mod plot;
 
 use std::io::{self, Write};
 
-use crate::replay::{Policy, ReplayConfig, ReplayOutcome, ReplayRequest, run, saturation};
+use crate::replay::{
+    NamedAffinity, Policy, ReplayConfig, ReplayOutcome, ReplayRequest, named_affinity, run, saturation,
+};
 use crate::sim::{TOKENS_PER_BLOCK, Trace};
 use anyhow::Context as _;
 use serde_json::json;
 
 use crate::report::{Baseline, Goal, Measurement};
 use kvik_runtime::terminal::{self, Align, Column, Table};
+
+/// Load at which named conversations are replayed: one for which fleets are planned.
+const AFFINITY_LOAD: f64 = 0.7;
 
 /// What is measured.
 #[derive(Debug, Clone)]
@@ -122,6 +127,11 @@ impl RoutingBench {
         Ok(cells)
     }
 
+    /// Replays named conversations at 70 % load.
+    pub fn affinity(&self) -> anyhow::Result<NamedAffinity> {
+        named_affinity(AFFINITY_LOAD, &self.config).context("replay named conversations")
+    }
+
     /// What is measured, for programs.
     pub fn settings(&self) -> serde_json::Value {
         let config = &self.config;
@@ -167,6 +177,36 @@ impl RoutingBench {
         let last_us = self.requests.last().map_or(0, |request| request.arrival_us);
         self.requests.len() as f64 / (last_us as f64 / 1e6)
     }
+}
+
+/// How well named conversations stay with their owners, as measurements.
+pub fn affinity_measurements(affinity: &NamedAffinity) -> Vec<Measurement> {
+    let rows = [
+        ("seq_affinity_owner_share", 100.0 * affinity.owner_share, Goal::RatioAtLeast(1.0), 99.0),
+        (
+            "seq_affinity_max_load_over_bound",
+            100.0 * affinity.max_load_over_bound,
+            Goal::AtMost(100.0),
+            100.0,
+        ),
+    ];
+    let measured = rows.into_iter().filter_map(|(name, value, goal, wanted)| {
+        let result = Measurement::from_repeats(name.to_owned(), "%", vec![value])?;
+        Some(result.compared_with(Baseline::new("wanted", vec![wanted]), Some(goal)))
+    });
+    measured.collect()
+}
+
+/// Writes the line below the table.
+pub fn write_affinity(affinity: &NamedAffinity, output: &mut impl Write) -> io::Result<()> {
+    writeln!(
+        output,
+        "\n  {} turns of named conversations at {:.0} % load: {:.2} % on the owner, at most {:.0} % of a bound and one request",
+        affinity.n_turns,
+        100.0 * affinity.load,
+        100.0 * affinity.owner_share,
+        100.0 * affinity.max_load_over_bound,
+    )
 }
 
 /// The figures as measurements; those of the choice by KV beside the best of the others.

@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use kvik_index::placement::NAMED_FLOOR_TOKENS;
 use kvik_indexer::{IndexConfig, IndexerError};
 use kvik_proto::coordinator::RingConfig;
 use kvik_runtime::http::TlsServerConfig;
@@ -175,6 +176,10 @@ pub struct RoutingConfig {
     pub kv_load_factor: f64,
     /// Time for tokenizing and looking up a prompt; then the ring decides. Default: 50 ms.
     pub max_lookup_ms: u64,
+    /// Outstanding tokens up to which a worker of weight 1 keeps its named sequences (`seq_id`), whatever the others
+    /// have to do; beyond that and beyond the bound they move. Default: 32 768, what an engine that computes 10 000
+    /// tokens a second works off in some seconds.
+    pub named_floor_tokens: u64,
 }
 
 // === impl defaults ===
@@ -249,6 +254,7 @@ impl Default for RoutingConfig {
             kv_aware: true,
             kv_load_factor: 1.0,
             max_lookup_ms: 50,
+            named_floor_tokens: NAMED_FLOOR_TOKENS,
         }
     }
 }
@@ -306,6 +312,8 @@ impl GatewayConfig {
         for (field, value) in positive {
             check(0 < value && value <= MAX_VALUE, field, value, "1 to 2^40")?;
         }
+        let floor = self.routing.named_floor_tokens;
+        check(floor <= MAX_VALUE, "routing.named_floor_tokens", floor, "0 to 2^40")?;
         let running = self.admission.max_running;
         check(running <= MAX_RUNNING, "admission.max_running", running, "1 to 1 000 000")?;
         let attempts = self.retry.max_attempts;

@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::api;
 use crate::config::{FIXED_FIELDS, GatewayConfig};
-use crate::error::Result;
+use crate::error::{GatewayError, Result};
 use crate::state::Shared;
 use crate::upstream::breaker::State;
 use crate::upstream::kv_listeners;
@@ -41,6 +41,15 @@ pub struct Running {
     gateway: Gateway,
     address: SocketAddr,
     finished: CancellationToken,
+}
+
+/// What a process serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Role {
+    /// Requests, and the index beside them.
+    Gateway,
+    /// The index alone.
+    Index,
 }
 
 /// A backend as the gateway sees it now.
@@ -70,10 +79,32 @@ impl Gateway {
         shutdown: &Shutdown,
     ) -> Pin<Box<dyn Future<Output = Result<Running>> + Send + '_>> {
         // Boxed, so that the gateway is compiled with this crate and not again with each program that polls it.
-        Box::pin(Self::run(config, shutdown))
+        Box::pin(Self::run(config, shutdown, Role::Gateway))
     }
 
-    async fn run(config: GatewayConfig, shutdown: &Shutdown) -> Result<Running> {
+    /// Starts the index alone: it learns from the configured engines and from the workers of the coordinators, answers
+    /// `/v1/score`, `/index/*` and gRPC, and is ready without any backend. Of the configuration `listen`, `tls`,
+    /// `coordinators`, `backend_tls`, `api_keys`, `max_body_bytes`, `index` and `tracing` count.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start), and if `index.enabled` is false.
+    pub fn start_index(
+        config: GatewayConfig,
+        shutdown: &Shutdown,
+    ) -> Pin<Box<dyn Future<Output = Result<Running>> + Send + '_>> {
+        Box::pin(async move {
+            if !config.index.enabled {
+                return Err(GatewayError::InvalidConfig {
+                    field: "index.enabled".to_owned(),
+                    value: "false".to_owned(),
+                    allowed: "true for a service that is the index alone".to_owned(),
+                });
+            }
+            Self::run(config, shutdown, Role::Index).await
+        })
+    }
+
+    async fn run(config: GatewayConfig, shutdown: &Shutdown, role: Role) -> Result<Running> {
         config.validate()?;
         telemetry::start_metrics()?;
         let TlsClientPem { authorities_pem, identity_pem } = config.backend_tls.read()?;
@@ -94,15 +125,20 @@ impl Gateway {
             shutdown.spawn(kv_listeners::run(Arc::clone(&shared), indexer));
         }
         shutdown.spawn(watch::run(Arc::clone(&shared)));
-        shutdown.spawn(probe::run(Arc::clone(&shared)));
+        let router = match role {
+            Role::Gateway => {
+                shutdown.spawn(probe::run(Arc::clone(&shared)));
+                api::router(Arc::clone(&shared))
+            }
+            Role::Index => api::index_router(Arc::clone(&shared)),
+        };
         let finished = CancellationToken::new();
-        let (router, serving, guard) =
-            (api::router(Arc::clone(&shared)), shutdown.clone(), finished.clone().drop_guard());
+        let (serving, guard) = (shutdown.clone(), finished.clone().drop_guard());
         shutdown.spawn(async move {
             serve(listener, router, tls, serving.draining(), &serving).await;
             drop(guard);
         });
-        tracing::info!(%address, "gateway listens");
+        tracing::info!(%address, ?role, "listening");
         Ok(Running { gateway: Self { shared }, address, finished })
     }
 
@@ -177,6 +213,11 @@ impl Gateway {
         if let Some(indexer) = &self.shared.indexer {
             indexer.provide_tokenizer(model, tokenizer);
         }
+    }
+
+    /// The global KV index, for sources of events that the configuration does not name; `None` where it is switched off.
+    pub fn indexer(&self) -> Option<&Arc<Indexer>> {
+        self.shared.indexer.as_ref()
     }
 
     /// All backends, by id.

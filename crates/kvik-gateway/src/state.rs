@@ -13,7 +13,6 @@ use tokio::time::Instant;
 
 use crate::config::GatewayConfig;
 use crate::metrics::Metrics;
-use crate::placement::Placement;
 use crate::placement::admission::Admission;
 use crate::placement::retry::RetryBudget;
 use crate::placement::under_way::UnderWay;
@@ -32,7 +31,6 @@ pub(crate) struct Shared {
     /// `None` where it is switched off.
     pub(crate) indexer: Option<Arc<Indexer>>,
     pub(crate) admission: Arc<Admission>,
-    pub(crate) placement: Placement,
     pub(crate) under_way: Arc<UnderWay>,
     pub(crate) retry_budget: RetryBudget,
     pub(crate) metrics: Metrics,
@@ -71,7 +69,6 @@ impl Shared {
             http,
             indexer,
             admission,
-            placement: Placement::default(),
             under_way: Arc::default(),
             retry_budget,
             metrics: Metrics::new(),

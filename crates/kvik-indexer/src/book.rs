@@ -152,16 +152,17 @@ impl Books {
         }
     }
 
-    /// Finds how much of a prompt every source has. A source is in the answer once for each book that has it.
+    /// Finds how much of a prompt with this `cache_salt` every source has. A source is in the answer once for each book
+    /// that has it.
     ///
     /// # Errors
     /// If a backend is away.
-    pub async fn lookup(&self, tokens: &[TokenId], walk: Walk) -> Result<Vec<Match>> {
+    pub async fn lookup(&self, tokens: &[TokenId], salt: Option<&str>, walk: Walk) -> Result<Vec<Match>> {
         let mut matches = Vec::new();
         let mut keys: Vec<BlockKey> = Vec::new();
         for book in self.all().into_iter().filter(|book| book.is_fed()) {
             keys.clear();
-            book.keys.extend(tokens, &mut keys);
+            book.keys.extend_salted(tokens, salt, &mut keys);
             if keys.is_empty() {
                 continue;
             }

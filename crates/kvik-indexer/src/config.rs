@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::backend::redis::{RedisOptions, RedisUrl};
 use crate::error::{IndexerError, Result};
 use crate::hub::HubConfig;
+use crate::score::ScorerKind;
 use crate::sources::engine::EngineConfig;
 use crate::sources::kubernetes::KubernetesConfig;
 
@@ -37,6 +38,9 @@ pub struct IndexConfig {
     pub snapshot_folder: Option<PathBuf>,
     /// Time between two snapshots. Default: 60 s.
     pub snapshot_interval_s: u64,
+    /// How workers are scored in routing, over gRPC and where a question names no scorer: `longest_prefix`,
+    /// `highest_block_hit`, `coverage` or `cost`. Default: `longest_prefix`.
+    pub scorer: String,
     /// What a block is worth in each tier, from 0 to 1, a faster tier never less than a slower one.
     pub tier_weights: WeightConfig,
     /// What work takes, for the scorer `cost`.
@@ -116,6 +120,9 @@ pub struct TokenizersConfig {
     pub root: Option<PathBuf>,
     /// Tokenizers that are fetched from a model hub. Default: none.
     pub hub: HubConfig,
+    /// Whether a request waits for the tokens of its prompt: `wait`, or `background`, in which it is placed by what is
+    /// known of its beginning and its prompt is tokenized behind it for the next one. Default: `wait`.
+    pub mode: TokenizeMode,
     /// Threads that tokenize. Default: 2.
     pub n_threads: usize,
     /// Prompts that may wait; more are placed without the index. Default: 1024.
@@ -126,6 +133,17 @@ pub struct TokenizersConfig {
     pub prefix_store: PrefixStore,
     /// Memory for known prefixes, in bytes. Default: 256 MiB.
     pub prefix_store_bytes: usize,
+}
+
+/// Whether requests wait for tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TokenizeMode {
+    /// A request waits for all tokens of its prompt, up to `routing.max_lookup_ms`.
+    #[default]
+    Wait,
+    /// A request is placed by what is known of its prompt at once.
+    Background,
 }
 
 /// Where known prefixes are kept.
@@ -151,6 +169,7 @@ impl Default for IndexConfig {
             max_worker_blocks: 100_000_000,
             snapshot_folder: None,
             snapshot_interval_s: 60,
+            scorer: ScorerKind::default().name().to_owned(),
             tier_weights: WeightConfig::default(),
             costs: CostConfig::default(),
             hash_seeds: Vec::new(),
@@ -203,6 +222,7 @@ impl Default for TokenizersConfig {
             models: BTreeMap::new(),
             root: None,
             hub: HubConfig::default(),
+            mode: TokenizeMode::default(),
             n_threads: pool.n_threads,
             max_waiting: pool.max_waiting,
             max_tokenizers: pool.max_tokenizers,
@@ -219,6 +239,7 @@ impl IndexConfig {
     /// [`IndexerError::Invalid`] names the first field that cannot be used.
     pub fn validate(&self) -> Result<()> {
         self.redis_url()?;
+        self.scorer.parse::<ScorerKind>()?;
         self.weights()?;
         self.bridge_block_size()?;
         self.check_costs()?;
@@ -356,6 +377,8 @@ mod tests {
     fn the_defaults_are_valid_and_a_wrong_value_is_named_with_what_is_allowed() {
         IndexConfig::default().validate().unwrap();
         assert!(refusal(|config| config.backend = "mysql://x".to_owned()).contains("`backend`"));
+        let scorer = refusal(|config| config.scorer = "best".to_owned());
+        assert!(scorer.contains("`scorer` is best") && scorer.contains("highest_block_hit"), "{scorer}");
         assert!(refusal(|config| config.tier_weights.cpu = 2.0).contains("`tier_weights`"));
         assert!(refusal(|config| config.tier_weights.gpu = f64::NAN).contains("`tier_weights`"));
         assert!(refusal(|config| config.bridge_block_tokens = 0).contains("`bridge_block_tokens`"));

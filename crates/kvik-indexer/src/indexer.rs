@@ -17,7 +17,7 @@ use kvik_types::TokenId;
 
 use crate::book::Book;
 use crate::catalog::Catalog;
-use crate::config::IndexConfig;
+use crate::config::{IndexConfig, TokenizeMode};
 use crate::error::{IndexerError, Result};
 use crate::grpc::{PodScore, PodScores};
 use crate::ingest::Learning;
@@ -49,6 +49,9 @@ pub struct Indexer {
     pool: TokenizersPool,
     has_tokenizer_root: bool,
     scoring: Scoring,
+    /// Where a question names none, and for routing.
+    scorer: ScorerKind,
+    mode: TokenizeMode,
     predictions: Predictions,
 }
 
@@ -92,6 +95,8 @@ impl Indexer {
             pool,
             has_tokenizer_root: config.tokenizers.root.is_some(),
             scoring,
+            scorer: config.scorer.parse()?,
+            mode: config.tokenizers.mode,
             predictions: Predictions::default(),
         });
         tasks::start(&indexer, config, shutdown).await?;
@@ -144,6 +149,27 @@ impl Indexer {
         }
     }
 
+    /// The tokens of a prompt as far as a choice of a worker can have them, and whether these are all.
+    ///
+    /// In the mode `background` they are those that are known from prompts before, found at once; the whole prompt is
+    /// tokenized behind the request, so that the next one with its beginning finds it.
+    ///
+    /// # Errors
+    /// As [`tokenize`](Self::tokenize).
+    pub async fn tokenize_for_routing(&self, model: &str, prompt: Prompt) -> Result<(Vec<TokenId>, bool)> {
+        let input = match (self.mode, prompt) {
+            (TokenizeMode::Background, Prompt::Text(text)) => {
+                TokenizeInput::Text { text, add_special: AddSpecial::Yes }
+            }
+            (TokenizeMode::Background, Prompt::Chat(messages, options)) => {
+                TokenizeInput::Chat { messages, options }
+            }
+            (_, prompt) => return Ok((self.tokenize(model, prompt).await?, true)),
+        };
+        let known = self.pool.tokenize_behind(TokenizeRequest { model: model.to_owned(), input })?;
+        Ok((known.tokens, false))
+    }
+
     /// The books of all models; feeds are opened here.
     pub fn catalog(&self) -> &Arc<Catalog> {
         &self.catalog
@@ -154,24 +180,22 @@ impl Indexer {
         self.catalog.find(model).is_some_and(|books| books.has_books())
     }
 
-    /// Finds for every worker how much of a prompt it has. Workers that have nothing are left out.
+    /// Finds for every worker how much of a prompt with this `cache_salt` it has. Workers that have nothing are left
+    /// out.
     ///
     /// # Errors
     /// If the server that keeps the index is away.
-    pub async fn find(&self, model: &str, tokens: &[TokenId]) -> Result<BTreeMap<String, WorkerScore>> {
+    pub async fn find(
+        &self,
+        model: &str,
+        tokens: &[TokenId],
+        salt: Option<&str>,
+    ) -> Result<BTreeMap<String, WorkerScore>> {
         let Some(books) = self.catalog.find(model) else { return Ok(BTreeMap::new()) };
-        let scorer = ScorerKind::LongestPrefix;
-        let matches = books.lookup(tokens, scorer.walk()).await?;
+        let scorer = self.scorer;
+        let matches = books.lookup(tokens, salt, scorer.walk()).await?;
         let query = Query { prompt_tokens: tokens.len(), queued_tokens: &|_| 0 };
         Ok(score_workers(&matches, scorer, &self.scoring, &query))
-    }
-
-    /// What a worker's part of a prompt is worth in tokens of prefill that it saves.
-    pub fn saved_tokens(&self, found: &WorkerScore) -> f64 {
-        let weights = &self.scoring.weights;
-        let weigh = |tier: &Tier| weights.weight(*tier) * found.matched_in[tier.as_index()] as f64;
-        let credit = if found.is_unsure { self.scoring.costs.unsure_credit.clamp(0.0, 1.0) } else { 1.0 };
-        Tier::ALL.iter().map(weigh).sum::<f64>() * credit
     }
 
     /// Scores workers by how much of a prompt they have. `queued_tokens` is what a worker has to do already,
@@ -184,8 +208,8 @@ impl Indexer {
         request: ScoreRequest,
         queued_tokens: &(dyn Fn(&str) -> u64 + Sync),
     ) -> Result<ScoreResponse> {
-        let ScoreRequest { model, prompt, messages, token_ids, pods, scorer } = request;
-        let scorer = scorer.as_deref().map_or(Ok(ScorerKind::default()), str::parse)?;
+        let ScoreRequest { model, prompt, messages, token_ids, cache_salt, pods, scorer } = request;
+        let scorer = scorer.as_deref().map_or(Ok(self.scorer), str::parse)?;
         let prompt = match (prompt, messages, token_ids) {
             (Some(text), None, None) => Prompt::Text(text),
             (None, Some(messages), None) => {
@@ -203,7 +227,7 @@ impl Indexer {
         let tokens = self.tokenize(&model, prompt).await?;
         let query = Query { prompt_tokens: tokens.len(), queued_tokens };
         let matches = match self.catalog.discover(&model).await? {
-            Some(books) => books.lookup(&tokens, scorer.walk()).await?,
+            Some(books) => books.lookup(&tokens, cache_salt.as_deref(), scorer.walk()).await?,
             None => Vec::new(),
         };
         let found = score_workers(&matches, scorer, &self.scoring, &query);
@@ -240,13 +264,14 @@ impl Indexer {
         Ok(response)
     }
 
-    /// Holds a prediction against what the worker reported after the request: what it did not have is taken out
-    /// of the index.
+    /// Compares a prediction with what the worker reported after the request: what it did not have is removed from the
+    /// index. `tokens` and `salt` must be those that the worker looked up, or true entries are removed.
     pub async fn settle(
         &self,
         model: &str,
         worker: &str,
         tokens: &[TokenId],
+        salt: Option<&str>,
         predicted_tokens: u64,
         reported_tokens: u64,
     ) {
@@ -263,7 +288,7 @@ impl Indexer {
             is_short = true;
             let mut keys: Vec<BlockKey> = Vec::new();
             let n_tokens = (predicted * block_tokens) as usize;
-            book.keys.extend(tokens.get(..n_tokens).unwrap_or(tokens), &mut keys);
+            book.keys.extend_salted(tokens.get(..n_tokens).unwrap_or(tokens), salt, &mut keys);
             let lost = keys.get(reported as usize..).unwrap_or_default();
             if let Err(error) = forget(&book, worker, lost).await {
                 tracing::warn!(%model, %worker, %error, "failed to correct a prediction");
@@ -358,7 +383,11 @@ impl PodScores for Indexer {
                 ..ScoreRequest::default()
             };
             let response = self.score(request, &|_| 0).await?;
-            let scores = response.scores.into_iter().filter(|(_, score)| *score > 0.0);
+            // Clients take the highest score: of a cost, the requests like this one that a second is enough for.
+            let as_score =
+                |cost: f64| if self.scorer == ScorerKind::Cost { 1.0 / cost.max(1e-6) } else { cost };
+            let scores = response.scores.into_iter().map(|(pod, score)| (pod, as_score(score)));
+            let scores = scores.filter(|(_, score)| *score > 0.0);
             Ok(scores.map(|(pod, score)| PodScore { pod, score, data_parallel_rank: None }).collect())
         })
     }

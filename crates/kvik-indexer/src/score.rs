@@ -43,6 +43,8 @@ pub struct WorkerScore {
     pub matched_tokens: u64,
     /// Tokens from the first on by the fastest tier that has them.
     pub matched_in: [u64; N_TIERS],
+    /// What it is worth by the scorer, in tokens of prefill that it saves.
+    pub saved_tokens: f64,
     /// Whether events of it are missing.
     pub is_unsure: bool,
 }
@@ -85,6 +87,33 @@ impl ScorerKind {
             }
         }
     }
+}
+
+/// What a row is worth by a scorer in tokens of prefill that the worker saves, less where events of it are missing.
+fn saved_tokens(
+    scorer: ScorerKind,
+    row: &Row,
+    block_tokens: usize,
+    scoring: &Scoring,
+    query: &Query<'_>,
+) -> f64 {
+    let Scoring { weights, costs, .. } = scoring;
+    let matched_in = tokens_in(row, block_tokens, query.prompt_tokens);
+    let credit = if row.is_unsure { costs.unsure_credit.clamp(0.0, 1.0) } else { 1.0 };
+    let saved = match scorer {
+        ScorerKind::LongestPrefix => {
+            let weigh = |tier: &Tier| weights.weight(*tier) * matched_in[tier.as_index()] as f64;
+            credit * Tier::ALL.iter().map(weigh).sum::<f64>()
+        }
+        ScorerKind::HighestBlockHit => credit * f64::from(row.highest_block) * block_tokens as f64,
+        ScorerKind::Coverage => credit * weigh(&row.covered_in, weights) * block_tokens as f64,
+        ScorerKind::Cost => {
+            let worker = &row.source.worker;
+            let without = cost_s(&[0; N_TIERS], false, worker, scoring, query);
+            (without - cost_s(&matched_in, row.is_unsure, worker, scoring, query)) / costs.prefill_token_s
+        }
+    };
+    saved.clamp(0.0, query.prompt_tokens as f64)
 }
 
 impl FromStr for ScorerKind {
@@ -133,6 +162,7 @@ pub fn score_workers(
             score: scorer.score(row, *block_tokens, scoring, query),
             matched_tokens: matched_in.iter().sum(),
             matched_in,
+            saved_tokens: saved_tokens(scorer, row, *block_tokens, scoring, query),
             is_unsure: row.is_unsure,
         };
         let place = workers.entry(row.source.worker.to_string());
@@ -143,6 +173,7 @@ pub fn score_workers(
                     (best.matched_tokens, best.matched_in) = (found.matched_tokens, found.matched_in);
                     best.is_unsure = found.is_unsure;
                 }
+                best.saved_tokens = best.saved_tokens.max(found.saved_tokens);
                 if scorer.is_better(found.score, best.score) {
                     best.score = found.score;
                 }

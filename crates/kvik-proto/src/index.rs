@@ -26,6 +26,9 @@ pub struct ScoreRequest {
     /// Tokens, taken as they are.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub token_ids: Option<Vec<u32>>,
+    /// The `cache_salt` of the request: blocks of other salts, and of none, are not counted. Default: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache_salt: Option<String>,
     /// The only workers that are asked for; default and empty: all.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub pods: Vec<String>,

@@ -64,6 +64,8 @@ pub(crate) enum Command {
     Coordinator(CoordinatorArguments),
     /// Run a gateway: the address that clients talk to
     Gateway(GatewayArguments),
+    /// Run the KV index alone: which worker has how much of a prompt
+    Indexer(IndexerArguments),
     /// Print the effective configuration of every role and where each value comes from
     Config(ConfigArguments),
     /// Replay a recorded load through eviction policies: what would a cache have found of it?
@@ -442,6 +444,22 @@ pub(crate) struct GatewayArguments {
     /// Engine that speaks the `OpenAI` API, such as vLLM; may be repeated [default: none]
     #[arg(long, value_name = "URL")]
     pub(crate) backend: Vec<String>,
+
+    #[command(flatten)]
+    pub(crate) service: ServiceArguments,
+}
+
+/// Settings are those of the section `gateway` that concern the index: `listen`, `tls`, `coordinators`, `api_keys`, `index`.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct IndexerArguments {
+    /// Address to listen on [default: 127.0.0.1:8080]
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) listen: Option<String>,
+
+    /// Coordinator to learn workers from; may be repeated [default: none]
+    #[arg(long, value_name = "URL")]
+    pub(crate) coordinator: Vec<String>,
 
     #[command(flatten)]
     pub(crate) service: ServiceArguments,

@@ -67,6 +67,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Worker(arguments) => commands::roles::worker(arguments),
         Command::Coordinator(arguments) => commands::roles::coordinator(arguments),
         Command::Gateway(arguments) => commands::roles::gateway(arguments),
+        Command::Indexer(arguments) => commands::roles::indexer(arguments),
         Command::Config(arguments) => commands::config::run(arguments),
         Command::Sim(arguments) => commands::sim::run(arguments),
         Command::Top(arguments) => commands::top::run(arguments),

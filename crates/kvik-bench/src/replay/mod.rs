@@ -16,10 +16,12 @@
 //! Everything is a function of the arguments.
 
 mod cache;
+mod named;
 mod router;
 mod run;
 mod worker;
 
+pub use named::{NamedAffinity, named_affinity};
 pub use router::Policy;
 pub use run::{run, saturation};
 
@@ -60,6 +62,9 @@ pub struct ReplayConfig {
     /// The same for the choice by what workers have; default 1. It weighs load itself, so the bound is there
     /// for hot prefixes only.
     pub kv_load_factor: f64,
+    /// Outstanding tokens up to which a worker keeps its named sequences; default
+    /// [`NAMED_FLOOR_TOKENS`](kvik_index::placement::NAMED_FLOOR_TOKENS).
+    pub named_floor_tokens: u64,
 }
 
 /// What a replay came to.
@@ -79,6 +84,10 @@ pub struct ReplayOutcome {
     pub arrival_span_s: f64,
     /// Requests that went to each worker.
     pub n_placed: Vec<usize>,
+    /// Requests that went to the owner of their name; 0 unless requests are named.
+    pub n_on_owner: usize,
+    /// The largest load of a worker that a named request went to, as a part of its bound and that request.
+    pub max_load_over_bound: f64,
 }
 
 impl Default for ReplayConfig {
@@ -94,6 +103,7 @@ impl Default for ReplayConfig {
             expected_output_tokens: 256,
             load_factor: 0.25,
             kv_load_factor: 1.0,
+            named_floor_tokens: kvik_index::placement::NAMED_FLOOR_TOKENS,
         }
     }
 }

@@ -26,6 +26,8 @@ pub enum Policy {
     RingBySession,
     /// By what workers have of the prompt.
     Kv,
+    /// By the name of the conversation, which stays with its owner; the name is as for [`Self::RingBySession`].
+    Named,
 }
 
 /// What a router keeps while it runs.
@@ -45,6 +47,8 @@ pub(super) struct Router {
     matches: Matches,
     matched_tokens: Vec<f64>,
     keys: Vec<BlockKey>,
+    pub(super) n_on_owner: usize,
+    pub(super) max_load_over_bound: f64,
 }
 
 /// A source of the index and the number of its next batch.
@@ -63,7 +67,7 @@ pub(super) struct Placed {
 }
 
 impl Policy {
-    /// All of them.
+    /// Those that requests without a name can be placed by, and [`Self::RingBySession`] for comparison.
     pub const ALL: [Self; 5] =
         [Self::RoundRobin, Self::LeastLoaded, Self::RingByPrefix, Self::RingBySession, Self::Kv];
 
@@ -75,6 +79,7 @@ impl Policy {
             Self::RingByPrefix => "ring_by_prefix",
             Self::RingBySession => "ring_by_session",
             Self::Kv => "kv",
+            Self::Named => "named",
         }
     }
 }
@@ -105,6 +110,8 @@ impl Router {
             matches: Matches::default(),
             matched_tokens: vec![0.0; n_workers],
             keys: Vec::new(),
+            n_on_owner: 0,
+            max_load_over_bound: 0.0,
         })
     }
 
@@ -133,9 +140,16 @@ impl Router {
                     placement::choose(&self.ring, asked, loads, self.config.kv_load_factor, |_| true);
                 let worker = choice.map_or(0, |choice| choice.member);
                 left_tokens = asked.left(worker);
-                let keys = std::mem::take(&mut self.keys);
-                self.tell(worker, false, &[Event::Stored { tier: Tier::Gpu, parent: None, keys: &keys }]);
+                self.promise(worker);
                 worker
+            }
+            Policy::Named => {
+                self.look_up(request);
+                let name = key_of(first(1)).0.to_le_bytes();
+                let choice = self.place_named(&name, tokens);
+                left_tokens = choice.1;
+                self.promise(choice.0);
+                choice.0
             }
         };
         self.loads[worker] += left_tokens;
@@ -151,7 +165,7 @@ impl Router {
     /// Notes that a request has ended.
     pub(super) fn note_end(&mut self, placed: Placed, request: &ReplayRequest) {
         self.loads[placed.worker] -= placed.output_load;
-        if self.policy == Policy::Kv {
+        if matches!(self.policy, Policy::Kv | Policy::Named) {
             let keys = keys_of(full_blocks(request, &self.config));
             self.tell(placed.worker, false, &[Event::Removed { tier: Tier::Gpu, keys: &keys }]);
         }
@@ -173,6 +187,28 @@ impl Router {
         feed.sequence += 1;
         // Nothing is lost on the way, so every batch is the one that is due.
         let _verdict = self.index.apply(&Batch { source, epoch: Some(1), sequence, replayed: false, events });
+    }
+
+    /// The worker that a named request goes to, and its load there.
+    fn place_named(&mut self, name: &[u8], tokens: u64) -> (usize, u64) {
+        let asked = Request { key: name, tokens, matched_tokens: &self.matched_tokens };
+        let loads = Loads { tokens: &self.loads, weights: &self.weights };
+        let is_known = self.matched_tokens.iter().any(|n_tokens| *n_tokens > 0.0);
+        let factor = if is_known { self.config.kv_load_factor } else { self.config.load_factor };
+        let floor = self.config.named_floor_tokens;
+        let choice = placement::choose_named(&self.ring, asked, loads, factor, floor, |_| true);
+        let Some(choice) = choice else { return (0, tokens) };
+        let left_tokens = asked.left(choice.member);
+        self.n_on_owner += usize::from(self.ring.walk(name).next() == Some(choice.member));
+        let most = (choice.bound.max(floor) + left_tokens) as f64;
+        self.max_load_over_bound = self.max_load_over_bound.max((choice.load + left_tokens) as f64 / most);
+        (choice.member, left_tokens)
+    }
+
+    /// Notes that a worker will have the prompt that was looked up.
+    fn promise(&mut self, worker: usize) {
+        let keys = std::mem::take(&mut self.keys);
+        self.tell(worker, false, &[Event::Stored { tier: Tier::Gpu, parent: None, keys: &keys }]);
     }
 
     fn place_on_ring(&self, block: u64, tokens: u64) -> usize {

@@ -101,7 +101,9 @@ pub fn run(
         }
     }
     let last_us = requests.len().checked_sub(1).map_or(0, arrival_us);
-    Ok(outcome(requests, &workers, ttfts_us, last_us))
+    let outcome = outcome(requests, &workers, ttfts_us, last_us);
+    let Router { n_on_owner, max_load_over_bound, .. } = router;
+    Ok(ReplayOutcome { n_on_owner, max_load_over_bound, ..outcome })
 }
 
 /// The speed at which the prompts of a trace keep all workers busy from its first arrival to its last, and no
@@ -151,5 +153,7 @@ fn outcome(
         prefill_s: workers.iter().map(|worker| worker.prefill_us).sum::<u64>() as f64 / 1e6,
         arrival_span_s: arrival_span_us as f64 / 1e6,
         n_placed: workers.iter().map(|worker| worker.n_placed).collect(),
+        n_on_owner: 0,
+        max_load_over_bound: 0.0,
     }
 }

@@ -2,7 +2,9 @@
 
 #![expect(clippy::unwrap_used, reason = "a helper that cannot go on fails its test")]
 
-use kvik_bench::replay::{Policy, ReplayConfig, ReplayOutcome, ReplayRequest, run, saturation};
+use kvik_bench::replay::{
+    Policy, ReplayConfig, ReplayOutcome, ReplayRequest, named_affinity, run, saturation,
+};
 
 fn request(arrival_us: u64, prompt_tokens: u64, blocks: impl IntoIterator<Item = u64>) -> ReplayRequest {
     ReplayRequest { arrival_us, prompt_tokens, output_tokens: 10, blocks: blocks.into_iter().collect() }
@@ -101,4 +103,16 @@ fn saturation_is_where_workers_are_always_busy() {
     let found = saturation(&requests, Policy::RoundRobin, &ReplayConfig::default()).unwrap();
     let expected = 100.0 * 8.0 / (101.0 * 1.02);
     assert!((found / expected - 1.0).abs() < 0.005, "{found} instead of {expected}");
+}
+
+#[test]
+fn named_conversations_stay_with_their_owners_at_seventy_percent_load() {
+    let affinity = named_affinity(0.7, &ReplayConfig::default()).unwrap();
+    assert_eq!(affinity.n_turns, 8000);
+    assert!((affinity.load - 0.7).abs() < 0.02, "{affinity:?}");
+    assert!(affinity.owner_share >= 0.99, "{affinity:?}");
+    assert!(affinity.max_load_over_bound <= 1.0, "{affinity:?}");
+    // The bound alone moves many of them.
+    let config = ReplayConfig { named_floor_tokens: 0, kv_load_factor: 0.25, ..ReplayConfig::default() };
+    assert!(named_affinity(0.7, &config).unwrap().owner_share < 0.9);
 }

@@ -2,8 +2,8 @@
 //!
 //! Key, body, peek, turn, worker: each step can refuse, and what was taken by then goes back with
 //! the [`Record`]. A request is tried on another worker only while no byte of an answer has been
-//! seen: after a connection error, a missing head, or a 502 or 503, each worker at most once, and
-//! only as the retry budget allows. The worker's answer is then the client's, whatever it says.
+//! seen: after a connection error, a missing head, or a 502 or 503, of a named sequence also a 429, each
+//! worker at most once, and only as the retry budget allows. The worker's answer is then the client's, whatever it says.
 
 use std::io;
 use std::sync::Arc;
@@ -17,7 +17,6 @@ use http::uri::Parts;
 use http::{HeaderMap, Method, StatusCode, Uri};
 use http_body_util::{Either, Full};
 use hyper::body::Incoming;
-use kvik_index::placement;
 use tokio::time::Instant;
 
 use crate::answer;
@@ -27,9 +26,9 @@ use crate::answer::record::{Ending, Record};
 use crate::config::{GatewayConfig, millis};
 use crate::error::Refusal;
 use crate::metrics::Metrics;
-use crate::placement::Placed;
 use crate::placement::admission::{NotAdmitted, Permit};
 use crate::placement::lookup::Lookup;
+use crate::placement::{self, Placed, Wanted};
 use crate::request::body::{keep_memory, read_body};
 use crate::request::headers::{
     REQUEST_ID, WORKER, clean_connection_headers, clean_request_headers, request_id, request_timeout,
@@ -69,8 +68,10 @@ struct Outgoing<'a> {
 }
 
 /// What decides where a request goes.
-struct Wish<'a> {
+struct RouteInput<'a> {
     key: &'a [u8],
+    /// Whether the key is the name of a sequence.
+    is_named: bool,
     /// Tokens that its prompt and its answer are expected to have.
     prompt_tokens: u64,
     output_tokens: u64,
@@ -148,8 +149,9 @@ async fn ask(record: &mut Record, route: Route, request: Request) -> Result<Answ
     };
     let known = lookup.as_ref().filter(|_| is_prompt_key(&key)).and_then(Lookup::key);
     let key = known.unwrap_or(key);
-    let wish = Wish { key: &key, prompt_tokens, output_tokens, lookup };
-    let answer = try_workers(record, &view, &group, &wish, &outgoing).await;
+    let is_named = peek.seq_id.is_some();
+    let input = RouteInput { key: &key, is_named, prompt_tokens, output_tokens, lookup };
+    let answer = try_workers(record, &view, &group, &input, &outgoing).await;
     drop(outgoing);
     keep_memory(body);
     answer
@@ -160,20 +162,18 @@ async fn try_workers(
     record: &mut Record,
     view: &View,
     group: &ModelGroup,
-    wish: &Wish<'_>,
+    input: &RouteInput<'_>,
     outgoing: &Outgoing<'_>,
 ) -> Result<Answer, Refusal> {
     let config = &*view.config;
     let shared = Arc::clone(record.shared());
     let mut tried: Vec<Arc<Backend>> = Vec::new();
-    let saved_tokens = wish.lookup.as_ref().map(|lookup| lookup.saved_tokens(group, &shared.under_way));
+    let saved_tokens = input.lookup.as_ref().map(|lookup| lookup.saved_tokens(group, &shared.under_way));
     let saved_tokens = saved_tokens.unwrap_or_default();
-    let tokens = wish.prompt_tokens.saturating_add(wish.output_tokens).max(1);
-    let request = placement::Request { key: wish.key, tokens, matched_tokens: &saved_tokens };
-    let kv_load_factor = config.routing.kv_load_factor;
-    let place = |tried: &[Arc<Backend>]| {
-        shared.placement.place(group, request, wish.output_tokens, kv_load_factor, tried)
-    };
+    let tokens = input.prompt_tokens.saturating_add(input.output_tokens).max(1);
+    let request = kvik_index::placement::Request { key: input.key, tokens, matched_tokens: &saved_tokens };
+    let wanted = Wanted { request, output_tokens: input.output_tokens, is_named: input.is_named };
+    let place = |tried: &[Arc<Backend>]| placement::place(group, wanted, &config.routing, tried);
     let Some(mut placed) = place(&tried) else {
         return Err(Refusal::no_backend(group.time_to_probe().as_secs() + 1));
     };
@@ -182,10 +182,15 @@ async fn try_workers(
         shared.metrics.decision(reason);
         let backend = Arc::clone(&load.backend);
         record.load = Some(load);
-        let lookup = wish.lookup.as_ref();
-        record.under_way = lookup.and_then(|lookup| shared.under_way.send(&backend, lookup.tokens()));
-        record.prediction = wish.lookup.as_ref().and_then(|lookup| lookup.prediction(&group.model, &backend));
+        let lookup = input.lookup.as_ref();
+        record.under_way = lookup.and_then(|lookup| shared.under_way.send(&backend, lookup.blocks()));
+        record.prediction =
+            input.lookup.as_ref().and_then(|lookup| lookup.prediction(&group.model, &backend));
         let failure = match send(&shared.http, &backend, group, outgoing, config).await {
+            // The owner of a named sequence has no place left for it: others are asked before the client is.
+            Ok((response, _)) if input.is_named && response.status() == StatusCode::TOO_MANY_REQUESTS => {
+                Failure::Unavailable(response)
+            }
             Ok((response, is_translated)) => {
                 return Ok(Answer {
                     response,

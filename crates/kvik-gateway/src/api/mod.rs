@@ -31,11 +31,21 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         };
         router = router.route(route.name(), post(forward));
     }
-    router
+    router = router
         .route("/v1/models", get(models))
         .route("/v1/models/{*model}", get(model))
+        .route("/ready", get(ready));
+    with_index(router, shared)
+}
+
+/// The routes of the index alone.
+pub(crate) fn index_router(shared: Arc<Shared>) -> Router {
+    with_index(Router::new().route("/ready", get(index_ready)), shared)
+}
+
+fn with_index(router: Router<Arc<Shared>>, shared: Arc<Shared>) -> Router {
+    router
         .route("/health", get(health))
-        .route("/ready", get(ready))
         .route("/metrics", get(metrics))
         .route("/openapi.json", get(openapi))
         .route("/v1/score", post(index::score))
@@ -92,6 +102,14 @@ async fn ready(State(shared): State<Arc<Shared>>) -> Response {
         answer.extend(counts.clone());
     }
     json_answer(status, &answer)
+}
+
+/// Scores can be asked for: an index that knows nothing yet says so in its answers.
+async fn index_ready(State(shared): State<Arc<Shared>>) -> Response {
+    if shared.shutdown.is_draining() {
+        return json_answer(StatusCode::SERVICE_UNAVAILABLE, &json!({ "status": "draining" }));
+    }
+    json_answer(StatusCode::OK, &json!({ "status": "ready" }))
 }
 
 async fn metrics() -> Response {

@@ -11,8 +11,8 @@ use xxhash_rust::xxh3::Xxh3;
 
 use crate::config::{RoutingConfig, millis};
 use crate::metrics::Metrics;
-use crate::placement::prediction::Prediction;
-use crate::placement::under_way::UnderWay;
+use crate::placement::prediction::{LookedUp, Prediction};
+use crate::placement::under_way::{PromptBlocks, UnderWay};
 use crate::request::peek::Peek;
 use crate::request::prompt::prompt_of;
 use crate::request::routing_key::tagged;
@@ -24,11 +24,14 @@ use crate::upstream::fleet::ModelGroup;
 /// Tokens beyond what is known that make a prompt's key: a usual block.
 const KEY_TOKENS: usize = 16;
 
-/// Who has how much of a prompt.
+/// Which workers have how much of a prompt.
 #[derive(Debug)]
 pub(crate) struct Lookup {
     indexer: Arc<Indexer>,
-    tokens: Arc<[u32]>,
+    prompt: Arc<LookedUp>,
+    /// Whether these are all tokens of the prompt.
+    is_whole: bool,
+    blocks: PromptBlocks,
     found: BTreeMap<String, WorkerScore>,
 }
 
@@ -42,15 +45,15 @@ impl Lookup {
         config: &RoutingConfig,
     ) -> Option<Self> {
         let indexer = shared.indexer.as_ref().filter(|_| config.kv_aware)?;
-        // A named sequence lives on the worker that the ring gives it to, as the coordinator tells everybody.
-        if peek.seq_id.is_some() || group.seats.len() < 2 || !indexer.knows(&group.model) {
+        if group.seats.len() < 2 || !indexer.knows(&group.model) {
             return None;
         }
         let prompt = prompt_of(route, peek)?;
+        let salt = peek.cache_salt.as_deref();
         let asking = async {
-            let tokens = indexer.tokenize(&group.model, prompt).await?;
-            let found = indexer.find(&group.model, &tokens).await?;
-            Ok::<_, kvik_indexer::IndexerError>((tokens, found))
+            let (tokens, is_whole) = indexer.tokenize_for_routing(&group.model, prompt).await?;
+            let found = indexer.find(&group.model, &tokens, salt).await?;
+            Ok::<_, kvik_indexer::IndexerError>((tokens, is_whole, found))
         };
         let (outcome, lookup) = match tokio::time::timeout(millis(config.max_lookup_ms), asking).await {
             Err(_) => ("slow", None),
@@ -58,9 +61,11 @@ impl Lookup {
                 tracing::debug!(model = %group.model, %error, "the index was not asked");
                 ("failed", None)
             }
-            Ok(Ok((tokens, found))) => {
+            Ok(Ok((tokens, is_whole, found))) => {
                 let outcome = if found.is_empty() { "nothing" } else { "found" };
-                (outcome, Some(Self { indexer: Arc::clone(indexer), tokens: tokens.into(), found }))
+                let blocks = PromptBlocks::new(&tokens, salt);
+                let prompt = Arc::new(LookedUp { tokens, salt: salt.map(str::to_owned) });
+                (outcome, Some(Self { indexer: Arc::clone(indexer), prompt, is_whole, blocks, found }))
             }
         };
         Metrics::lookup(outcome);
@@ -69,38 +74,41 @@ impl Lookup {
 
     /// Tokens of prefill that each member saves, by its seat: what it has, or what is under way to it.
     pub(crate) fn saved_tokens(&self, group: &ModelGroup, under_way: &UnderWay) -> Vec<f64> {
-        let backends: Vec<&Arc<Backend>> = group.seats.iter().map(|seat| &seat.backend).collect();
-        let saved = |backend: &&Arc<Backend>| {
-            self.of(backend).map_or(0.0, |(_, found)| self.indexer.saved_tokens(found))
-        };
-        let mut saved: Vec<f64> = backends.iter().map(saved).collect();
-        under_way.raise(&self.tokens, &backends, &mut saved);
+        let backends = || group.seats.iter().map(|seat| &seat.backend);
+        let saved = |backend: &Arc<Backend>| self.of(backend).map_or(0.0, |(_, found)| found.saved_tokens);
+        let mut saved: Vec<f64> = backends().map(saved).collect();
+        under_way.raise(&self.blocks, backends(), &mut saved);
         saved
     }
 
-    /// The prompt.
-    pub(crate) fn tokens(&self) -> &Arc<[u32]> {
-        &self.tokens
+    /// The blocks of the prompt.
+    pub(crate) fn blocks(&self) -> &PromptBlocks {
+        &self.blocks
     }
 
-    /// The prompt up to the first block that nobody has, as a key for the ring: prompts that share a beginning which
+    /// The prompt up to the first block that no worker has, as a key for the ring: prompts that share a beginning which
     /// is known already would otherwise all go to the owner of that beginning.
-    /// `None` if nobody has anything.
+    /// `None` if no worker has anything.
     pub(crate) fn key(&self) -> Option<Vec<u8>> {
         let n_known = self.found.values().map(|found| found.matched_tokens).max()? as usize;
-        let n_tokens = (n_known + KEY_TOKENS).min(self.tokens.len());
+        let LookedUp { tokens, salt } = &*self.prompt;
+        let n_tokens = (n_known + KEY_TOKENS).min(tokens.len());
         let mut hasher = Xxh3::new();
-        for token in &self.tokens[..n_tokens] {
+        for token in &tokens[..n_tokens] {
             hasher.update(&token.to_le_bytes());
+        }
+        if let Some(salt) = salt {
+            hasher.update(salt.as_bytes());
         }
         Some(tagged(b'b', &hasher.digest().to_le_bytes()).into_owned())
     }
 
-    /// What the choice of a backend is held against later.
+    /// What the report of a backend is compared with later; `None` if it has nothing of the prompt, or if only the
+    /// beginning of the prompt was looked up.
     pub(crate) fn prediction(&self, model: &str, backend: &Backend) -> Option<Prediction> {
-        let (worker, found) = self.of(backend)?;
-        let tokens = Arc::clone(&self.tokens);
-        Some(Prediction::new(Arc::clone(&self.indexer), model, worker, tokens, found.matched_tokens))
+        let (worker, found) = self.of(backend).filter(|_| self.is_whole)?;
+        let prompt = Arc::clone(&self.prompt);
+        Some(Prediction::new(Arc::clone(&self.indexer), model, worker, prompt, found.matched_tokens))
     }
 
     /// What the index knows of a backend, and under which name.

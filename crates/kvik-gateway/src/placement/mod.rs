@@ -4,15 +4,19 @@
 //! otherwise it is the request's [routing key](crate::request::routing_key).
 //!
 //! The key's place on the ring of the model's workers and the bound on their loads decide; see
-//! [`kvik_index::ring`]. The choice and the load that follows from it are one step under one lock,
-//! so that no bound is passed by two requests that choose at once.
+//! [`kvik_index::ring`] and [`kvik_index::placement`].
+//!
+//! No bound is passed by two requests that choose at once, and none waits for another: a choice reads the loads, and its
+//! own load is added only if that of the chosen worker is not above what the choice was made with; otherwise it is made
+//! again. Requests that were placed elsewhere meanwhile only raise the bound. A choice that is made again means that
+//! another request was placed, so all together always get on.
 
 use std::sync::Arc;
 
-use kvik_index::placement::{Request, choose};
+use kvik_index::placement::{Request, choose, choose_named};
 use kvik_index::ring::{Loads, Reason};
-use parking_lot::Mutex;
 
+use crate::config::RoutingConfig;
 use crate::upstream::backend::{Backend, LoadGuard};
 use crate::upstream::fleet::ModelGroup;
 
@@ -24,10 +28,15 @@ pub(crate) mod under_way;
 
 /// Members whose loads fit on the stack.
 const MANY: usize = 64;
-/// Makes a choice and its load one step.
-#[derive(Debug, Default)]
-pub(crate) struct Placement {
-    lock: Mutex<()>,
+
+/// A request that needs a backend.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wanted<'a> {
+    pub(crate) request: Request<'a>,
+    /// Those of its tokens that its answer is expected to have.
+    pub(crate) output_tokens: u64,
+    /// Whether its key is the name of a sequence, which stays with the owner of the name.
+    pub(crate) is_named: bool,
 }
 
 /// A chosen backend with the request's load on it.
@@ -37,54 +46,61 @@ pub(crate) struct Placed {
     pub(crate) reason: Reason,
 }
 
-impl Placement {
-    /// Places a request, under a bound of its own if somebody has a part of its prompt, on a usable backend of `group`
-    /// other than the `excluded` ones; `None` if there is none. `output_tokens` are those of its tokens that its answer
-    /// is expected to have.
-    pub(crate) fn place(
-        &self,
-        group: &ModelGroup,
-        request: Request<'_>,
-        output_tokens: u64,
-        kv_load_factor: f64,
-        excluded: &[Arc<Backend>],
-    ) -> Option<Placed> {
-        let mut on_stack = [0; MANY];
-        let mut on_heap = Vec::new();
-        let tokens = if group.seats.len() <= MANY {
-            &mut on_stack[..group.seats.len()]
-        } else {
-            on_heap.resize(group.seats.len(), 0);
-            on_heap.as_mut_slice()
-        };
-        let is_usable = |member: usize| {
-            group.seats.get(member).is_some_and(|seat| {
-                seat.is_usable() && !excluded.iter().any(|other| Arc::ptr_eq(other, &seat.backend))
-            })
-        };
-        let _one_at_a_time = self.lock.lock();
+/// Places a request, under a bound of its own if some backend has a part of its prompt, on a usable backend of `group`
+/// other than the `excluded` ones; `None` if there is none.
+pub(crate) fn place(
+    group: &ModelGroup,
+    wanted: Wanted<'_>,
+    config: &RoutingConfig,
+    excluded: &[Arc<Backend>],
+) -> Option<Placed> {
+    let Wanted { request, output_tokens, is_named } = wanted;
+    let mut on_stack = [0; MANY];
+    let mut on_heap = Vec::new();
+    let tokens = if group.seats.len() <= MANY {
+        &mut on_stack[..group.seats.len()]
+    } else {
+        on_heap.resize(group.seats.len(), 0);
+        on_heap.as_mut_slice()
+    };
+    let is_usable = |member: usize| {
+        group.seats.get(member).is_some_and(|seat| {
+            seat.is_usable() && !excluded.iter().any(|other| Arc::ptr_eq(other, &seat.backend))
+        })
+    };
+    let is_known = request.matched_tokens.iter().any(|n_tokens| *n_tokens > 0.0);
+    let load_factor = if is_known { config.kv_load_factor } else { group.load_factor };
+    loop {
         for (tokens, seat) in tokens.iter_mut().zip(&group.seats) {
             *tokens = seat.backend.outstanding_tokens();
         }
         let loads = Loads { tokens, weights: &group.weights };
-        let is_known = request.matched_tokens.iter().any(|n_tokens| *n_tokens > 0.0);
-        let load_factor = if is_known { kv_load_factor } else { group.load_factor };
-        let choice = choose(&group.ring, request, loads, load_factor, is_usable)?;
-        let load = group.seats[choice.member].backend.load(request.left(choice.member), output_tokens);
-        Some(Placed { load, reason: choice.reason })
+        let choice = if is_named {
+            let floor = config.named_floor_tokens;
+            choose_named(&group.ring, request, loads, load_factor, floor, is_usable)?
+        } else {
+            choose(&group.ring, request, loads, load_factor, is_usable)?
+        };
+        let backend = &group.seats[choice.member].backend;
+        if let Some(load) = backend.try_load(choice.load, request.left(choice.member), output_tokens) {
+            return Some(Placed { load, reason: choice.reason });
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use kvik_index::ring::{Ring, RingHash};
 
     use super::*;
     use crate::upstream::backend::BackendKind;
     use crate::upstream::fleet::Seat;
 
-    fn request(tokens: u64) -> Request<'static> {
-        Request { key: b"k", tokens, matched_tokens: &[] }
+    fn wanted(tokens: u64) -> Wanted<'static> {
+        let request = Request { key: b"k", tokens, matched_tokens: &[] };
+        Wanted { request, output_tokens: tokens / 10, is_named: false }
     }
 
     fn group(n_backends: usize) -> ModelGroup {
@@ -103,32 +119,96 @@ mod tests {
         }
     }
 
+    fn outstanding(group: &ModelGroup) -> Vec<u64> {
+        group.seats.iter().map(|seat| seat.backend.outstanding_tokens()).collect()
+    }
+
     #[test]
     fn equal_keys_go_to_one_worker_and_its_bound_sends_the_rest_on() {
-        let (group, placement) = (group(4), Placement::default());
-        let mut held = vec![placement.place(&group, request(100), 10, 1.0, &[]).unwrap()];
+        let (group, config) = (group(4), RoutingConfig::default());
+        let mut held = vec![place(&group, wanted(100), &config, &[]).unwrap()];
         assert_eq!(held[0].reason, Reason::Owner);
         let owner = Arc::clone(&held[0].load.backend);
         for _ in 0..40 {
-            held.push(placement.place(&group, request(100), 10, 1.0, &[]).unwrap());
-            let total: u64 = group.seats.iter().map(|seat| seat.backend.outstanding_tokens()).sum();
-            for seat in &group.seats {
-                // A request does not split: where none has room the least loaded one takes it.
-                let bound = (1.25 * total as f64 / 4.0).ceil() as u64 + 100;
-                assert!(seat.backend.outstanding_tokens() <= bound);
-            }
+            held.push(place(&group, wanted(100), &config, &[]).unwrap());
+            let loads = outstanding(&group);
+            // A request does not split: where none has room the least loaded one takes it.
+            let bound = (1.25 * loads.iter().sum::<u64>() as f64 / 4.0).ceil() as u64 + 100;
+            assert!(loads.iter().all(|load| *load <= bound));
         }
         assert!(held.iter().any(|placed| placed.reason == Reason::Bound));
         drop(held);
-        assert!(group.seats.iter().all(|seat| seat.backend.outstanding_tokens() == 0));
+        assert!(outstanding(&group).iter().all(|load| *load == 0));
         let excluded = [owner];
-        let elsewhere = placement.place(&group, request(100), 10, 1.0, &excluded).unwrap();
+        let elsewhere = place(&group, wanted(100), &config, &excluded).unwrap();
         assert!(!Arc::ptr_eq(&elsewhere.load.backend, &excluded[0]));
     }
 
     #[test]
+    fn no_bound_is_passed_by_requests_that_choose_at_once() {
+        let (group, config) = (group(4), RoutingConfig::default());
+        let start = std::sync::Barrier::new(8);
+        let held: Vec<Placed> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..8)
+                .map(|_| {
+                    scope.spawn(|| {
+                        start.wait();
+                        let placed = (0..500).map(|_| place(&group, wanted(100), &config, &[]).unwrap());
+                        placed.collect::<Vec<_>>()
+                    })
+                })
+                .collect();
+            threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+        });
+        let loads = outstanding(&group);
+        assert_eq!(loads.iter().sum::<u64>(), 400_000);
+        assert_eq!(held.len(), 4000);
+        // Nothing has ended, so the last bound is the largest; one request may go where none had room.
+        assert!(loads.iter().all(|load| *load <= 125_000 + 100), "{loads:?}");
+        drop(held);
+        assert!(outstanding(&group).iter().all(|load| *load == 0));
+    }
+
+    #[test]
+    fn a_named_sequence_stays_with_its_owner_beside_a_few_other_streams() {
+        let (group, config) = (group(4), RoutingConfig::default());
+        let named = Wanted { is_named: true, ..wanted(500) };
+        let first = place(&group, named, &config, &[]).unwrap();
+        assert_eq!(first.reason, Reason::Owner);
+        let owner = Arc::clone(&first.load.backend);
+        let streams: Vec<_> = (0..4).map(|_| owner.load(800, 256)).collect();
+        let next = place(&group, named, &config, &[]).unwrap();
+        assert!(Arc::ptr_eq(&next.load.backend, &owner), "{:?}", next.reason);
+        drop((streams, next));
+        // Beyond the work that may wait it moves, to the holder of its KV.
+        let _busy = owner.load(config.named_floor_tokens, 1);
+        let holder = group.seats.iter().rposition(|seat| !Arc::ptr_eq(&seat.backend, &owner)).unwrap();
+        let mut matched_tokens = vec![0.0; 4];
+        matched_tokens[holder] = 400.0;
+        let request = Request { matched_tokens: &matched_tokens, ..named.request };
+        let moved = place(&group, Wanted { request, ..named }, &config, &[]).unwrap();
+        assert!(Arc::ptr_eq(&moved.load.backend, &group.seats[holder].backend));
+        assert_eq!(moved.reason, Reason::Holder);
+    }
+
+    #[test]
+    fn a_placement_takes_less_than_a_millisecond_beside_a_thousand_running_prompts() {
+        let (group, config) = (group(8), RoutingConfig::default());
+        let held: Vec<_> = (0..1024).map(|_| place(&group, wanted(8192), &config, &[]).unwrap()).collect();
+        let times = (0..50).map(|_| {
+            let start = Instant::now();
+            let placed = place(&group, wanted(8192), &config, &[]);
+            let elapsed = start.elapsed();
+            assert!(placed.is_some());
+            elapsed
+        });
+        // The quickest of several: the machine may be busy with something else.
+        let quickest = times.min().unwrap();
+        assert!(quickest < Duration::from_millis(1), "{quickest:?} beside {}", held.len());
+    }
+
+    #[test]
     fn more_backends_than_fit_on_the_stack_work_too() {
-        let (group, placement) = (group(MANY + 9), Placement::default());
-        assert!(placement.place(&group, request(1), 1, 1.0, &[]).is_some());
+        assert!(place(&group(MANY + 9), wanted(1), &RoutingConfig::default(), &[]).is_some());
     }
 }

@@ -30,6 +30,11 @@ pub(crate) struct Peek<'a> {
     pub(crate) prompt_cache_key: Option<Cow<'a, str>>,
     /// Names the user.
     pub(crate) user: Option<Cow<'a, str>>,
+    /// Keeps the KV of its requests apart from all other KV.
+    pub(crate) cache_salt: Option<Cow<'a, str>>,
+    /// Whether something besides prompt and salt decides which KV the worker uses, so that what it has of the prompt
+    /// cannot be predicted and its report says nothing about the prompt's blocks.
+    pub(crate) is_unpredictable: bool,
     /// The prompt as JSON text, as it was written.
     pub(crate) prompt: Option<&'a str>,
     /// The messages as JSON text, as they were written.
@@ -67,6 +72,7 @@ enum Field {
     SeqId,
     PromptCacheKey,
     User,
+    CacheSalt,
     Prompt,
     TokenIds,
     Messages,
@@ -89,9 +95,12 @@ impl<'a> Peek<'a> {
         let text = simdutf8::basic::from_utf8(body)
             .map_err(|error| invalid(format!("the body is not UTF-8: {error}")))?;
         let mut fields = RawFields::default();
+        let mut is_unpredictable = false;
         scan_object(text, |name, value| {
             if let Some(field) = Field::from_name(name) {
                 fields.values[field as usize] = Some(value);
+            } else {
+                is_unpredictable |= changes_kv(name, value);
             }
         })
         .map_err(|error| {
@@ -108,6 +117,8 @@ impl<'a> Peek<'a> {
             seq_id: fields.text(Field::SeqId)?,
             prompt_cache_key: fields.text(Field::PromptCacheKey)?,
             user: fields.text(Field::User)?,
+            cache_salt: fields.text(Field::CacheSalt)?,
+            is_unpredictable,
             prompt: fields.get(Field::Prompt).or(fields.get(Field::TokenIds)),
             messages: fields.get(Field::Messages),
             sampling: fields.get(Field::Sampling),
@@ -149,7 +160,7 @@ impl<'a> RawFields<'a> {
 // === impl Field ===
 
 impl Field {
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 16] = [
         Self::Model,
         Self::Stream,
         Self::MaxTokens,
@@ -157,6 +168,7 @@ impl Field {
         Self::SeqId,
         Self::PromptCacheKey,
         Self::User,
+        Self::CacheSalt,
         Self::Prompt,
         Self::TokenIds,
         Self::Messages,
@@ -176,6 +188,7 @@ impl Field {
             Self::SeqId => "seq_id",
             Self::PromptCacheKey => "prompt_cache_key",
             Self::User => "user",
+            Self::CacheSalt => "cache_salt",
             Self::Prompt => "prompt",
             Self::TokenIds => "token_ids",
             Self::Messages => "messages",
@@ -189,6 +202,27 @@ impl Field {
 
     fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|field| field.name() == name)
+    }
+}
+
+/// Whether a field with this value makes an engine use other KV than that of the prompt as it is written, or none: the
+/// names are those of vLLM, `SGLang` and kvik.
+fn changes_kv(name: &str, value: &str) -> bool {
+    let is_set = || !matches!(value, "null" | "false" | "[]" | "{}" | "\"\"");
+    match name {
+        // Whatever the value: what is left out by default depends on the route.
+        "add_special_tokens" => value != "null",
+        // The prompt is cut or another one.
+        "truncate_prompt_tokens" | "truncation" | "chat_template" | "documents" | "prompt_embeds" | "input_embeds"
+        // All of the prompt is computed for its log probabilities, or because the request says so.
+        | "prompt_logprobs" | "echo" | "logprob_start_len" | "skip_reading_prefix_cache"
+        // An adapter.
+        | "lora" | "lora_name" | "lora_path" | "lora_request" | "adapter" | "adapter_id"
+        // Images, audio, video.
+        | "multi_modal_data" | "mm_processor_kwargs" | "image_data" | "audio_data" | "video_data"
+        // KV from elsewhere, or under a name that events do not have.
+        | "kv_transfer_params" | "extra_key" => is_set(),
+        _ => false,
     }
 }
 

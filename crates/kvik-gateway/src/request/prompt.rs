@@ -16,14 +16,19 @@ enum PromptField {
     TokenLists(Vec<Vec<u32>>),
 }
 
-/// The prompt of a request; `None` where there is none that could be looked up. What is wrong with it is
-/// the worker's affair.
+/// The prompt of a request; `None` where there is none that could be looked up, or where tokens and salt alone do not
+/// decide its KV. What is wrong with it is the worker's affair.
 pub(crate) fn prompt_of(route: Route, peek: &Peek<'_>) -> Option<Prompt> {
-    if !route.is_generation() {
+    // Engines refuse an empty salt.
+    if !route.is_generation() || peek.is_unpredictable || peek.cache_salt.as_deref() == Some("") {
         return None;
     }
     if let Some(messages) = peek.messages {
-        return Some(Prompt::Chat(serde_json::from_str(messages).ok()?, chat_options(peek)?));
+        let messages: Vec<Json> = serde_json::from_str(messages).ok()?;
+        if !messages.iter().all(is_text_only) {
+            return None;
+        }
+        return Some(Prompt::Chat(messages, chat_options(peek)?));
     }
     Some(match serde_json::from_str(peek.prompt?).ok()? {
         PromptField::Text(text) => Prompt::Text(text),
@@ -31,6 +36,21 @@ pub(crate) fn prompt_of(route: Route, peek: &Peek<'_>) -> Option<Prompt> {
         PromptField::Texts(texts) => Prompt::Text(texts.into_iter().next()?),
         PromptField::TokenLists(lists) => Prompt::Tokens(lists.into_iter().next()?),
     })
+}
+
+/// Whether a message has no image, audio or other part that is not text.
+fn is_text_only(message: &Json) -> bool {
+    let Some(Json::List(parts)) = field(message, "content") else { return true };
+    parts.iter().all(|part| match part {
+        Json::Text(_) => true,
+        part => matches!(field(part, "type"), Some(Json::Text(kind)) if kind == "text"),
+    })
+}
+
+/// The last value of a field of an object.
+fn field<'a>(value: &'a Json, name: &str) -> Option<&'a Json> {
+    let Json::Object(fields) = value else { return None };
+    fields.iter().rev().find(|(known, _)| known == name).map(|(_, value)| value)
 }
 
 /// How the engine will render the conversation; `None` if it will refuse it.
@@ -84,6 +104,46 @@ mod tests {
             ..ChatOptions::default()
         };
         assert_eq!(options(body), Some(expected));
+    }
+
+    #[test]
+    fn a_prompt_whose_kv_its_tokens_do_not_decide_is_not_looked_up() {
+        for field in [
+            r#""truncate_prompt_tokens":8"#,
+            r#""prompt_logprobs":0"#,
+            r#""echo":true"#,
+            r#""lora_path":"a""#,
+            r#""lora_request":{"name":"a"}"#,
+            r#""add_special_tokens":false"#,
+            r#""chat_template":"x""#,
+            r#""mm_processor_kwargs":{"size":1}"#,
+            r#""kv_transfer_params":{"do_remote_decode":true}"#,
+            r#""cache_salt":"""#,
+        ] {
+            assert_eq!(prompt(&format!(r#"{{"prompt":"a",{field}}}"#)), None, "{field}");
+        }
+        let part = |part: &str| {
+            prompt(&format!(
+                r#"{{"messages":[{{"role":"user","content":[{{"type":"text","text":"a"}},{part}]}}]}}"#
+            ))
+        };
+        assert_eq!(part(r#"{"type":"image_url","image_url":{"url":"data:"}}"#), None);
+        assert_eq!(part(r#"{"type":"input_audio","input_audio":{}}"#), None);
+        assert!(part(r#"{"type":"text","text":"b"}"#).is_some());
+    }
+
+    #[test]
+    fn fields_at_their_defaults_and_salts_do_not_hide_a_prompt() {
+        for field in [
+            r#""prompt_logprobs":null"#,
+            r#""echo":false"#,
+            r#""truncate_prompt_tokens":null"#,
+            r#""documents":[]"#,
+            r#""cache_salt":"tenant""#,
+        ] {
+            let body = format!(r#"{{"prompt":"a",{field}}}"#);
+            assert_eq!(prompt(&body), Some(Prompt::Text("a".to_owned())), "{field}");
+        }
     }
 
     #[test]

@@ -8,7 +8,8 @@
 //! - of a text or token list: its first bytes, rounded down to whole blocks of 256 bytes if there
 //!   is at least one, so that prompts that share a long prefix have one key;
 //!
-//! each as it is written in JSON and cut off after 2048 bytes, and hashed with XXH3 to 64 bits.
+//! each as it is written in JSON and cut off after 2048 bytes, and hashed with XXH3 to 64 bits, to
+//! which the hash of the request's `cache_salt` is added.
 //! Kinds of keys do not collide: the key's first byte says which kind it is; only a `seq_id` stands
 //! for itself, because the coordinator answers for the same key.
 
@@ -49,7 +50,9 @@ pub(crate) fn routing_key<'a>(peek: &'a Peek<'_>, headers: &'a HeaderMap) -> Cow
         (None, Some(prompt)) => prompt_prefix(prompt.as_bytes()),
         (None, None) => &[],
     };
-    tagged(b'p', &xxh3_64(prefix).to_le_bytes())
+    // Requests with another salt share no KV with this one.
+    let salt = peek.cache_salt.as_deref().map_or(0, |salt| xxh3_64(salt.as_bytes()));
+    tagged(b'p', &(xxh3_64(prefix) ^ salt).to_le_bytes())
 }
 
 /// Whether a request's key is only the beginning of its prompt, and not a choice of the client.
@@ -166,5 +169,8 @@ mod tests {
         let prompt = |text: &str| key(&format!(r#"{{"prompt":"{text}"}}"#));
         assert_eq!(prompt(&format!("{prefix} a")), prompt(&format!("{prefix} b")));
         assert_ne!(prompt("a"), prompt("b"));
+        let salted = |salt: &str| key(&format!(r#"{{"prompt":"a","cache_salt":"{salt}"}}"#));
+        assert_eq!(salted("x"), salted("x"));
+        assert!(salted("x") != salted("y") && salted("x") != prompt("a"));
     }
 }

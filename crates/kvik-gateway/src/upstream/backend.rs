@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use http::{HeaderValue, Uri};
+use kvik_runtime::telemetry::MetricSet;
 use metrics::Gauge;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
@@ -20,6 +21,9 @@ use crate::metrics::{BREAKER_STATE, OUTSTANDING_TOKENS};
 use crate::route::Route;
 use crate::upstream::breaker::{Breaker, Outcome, State};
 use crate::upstream::links::Links;
+
+/// The number of the next backend.
+static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
 
 /// Which APIs a backend has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,6 +51,8 @@ pub(crate) struct Backend {
     /// A worker's id; the address of another engine.
     pub(crate) id: String,
     pub(crate) kind: BackendKind,
+    /// Stands for this life of it within the process.
+    pub(crate) number: u64,
     /// One life of a worker; 0 for other engines.
     pub(crate) epoch: u64,
     /// Without a slash at the end.
@@ -74,6 +80,8 @@ pub(crate) struct Backend {
     silence: Mutex<CancellationToken>,
     tokens_gauge: Gauge,
     breaker_gauge: Gauge,
+    /// `None` once it has left the fleet: what it still answers is shown nowhere.
+    metrics: Mutex<Option<MetricSet>>,
 }
 
 /// A request's part of a backend's load; given back when dropped.
@@ -95,6 +103,7 @@ pub(crate) struct LoadGuard {
 impl Backend {
     pub(crate) fn new(id: String, kind: BackendKind, epoch: u64, address: &str) -> Self {
         let now = Instant::now();
+        let metrics = MetricSet::new(&[("worker", &id)]);
         let base = address.trim_end_matches('/').to_owned();
         let uris = Route::ALL
             .iter()
@@ -106,11 +115,14 @@ impl Backend {
             tracing::warn!(worker = %id, %address, "the worker's address cannot be used");
         }
         Self {
-            tokens_gauge: metrics::gauge!(OUTSTANDING_TOKENS, "worker" => id.clone()),
-            breaker_gauge: metrics::gauge!(BREAKER_STATE, "worker" => id.clone()),
+            tokens_gauge: metrics.gauge(OUTSTANDING_TOKENS),
+            breaker_gauge: metrics.gauge(BREAKER_STATE),
+            metrics: Mutex::new(Some(metrics)),
             header: HeaderValue::from_str(&id).ok(),
             id,
             kind,
+            // Relaxed: only that it is given out once counts.
+            number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
             epoch,
             base,
             links: uris.as_ref().and_then(|uris| Links::new(&uris[0])).map(Arc::new),
@@ -127,6 +139,11 @@ impl Backend {
         }
     }
 
+    /// Notes that it has left the fleet: its metrics are no longer shown.
+    pub(crate) fn leave(&self) {
+        *self.metrics.lock() = None;
+    }
+
     /// Where `route` goes.
     pub(crate) fn uri(&self, route: Route) -> Option<&Uri> {
         self.uris.as_ref().map(|uris| &uris[route as usize])
@@ -140,24 +157,38 @@ impl Backend {
 
     /// Estimated tokens of the requests it has; of a stream that has begun, of its answer only.
     pub(crate) fn outstanding_tokens(&self) -> u64 {
-        // Relaxed: choices are made under a lock of their own; ends may come at any time.
+        // Relaxed: whether a choice still holds is decided by `try_load`; ends may come at any time.
         self.outstanding_tokens.load(Ordering::Relaxed)
     }
 
-    /// Adds a request to its load: all its tokens, of which the last `n_output_tokens` are its answer.
+    /// Adds a request to its load: all its tokens, of which the last `n_output_tokens` are its answer. `None` if its load
+    /// has grown beyond `max_load` since: what was chosen by that load must be chosen again.
     ///
-    /// At least one token of it is the answer's, so that who answers something always has a load.
-    pub(crate) fn load(self: &Arc<Self>, n_tokens: u64, n_output_tokens: u64) -> LoadGuard {
+    /// At least one token of it is the answer's, so that a backend which answers something always has a load.
+    pub(crate) fn try_load(
+        self: &Arc<Self>,
+        max_load: u64,
+        n_tokens: u64,
+        n_output_tokens: u64,
+    ) -> Option<LoadGuard> {
         let n_tokens = n_tokens.max(1);
-        self.outstanding_tokens.fetch_add(n_tokens, Ordering::Relaxed);
+        let add = |load: u64| (load <= max_load).then(|| load.saturating_add(n_tokens));
+        // Relaxed: the comparison and the addition are one step on one number, and nothing else is read by it.
+        self.outstanding_tokens.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
         self.tokens_gauge.increment(n_tokens as f64);
-        LoadGuard {
+        Some(LoadGuard {
             backend: Arc::clone(self),
             n_tokens,
             n_counted_tokens: n_tokens,
             n_output_tokens: n_output_tokens.clamp(1, n_tokens),
             silence: self.silence.lock().clone(),
-        }
+        })
+    }
+
+    /// Adds a request to its load, whatever that is.
+    #[cfg(test)]
+    pub(crate) fn load(self: &Arc<Self>, n_tokens: u64, n_output_tokens: u64) -> LoadGuard {
+        self.try_load(u64::MAX, n_tokens, n_output_tokens).unwrap()
     }
 
     /// Notes a byte of an answer.

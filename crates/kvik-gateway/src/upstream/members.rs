@@ -147,19 +147,22 @@ impl MemberBook {
     pub(crate) fn fleet(&mut self, config: &GatewayConfig) -> Fleet {
         let ring = self.snapshot.as_ref().map_or(config.routing.ring, |snapshot| snapshot.ring);
         let mut before = std::mem::take(&mut self.backends);
+        let mut left = Vec::new();
         let mut by_model: BTreeMap<String, Vec<(Seat, f64)>> = BTreeMap::new();
         let listed = self.snapshot.iter().flat_map(|snapshot| &snapshot.members);
         let members: Vec<&Member> = listed.chain(self.retained.values().map(|(member, _)| member)).collect();
         for member in members {
             let worker = &member.worker;
-            let backend = adopt(&mut before, &worker.id, BackendKind::Worker, worker.epoch, &worker.address);
+            let life = (BackendKind::Worker, worker.epoch, worker.address.as_str());
+            let backend = adopt(&mut before, &mut left, &worker.id, life);
             let seat =
                 Seat { backend: Arc::clone(&backend), takes_requests: member.state == WorkerState::Ready };
             by_model.entry(worker.model.clone()).or_default().push((seat, member.ring_weight));
             self.backends.insert(worker.id.clone(), backend);
         }
         for engine in &self.engines {
-            let backend = adopt(&mut before, &engine.url, BackendKind::OpenAi, 0, &engine.url);
+            let life = (BackendKind::OpenAi, 0, engine.url.as_str());
+            let backend = adopt(&mut before, &mut left, &engine.url, life);
             for model in &engine.models {
                 let seat = Seat { backend: Arc::clone(&backend), takes_requests: true };
                 by_model.entry(model.clone()).or_default().push((seat, engine.weight));
@@ -167,7 +170,11 @@ impl MemberBook {
             self.backends.insert(engine.url.clone(), backend);
         }
         self.departed.retain(|backend| 0 < backend.strong_count());
-        self.departed.extend(before.values().map(Arc::downgrade));
+        left.extend(before.into_values());
+        for backend in left {
+            backend.leave();
+            self.departed.push(Arc::downgrade(&backend));
+        }
         for model in by_model.keys() {
             if self.known_models.len() < MAX_KNOWN_MODELS {
                 self.known_models.insert(model.clone());
@@ -194,18 +201,24 @@ impl MemberBook {
     }
 }
 
-/// Takes the backend that is there if it is the same life at the same address, or makes a new one.
+/// Takes the backend that is there if it is the same life at the same address, or makes a new one and adds the other to
+/// those that `left`.
 fn adopt(
     before: &mut HashMap<String, Arc<Backend>>,
+    left: &mut Vec<Arc<Backend>>,
     id: &str,
-    kind: BackendKind,
-    epoch: u64,
-    address: &str,
+    (kind, epoch, address): (BackendKind, u64, &str),
 ) -> Arc<Backend> {
-    before
-        .remove(id)
-        .filter(|backend| backend.kind == kind && backend.epoch == epoch && same_url(&backend.base, address))
-        .unwrap_or_else(|| Arc::new(Backend::new(id.to_owned(), kind, epoch, address)))
+    let is_same = |backend: &Backend| {
+        backend.kind == kind && backend.epoch == epoch && same_url(&backend.base, address)
+    };
+    match before.remove(id) {
+        Some(backend) if is_same(&backend) => backend,
+        replaced => {
+            left.extend(replaced);
+            Arc::new(Backend::new(id.to_owned(), kind, epoch, address))
+        }
+    }
 }
 
 fn group(model: String, mut seats: Vec<(Seat, f64)>, ring_config: RingConfig) -> ModelGroup {
@@ -352,6 +365,34 @@ mod tests {
         assert_eq!(probed(&book), ["a", "b"]);
         drop(load);
         assert_eq!(probed(&book), ["b"]);
+    }
+
+    #[test]
+    fn a_backend_that_another_life_or_address_replaced_is_asked_for_its_health_while_it_answers() {
+        let (mut book, now) = (MemberBook::default(), Instant::now());
+        let backend = |book: &mut MemberBook| {
+            let fleet = book.fleet(&GatewayConfig::default());
+            Arc::clone(&fleet.group("m").unwrap().seats[0].backend)
+        };
+        let is_probed = |book: &MemberBook, backend: &Arc<Backend>| {
+            book.probed_backends().iter().any(|probed| Arc::ptr_eq(probed, backend))
+        };
+        book.apply(snapshot(1, 1, &["a"]), RETAIN, now);
+        let first = backend(&mut book);
+        let load = first.load(10, 5);
+        let mut moved = snapshot(1, 2, &["a"]);
+        moved.members[0].worker.address = "http://elsewhere:1".to_owned();
+        book.apply(moved.clone(), RETAIN, now);
+        let second = backend(&mut book);
+        assert!(is_probed(&book, &first) && is_probed(&book, &second));
+        moved.version = 3;
+        moved.members[0].worker.epoch = 2;
+        book.apply(moved, RETAIN, now);
+        let third = backend(&mut book);
+        assert!(is_probed(&book, &first) && is_probed(&book, &third));
+        assert!(!is_probed(&book, &second), "it has nothing to answer");
+        drop(load);
+        assert!(!is_probed(&book, &first));
     }
 
     #[test]

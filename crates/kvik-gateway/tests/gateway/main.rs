@@ -9,6 +9,7 @@ mod coordinator;
 mod disconnect;
 mod limits;
 mod mock;
+mod predictions;
 mod reload;
 mod retry;
 mod routing;

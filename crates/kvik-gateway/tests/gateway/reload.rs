@@ -86,3 +86,25 @@ async fn a_file_that_changes_is_reloaded() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn the_metrics_of_a_worker_that_left_disappear() {
+    let (left, right) = (MockWorker::start("m").await, MockWorker::start("m").await);
+    let gateway = TestGateway::before(&[&left, &right], |config| {
+        config.health.timeout_ms = 50;
+        config.health.failures = 1;
+    })
+    .await;
+    left.state.is_healthy.store(false, std::sync::atomic::Ordering::SeqCst);
+    gateway.wait_for_breaker(&left, "open").await;
+    let scrape = async || String::from_utf8(gateway.get("/metrics").await.body.to_vec()).unwrap();
+    let series = |worker: &MockWorker| format!(r#"kvik_gateway_breaker_state{{worker="{}"}} "#, worker.url());
+    let before = scrape().await;
+    assert!(before.contains(&format!("{}2\n", series(&left))), "{before}");
+    assert!(before.contains(&format!("{}0\n", series(&right))), "{before}");
+    gateway.gateway().reload(config_for(&[&right])).unwrap();
+    let after = scrape().await;
+    assert!(!after.contains(&left.url()), "{after}");
+    assert!(after.contains(&format!("{}0\n", series(&right))), "{after}");
+    assert!(after.contains(&format!(r#"kvik_gateway_outstanding_tokens{{worker="{}"}} 0"#, right.url())));
+}

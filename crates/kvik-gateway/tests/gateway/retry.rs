@@ -3,7 +3,7 @@
 use crate::mock::{Behavior, MockWorker};
 use crate::support::{TestGateway, until};
 
-const BODY: &str = r#"{"model":"m","prompt":"hi","seq_id":"s"}"#;
+const BODY: &str = r#"{"model":"m","prompt":"hi","prompt_cache_key":"s"}"#;
 
 /// Two workers, the first of which owns the key of [`BODY`].
 async fn owner_and_other(behavior: Behavior) -> (TestGateway, MockWorker, MockWorker) {
@@ -50,6 +50,20 @@ async fn other_errors_are_answers_and_are_not_tried_again() {
         assert_eq!((answer.status.as_u16(), &answer.body[..]), (status, &b"no"[..]));
         assert_eq!((owner.n_seen(), other.n_seen()), (1, 0));
     }
+}
+
+#[tokio::test]
+async fn a_named_sequence_moves_when_its_owner_has_no_place_left() {
+    let body = r#"{"model":"m","prompt":"hi","seq_id":"s"}"#;
+    let workers = [MockWorker::start("m").await, MockWorker::start("m").await];
+    let gateway = TestGateway::before(&[&workers[0], &workers[1]], |_| {}).await;
+    let owner = gateway.complete(body).await.worker();
+    let (owner, other) = if workers[0].url() == owner { (0, 1) } else { (1, 0) };
+    workers[owner].behave(Behavior::answer(429, "full"));
+    assert_eq!(gateway.complete(body).await.worker(), workers[other].url());
+    workers[other].behave(Behavior::answer(429, "full too"));
+    let answer = gateway.complete(body).await;
+    assert_eq!((answer.status.as_u16(), &answer.body[..]), (429, &b"full too"[..]));
 }
 
 #[tokio::test]

@@ -56,7 +56,7 @@ async fn a_hot_key_spills_over_to_the_next_worker_and_no_bound_is_passed() {
     for worker in &workers {
         worker.behave(Behavior::StreamAndHang(Behavior::stream(&["data: 1\n\n"])));
     }
-    let body = r#"{"model":"m","prompt":"x","seq_id":"hot","max_tokens":100,"stream":true}"#;
+    let body = r#"{"model":"m","prompt":"x","prompt_cache_key":"hot","max_tokens":100,"stream":true}"#;
     let mut open = Vec::new();
     for _ in 0..40 {
         open.push(gateway.open("/v1/completions", &[], body).await);
@@ -67,6 +67,32 @@ async fn a_hot_key_spills_over_to_the_next_worker_and_no_bound_is_passed() {
         assert!(loads.iter().all(|&load| load as f64 <= bound), "{loads:?}");
     }
     assert!(workers.iter().all(|worker| 0 < worker.state.n_open.load(Ordering::SeqCst)));
+}
+
+#[tokio::test]
+async fn a_named_sequence_keeps_its_worker_beside_a_few_other_streams_of_it() {
+    let workers = workers(4).await;
+    let gateway = TestGateway::before(&workers.iter().collect::<Vec<_>>(), |_| {}).await;
+    let body = r#"{"model":"m","prompt":"x","seq_id":"conversation","max_tokens":100,"stream":true}"#;
+    let owner = gateway.complete(body).await.worker();
+    for worker in &workers {
+        worker.behave(Behavior::StreamAndHang(Behavior::stream(&["data: 1\n\n"])));
+    }
+    // Streams of other sequences with the same owner, and of none other: the mean load says nothing of the owner's.
+    let mut open = Vec::new();
+    for number in 0.. {
+        let other =
+            format!(r#"{{"model":"m","prompt":"x","seq_id":"s{number}","max_tokens":100,"stream":true}}"#);
+        let stream = gateway.open("/v1/completions", &[], &other).await;
+        if stream.headers()["x-kvik-worker"] == owner.as_str() {
+            open.push(stream);
+        }
+        if open.len() == 5 {
+            break;
+        }
+    }
+    let next = gateway.open("/v1/completions", &[], body).await;
+    assert_eq!(next.headers()["x-kvik-worker"], owner.as_str());
 }
 
 #[tokio::test]

@@ -138,7 +138,7 @@ fn stored(hashes: &[u64], parent: Option<u64>, tokens: &[u32]) -> KvEvent {
 }
 
 async fn n_matched(books: &Books, tokens: &[u32]) -> u32 {
-    let found = books.lookup(tokens, Walk::Prefix).await.unwrap();
+    let found = books.lookup(tokens, None, Walk::Prefix).await.unwrap();
     found.iter().map(|found| found.row.prefix_in.iter().sum()).max().unwrap_or(0)
 }
 

@@ -10,9 +10,10 @@ use std::str::FromStr;
 
 use kvik_index::holders::BlockKey;
 use kvik_types::hash::{
-    HashChain, KvikChain, SglangChain, SglangHash, VllmAlgorithm, VllmChain, VllmHash, VllmSeed, block_hashes,
+    ExtraKey, HashChain, KvikChain, SglangChain, SglangHash, VllmAlgorithm, VllmChain, VllmHash, VllmSeed,
+    block_hashes,
 };
-use kvik_types::{BlockHash, BlockSize, TokenId};
+use kvik_types::{BlockHash, BlockSize, CacheSalt, TokenId};
 
 use crate::error::IndexerError;
 
@@ -55,21 +56,36 @@ pub enum KeyKind {
 impl Keys {
     /// Appends the keys of the whole blocks of a prompt.
     pub fn extend(&self, tokens: &[TokenId], keys: &mut Vec<BlockKey>) {
+        self.extend_salted(tokens, None, keys);
+    }
+
+    /// Appends the keys of the whole blocks of a prompt whose request has a `cache_salt`.
+    ///
+    /// Appends nothing where the keys of salted blocks cannot be computed: in kvik's own keys, whose salts depend on
+    /// how an engine's events were cut, and for salts that the engine refuses or hashes by object identity. vLLM's
+    /// are those of 0.32; earlier releases write the salt in another form, so that the prompt is a miss.
+    pub fn extend_salted(&self, tokens: &[TokenId], salt: Option<&str>, keys: &mut Vec<BlockKey>) {
         match &self.kind {
             KeyKind::Vllm { algorithm, seed } => {
                 let seed = seed.as_deref().map_or(VllmSeed::Default, VllmSeed::Text);
                 // A chain that cannot be computed has no keys: the prompt is nobody's.
                 if let Ok(chain) = VllmChain::try_new(*algorithm, self.block_tokens, seed) {
-                    extend(chain, tokens, keys, VllmHash::event_id);
+                    extend_vllm(chain, tokens, salt, keys);
                 }
             }
-            KeyKind::Sglang => extend(SglangChain::new(self.block_tokens), tokens, keys, sglang_key),
+            KeyKind::Sglang => {
+                extend(sglang_chain(SglangChain::new(self.block_tokens), salt), tokens, keys, sglang_key);
+            }
             KeyKind::SglangPairs => {
-                extend(SglangChain::new(self.block_tokens).with_bigrams(), tokens, keys, sglang_key);
+                let chain = SglangChain::new(self.block_tokens).with_bigrams();
+                extend(sglang_chain(chain, salt), tokens, keys, sglang_key);
             }
             KeyKind::Kvik { root } => {
-                extend(KvikChain::after(*root, self.block_tokens), tokens, keys, kvik_key);
+                let Ok(salt) = salt.map(CacheSalt::try_new).transpose() else { return };
+                let root = root.salted(salt.as_ref());
+                extend(KvikChain::after(root, self.block_tokens), tokens, keys, kvik_key);
             }
+            KeyKind::Own if salt.is_some() => {}
             KeyKind::Own => OwnKeys::new(self.block_tokens).extend(tokens, keys),
         }
     }
@@ -117,6 +133,25 @@ impl FromStr for Keys {
     }
 }
 
+/// vLLM has the salt in the extra keys of the first block only.
+fn extend_vllm(mut chain: VllmChain, tokens: &[TokenId], salt: Option<&str>, keys: &mut Vec<BlockKey>) {
+    let mut rest = tokens;
+    if let Some(salt) = salt {
+        let Some((first, others)) = tokens.split_at_checked(chain.block_size().get()) else { return };
+        let Ok(hash) = chain.push_block_with_extra_keys(first, &[ExtraKey::CacheSalt(salt)]) else { return };
+        keys.push(BlockKey(hash.event_id()));
+        rest = others;
+    }
+    extend(chain, rest, keys, VllmHash::event_id);
+}
+
+fn sglang_chain(chain: SglangChain, salt: Option<&str>) -> SglangChain {
+    match salt {
+        Some(salt) => chain.with_salt(salt),
+        None => chain,
+    }
+}
+
 /// The key of a page of `SGLang`'s chains.
 fn sglang_key(hash: &SglangHash) -> u64 {
     hash.event_id().cast_unsigned()
@@ -159,6 +194,36 @@ mod tests {
         for wrong in ["", "vllm", "vllm:md5:16", "own:0", "own:x", "own:16:17", "kvik:zz:16", "sglang:-1"] {
             assert!(wrong.parse::<Keys>().is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn a_salt_gives_every_block_another_key_and_equal_salts_the_same() {
+        let tokens: Vec<u32> = (0..48).collect();
+        for id in [
+            "vllm:sha256:16",
+            "vllm:sha256_cbor:16",
+            "sglang:16",
+            "sglang_pairs:16",
+            "kvik:00000000000000000000000000000001:16",
+        ] {
+            let keys: Keys = id.parse().unwrap();
+            let of = |salt: Option<&str>| {
+                let mut found = Vec::new();
+                keys.extend_salted(&tokens, salt, &mut found);
+                found
+            };
+            let (plain, one, other) = (of(None), of(Some("a")), of(Some("b")));
+            assert!(!plain.is_empty(), "{id}");
+            assert_eq!(one, of(Some("a")), "{id}");
+            for [left, right] in [[&plain, &one], [&plain, &other], [&one, &other]] {
+                assert_eq!(left.len(), right.len(), "{id}");
+                assert!(left.iter().zip(right).all(|(left, right)| left != right), "{id}");
+            }
+        }
+        let own: Keys = "own:16".parse().unwrap();
+        let mut found = Vec::new();
+        own.extend_salted(&tokens, Some("a"), &mut found);
+        assert_eq!(found, []);
     }
 
     #[test]

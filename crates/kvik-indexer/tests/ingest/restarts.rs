@@ -111,7 +111,7 @@ async fn restart(folder: &Path, tokens: &[u32]) -> ([u64; 2], [u64; 2]) {
     let (indexer, _shutdown) = start(&keeping_in(folder)).await;
     let mut found = [0; 2];
     for (found, model) in found.iter_mut().zip(MODELS) {
-        let scores = indexer.find(model, tokens).await.unwrap();
+        let scores = indexer.find(model, tokens, None).await.unwrap();
         *found = scores.get("w").map_or(0, |score| score.matched_tokens);
     }
     let counters = indexer.counters();
@@ -182,6 +182,6 @@ async fn without_its_list_a_book_is_taken_up_when_its_worker_is_heard() {
     let (indexer, _shutdown) = start(&keeping_in(folder.path())).await;
     let feed = open_model(&indexer, MODELS[0]).await;
     assert_eq!(feed.position().await.unwrap(), (Some(1), Some(1)));
-    let found = indexer.find(MODELS[0], &tokens).await.unwrap();
+    let found = indexer.find(MODELS[0], &tokens, None).await.unwrap();
     assert_eq!(found["w"].matched_tokens, 128);
 }

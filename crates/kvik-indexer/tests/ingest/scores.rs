@@ -112,11 +112,11 @@ async fn a_prediction_that_failed_is_taken_out_and_counted() {
     let (indexer, tokens) = index(&[("a", &[(Medium::Gpu, &[0, 1, 2, 3, 4, 5, 6, 7])])]).await;
     let matched = async || score(&indexer, &tokens, "longest_prefix", &["a"]).await.matched_tokens["a"];
     // An engine computes the last token anew: what it reports then is no lie.
-    indexer.settle(MODEL, "a", &tokens, 128, 112).await;
+    indexer.settle(MODEL, "a", &tokens, None, 128, 112).await;
     assert_eq!(matched().await, 128);
-    indexer.settle(MODEL, "a", &tokens, 128, 50).await;
+    indexer.settle(MODEL, "a", &tokens, None, 128, 50).await;
     assert_eq!(matched().await, 48);
-    indexer.settle(MODEL, "a", &tokens, 48, 48).await;
+    indexer.settle(MODEL, "a", &tokens, None, 48, 48).await;
     let counters = indexer.counters();
     assert_eq!((counters["predictions_kept"], counters["predictions_short"]), (2, 1));
 }

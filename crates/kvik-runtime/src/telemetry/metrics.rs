@@ -7,6 +7,7 @@ use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 
 use crate::error::{Result, RuntimeError};
 use crate::shutdown::Shutdown;
+use crate::telemetry::series;
 
 /// Bounds of latency histograms in seconds: from a routing decision to a long answer.
 const LATENCY_BUCKETS: &[f64] = &[
@@ -57,6 +58,8 @@ pub fn maintain_metrics(shutdown: &Shutdown) {
 pub fn render_metrics() -> String {
     METRICS.get().map_or_else(String::new, |handle| {
         handle.run_upkeep();
-        handle.render()
+        let mut text = handle.render();
+        series::render(&mut text);
+        text
     })
 }

@@ -6,8 +6,10 @@
 
 mod logs;
 mod metrics;
+mod series;
 mod trace;
 
 pub use logs::{LogFormat, TelemetryConfig, start_logging};
 pub use metrics::{maintain_metrics, render_metrics, start_metrics};
+pub use series::MetricSet;
 pub use trace::{Phases, Span, Tracer, TracingConfig};

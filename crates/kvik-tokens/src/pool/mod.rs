@@ -134,6 +134,8 @@ struct Shared {
 struct Task {
     request: TokenizeRequest,
     reply: oneshot::Sender<Result<Tokenized>>,
+    /// Whether it is done for those that come later, so that it does not matter if its caller waits.
+    is_for_store: bool,
 }
 
 // === impl PoolConfig ===
@@ -215,6 +217,40 @@ impl TokenizersPool {
         }
     }
 
+    /// Returns at once what is known of the tokens of a request from texts before, which may be nothing, and tokenizes
+    /// all of it behind the caller, so that the next request with this beginning finds it.
+    ///
+    /// The tokens are the first of the request's. They are none while the tokenizer is not open, while too many requests
+    /// wait, and without a store of known prefixes, in which case nothing is tokenized either.
+    ///
+    /// # Errors
+    /// If the chat template refuses the input.
+    pub fn tokenize_behind(&self, request: TokenizeRequest) -> Result<Tokenized> {
+        let Some(store) = &self.shared.store else { return Ok(Tokenized::default()) };
+        let mut known = Tokenized::default();
+        let mut text_request = request;
+        if let Some(tokenizer) = self.shared.tokenizers.opened(&text_request.model) {
+            let (text, add_special) = match text_request.input {
+                TokenizeInput::Tokens(tokens) => return Ok(Tokenized { tokens, ..Tokenized::default() }),
+                TokenizeInput::Text { text, add_special } => (text, add_special),
+                TokenizeInput::Chat { messages, options } => {
+                    (rendered(&tokenizer, messages, &options)?, AddSpecial::No)
+                }
+            };
+            let found = prefix_store::known(&tokenizer, store.as_ref(), &text, add_special);
+            known =
+                Tokenized { tokens: found.tokens, n_text_bytes: text.len(), n_known_bytes: found.n_bytes };
+            if known.n_known_bytes == known.n_text_bytes {
+                return Ok(known);
+            }
+            // Rendered once: the threads get the text.
+            text_request.input = TokenizeInput::Text { text, add_special };
+        }
+        let (reply, _) = oneshot::channel();
+        self.shared.queue.push(Task { request: text_request, reply, is_for_store: true });
+        Ok(known)
+    }
+
     /// Does the same as [`tokenize`](Self::tokenize), for callers outside of an async runtime.
     pub fn tokenize_blocking(&self, request: TokenizeRequest) -> Result<Outcome> {
         match self.submit(request) {
@@ -251,7 +287,7 @@ impl TokenizersPool {
             let _ = reply.send(Ok(Tokenized { tokens, ..Tokenized::default() }));
             return Some(answer);
         }
-        self.shared.queue.push(Task { request, reply }).then_some(answer)
+        self.shared.queue.push(Task { request, reply, is_for_store: false }).then_some(answer)
     }
 }
 
@@ -294,11 +330,11 @@ impl Shared {
     }
 
     fn answer(&self, task: Task) {
-        // Nobody waits for it anymore.
-        if task.reply.is_closed() {
+        // Its caller has gone.
+        if task.reply.is_closed() && !task.is_for_store {
             return;
         }
-        let Task { request, reply } = task;
+        let Task { request, reply, .. } = task;
         let model = request.model.clone();
         // The libraries behind this panic on some of what tokenizer files can say.
         let outcome = panic::catch_unwind(AssertUnwindSafe(|| self.serve(request)));

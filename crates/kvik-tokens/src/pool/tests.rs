@@ -47,6 +47,27 @@ fn a_prompt_gets_the_tokens_that_the_tokenizer_gives() {
 }
 
 #[test]
+fn a_prompt_that_is_tokenized_behind_its_caller_is_known_to_the_next() {
+    let pool = TokenizersPool::try_new(PoolConfig { n_threads: 1, ..config() }).unwrap();
+    let tokenizer = Tokenizer::open(&bundled_model()).unwrap();
+    let text = "Once upon a time there was a little dog. ".repeat(40);
+    let first = pool.tokenize_behind(text_request("kvik-tiny", &text)).unwrap();
+    assert_eq!(first, Tokenized::default(), "nothing is known, and nothing is waited for");
+    // The only thread takes requests in their order, also those whose caller is gone.
+    tokenized(&pool, text_request("kvik-tiny", "after it")).unwrap();
+    let longer = format!("{text} And a cat.");
+    let known = pool.tokenize_behind(text_request("kvik-tiny", &longer)).unwrap();
+    assert!(text.len() - 512 < known.n_known_bytes, "{}", known.n_known_bytes);
+    assert_eq!(known.n_text_bytes, longer.len());
+    let whole = tokenizer.encode(&longer, AddSpecial::Yes).unwrap();
+    assert_eq!(known.tokens, whole[..known.tokens.len()]);
+    let nowhere = PoolConfig { prefix_store: PrefixStoreKind::None, ..config() };
+    let nowhere = TokenizersPool::try_new(nowhere).unwrap();
+    assert_eq!(nowhere.tokenize_behind(text_request("kvik-tiny", &text)).unwrap(), Tokenized::default());
+    assert_eq!(nowhere.n_waiting(), 0);
+}
+
+#[test]
 fn tokens_are_their_own_answer_even_without_a_tokenizer() {
     let pool = TokenizersPool::try_new(PoolConfig::default()).unwrap();
     let request = TokenizeRequest { model: "nobody".to_owned(), input: TokenizeInput::Tokens(vec![3, 4]) };

@@ -123,6 +123,21 @@ impl Tokenizers {
         }
     }
 
+    /// Returns the tokenizer of a model if it is open already.
+    pub(super) fn opened(&self, model: &str) -> Option<Arc<Tokenizer>> {
+        if !self.models.contains_key(model)
+            && let Some(tokenizer) = self.provided.lock().get(model)
+        {
+            return Some(Arc::clone(tokenizer));
+        }
+        let mut state = self.state.lock();
+        state.last_use += 1;
+        let used = state.last_use;
+        let opened = state.opened.get_mut(model)?;
+        opened.used = used;
+        opened.tokenizer.get()?.as_ref().ok().map(Arc::clone)
+    }
+
     pub(super) fn max_opened(&self) -> usize {
         self.max_opened
     }

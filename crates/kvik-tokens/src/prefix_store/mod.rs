@@ -73,6 +73,21 @@ pub struct Encoded {
     pub n_known_bytes: usize,
 }
 
+/// Returns the first tokens of a text as far as `store` knows them; nothing is tokenized.
+pub fn known(
+    tokenizer: &Tokenizer,
+    store: &dyn PrefixStore,
+    text: &str,
+    add_special: AddSpecial,
+) -> KnownPrefix {
+    let Some(incremental) = tokenizer.incremental() else { return KnownPrefix::default() };
+    let mut known = store.find(tokenizer.key(), text);
+    if 0 < known.n_bytes && add_special == AddSpecial::Yes {
+        known.tokens.splice(..0, incremental.leading.iter().copied());
+    }
+    known
+}
+
 /// Returns the tokens of a text, those of its beginning from `store` if they are known, and adds them to it.
 ///
 /// # Errors

@@ -180,6 +180,7 @@ pub(crate) fn routing(arguments: &BenchRoutingArguments) -> anyhow::Result<()> {
     };
     let bench = RoutingBench::try_new(options, &trace, step)?;
     let cells = bench.measure(step)?;
+    let affinity = bench.affinity()?;
     progress.finish_and_clear();
 
     if let Some(path) = &arguments.plot {
@@ -192,11 +193,12 @@ pub(crate) fn routing(arguments: &BenchRoutingArguments) -> anyhow::Result<()> {
             machine: Machine::detect(),
             settings: bench.settings(),
             description: bench.description(),
-            results: routing::measurements(&cells),
+            results: [routing::measurements(&cells), routing::affinity_measurements(&affinity)].concat(),
         });
     }
     let mut stdout = anstream::stdout().lock();
     routing::write_table(&cells, &bench.description(), &mut stdout)
+        .and_then(|()| routing::write_affinity(&affinity, &mut stdout))
         .and_then(|()| stdout.flush())
         .context("write to standard output")
 }

@@ -1,4 +1,4 @@
-//! `kvik worker`, `kvik coordinator`, `kvik gateway`: one role a process.
+//! `kvik worker`, `kvik coordinator`, `kvik gateway`, `kvik indexer`: one role a process.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use kvik_worker::{Worker, WorkerConfig};
 use serde_json::{Value, json};
 
 use super::service::{self, Flags};
-use crate::cli::{CoordinatorArguments, GatewayArguments, WorkerArguments};
+use crate::cli::{CoordinatorArguments, GatewayArguments, IndexerArguments, WorkerArguments};
 
 /// Time for a coordinator to give up its lead after the first signal.
 const COORDINATOR_GRACE: Duration = Duration::from_secs(10);
@@ -87,6 +87,26 @@ pub(crate) fn gateway(arguments: &GatewayArguments) -> anyhow::Result<()> {
         running.gateway().provide_tokenizer(bundled.name(), Arc::clone(bundled.tokenizer()));
         running.gateway().reload_on_change(file, load);
         tracing::info!(address = %running.address(), "gateway is ready");
+        shutdown.draining().await;
+        running.finished().await;
+        Ok(())
+    })
+}
+
+/// Runs the index alone until it is told to end.
+pub(crate) fn indexer(arguments: &IndexerArguments) -> anyhow::Result<()> {
+    let flags = Flags::default()
+        .with("listen", arguments.listen.clone())
+        .with_list("coordinators", &arguments.coordinator);
+    let common = &arguments.service;
+    let config =
+        service::load::<GatewayConfig>("gateway", common.config.as_deref(), flags, &common.set)?.value;
+    service::run(common, "info", async |shutdown| {
+        shutdown.listen_for_signals(Duration::from_secs(config.drain_grace_s));
+        let running = Gateway::start_index(config, &shutdown).await.context("start the index")?;
+        let bundled = kvik_model::Model::bundled()?;
+        running.gateway().provide_tokenizer(bundled.name(), Arc::clone(bundled.tokenizer()));
+        tracing::info!(address = %running.address(), "indexer is ready");
         shutdown.draining().await;
         running.finished().await;
         Ok(())

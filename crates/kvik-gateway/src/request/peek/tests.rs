@@ -6,14 +6,14 @@ use super::*;
 /// What a full parse of `body` says, in the form of a peek: the fields, or that one has a wrong type.
 fn expected(full: &Value) -> Option<Seen> {
     let get = |name: &str| full.get(name).filter(|value| !value.is_null());
-    let is_valid = ["model", "seq_id", "prompt_cache_key", "user"]
+    let is_valid = ["model", "seq_id", "prompt_cache_key", "user", "cache_salt"]
         .iter()
         .all(|name| get(name).is_none_or(Value::is_string))
         && ["max_tokens", "max_completion_tokens"].iter().all(|name| get(name).is_none_or(Value::is_u64))
         && get("stream").is_none_or(Value::is_boolean);
     let text = |name: &str| get(name).and_then(Value::as_str).map(str::to_owned);
     is_valid.then(|| Seen {
-        texts: ["model", "seq_id", "prompt_cache_key", "user"].map(text),
+        texts: ["model", "seq_id", "prompt_cache_key", "user", "cache_salt"].map(text),
         is_stream: get("stream").and_then(Value::as_bool).unwrap_or(false),
         max_tokens: get("max_completion_tokens").or(get("max_tokens")).and_then(Value::as_u64),
         values: [get("prompt").or(get("token_ids")), get("messages"), get("sampling")]
@@ -23,7 +23,7 @@ fn expected(full: &Value) -> Option<Seen> {
 
 #[derive(Debug, PartialEq)]
 struct Seen {
-    texts: [Option<String>; 4],
+    texts: [Option<String>; 5],
     is_stream: bool,
     max_tokens: Option<u64>,
     values: [Option<Value>; 3],
@@ -34,7 +34,7 @@ fn seen(peek: &Peek<'_>) -> Option<Seen> {
     let text = |text: &Option<Cow<'_, str>>| text.as_deref().map(str::to_owned);
     let parsed = |text: Option<&str>| text.map(serde_json::from_str::<Value>).transpose().ok();
     Some(Seen {
-        texts: [text(&peek.model), text(&peek.seq_id), text(&peek.prompt_cache_key), text(&peek.user)],
+        texts: [&peek.model, &peek.seq_id, &peek.prompt_cache_key, &peek.user, &peek.cache_salt].map(text),
         is_stream: peek.is_stream,
         max_tokens: peek.max_tokens,
         values: [parsed(peek.prompt)?, parsed(peek.messages)?, parsed(peek.sampling)?],

@@ -16,10 +16,11 @@
 //! | `kvik_index_source_skipped_gaps_total` | gaps that were given up |
 //!
 //! The label `source` is the worker's name where it is configured or discovered, else the endpoint, and `rank` is
-//! the configured one: nothing that comes over the wire makes a label.
+//! the configured one: nothing that comes over the wire makes a label. The series of a source end with it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvik_runtime::telemetry::MetricSet;
 use metrics::{Counter, Gauge};
 
 /// What has been counted of a source since its start.
@@ -69,15 +70,16 @@ pub(super) struct Tallies {
     pub(super) failed_replays: Tally,
     pub(super) replayed_batches: Tally,
     pub(super) skipped_gaps: Tally,
+    /// What `/metrics` shows of them while they exist.
+    _metrics: MetricSet,
 }
 
 impl Tallies {
     pub(super) fn new(source: &str, rank: u32) -> Self {
-        let labels = [("source", source.to_owned()), ("rank", rank.to_string())];
-        let tally =
-            |name: &'static str| Tally { count: AtomicU64::new(0), metric: metrics::counter!(name, &labels) };
+        let metrics = MetricSet::new(&[("source", source), ("rank", &rank.to_string())]);
+        let tally = |name: &'static str| Tally { count: AtomicU64::new(0), metric: metrics.counter(name) };
         Self {
-            connected: metrics::gauge!("kvik_index_source_connected", &labels),
+            connected: metrics.gauge("kvik_index_source_connected"),
             connections: tally("kvik_index_source_connections_total"),
             messages: tally("kvik_index_source_messages_total"),
             malformed: tally("kvik_index_source_malformed_total"),
@@ -89,6 +91,7 @@ impl Tallies {
             failed_replays: tally("kvik_index_source_failed_replays_total"),
             replayed_batches: tally("kvik_index_source_replayed_batches_total"),
             skipped_gaps: tally("kvik_index_source_skipped_gaps_total"),
+            _metrics: metrics,
         }
     }
 
@@ -124,5 +127,24 @@ impl Tally {
 impl std::fmt::Debug for Tallies {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.counters().fmt(formatter)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvik_runtime::telemetry::{render_metrics, start_metrics};
+
+    use super::*;
+
+    #[test]
+    fn the_series_of_a_source_end_with_it() {
+        start_metrics().unwrap();
+        let is_shown = || render_metrics().contains(r#"{source="tallied-engine",rank="3"}"#);
+        let tallies = Tallies::new("tallied-engine", 3);
+        tallies.messages.add_one();
+        let shown = r#"kvik_index_source_messages_total{source="tallied-engine",rank="3"} 1"#;
+        assert!(render_metrics().contains(shown));
+        drop(tallies);
+        assert!(!is_shown());
     }
 }

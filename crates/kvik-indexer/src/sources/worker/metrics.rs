@@ -9,48 +9,40 @@
 //! | `kvik_index_source_restarts_total` | restarts of the worker that were seen |
 //! | `kvik_index_source_gaps_total` | times that batches were missing |
 //!
-//! The label `source` is the worker's id as the membership has it, and `rank` is 0.
+//! The label `source` is the worker's id as the membership has it, and `rank` is 0. The series of a source end with
+//! it, and start again at 0 with the worker's next life.
 
+use kvik_runtime::telemetry::MetricSet;
 use metrics::{Counter, Gauge};
 
 /// The counts of one source.
 pub(super) struct Tallies {
     connected: Gauge,
-    is_connected: bool,
     pub(super) connections: Counter,
     pub(super) batches: Counter,
     pub(super) snapshots: Counter,
     pub(super) restarts: Counter,
     pub(super) gaps: Counter,
+    /// What `/metrics` shows of them while they exist.
+    _metrics: MetricSet,
 }
 
 impl Tallies {
     pub(super) fn new(worker: &str) -> Self {
-        let labels = [("source", worker.to_owned()), ("rank", "0".to_owned())];
+        let metrics = MetricSet::new(&[("source", worker), ("rank", "0")]);
         Self {
-            connected: metrics::gauge!("kvik_index_source_connected", &labels),
-            is_connected: false,
-            connections: metrics::counter!("kvik_index_source_connections_total", &labels),
-            batches: metrics::counter!("kvik_index_source_batches_total", &labels),
-            snapshots: metrics::counter!("kvik_index_source_snapshots_total", &labels),
-            restarts: metrics::counter!("kvik_index_source_restarts_total", &labels),
-            gaps: metrics::counter!("kvik_index_source_gaps_total", &labels),
+            connected: metrics.gauge("kvik_index_source_connected"),
+            connections: metrics.counter("kvik_index_source_connections_total"),
+            batches: metrics.counter("kvik_index_source_batches_total"),
+            snapshots: metrics.counter("kvik_index_source_snapshots_total"),
+            restarts: metrics.counter("kvik_index_source_restarts_total"),
+            gaps: metrics.counter("kvik_index_source_gaps_total"),
+            _metrics: metrics,
         }
     }
 
-    /// Says whether the worker is listened to.
-    pub(super) fn set_connected(&mut self, is_connected: bool) {
-        // Added and not set: two lives of a worker may be listened to at a time while one replaces the other.
-        match (std::mem::replace(&mut self.is_connected, is_connected), is_connected) {
-            (false, true) => self.connected.increment(1),
-            (true, false) => self.connected.decrement(1),
-            (false, false) | (true, true) => {}
-        }
-    }
-}
-
-impl Drop for Tallies {
-    fn drop(&mut self) {
-        self.set_connected(false);
+    /// Notes whether the worker is listened to.
+    pub(super) fn set_connected(&self, is_connected: bool) {
+        self.connected.set(f64::from(u8::from(is_connected)));
     }
 }

@@ -51,6 +51,10 @@ pub(crate) struct LookupArguments {
     #[command(flatten)]
     pub(crate) prompt: PromptArguments,
 
+    /// The `cache_salt` of the request [default: none]
+    #[arg(long, value_name = "SALT")]
+    pub(crate) cache_salt: Option<String>,
+
     /// Rule: `longest_prefix`, `highest_block_hit`, `coverage` or `cost`
     #[arg(long, default_value = "longest_prefix")]
     pub(crate) scorer: String,

@@ -72,6 +72,7 @@ fn request(arguments: &LookupArguments) -> anyhow::Result<ScoreRequest> {
         prompt: input.prompt,
         messages: None,
         token_ids: input.token_ids,
+        cache_salt: arguments.cache_salt.clone(),
         pods: arguments.worker.clone(),
         scorer: Some(arguments.scorer.clone()),
     })

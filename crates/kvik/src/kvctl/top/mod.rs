@@ -16,11 +16,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use clap::Args;
-use kvik_memory::ledger::PageStates;
 use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event};
 
-use self::page_map::PageMap;
+use self::page_map::PageMaps;
 use self::rates::Rates;
 use self::rows::{RowKey, rows};
 use self::screen::View;
@@ -65,9 +64,11 @@ pub fn run(common: &CommonArguments, arguments: &TopArguments) -> anyhow::Result
         reading: first,
         read_at: Instant::now(),
         rates: Rates::default(),
+        pages: PageMaps::default(),
         state: ScreenState::default(),
     };
     screen.reading.keep(&screen.names);
+    screen.pages = PageMaps::read(screen.folder.dir(), &screen.reading);
     if common.json {
         std::thread::sleep(screen.refresh);
         screen.read()?;
@@ -91,6 +92,8 @@ struct Screen {
     reading: Reading,
     read_at: Instant,
     rates: Rates,
+    /// Read with `reading`, so that both show one moment.
+    pages: PageMaps,
     state: ScreenState,
 }
 
@@ -101,7 +104,7 @@ impl Screen {
         let dir = self.folder.dir().display().to_string();
         loop {
             self.state.keep_selection(&self.keys());
-            let pages = self.page_map();
+            let pages = self.state.selected.as_ref().and_then(|selected| self.pages.of(selected));
             let view = View {
                 dir: &dir,
                 refresh_s: self.refresh.as_secs_f64(),
@@ -138,6 +141,7 @@ impl Screen {
         let mut reading = self.folder.read()?;
         reading.keep(&self.names);
         self.rates = Rates::between(&self.reading, &reading, elapsed);
+        self.pages = PageMaps::read(self.folder.dir(), &reading);
         self.reading = reading;
         Ok(())
     }
@@ -145,17 +149,6 @@ impl Screen {
     /// The lines that can be selected.
     fn keys(&self) -> Vec<RowKey> {
         rows(&self.reading, &self.rates, self.state.sort_by).iter().filter_map(rows::Row::key).collect()
-    }
-
-    /// The pages of the selected member, or of the first one of the selected group.
-    fn page_map(&self) -> Option<PageMap> {
-        let selected = self.state.selected.as_ref()?;
-        let device = self.reading.devices.iter().find(|device| device.device == selected.device)?;
-        let member = device.members.iter().find(|member| {
-            member.ipc_name == selected.ipc_name && selected.slot.is_none_or(|slot| slot == member.slot)
-        })?;
-        let file = PageStates::open(self.folder.dir(), &member.ipc_name, member.page_file?);
-        Some(PageMap::read(&file.ok()??))
     }
 
     /// Does what a key asked for and says what came of it.

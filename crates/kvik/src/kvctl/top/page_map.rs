@@ -1,10 +1,21 @@
-//! The pages of one member, drawn one character a cell.
+//! The pages of one member or of a group, drawn one character a cell.
+
+use std::path::Path;
 
 use kvik_memory::PageId;
 use kvik_memory::ledger::{PageCounts, PageState, PageStates};
 
-/// The state of every page of one member at one moment.
-#[derive(Debug, Clone, PartialEq, Eq)]
+use super::rows::RowKey;
+use crate::folder::Reading;
+
+/// The pages of all members, as they were when the lines of the screen were read.
+#[derive(Debug, Default)]
+pub(crate) struct PageMaps {
+    by_member: Vec<(RowKey, PageMap)>,
+}
+
+/// The state of every page of a line at one moment.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct PageMap {
     states: Vec<PageState>,
     counts: PageCounts,
@@ -21,6 +32,39 @@ pub(crate) enum Cell {
     PartlyUsed,
     /// One of its pages at least is given up.
     Quarantined,
+}
+
+// === impl PageMaps ===
+
+impl PageMaps {
+    /// Copies the page files of all members of a reading; those without one have no map.
+    pub(crate) fn read(dir: &Path, reading: &Reading) -> Self {
+        let members = reading.devices.iter().flat_map(|device| {
+            device.members.iter().filter_map(move |member| {
+                let file = PageStates::open(dir, &member.ipc_name, member.page_file?).ok()??;
+                let (device, ipc_name) = (device.device.clone(), member.ipc_name.clone());
+                let key = RowKey { device, ipc_name, slot: Some(member.slot) };
+                Some((key, PageMap::read(&file)))
+            })
+        });
+        Self { by_member: members.collect() }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn new(by_member: Vec<(RowKey, PageMap)>) -> Self {
+        Self { by_member }
+    }
+
+    /// The pages of a line: of a member, or of all members of a group one after the other.
+    pub(crate) fn of(&self, line: &RowKey) -> Option<PageMap> {
+        let is_in = |key: &RowKey| {
+            key.device == line.device
+                && key.ipc_name == line.ipc_name
+                && (line.slot.is_none() || line.slot == key.slot)
+        };
+        let maps = self.by_member.iter().filter(|(key, _)| is_in(key)).map(|(_, map)| map);
+        maps.cloned().reduce(PageMap::join)
+    }
 }
 
 // === impl PageMap ===
@@ -43,6 +87,13 @@ impl PageMap {
     pub(crate) fn read(file: &PageStates) -> Self {
         let states = (0..file.n_pages()).filter_map(|page| file.get(PageId(page))).collect();
         Self::new(states, file.page_cost_bytes())
+    }
+
+    /// The pages of both; members of a group have pages of one size, or the larger one is shown.
+    fn join(mut self, other: Self) -> Self {
+        self.states.extend(other.states);
+        let page_cost_bytes = self.page_cost_bytes.max(other.page_cost_bytes);
+        Self::new(self.states, page_cost_bytes)
     }
 
     pub(crate) fn counts(&self) -> PageCounts {

@@ -20,7 +20,7 @@ pub(crate) struct View<'a> {
     pub(crate) reading: &'a Reading,
     pub(crate) rates: &'a Rates,
     pub(crate) state: &'a ScreenState,
-    /// The pages of the selected member.
+    /// The pages of the selected line.
     pub(crate) pages: Option<&'a PageMap>,
 }
 

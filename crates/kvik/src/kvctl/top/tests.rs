@@ -5,7 +5,7 @@ use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
-use super::page_map::{Cell, PageMap};
+use super::page_map::{Cell, PageMap, PageMaps};
 use super::rates::Rates;
 use super::rows::{Row, RowKey, SortBy, rows};
 use super::screen::{View, draw};
@@ -115,6 +115,38 @@ fn shot(width: u16, height: u16, reading: &Reading, state: &ScreenState, pages: 
     let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
     terminal.draw(|frame| draw(&view, frame.area(), frame.buffer_mut())).unwrap();
     terminal.backend().to_string()
+}
+
+#[test]
+fn the_pages_of_a_line_are_the_bytes_that_it_counts() {
+    let reading = busy();
+    let page_bytes = GIB / 4;
+    let map = |member: &MemberSnapshot| {
+        let n = |n_bytes: u64| (n_bytes / page_bytes) as usize;
+        let mut states = vec![PageState::Used; n(member.used_bytes)];
+        states.extend(vec![PageState::Parked; n(member.parked_bytes)]);
+        states.push(PageState::Unmapped);
+        PageMap::new(states, page_bytes)
+    };
+    let device = &reading.devices[0];
+    let key = |member: &MemberSnapshot| RowKey {
+        device: device.device.clone(),
+        ipc_name: member.ipc_name.clone(),
+        slot: Some(member.slot),
+    };
+    let maps = PageMaps::new(device.members.iter().map(|member| (key(member), map(member))).collect());
+    let rates = Rates::default();
+    for row in rows(&reading, &rates, SortBy::Name) {
+        let (used_bytes, parked_bytes) = match row {
+            Row::Group { group, .. } => (group.used_bytes, group.parked_bytes),
+            Row::Member { member, .. } => (member.used_bytes, member.parked_bytes),
+            _ => continue,
+        };
+        let pages = maps.of(&row.key().unwrap()).unwrap();
+        let counts = pages.counts();
+        assert_eq!(counts.n_used * pages.page_cost_bytes(), used_bytes, "{row:?}");
+        assert_eq!(counts.n_parked * pages.page_cost_bytes(), parked_bytes, "{row:?}");
+    }
 }
 
 fn pages() -> PageMap {
