@@ -31,7 +31,10 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         };
         router = router.route(route.name(), post(forward));
     }
+    let admin =
+        Router::new().route("/index/stats", get(index::stats)).route("/index/blocks", get(index::blocks));
     router
+        .merge(shared.trust.admins_only(admin))
         .route("/v1/models", get(models))
         .route("/v1/models/{*model}", get(model))
         .route("/health", get(health))
@@ -39,8 +42,6 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         .route("/metrics", get(metrics))
         .route("/openapi.json", get(openapi))
         .route("/v1/score", post(index::score))
-        .route("/index/stats", get(index::stats))
-        .route("/index/blocks", get(index::blocks))
         .fallback(async || refuse(Refusal::unknown_route()))
         .method_not_allowed_fallback(async || refuse(Refusal::wrong_method()))
         .with_state(shared)

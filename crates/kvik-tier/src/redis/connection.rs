@@ -7,12 +7,12 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use kvik_types::RedisEndpoint as Endpoint;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, StreamOwned};
 
 use super::refusal::Refusal;
 use super::resp::{Reply, ReplyReader, push_argument, push_command};
-use super::url::Endpoint;
 use crate::error::{Result, TierError};
 
 /// Small commands are gathered up to so many bytes before they are written.
