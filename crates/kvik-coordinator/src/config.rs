@@ -8,7 +8,9 @@ use std::time::Duration;
 use kvik_index::ring::MAX_VIRTUAL_NODES;
 use kvik_proto::coordinator::RingConfig;
 use kvik_runtime::http::TlsServerConfig;
+use kvik_runtime::secret::{Secret, redacted_url};
 use kvik_runtime::tls::TlsClientFiles;
+use kvik_runtime::trust::TrustSettings;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{CoordinatorError, Result};
@@ -26,6 +28,21 @@ pub struct CoordinatorConfig {
     pub tls: TlsServerConfig,
     /// TLS of the calls to the other coordinators and to etcd. Default: none, only `http://` works.
     pub peer_tls: TlsClientFiles,
+    /// Token that all services of a cluster share, of 16 characters or more. Every call needs it but
+    /// `/health`, `/ready` and `/metrics`, and calls to other coordinators show it.
+    /// `KVIK_CLUSTER_TOKEN` in the environment sets it for every role. Default: none.
+    pub cluster_token: Option<Secret>,
+    /// File with the cluster token, less a line break at its end. Default: none.
+    pub cluster_token_file: Option<PathBuf>,
+    /// Token for draining workers.
+    /// `KVIK_ADMIN_TOKEN` in the environment sets it for every role. Default: none; the cluster token is
+    /// enough then, and without that a caller on loopback or with a client certificate.
+    pub admin_token: Option<Secret>,
+    /// File with the admin token, less a line break at its end. Default: none.
+    pub admin_token_file: Option<PathBuf>,
+    /// Whether to listen where other machines can connect without a cluster token or client
+    /// certificates. Default: false; the coordinator does not start then.
+    pub insecure: bool,
     /// Time between two heartbeats of a worker; one that misses three is gone. Default: 1000 ms.
     pub heartbeat_interval_ms: u64,
     /// Time in which a worker that joins others rises from a tenth of its weight to all of it; 0 for
@@ -86,6 +103,11 @@ impl Default for CoordinatorConfig {
             advertise: None,
             tls: TlsServerConfig::default(),
             peer_tls: TlsClientFiles::default(),
+            cluster_token: None,
+            cluster_token_file: None,
+            admin_token: None,
+            admin_token_file: None,
+            insecure: false,
             heartbeat_interval_ms: 1000,
             slow_start_ms: 30_000,
             ring: RingConfig::default(),
@@ -118,7 +140,7 @@ impl CoordinatorConfig {
             check(
                 is_base_address(advertise),
                 "advertise",
-                advertise,
+                &redacted_url(advertise),
                 "http://host:port or https://host:port",
             )?;
         }
@@ -137,6 +159,17 @@ impl CoordinatorConfig {
         Ok(())
     }
 
+    /// What it says about trust.
+    pub(crate) fn trust(&self) -> TrustSettings<'_> {
+        TrustSettings {
+            cluster_token: self.cluster_token.as_ref(),
+            cluster_token_file: self.cluster_token_file.as_deref(),
+            admin_token: self.admin_token.as_ref(),
+            admin_token_file: self.admin_token_file.as_deref(),
+            insecure: self.insecure,
+        }
+    }
+
     pub(crate) fn heartbeat_interval(&self) -> Duration {
         Duration::from_millis(self.heartbeat_interval_ms)
     }
@@ -151,7 +184,7 @@ impl EtcdConfig {
         check(!self.endpoints.is_empty(), "state.etcd.endpoints", &"empty", "at least one address")?;
         for endpoint in &self.endpoints {
             let allowed = "http://host:port or https://host:port";
-            check(is_base_address(endpoint), "state.etcd.endpoints", endpoint, allowed)?;
+            check(is_base_address(endpoint), "state.etcd.endpoints", &redacted_url(endpoint), allowed)?;
         }
         let prefix = &self.prefix;
         let fits = prefix.starts_with('/') && !prefix.ends_with('/');
@@ -174,6 +207,8 @@ pub(crate) fn is_base_address(address: &str) -> bool {
             && uri.host().is_some_and(|host| !host.is_empty())
             && uri.path() == "/"
             && uri.query().is_none()
+            // A login would be sent to no server, and be printed wherever the address is.
+            && uri.authority().is_some_and(|authority| !authority.as_str().contains('@'))
     })
 }
 
@@ -217,6 +252,8 @@ mod tests {
         assert!(message(|config| config.state.etcd.lease_ttl_s = 1).contains("2 to 60"));
         assert!(message(|config| config.state.etcd.prefix = "kvik/".into()).contains("kvik/"));
         assert!(message(|config| config.state.etcd.endpoints.clear()).contains("at least one"));
+        let login = message(|config| config.state.etcd.endpoints = vec!["http://u:canary@h:1".into()]);
+        assert!(login.starts_with("`state.etcd.endpoints` is http://(hidden)@h:1; allowed: "), "{login}");
         assert!(message(|config| config.state.etcd.username = Some("kvik".into())).contains("both or none"));
         assert!(message(|config| config.advertise = Some("host:1/path".into())).contains("`advertise`"));
         assert!(message(|config| config.peer_tls.key = Some("key.pem".into())).contains("both or none"));

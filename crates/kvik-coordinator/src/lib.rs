@@ -54,6 +54,7 @@ use kvik_proto::client::{HttpClient, TlsClientConfig, http_client};
 use kvik_runtime::http::{listen, serve, tls_acceptor};
 use kvik_runtime::shutdown::Shutdown;
 use kvik_runtime::tls::TlsClientPem;
+use kvik_runtime::trust::Trust;
 use tokio::sync::{mpsc, watch};
 
 pub use config::{CoordinatorConfig, EtcdConfig, StateBackendKind, StateConfig};
@@ -97,6 +98,7 @@ impl Coordinator {
 
     async fn run(config: CoordinatorConfig, shutdown: &Shutdown) -> Result<Running> {
         config.validate()?;
+        let trust = Arc::new(config.trust().read(&config.tls)?);
         let TlsClientPem { authorities_pem, identity_pem } = config.peer_tls.read()?;
         let http = http_client(&TlsClientConfig { authorities_pem, identity_pem })?;
         let acceptor = tls_acceptor(&config.tls)?;
@@ -105,6 +107,7 @@ impl Coordinator {
             address: config.listen.clone(),
             source,
         })?;
+        trust.check_listener("listen", address, false)?;
         let scheme = if acceptor.is_some() { "https" } else { "http" };
         let base = config.advertise.clone().unwrap_or_else(|| format!("{scheme}://{address}"));
         let base = base.trim_end_matches('/').to_owned();
@@ -112,11 +115,11 @@ impl Coordinator {
         metrics::describe();
         let api = match config.state.backend {
             StateBackendKind::Embedded => {
-                spawn(EmbeddedState::new(SystemTime::now()), &config, http, shutdown)
+                spawn(EmbeddedState::new(SystemTime::now()), &config, http, &trust, shutdown)
             }
             StateBackendKind::Etcd => {
                 let backend = EtcdState::new(http.clone(), &config.state.etcd, base.clone())?;
-                spawn(backend, &config, http, shutdown)
+                spawn(backend, &config, http, &trust, shutdown)
             }
         };
         if config.state.backend == StateBackendKind::Embedded {
@@ -138,6 +141,7 @@ fn spawn(
     backend: impl StateBackend,
     config: &CoordinatorConfig,
     http: HttpClient,
+    trust: &Arc<Trust>,
     shutdown: &Shutdown,
 ) -> Api {
     let backend = Arc::new(backend);
@@ -153,13 +157,20 @@ fn spawn(
     shutdown.spawn(leader.run(command_receiver, shutdown.clone()));
     shutdown.spawn(election::run(backend, role_sender, shutdown.clone()));
     if config.state.backend != StateBackendKind::Embedded {
-        shutdown.spawn(mirror::run(http.clone(), role.clone(), publisher.clone(), shutdown.clone()));
+        shutdown.spawn(mirror::run(
+            http.clone(),
+            Arc::clone(trust),
+            role.clone(),
+            publisher.clone(),
+            shutdown.clone(),
+        ));
     }
     Api {
         publisher,
         commands,
         role,
         http,
+        trust: Arc::clone(trust),
         heartbeat_interval_ms: config.heartbeat_interval_ms,
         max_weight: f64::from(MAX_VIRTUAL_NODES) / f64::from(config.ring.virtual_nodes),
         shutdown: shutdown.clone(),

@@ -3,11 +3,13 @@
 //! A follower watches the leader as a gateway does, so its answers carry the leader's term, version
 //! and loads, and it goes on showing the last ones while there is no leader.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvik_proto::client::{ClientError, CoordinatorClient, HttpClient};
 use kvik_proto::coordinator::WatchEvent;
 use kvik_runtime::shutdown::Shutdown;
+use kvik_runtime::trust::Trust;
 use tokio::sync::watch;
 
 use crate::api::ALIVE_INTERVAL;
@@ -20,6 +22,7 @@ const RETRY_PAUSE: Duration = Duration::from_millis(250);
 /// Mirrors whoever leads until the service drains.
 pub(crate) async fn run(
     http: HttpClient,
+    trust: Arc<Trust>,
     mut role: watch::Receiver<Role>,
     publisher: Publisher,
     shutdown: Shutdown,
@@ -33,7 +36,7 @@ pub(crate) async fn run(
             match leader {
                 None => std::future::pending().await,
                 Some(leader) => {
-                    if let Err(error) = mirror(&http, &leader, &publisher).await {
+                    if let Err(error) = mirror(&http, &trust, &leader, &publisher).await {
                         tracing::debug!(%leader, %error, "the leader's stream broke");
                     }
                     tokio::time::sleep(RETRY_PAUSE).await;
@@ -48,8 +51,14 @@ pub(crate) async fn run(
     }
 }
 
-async fn mirror(http: &HttpClient, leader: &str, publisher: &Publisher) -> Result<(), ClientError> {
-    let mut watch = CoordinatorClient::new(http.clone(), leader).watch().await?;
+async fn mirror(
+    http: &HttpClient,
+    trust: &Trust,
+    leader: &str,
+    publisher: &Publisher,
+) -> Result<(), ClientError> {
+    let client = CoordinatorClient::new(http.clone(), leader).with_header(trust.cluster_header());
+    let mut watch = client.watch().await?;
     // A leader that stands still keeps its connections open.
     while let Ok(event) = tokio::time::timeout(3 * ALIVE_INTERVAL, watch.next()).await {
         match event? {

@@ -1,23 +1,27 @@
 //! The configuration of a gateway.
 //!
 //! Times are in milliseconds and sizes in bytes; the unit is part of a field's name. `listen`,
-//! `tls`, `backend_tls`, `index` and `tracing` take effect at the start only, everything else also at a
-//! reload.
+//! `tls`, `backend_tls`, the tokens, `insecure`, `index` and `tracing` take effect at the start only,
+//! everything else also at a reload.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use kvik_index::placement::NAMED_FLOOR_TOKENS;
 use kvik_indexer::{IndexConfig, IndexerError};
 use kvik_proto::coordinator::RingConfig;
 use kvik_runtime::http::TlsServerConfig;
+use kvik_runtime::secret::{Secret, redacted_url};
 use kvik_runtime::telemetry::TracingConfig;
 use kvik_runtime::tls::TlsClientFiles;
+use kvik_runtime::trust::TrustSettings;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{GatewayError, Result};
 
 /// Fields that a reload cannot change.
-pub(crate) const FIXED_FIELDS: &[&str] = &["backend_tls.", "index.", "listen", "tls.", "tracing."];
+pub(crate) const FIXED_FIELDS: &[&str] =
+    &["admin_token", "backend_tls.", "cluster_token", "index.", "insecure", "listen", "tls.", "tracing."];
 
 /// Everything that can be configured.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -33,6 +37,21 @@ pub struct GatewayConfig {
     pub backends: Vec<BackendConfig>,
     /// TLS towards workers, backends and coordinators. Default: none, only `http://` works.
     pub backend_tls: TlsClientFiles,
+    /// Token that all services of a cluster share, of 16 characters or more. Calls to workers and
+    /// coordinators show it; other engines never see it.
+    /// `KVIK_CLUSTER_TOKEN` in the environment sets it for every role. Default: none.
+    pub cluster_token: Option<Secret>,
+    /// File with the cluster token, less a line break at its end. Default: none.
+    pub cluster_token_file: Option<PathBuf>,
+    /// Token for `/index/...`.
+    /// `KVIK_ADMIN_TOKEN` in the environment sets it for every role. Default: none; the cluster token is
+    /// enough then, and without that a caller on loopback or with a client certificate.
+    pub admin_token: Option<Secret>,
+    /// File with the admin token, less a line break at its end. Default: none.
+    pub admin_token_file: Option<PathBuf>,
+    /// Whether to listen where other machines can connect without a cluster token or client
+    /// certificates. Default: false; the gateway does not start then.
+    pub insecure: bool,
     /// Keys that clients may show. Default: none; everybody may ask.
     pub api_keys: Vec<ApiKeyConfig>,
     /// Whether the client's `Authorization` header goes on to the worker. Default: false.
@@ -83,7 +102,7 @@ pub struct ApiKeyConfig {
     /// Whose key it is, for people.
     pub name: String,
     /// SHA-256 of the key, 64 hexadecimal digits: `printf %s KEY | sha256sum`.
-    pub sha256: String,
+    pub sha256: Secret,
 }
 
 /// How many requests run and wait.
@@ -192,6 +211,11 @@ impl Default for GatewayConfig {
             coordinators: Vec::new(),
             backends: Vec::new(),
             backend_tls: TlsClientFiles::default(),
+            cluster_token: None,
+            cluster_token_file: None,
+            admin_token: None,
+            admin_token_file: None,
+            insecure: false,
             api_keys: Vec::new(),
             forward_authorization: false,
             expose_worker: true,
@@ -262,6 +286,17 @@ impl Default for RoutingConfig {
 // === impl validation ===
 
 impl GatewayConfig {
+    /// What it says about trust.
+    pub(crate) fn trust(&self) -> TrustSettings<'_> {
+        TrustSettings {
+            cluster_token: self.cluster_token.as_ref(),
+            cluster_token_file: self.cluster_token_file.as_deref(),
+            admin_token: self.admin_token.as_ref(),
+            admin_token_file: self.admin_token_file.as_deref(),
+            insecure: self.insecure,
+        }
+    }
+
     /// Checks every value.
     ///
     /// # Errors
@@ -287,9 +322,10 @@ impl GatewayConfig {
         let is_paired = self.backend_tls.is_paired();
         check(is_paired, "backend_tls", "only one of `certificate` and `key`", "both or none")?;
         for (index, key) in self.api_keys.iter().enumerate() {
-            let is_digest = key.sha256.len() == 64 && key.sha256.bytes().all(|byte| byte.is_ascii_hexdigit());
-            // A key pasted here by mistake must not reach a log.
-            check(is_digest, &format!("api_keys[{index}].sha256"), "(hidden)", "64 hexadecimal digits")?;
+            let digest = key.sha256.expose();
+            let is_digest = digest.len() == 64 && digest.bytes().all(|byte| byte.is_ascii_hexdigit());
+            // Hidden: it may be a key that was pasted here by mistake.
+            check(is_digest, &format!("api_keys[{index}].sha256"), &key.sha256, "64 hexadecimal digits")?;
         }
         let grace = self.drain_grace_s;
         check(grace <= 86_400, "drain_grace_s", grace, "0 to 86400 (a day)")?;
@@ -354,10 +390,11 @@ pub(crate) fn same_url(left: &str, right: &str) -> bool {
 fn check_url(field: &str, url: &str) -> Result<()> {
     let is_base = url.parse::<http::Uri>().is_ok_and(|uri| {
         matches!(uri.scheme_str(), Some("http" | "https"))
-            && uri.authority().is_some()
+            // A login would be sent to no server, and be printed wherever the address is.
+            && uri.authority().is_some_and(|authority| !authority.as_str().contains('@'))
             && uri.query().is_none()
     });
-    check(is_base, field, url, "http://host:port or https://host:port")
+    check(is_base, field, redacted_url(url), "http://host:port or https://host:port")
 }
 
 fn check(holds: bool, field: &str, value: impl std::fmt::Display, allowed: &str) -> Result<()> {
@@ -391,7 +428,7 @@ mod tests {
     #[test]
     fn a_key_in_place_of_its_digest_is_not_repeated() {
         let mut config = GatewayConfig::default();
-        config.api_keys.push(ApiKeyConfig { name: "me".to_owned(), sha256: "sk-secret".to_owned() });
+        config.api_keys.push(ApiKeyConfig { name: "me".to_owned(), sha256: "sk-secret".into() });
         assert!(!config.validate().unwrap_err().to_string().contains("sk-secret"));
     }
 

@@ -6,14 +6,15 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use http::HeaderMap;
+use kvik_indexer::grpc::CallGuard;
 use kvik_indexer::{Indexer, Tokenizer};
 use kvik_proto::client::{TlsClientConfig, http_client};
-use kvik_runtime::config::{Effective, FieldChange, Sources};
+use kvik_runtime::config::{self, FieldChange};
 use kvik_runtime::http::{listen, serve, tls_acceptor};
 use kvik_runtime::shutdown::Shutdown;
 use kvik_runtime::telemetry::{self, Tracer};
 use kvik_runtime::tls::TlsClientPem;
-use serde_json::Value;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
@@ -28,6 +29,15 @@ use crate::upstream::watch;
 
 /// Time between two looks at the configuration file.
 const FILE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Admits calls to the index by the keys and tokens of now.
+struct GrpcGuard(Arc<Shared>);
+
+impl CallGuard for GrpcGuard {
+    fn admits(&self, headers: &HeaderMap) -> bool {
+        self.0.view().keys.admits(&self.0.trust, headers)
+    }
+}
 
 /// A handle on a gateway; clones are the same one.
 #[derive(Debug, Clone)]
@@ -110,18 +120,49 @@ impl Gateway {
         let TlsClientPem { authorities_pem, identity_pem } = config.backend_tls.read()?;
         let http = http_client(&TlsClientConfig { authorities_pem, identity_pem })?;
         let tls = tls_acceptor(&config.tls)?;
+        let trust = Arc::new(config.trust().read(&config.tls)?);
         let listener = listen(&config.listen).await?;
         let address = listener.local_addr().map_err(|source| kvik_runtime::RuntimeError::Listen {
             address: config.listen.clone(),
             source,
         })?;
+        trust.check_listener("listen", address, !config.api_keys.is_empty())?;
+        if !address.ip().to_canonical().is_loopback()
+            && config.api_keys.is_empty()
+            && config.tls.client_authorities.is_none()
+        {
+            tracing::warn!(%address, "every client is served; `api_keys` or `tls.client_authorities` chooses them");
+        }
+        let mut listeners = vec![("listen", address)];
+        let mut grpc = None;
+        if let Some(wanted) = config.index.grpc_listen.as_ref().filter(|_| config.index.enabled) {
+            let listener = listen(wanted).await?;
+            let at = listener
+                .local_addr()
+                .map_err(|source| kvik_runtime::RuntimeError::Listen { address: wanted.clone(), source })?;
+            trust.check_listener("index.grpc_listen", at, !config.api_keys.is_empty())?;
+            tracing::info!(address = %at, "the index listens for gRPC");
+            listeners.push(("index.grpc_listen", at));
+            grpc = Some(listener);
+        }
         let tracer = Tracer::start(&config.tracing, "kvik-gateway", &address.to_string(), shutdown)?;
         let mut indexer = None;
         if config.index.enabled {
             indexer = Some(Indexer::start(&config.index, shutdown).await?);
         }
-        let shared = Arc::new(Shared::new(config, http, indexer.clone(), tracer, shutdown.clone()));
+        let shared = Arc::new(Shared::new(
+            config,
+            http,
+            (trust, listeners),
+            indexer.clone(),
+            tracer,
+            shutdown.clone(),
+        ));
         if let Some(indexer) = indexer {
+            if let Some(listener) = grpc {
+                let guard = Arc::new(GrpcGuard(Arc::clone(&shared)));
+                indexer.serve_grpc(listener, tls.clone(), guard, shutdown);
+            }
             shutdown.spawn(kv_listeners::run(Arc::clone(&shared), indexer));
         }
         shutdown.spawn(watch::run(Arc::clone(&shared)));
@@ -151,8 +192,13 @@ impl Gateway {
     pub fn reload(&self, config: GatewayConfig) -> Result<Vec<FieldChange>> {
         config.validate()?;
         let before = self.shared.view();
-        let mut changes = effective(&config)?.changes_since(&effective(&before.config)?);
-        changes.iter_mut().for_each(hide_digests);
+        // Keys may be what a listener was allowed for.
+        if config.api_keys.is_empty() && !before.config.api_keys.is_empty() {
+            for (field, address) in &self.shared.listeners {
+                self.shared.trust.check_listener(field, *address, false)?;
+            }
+        }
+        let changes = config::changes(&*before.config, &config)?;
         for change in &changes {
             let FieldChange { field, before, after } = change;
             let is_fixed = FIXED_FIELDS.iter().any(|fixed| field.starts_with(fixed));
@@ -262,23 +308,6 @@ impl Running {
     /// Waits until it has drained: nothing is accepted and no connection is open. Cancel safe.
     pub async fn finished(&self) {
         self.finished.cancelled().await;
-    }
-}
-
-/// A configuration field by field.
-fn effective(config: &GatewayConfig) -> Result<Effective<GatewayConfig>> {
-    let flags = serde_json::to_value(config).unwrap_or_default();
-    Ok(Sources::default().with_flags(flags).load("gateway")?)
-}
-
-/// A difference is printed, and digests are nobody's business.
-fn hide_digests(change: &mut FieldChange) {
-    if change.field != "api_keys" {
-        return;
-    }
-    for value in [&mut change.before, &mut change.after] {
-        let names = value.as_array().into_iter().flatten().map(|key| key["name"].clone());
-        *value = Value::Array(names.collect());
     }
 }
 

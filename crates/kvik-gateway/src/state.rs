@@ -1,12 +1,15 @@
 //! What all requests and tasks of a gateway share.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
+use http::{HeaderName, HeaderValue};
 use kvik_indexer::Indexer;
 use kvik_proto::client::HttpClient;
 use kvik_runtime::shutdown::Shutdown;
 use kvik_runtime::telemetry::Tracer;
+use kvik_runtime::trust::Trust;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -28,6 +31,11 @@ pub(crate) struct Shared {
     /// Writers of the view hold this lock.
     book: Mutex<MemberBook>,
     pub(crate) http: HttpClient,
+    pub(crate) trust: Arc<Trust>,
+    /// Where it listens, by the field that says so.
+    pub(crate) listeners: Vec<(&'static str, SocketAddr)>,
+    /// The cluster's token, for workers and coordinators.
+    pub(crate) cluster_header: Option<(HeaderName, HeaderValue)>,
     /// `None` where it is switched off.
     pub(crate) indexer: Option<Arc<Indexer>>,
     pub(crate) admission: Arc<Admission>,
@@ -53,6 +61,7 @@ impl Shared {
     pub(crate) fn new(
         config: GatewayConfig,
         http: HttpClient,
+        (trust, listeners): (Arc<Trust>, Vec<(&'static str, SocketAddr)>),
         indexer: Option<Arc<Indexer>>,
         tracer: Tracer,
         shutdown: Shutdown,
@@ -67,6 +76,9 @@ impl Shared {
             view: ArcSwap::from_pointee(View { config: Arc::new(config), keys, fleet }),
             book: Mutex::new(book),
             http,
+            cluster_header: trust.cluster_header(),
+            trust,
+            listeners,
             indexer,
             admission,
             under_way: Arc::default(),

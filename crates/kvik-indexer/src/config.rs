@@ -5,11 +5,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use kvik_index::holders::{CostModel, TierWeights};
+use kvik_runtime::secret::SecretUrl;
 use kvik_tokens::{PoolConfig, PrefixStoreKind};
-use kvik_types::BlockSize;
+use kvik_types::{BlockSize, RedisUrl, RedisUrlError};
 use serde::{Deserialize, Serialize};
 
-use crate::backend::redis::{RedisOptions, RedisUrl};
+use crate::backend::redis::RedisOptions;
 use crate::error::{IndexerError, Result};
 use crate::hub::HubConfig;
 use crate::score::ScorerKind;
@@ -27,7 +28,7 @@ pub struct IndexConfig {
     pub enabled: bool,
     /// Where it is kept: `memory`, or the URL of a Redis or Valkey that several gateways share, such as
     /// `redis://host:6379` or `redis+cluster://host:6379`. Default: `memory`.
-    pub backend: String,
+    pub backend: SecretUrl,
     /// Settings of a shared backend.
     pub redis: RedisConfig,
     /// Bytes of memory that the book of one model may take; beyond it the oldest leave. Default: 4 GiB.
@@ -55,7 +56,8 @@ pub struct IndexConfig {
     pub engines: Vec<EngineConfig>,
     /// Engines to listen to that Kubernetes knows. Default: none.
     pub kubernetes: Vec<KubernetesConfig>,
-    /// Address for gRPC (`indexer.v1.IndexerService`); port 0 takes a free one. Default: none.
+    /// Address for gRPC (`indexer.v1.IndexerService`); port 0 takes a free one. It has the gateway's `tls`, and
+    /// calls need a key of `api_keys`, or else the cluster token, where there are any. Default: none.
     pub grpc_listen: Option<String>,
 }
 
@@ -163,7 +165,7 @@ impl Default for IndexConfig {
     fn default() -> Self {
         Self {
             enabled: true,
-            backend: MEMORY.to_owned(),
+            backend: MEMORY.into(),
             redis: RedisConfig::default(),
             max_book_bytes: 4 << 30,
             max_worker_blocks: 100_000_000,
@@ -269,15 +271,13 @@ impl IndexConfig {
 
     /// Where the index is kept if not in memory.
     pub(crate) fn redis_url(&self) -> Result<Option<RedisUrl>> {
-        if self.backend == MEMORY {
+        if self.backend.expose() == MEMORY {
             return Ok(None);
         }
-        self.backend.parse().map(Some).map_err(|error: IndexerError| match error {
-            IndexerError::Invalid { value, allowed, .. } => {
-                let allowed = format!("`{MEMORY}`, or {allowed}");
-                IndexerError::Invalid { field: "backend".to_owned(), value, allowed }
-            }
-            error => error,
+        self.backend.expose().parse().map(Some).map_err(|error: RedisUrlError| IndexerError::Invalid {
+            field: "backend".to_owned(),
+            value: error.reason.to_owned(),
+            allowed: format!("`{MEMORY}`, or {}", RedisUrlError::ALLOWED),
         })
     }
 
@@ -376,7 +376,7 @@ mod tests {
     #[test]
     fn the_defaults_are_valid_and_a_wrong_value_is_named_with_what_is_allowed() {
         IndexConfig::default().validate().unwrap();
-        assert!(refusal(|config| config.backend = "mysql://x".to_owned()).contains("`backend`"));
+        assert!(refusal(|config| config.backend = "mysql://x".into()).contains("`backend`"));
         let scorer = refusal(|config| config.scorer = "best".to_owned());
         assert!(scorer.contains("`scorer` is best") && scorer.contains("highest_block_hit"), "{scorer}");
         assert!(refusal(|config| config.tier_weights.cpu = 2.0).contains("`tier_weights`"));

@@ -3,17 +3,22 @@
 //! `proto/indexer.v1.proto` describes it for clients. The messages here are written by hand after it, so that
 //! a build needs no compiler for them.
 
+mod connections;
+
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt as _};
+use futures_util::stream;
 use kvik_runtime::shutdown::Shutdown;
 use tokio::net::TcpListener;
+use tokio::sync::{Semaphore, mpsc};
+use tokio_rustls::TlsAcceptor;
 use tonic::body::Body;
 use tonic::codegen::{Service, http};
 use tonic::server::{Grpc, UnaryService};
-use tonic::transport::server::TcpIncoming;
 use tonic::{Request, Response, Status};
 use tonic_prost::ProstCodec;
 
@@ -24,6 +29,18 @@ pub const GET_POD_SCORES_PATH: &str = "/indexer.v1.IndexerService/GetPodScores";
 
 /// The largest message in either direction.
 pub const MAX_MESSAGE_BYTES: usize = 16 << 20;
+
+/// Calls that run at a time; more are refused. Each can hold a message of [`MAX_MESSAGE_BYTES`].
+pub const MAX_CALLS: usize = 64;
+
+/// Calls of one connection at a time.
+const MAX_CONNECTION_CALLS: u32 = 64;
+/// Time for a whole call, its message included.
+const CALL_TIMEOUT: Duration = Duration::from_secs(30);
+/// Most bytes of the headers of a call.
+const MAX_HEADER_BYTES: u32 = 16 << 10;
+/// Time between two signs of life that a silent client is asked for, and time for it to give one.
+const KEEPALIVE: [Duration; 2] = [Duration::from_secs(30), Duration::from_secs(10)];
 
 /// What [`GET_POD_SCORES_PATH`] takes.
 #[derive(Clone, PartialEq, Eq, prost::Message)]
@@ -76,21 +93,37 @@ pub trait PodScores: Send + Sync {
     ) -> BoxFuture<'a, Result<Vec<PodScore>>>;
 }
 
-/// Serves the calls of a listener until `shutdown` drains; what runs then is finished, or dropped when it
-/// stops.
+/// Decides which calls are answered.
+pub trait CallGuard: Send + Sync {
+    /// Whether a call with these headers is.
+    fn admits(&self, headers: &http::HeaderMap) -> bool;
+}
+
+/// Serves the calls of a listener that `guard` admits until `shutdown` drains; what runs then is finished, or
+/// dropped when it stops.
 ///
 /// # Errors
 /// [`IndexerError::Unavailable`] if the listener fails.
-pub async fn serve(listener: TcpListener, scores: Arc<dyn PodScores>, shutdown: Shutdown) -> Result<()> {
-    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
-    let service = IndexerService { scores, shutdown: shutdown.clone() };
-    let serving = tonic::transport::Server::builder().serve_with_incoming_shutdown(
-        service,
-        incoming,
-        shutdown.draining(),
-    );
+pub async fn serve(
+    listener: TcpListener,
+    tls: Option<TlsAcceptor>,
+    scores: Arc<dyn PodScores>,
+    guard: Arc<dyn CallGuard>,
+    shutdown: Shutdown,
+) -> Result<()> {
+    let (accepted, mut connections) = mpsc::channel(1);
+    let accepting = connections::accept(listener, tls, accepted, shutdown.clone());
+    let incoming = stream::poll_fn(move |context| connections.poll_recv(context));
+    let calls = Arc::new(Semaphore::new(MAX_CALLS));
+    let service = IndexerService { scores, guard, calls, shutdown: shutdown.clone() };
+    let serving = tonic::transport::Server::builder()
+        .max_concurrent_streams(MAX_CONNECTION_CALLS)
+        .http2_max_header_list_size(MAX_HEADER_BYTES)
+        .http2_keepalive_interval(Some(KEEPALIVE[0]))
+        .http2_keepalive_timeout(Some(KEEPALIVE[1]))
+        .serve_with_incoming_shutdown(service, incoming, shutdown.draining());
     tokio::select! {
-        served = serving => served.map_err(|error| IndexerError::Unavailable {
+        ((), served) = async { tokio::join!(accepting, serving) } => served.map_err(|error| IndexerError::Unavailable {
             operation: "serve gRPC",
             reason: error.to_string(),
         }),
@@ -102,6 +135,8 @@ pub async fn serve(listener: TcpListener, scores: Arc<dyn PodScores>, shutdown: 
 #[derive(Clone)]
 struct IndexerService {
     scores: Arc<dyn PodScores>,
+    guard: Arc<dyn CallGuard>,
+    calls: Arc<Semaphore>,
     shutdown: Shutdown,
 }
 
@@ -115,11 +150,19 @@ impl Service<http::Request<Body>> for IndexerService {
     }
 
     fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        let refuse = |status: Status| std::future::ready(Ok(status.into_http())).boxed();
+        if !self.guard.admits(request.headers()) {
+            let message = "this call needs a key as `authorization: Bearer KEY`, or the cluster token";
+            return refuse(Status::unauthenticated(message));
+        }
         if request.uri().path() != GET_POD_SCORES_PATH {
             let message =
                 format!("there is no {}; the only call is {GET_POD_SCORES_PATH}", request.uri().path());
-            return std::future::ready(Ok(Status::unimplemented(message).into_http())).boxed();
+            return refuse(Status::unimplemented(message));
         }
+        let Ok(permit) = Arc::clone(&self.calls).try_acquire_owned() else {
+            return refuse(Status::resource_exhausted(format!("{MAX_CALLS} calls run already; try again")));
+        };
         let method = GetPodScores { scores: Arc::clone(&self.scores) };
         let shutdown = self.shutdown.clone();
         let answer = async move {
@@ -130,8 +173,12 @@ impl Service<http::Request<Body>> for IndexerService {
             tokio::select! {
                 answer = grpc.unary(method, request) => Ok(answer),
                 () = shutdown.stopping() => Ok(Status::unavailable("the service ends").into_http()),
+                () = tokio::time::sleep(CALL_TIMEOUT) => {
+                    Ok(Status::deadline_exceeded("the call took too long").into_http())
+                }
             }
         };
+        let answer = answer.inspect(move |_| drop(permit));
         answer.boxed()
     }
 }

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
+use kvik_runtime::secret::redacted_url;
 use kvik_runtime::shutdown::Shutdown;
 use reqwest::{Client, StatusCode};
 use serde::{Deserialize, Serialize};
@@ -72,12 +73,9 @@ impl HubConfig {
             repository.parse::<Repository>().map_err(|error| error.below(&format!("models.{model}")))?;
         }
         let is_http = self.url.starts_with("https://") || self.url.starts_with("http://");
-        if !is_http {
-            return Err(IndexerError::invalid(
-                "url",
-                &self.url,
-                "a URL that begins with https:// or http://",
-            ));
+        if !is_http || self.url.contains('@') {
+            let allowed = "a URL that begins with https:// or http:// and has no login; `token_file` has one";
+            return Err(IndexerError::invalid("url", redacted_url(&self.url), allowed));
         }
         if self.timeout_s == 0 {
             return Err(IndexerError::invalid("timeout_s", self.timeout_s, "1 or more"));

@@ -14,12 +14,14 @@ use kvik_tokens::{
     AddSpecial, ChatOptions, Json, Outcome, TokenizeInput, TokenizeRequest, Tokenizer, TokenizersPool,
 };
 use kvik_types::TokenId;
+use tokio::net::TcpListener;
+use tokio_rustls::TlsAcceptor;
 
 use crate::book::Book;
 use crate::catalog::Catalog;
 use crate::config::{IndexConfig, TokenizeMode};
 use crate::error::{IndexerError, Result};
-use crate::grpc::{PodScore, PodScores};
+use crate::grpc::{self, CallGuard, PodScore, PodScores};
 use crate::ingest::Learning;
 use crate::score::{Query, ScorerKind, Scoring, WorkerScore, score_of_nothing, score_workers};
 use crate::shelf::{Shelf, open_shelf};
@@ -63,18 +65,17 @@ struct Predictions {
 }
 
 impl Indexer {
-    /// Starts an index: opens its books, listens to the configured engines, serves gRPC. All tasks run on
-    /// `shutdown`.
+    /// Starts an index: opens its books and listens to the configured engines. All tasks run on `shutdown`.
     ///
     /// # Errors
     /// If the configuration cannot be used, or an address is taken. A server or an engine that is away is waited
     /// for.
     pub fn start<'a>(config: &'a IndexConfig, shutdown: &'a Shutdown) -> BoxFuture<'a, Result<Arc<Self>>> {
         // Boxed, so that the index is compiled with this crate and not again with each program that polls it.
-        Box::pin(Self::run(config, shutdown))
+        Box::pin(async move { Self::run(config, shutdown) })
     }
 
-    async fn run(config: &IndexConfig, shutdown: &Shutdown) -> Result<Arc<Self>> {
+    fn run(config: &IndexConfig, shutdown: &Shutdown) -> Result<Arc<Self>> {
         config.validate()?;
         let shelf = open_shelf(config)?;
         let learning = Learning {
@@ -99,8 +100,24 @@ impl Indexer {
             mode: config.tokenizers.mode,
             predictions: Predictions::default(),
         });
-        tasks::start(&indexer, config, shutdown).await?;
+        tasks::start(&indexer, config, shutdown)?;
         Ok(indexer)
+    }
+
+    /// Serves gRPC on `listener`, for calls that `guard` admits.
+    pub fn serve_grpc(
+        self: &Arc<Self>,
+        listener: TcpListener,
+        tls: Option<TlsAcceptor>,
+        guard: Arc<dyn CallGuard>,
+        shutdown: &Shutdown,
+    ) {
+        let (scores, serving) = (Arc::clone(self) as Arc<dyn PodScores>, shutdown.clone());
+        shutdown.spawn(async move {
+            if let Err(error) = grpc::serve(listener, tls, scores, guard, serving).await {
+                tracing::error!(%error, "gRPC is no longer served");
+            }
+        });
     }
 
     /// Hands over the tokenizer of a model that the configuration names none for.

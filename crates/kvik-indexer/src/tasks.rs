@@ -9,7 +9,6 @@ use crate::catalog::Catalog;
 use crate::config::IndexConfig;
 use crate::error::Result;
 use crate::feed::Feeds;
-use crate::grpc::{PodScores, serve};
 use crate::hub::fetch_all;
 use crate::indexer::Indexer;
 use crate::shelf::{MemoryShelf, Shelf};
@@ -21,7 +20,7 @@ use crate::sources::kubernetes::KubernetesSource;
 const LONGEST_UNHEARD: Duration = Duration::from_mins(10);
 
 /// Starts everything that a configuration asks for.
-pub(crate) async fn start(indexer: &Arc<Indexer>, config: &IndexConfig, shutdown: &Shutdown) -> Result<()> {
+pub(crate) fn start(indexer: &Arc<Indexer>, config: &IndexConfig, shutdown: &Shutdown) -> Result<()> {
     if let Shelf::Memory(shelf) = indexer.shelf() {
         for (model, keys) in shelf.kept() {
             // A list that somebody has changed costs what it names, not the start.
@@ -55,17 +54,6 @@ pub(crate) async fn start(indexer: &Arc<Indexer>, config: &IndexConfig, shutdown
             service.stop().await;
         }
     });
-    if let Some(address) = &config.grpc_listen {
-        let listener = kvik_runtime::http::listen(address).await?;
-        let address = listener.local_addr().map_or_else(|_| address.clone(), |address| address.to_string());
-        tracing::info!(%address, "the index listens for gRPC");
-        let (scores, serving) = (Arc::clone(indexer) as Arc<dyn PodScores>, shutdown.clone());
-        shutdown.spawn(async move {
-            if let Err(error) = serve(listener, scores, serving).await {
-                tracing::error!(%error, "gRPC is no longer served");
-            }
-        });
-    }
     Ok(())
 }
 

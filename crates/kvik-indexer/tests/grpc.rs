@@ -7,16 +7,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt as _};
+use hyper_util::rt::TokioIo;
 use kvik_indexer::grpc::{
-    GET_POD_SCORES_PATH, GetPodScoresRequest, GetPodScoresResponse, MAX_MESSAGE_BYTES, PodScore, PodScores,
-    serve,
+    CallGuard, GET_POD_SCORES_PATH, GetPodScoresRequest, GetPodScoresResponse, MAX_CALLS, MAX_MESSAGE_BYTES,
+    PodScore, PodScores, serve,
 };
 use kvik_indexer::{IndexerError, Result};
+use kvik_runtime::http::{TlsServerConfig, tls_acceptor};
 use kvik_runtime::shutdown::Shutdown;
 use prost::Message as _;
-use tokio::net::TcpListener;
+use rustls::pki_types::ServerName;
+use rustls::{ClientConfig, RootCertStore};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
+use tokio_rustls::{TlsAcceptor, TlsConnector};
 use tonic::client::Grpc;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Request, Status};
@@ -69,6 +74,15 @@ impl PodScores for FakeIndex {
     }
 }
 
+/// Admits calls that show the key.
+struct Key;
+
+impl CallGuard for Key {
+    fn admits(&self, headers: &tonic::codegen::http::HeaderMap) -> bool {
+        headers.get("authorization").is_some_and(|value| value == "Bearer key")
+    }
+}
+
 struct Service {
     address: SocketAddr,
     index: Arc<FakeIndex>,
@@ -88,10 +102,14 @@ impl Service {
 }
 
 async fn start() -> Service {
+    start_with(None).await
+}
+
+async fn start_with(tls: Option<TlsAcceptor>) -> Service {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let (index, shutdown) = (Arc::new(FakeIndex::default()), Shutdown::new());
-    let serving = tokio::spawn(serve(listener, index.clone(), shutdown.clone()));
+    let serving = tokio::spawn(serve(listener, tls, index.clone(), Arc::new(Key), shutdown.clone()));
     Service { address, index, shutdown, serving }
 }
 
@@ -108,7 +126,9 @@ async fn ask(
     client.ready().await.unwrap();
     let codec = ProstCodec::<GetPodScoresRequest, GetPodScoresResponse>::default();
     let path = tonic::codegen::http::uri::PathAndQuery::from_static(path);
-    client.unary(Request::new(request), path, codec).await.map(tonic::Response::into_inner)
+    let mut request = Request::new(request);
+    request.metadata_mut().insert("authorization", "Bearer key".parse().unwrap());
+    client.unary(request, path, codec).await.map(tonic::Response::into_inner)
 }
 
 fn request(prompt: &str, model: &str, pods: &[&str]) -> GetPodScoresRequest {
@@ -144,6 +164,85 @@ async fn errors_are_statuses_that_say_what_to_do() {
     let status =
         ask(&mut client, "/indexer.v1.IndexerService/Other", request("p", "m", &[])).await.unwrap_err();
     assert_eq!(status.code(), Code::Unimplemented);
+}
+
+#[tokio::test]
+async fn a_call_without_a_key_is_refused() {
+    let service = start().await;
+    let mut client = connect(service.address).await;
+    for path in [GET_POD_SCORES_PATH, "/indexer.v1.IndexerService/Other"] {
+        client.ready().await.unwrap();
+        let codec = ProstCodec::<GetPodScoresRequest, GetPodScoresResponse>::default();
+        let path = tonic::codegen::http::uri::PathAndQuery::from_static(path);
+        let mut call = Request::new(request("p", "m", &["a"]));
+        call.metadata_mut().insert("authorization", "Bearer other".parse().unwrap());
+        let status = client.unary(call, path, codec).await.unwrap_err();
+        assert_eq!(status.code(), Code::Unauthenticated, "{status}");
+        assert!(!status.message().contains("other"), "{status}");
+    }
+}
+
+#[tokio::test]
+async fn calls_over_tls_are_served_and_plain_ones_are_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let certified = rcgen::generate_simple_self_signed(vec!["localhost".to_owned()]).unwrap();
+    let (certificate, key) = (folder.path().join("certificate.pem"), folder.path().join("key.pem"));
+    std::fs::write(&certificate, certified.cert.pem()).unwrap();
+    std::fs::write(&key, certified.signing_key.serialize_pem()).unwrap();
+    let files =
+        TlsServerConfig { certificate: Some(certificate), key: Some(key), ..TlsServerConfig::default() };
+    let service = start_with(tls_acceptor(&files).unwrap()).await;
+
+    let mut roots = RootCertStore::empty();
+    roots.add(certified.cert.der().clone()).unwrap();
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let mut config = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    let (connector, address) = (TlsConnector::from(Arc::new(config)), service.address);
+    let connect_tls = tower::service_fn(move |_| {
+        let connector = connector.clone();
+        async move {
+            let name = ServerName::try_from("localhost").unwrap();
+            let stream = connector.connect(name, TcpStream::connect(address).await?).await?;
+            std::io::Result::Ok(TokioIo::new(stream))
+        }
+    });
+    let endpoint = Endpoint::from_shared(format!("http://{address}")).unwrap();
+    let mut client = Grpc::new(endpoint.connect_with_connector(connect_tls).await.unwrap());
+    let answer = ask(&mut client, GET_POD_SCORES_PATH, request("four", "m", &["a"])).await.unwrap();
+    let a = PodScore { pod: "a".into(), score: 4.0, data_parallel_rank: None };
+    assert_eq!(answer.scores, [a]);
+
+    let mut plain = Grpc::new(endpoint.connect_lazy());
+    let codec = ProstCodec::<GetPodScoresRequest, GetPodScoresResponse>::default();
+    let path = tonic::codegen::http::uri::PathAndQuery::from_static(GET_POD_SCORES_PATH);
+    let refused = match plain.ready().await {
+        Ok(()) => plain.unary(Request::new(request("p", "m", &["a"])), path, codec).await.is_err(),
+        Err(_) => true,
+    };
+    assert!(refused);
+}
+
+#[tokio::test]
+async fn calls_beyond_the_bound_are_refused_and_fit_again_when_others_end() {
+    let service = start().await;
+    let mut running = Vec::new();
+    for _ in 0..MAX_CALLS {
+        running.push(service.ask_slow().await);
+    }
+    let mut client = connect(service.address).await;
+    let status = ask(&mut client, GET_POD_SCORES_PATH, request("p", "m", &["a"])).await.unwrap_err();
+    assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
+    // All of them wait by now, so each is woken once.
+    (0..MAX_CALLS).for_each(|_| service.index.may_answer.notify_one());
+    for call in running {
+        call.await.unwrap().unwrap();
+    }
+    assert!(ask(&mut client, GET_POD_SCORES_PATH, request("p", "m", &["a"])).await.is_ok());
 }
 
 #[tokio::test]

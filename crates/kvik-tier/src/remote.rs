@@ -3,9 +3,11 @@
 use std::fmt;
 use std::str::FromStr;
 
+use kvik_types::{HIDDEN, RedisUrl, RedisUrlError};
+
 use crate::error::{Result, TierError};
 use crate::object::{ObjectOptions, ObjectTier, ObjectUrl};
-use crate::redis::{RedisOptions, RedisTier, RedisUrl};
+use crate::redis::{RedisOptions, RedisTier};
 use crate::tier::{Tier, TierKind};
 
 /// The address of a remote tier; its scheme says of which kind.
@@ -64,13 +66,20 @@ impl FromStr for RemoteUrl {
     fn from_str(text: &str) -> Result<Self> {
         let scheme = text.split_once("://").map_or("", |(scheme, _)| scheme);
         if RedisUrl::has_scheme(scheme) {
-            return text.parse().map(Self::Redis);
+            let url = text.parse::<RedisUrl>();
+            return url
+                .map(Self::Redis)
+                .map_err(|error| TierError::invalid("url", &error.reason, RedisUrlError::ALLOWED));
         }
         if ObjectUrl::has_scheme(scheme) {
             return text.parse().map(Self::Object);
         }
-        let allowed = "redis, rediss, redis+cluster, rediss+cluster, unix, s3, gs, az, file";
-        Err(TierError::invalid("scheme of a remote URL", &scheme, allowed))
+        let allowed = "redis, rediss, valkey, valkeys, each also with +cluster, unix, s3, gs, az, file";
+        // A password may have `://` in it; what stands before that is no scheme.
+        let is_scheme =
+            scheme.len() <= 32 && scheme.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'+');
+        let shown = if is_scheme { scheme } else { HIDDEN };
+        Err(TierError::invalid("scheme of a remote URL", &shown, allowed))
     }
 }
 

@@ -8,6 +8,7 @@
 //! * [`TokenId`], [`BlockSize`], [`ByteSize`], [`Dtype`]: ids and quantities;
 //! * [`Namespace`], [`CacheSalt`] and [`BlockHash`]: which caches may mix, and the name of a token block;
 //! * [`hash`]: kvik's hash chain and those of vLLM, `SGLang`, `LMCache` and llm-d, byte exact;
+//! * [`RedisUrl`] and [`redacted_url`]: addresses that may carry a login, and how they are printed;
 //! * [`layout`]: KV layouts, the conversion between any two, and self-describing binary frames.
 //!
 //! Invariants:
@@ -47,9 +48,11 @@ mod error;
 mod namespace;
 mod salt;
 mod token;
+mod url;
 
 pub use dtype::Dtype;
 pub use error::{Result, TypesError};
 pub use namespace::{BlockHash, Namespace};
 pub use salt::CacheSalt;
 pub use token::{BlockSize, ByteSize, TokenId};
+pub use url::{HIDDEN, RedisEndpoint, RedisUrl, RedisUrlError, redacted_url};

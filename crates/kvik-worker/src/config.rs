@@ -10,8 +10,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use kvik_runtime::http::TlsServerConfig;
+use kvik_runtime::secret::{Secret, redacted_url};
 use kvik_runtime::telemetry::TracingConfig;
 use kvik_runtime::tls::TlsClientFiles;
+use kvik_runtime::trust::TrustSettings;
 use kvik_types::Dtype;
 use serde::{Deserialize, Serialize};
 
@@ -79,6 +81,21 @@ pub struct WorkerConfig {
     pub tls: TlsServerConfig,
     /// TLS towards coordinators. Default: none, only `http://` works.
     pub coordinator_tls: TlsClientFiles,
+    /// Token that all services of a cluster share, of 16 characters or more. Every call needs it but
+    /// `/health`, `/ready` and `/metrics`, and calls to coordinators show it.
+    /// `KVIK_CLUSTER_TOKEN` in the environment sets it for every role. Default: none.
+    pub cluster_token: Option<Secret>,
+    /// File with the cluster token, less a line break at its end. Default: none.
+    pub cluster_token_file: Option<PathBuf>,
+    /// Token for calls that change what the worker holds: `/drain`, `/kv/put`, `/cache/...`.
+    /// `KVIK_ADMIN_TOKEN` in the environment sets it for every role. Default: none; the cluster token is
+    /// enough then, and without that a caller on loopback or with a client certificate.
+    pub admin_token: Option<Secret>,
+    /// File with the admin token, less a line break at its end. Default: none.
+    pub admin_token_file: Option<PathBuf>,
+    /// Whether to listen where other machines can connect without a cluster token or client
+    /// certificates. Default: false; the worker does not start then.
+    pub insecure: bool,
     /// Where traces go. Default: nowhere.
     pub tracing: TracingConfig,
 }
@@ -109,6 +126,11 @@ impl Default for WorkerConfig {
             coordinator_backoff_ms: 5000,
             tls: TlsServerConfig::default(),
             coordinator_tls: TlsClientFiles::default(),
+            cluster_token: None,
+            cluster_token_file: None,
+            admin_token: None,
+            admin_token_file: None,
+            insecure: false,
             tracing: TracingConfig::default(),
         }
     }
@@ -122,10 +144,10 @@ impl WorkerConfig {
     pub fn validate(&self) -> Result<()> {
         const BASE: &str = "http://host:port or https://host:port";
         if let Some(advertise) = &self.advertise {
-            check(is_base_address(advertise), "advertise", advertise, BASE)?;
+            check(is_base_address(advertise), "advertise", &redacted_url(advertise), BASE)?;
         }
         for coordinator in &self.coordinators {
-            check(is_base_address(coordinator), "coordinators", coordinator, BASE)?;
+            check(is_base_address(coordinator), "coordinators", &redacted_url(coordinator), BASE)?;
         }
         for (field, name) in [("id", &self.id), ("served_model_name", &self.served_model_name)] {
             if let Some(name) = name {
@@ -163,6 +185,17 @@ impl WorkerConfig {
         )
     }
 
+    /// What it says about trust.
+    pub(crate) fn trust(&self) -> TrustSettings<'_> {
+        TrustSettings {
+            cluster_token: self.cluster_token.as_ref(),
+            cluster_token_file: self.cluster_token_file.as_deref(),
+            admin_token: self.admin_token.as_ref(),
+            admin_token_file: self.admin_token_file.as_deref(),
+            insecure: self.insecure,
+        }
+    }
+
     pub(crate) fn dtype(&self) -> Result<Dtype> {
         match self.kv_dtype.parse() {
             Ok(dtype @ (Dtype::F32 | Dtype::F16 | Dtype::BF16)) => Ok(dtype),
@@ -198,6 +231,8 @@ fn is_base_address(address: &str) -> bool {
             && uri.host().is_some_and(|host| !host.is_empty())
             && uri.path() == "/"
             && uri.query().is_none()
+            // A login would be sent to no server, and be printed wherever the address is.
+            && uri.authority().is_some_and(|authority| !authority.as_str().contains('@'))
     })
 }
 
@@ -239,6 +274,8 @@ mod tests {
         );
         assert!(message(|config| config.coordinators = vec!["host:1".into()]).contains("`coordinators`"));
         assert!(message(|config| config.advertise = Some("http://h/x".into())).contains("`advertise`"));
+        let login = message(|config| config.coordinators = vec!["http://u:canary@h:1".into()]);
+        assert!(login.starts_with("`coordinators` is http://(hidden)@h:1; allowed: "), "{login}");
         assert!(message(|config| config.weight = f64::NAN).contains("`weight` is NaN"));
         assert!(message(|config| config.id = Some(String::new())).contains("`id`"));
         assert!(message(|config| config.memory.device_bytes = 1).contains("`memory.device_bytes` is 1"));

@@ -34,11 +34,11 @@ pub enum WorkerError {
     /// The model cannot be loaded.
     #[error("load the model: {0}")]
     Model(#[from] ModelError),
-    /// The address of the remote tier cannot be used. It is not repeated, because it may have a password.
-    #[error("`store.remote`, a {scheme}:// address: {reason}")]
+    /// The address of the remote tier cannot be used.
+    #[error("`store.remote` is {url}: {reason}")]
     InvalidRemote {
-        /// What it begins with.
-        scheme: String,
+        /// The address, without its login.
+        url: String,
         /// What is wrong with it.
         reason: String,
     },

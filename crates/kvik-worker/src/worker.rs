@@ -11,6 +11,7 @@ use kvik_runtime::http::{listen, serve, tls_acceptor};
 use kvik_runtime::shutdown::Shutdown;
 use kvik_runtime::telemetry::Tracer;
 use kvik_runtime::tls::TlsClientPem;
+use kvik_runtime::trust::Trust;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::WorkerConfig;
@@ -61,12 +62,14 @@ impl Worker {
     async fn run(config: WorkerConfig, shutdown: &Shutdown) -> Result<Running> {
         config.validate()?;
         let tls = tls_acceptor(&config.tls)?;
-        let clients = coordinator_clients(&config)?;
+        let trust = Arc::new(config.trust().read(&config.tls)?);
+        let clients = coordinator_clients(&config, &trust)?;
         let epoch = clock::unix_nanoseconds();
         let listener = listen(&config.listen).await?;
         let address = listener
             .local_addr()
             .map_err(|source| WorkerError::Io { what: format!("listen on {}", config.listen), source })?;
+        trust.check_listener("listen", address, false)?;
         let host = host_name();
         let id = config.id.clone().unwrap_or_else(|| format!("{host}-{}", address.port()));
         let base = config.advertise.clone().unwrap_or_else(|| {
@@ -84,7 +87,7 @@ impl Worker {
         let connections = Shutdown::new();
         let served = CancellationToken::new();
         let server = {
-            let router = tracer.trace_requests(api::router(Arc::clone(&state)));
+            let router = tracer.trace_requests(api::router(Arc::clone(&state), &trust));
             let (shutdown, closing) = (shutdown.clone(), closing.clone());
             let (connections, served) = (connections.clone(), served.clone());
             async move {
@@ -249,13 +252,15 @@ fn load_engine(config: &WorkerConfig) -> Result<(Model, Engine, Option<WorkerSto
     Ok((model, engine, store))
 }
 
-fn coordinator_clients(config: &WorkerConfig) -> Result<Vec<CoordinatorClient>> {
+fn coordinator_clients(config: &WorkerConfig, trust: &Trust) -> Result<Vec<CoordinatorClient>> {
     if config.coordinators.is_empty() {
         return Ok(Vec::new());
     }
     let TlsClientPem { authorities_pem, identity_pem } = config.coordinator_tls.read()?;
     let http = http_client(&TlsClientConfig { authorities_pem, identity_pem })?;
-    Ok(config.coordinators.iter().map(|base| CoordinatorClient::new(http.clone(), base)).collect())
+    let client =
+        |base: &String| CoordinatorClient::new(http.clone(), base).with_header(trust.cluster_header());
+    Ok(config.coordinators.iter().map(client).collect())
 }
 
 /// The host's name, as the kernel tells it.

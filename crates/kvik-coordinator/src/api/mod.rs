@@ -18,6 +18,7 @@ use axum::extract::DefaultBodyLimit;
 use axum::routing::{get, post};
 use kvik_proto::client::HttpClient;
 use kvik_runtime::shutdown::Shutdown;
+use kvik_runtime::trust::Trust;
 use tokio::sync::{mpsc, watch};
 
 use crate::leader::Command;
@@ -36,19 +37,24 @@ pub(crate) struct Api {
     pub(crate) commands: mpsc::Sender<Command>,
     pub(crate) role: watch::Receiver<Role>,
     pub(crate) http: HttpClient,
+    pub(crate) trust: Arc<Trust>,
     pub(crate) heartbeat_interval_ms: u64,
     /// The largest weight that the ring takes.
     pub(crate) max_weight: f64,
     pub(crate) shutdown: Shutdown,
 }
 
-/// Builds the routes.
+/// Paths that need no token.
+const OPEN: &[&str] = &["/health", "/ready", "/metrics"];
+
+/// Builds the routes, for callers that may use them: draining is the administrator's, the rest is for members.
 pub(crate) fn router(api: Api) -> Router {
-    Router::new()
+    let trust = Arc::clone(&api.trust);
+    let admin = trust.admins_only(Router::new().route("/workers/{id}/drain", post(write::drain)));
+    let router = Router::new()
         .route("/register", post(write::register))
         .route("/heartbeat", post(write::heartbeat))
         .route("/deregister", post(write::deregister))
-        .route("/workers/{id}/drain", post(write::drain))
         .route("/workers", get(read::workers))
         .route("/ring", get(read::ring))
         .route("/route", get(read::route))
@@ -56,8 +62,8 @@ pub(crate) fn router(api: Api) -> Router {
         .route("/health", get(read::health))
         .route("/ready", get(read::ready))
         .route("/metrics", get(read::metrics))
+        .merge(admin)
         .fallback(error::unknown_path)
-        .method_not_allowed_fallback(error::wrong_method)
-        .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
-        .with_state(Arc::new(api))
+        .method_not_allowed_fallback(error::wrong_method);
+    trust.members_only(router, OPEN).layer(DefaultBodyLimit::max(MAX_BODY_BYTES)).with_state(Arc::new(api))
 }

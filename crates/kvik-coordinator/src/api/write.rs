@@ -15,6 +15,8 @@ use http_body_util::Full;
 use kvik_proto::coordinator::{
     DeregisterRequest, HeartbeatRequest, HeartbeatResponse, RegisterRequest, RegisterResponse, WorkerInfo,
 };
+use kvik_runtime::secret::redacted_url;
+use kvik_runtime::trust::Scope;
 use serde::de::DeserializeOwned;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
@@ -40,7 +42,7 @@ pub(super) async fn register(
     let body = body.map_err(|rejection| ApiError::rejected(rejection.status(), rejection.body_text()))?;
     let request: RegisterRequest = parse(&body)?;
     check_worker(&request.worker, api.max_weight)?;
-    if let Some(response) = pass_on(&api, &headers, "/register", body).await? {
+    if let Some(response) = pass_on(&api, &headers, "/register", body, Scope::Cluster).await? {
         return Ok(response);
     }
     let id = request.worker.id.clone();
@@ -55,7 +57,7 @@ pub(super) async fn heartbeat(
 ) -> Result<Response, ApiError> {
     let body = body.map_err(|rejection| ApiError::rejected(rejection.status(), rejection.body_text()))?;
     let request: HeartbeatRequest = parse(&body)?;
-    if let Some(response) = pass_on(&api, &headers, "/heartbeat", body).await? {
+    if let Some(response) = pass_on(&api, &headers, "/heartbeat", body, Scope::Cluster).await? {
         return Ok(response);
     }
     let id = request.id.clone();
@@ -70,7 +72,7 @@ pub(super) async fn deregister(
 ) -> Result<Response, ApiError> {
     let body = body.map_err(|rejection| ApiError::rejected(rejection.status(), rejection.body_text()))?;
     let request: DeregisterRequest = parse(&body)?;
-    if let Some(response) = pass_on(&api, &headers, "/deregister", body).await? {
+    if let Some(response) = pass_on(&api, &headers, "/deregister", body, Scope::Cluster).await? {
         return Ok(response);
     }
     let id = request.id.clone();
@@ -86,7 +88,8 @@ pub(super) async fn drain(
     let Path(id) = id.map_err(|rejection| ApiError::rejected(rejection.status(), rejection.body_text()))?;
     check_id("id", &id)?;
     // The id is made of characters that stand for themselves in a path.
-    if let Some(response) = pass_on(&api, &headers, &format!("/workers/{id}/drain"), Bytes::new()).await? {
+    let path = format!("/workers/{id}/drain");
+    if let Some(response) = pass_on(&api, &headers, &path, Bytes::new(), Scope::Admin).await? {
         return Ok(response);
     }
     command(&api, &id, |reply| Command::Drain(id.clone(), reply)).await?;
@@ -106,12 +109,14 @@ async fn command<T>(
     answer.map_err(|error| ApiError::of_command(id, error))
 }
 
-/// Passes a write on to the leader and returns its answer; `None` if this is the leader.
+/// Passes a write on to the leader and returns its answer; `None` if this is the leader. It goes with the token that
+/// the caller had to show here.
 async fn pass_on(
     api: &Api,
     headers: &HeaderMap,
     path: &str,
     body: Bytes,
+    scope: Scope,
 ) -> Result<Option<Response>, ApiError> {
     let role = api.role.borrow().clone();
     let leader = match role {
@@ -119,11 +124,16 @@ async fn pass_on(
         Role::Follower { leader: Some(leader) } if !headers.contains_key(FORWARDED) => leader,
         _ => return Err(ApiError::no_leader()),
     };
-    let request = http::Request::post(format!("{}{path}", leader.trim_end_matches('/')))
+    let mut request = http::Request::post(format!("{}{path}", leader.trim_end_matches('/')))
         .header(header::CONTENT_TYPE, "application/json")
         .header(FORWARDED, "1")
         .body(Full::new(body))
         .map_err(|_| ApiError::no_leader())?;
+    let token = match scope {
+        Scope::Cluster => api.trust.cluster_header(),
+        Scope::Admin => api.trust.admin_header(),
+    };
+    request.headers_mut().extend(token);
     match tokio::time::timeout(FORWARD_TIMEOUT, kvik_proto::client::send(&api.http, request)).await {
         Ok(Ok(response)) => Ok(Some(response.map(Body::new))),
         Ok(Err(_)) | Err(_) => Err(ApiError::no_leader()),
@@ -151,7 +161,8 @@ fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
 fn check_worker(worker: &WorkerInfo, max_weight: f64) -> Result<(), ApiError> {
     check_id("worker.id", &worker.id)?;
     if !is_base_address(&worker.address) {
-        let message = format!("`worker.address` is `{}`; allowed: http://host:port", worker.address);
+        let message =
+            format!("`worker.address` is `{}`; allowed: http://host:port", redacted_url(&worker.address));
         return Err(ApiError::invalid("worker.address", message));
     }
     if !(0.0..=max_weight).contains(&worker.weight) {

@@ -38,7 +38,7 @@ use crate::request::routing_key::{
     estimated_output_tokens, estimated_prompt_tokens, is_prompt_key, routing_key,
 };
 use crate::route::Route;
-use crate::state::View;
+use crate::state::{Shared, View};
 use crate::upstream::backend::{Backend, BackendKind};
 use crate::upstream::breaker::Outcome;
 use crate::upstream::fleet::{Fleet, ModelGroup};
@@ -94,11 +94,7 @@ enum Failure {
 }
 
 /// Forwards a request.
-pub(crate) async fn forward(
-    shared: Arc<crate::state::Shared>,
-    route: Route,
-    mut request: Request,
-) -> Response {
+pub(crate) async fn forward(shared: Arc<Shared>, route: Route, mut request: Request) -> Response {
     let request_id = request_id(request.headers());
     let mut record = Record::new(shared, route, request_id);
     record.trace(request.headers_mut());
@@ -186,7 +182,7 @@ async fn try_workers(
         record.under_way = lookup.and_then(|lookup| shared.under_way.send(&backend, lookup.blocks()));
         record.prediction =
             input.lookup.as_ref().and_then(|lookup| lookup.prediction(&group.model, &backend));
-        let failure = match send(&shared.http, &backend, group, outgoing, config).await {
+        let failure = match send(&shared, &backend, group, outgoing, config).await {
             // The owner of a named sequence has no place left for it: others are asked before the client is.
             Ok((response, _)) if input.is_named && response.status() == StatusCode::TOO_MANY_REQUESTS => {
                 Failure::Unavailable(response)
@@ -253,7 +249,7 @@ fn give_up(
 
 /// Sends the request to `backend` and waits for the head of its answer.
 async fn send(
-    http: &kvik_proto::client::HttpClient,
+    shared: &Shared,
     backend: &Backend,
     group: &ModelGroup,
     outgoing: &Outgoing<'_>,
@@ -270,13 +266,16 @@ async fn send(
     *request.method_mut() = Method::POST;
     *request.uri_mut() = target(uri, outgoing.query, backend.links.is_some()).ok_or(Failure::Broke)?;
     *request.headers_mut() = outgoing.headers.clone();
+    if backend.kind == BackendKind::Worker {
+        request.headers_mut().extend(shared.cluster_header.clone());
+    }
     let asking = async {
         match &backend.links {
             Some(links) => {
                 request.headers_mut().insert(header::HOST, links.host_header.clone());
                 Ok(links.request(request).await?.map(Either::Left))
             }
-            None => kvik_proto::client::send(http, request)
+            None => kvik_proto::client::send(&shared.http, request)
                 .await
                 .map(|response| response.map(Either::Right))
                 .map_err(io::Error::other),

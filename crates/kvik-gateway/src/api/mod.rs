@@ -44,13 +44,14 @@ pub(crate) fn index_router(shared: Arc<Shared>) -> Router {
 }
 
 fn with_index(router: Router<Arc<Shared>>, shared: Arc<Shared>) -> Router {
+    let admin =
+        Router::new().route("/index/stats", get(index::stats)).route("/index/blocks", get(index::blocks));
     router
+        .merge(shared.trust.admins_only(admin))
         .route("/health", get(health))
         .route("/metrics", get(metrics))
         .route("/openapi.json", get(openapi))
         .route("/v1/score", post(index::score))
-        .route("/index/stats", get(index::stats))
-        .route("/index/blocks", get(index::blocks))
         .fallback(async || refuse(Refusal::unknown_route()))
         .method_not_allowed_fallback(async || refuse(Refusal::wrong_method()))
         .with_state(shared)

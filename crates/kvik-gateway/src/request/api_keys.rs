@@ -2,6 +2,7 @@
 
 use http::HeaderMap;
 use http::header::AUTHORIZATION;
+use kvik_runtime::trust::{Scope, Trust};
 use sha2::{Digest as _, Sha256};
 use subtle::{Choice, ConstantTimeEq as _};
 
@@ -18,8 +19,19 @@ impl ApiKeys {
     /// The keys of a validated configuration; a digest that is none is left out, so that it can
     /// never match.
     pub(crate) fn new(keys: &[ApiKeyConfig]) -> Self {
-        let digests = keys.iter().filter_map(|key| parse_digest(&key.sha256)).collect();
+        let digests = keys.iter().filter_map(|key| parse_digest(key.sha256.expose())).collect();
         Self { is_required: !keys.is_empty(), digests }
+    }
+
+    /// Whether a call to the index is served: with an accepted key or a token of `trust`; without any keys, as a call
+    /// of a member.
+    pub(crate) fn admits(&self, trust: &Trust, headers: &HeaderMap) -> bool {
+        trust.is_shown_token(headers)
+            || if self.is_required {
+                self.accepts(headers)
+            } else {
+                trust.check(headers, None, Scope::Cluster).is_ok()
+            }
     }
 
     /// Whether the request shows an accepted key.
@@ -60,6 +72,9 @@ fn parse_digest(text: &str) -> Option<[u8; 32]> {
 
 #[cfg(test)]
 mod tests {
+    use kvik_runtime::http::TlsServerConfig;
+    use kvik_runtime::trust::{TOKEN_HEADER, TrustSettings};
+
     use super::*;
 
     /// `printf %s secret | sha256sum`
@@ -67,8 +82,8 @@ mod tests {
 
     fn keys() -> ApiKeys {
         ApiKeys::new(&[
-            ApiKeyConfig { name: "other".to_owned(), sha256: "0".repeat(64) },
-            ApiKeyConfig { name: "me".to_owned(), sha256: SECRET.to_uppercase() },
+            ApiKeyConfig { name: "other".to_owned(), sha256: "0".repeat(64).into() },
+            ApiKeyConfig { name: "me".to_owned(), sha256: SECRET.to_uppercase().into() },
         ])
     }
 
@@ -88,6 +103,25 @@ mod tests {
             assert!(!keys().accepts(&headers(value)), "{value}");
         }
         assert!(!keys().accepts(&HeaderMap::new()));
+    }
+
+    #[test]
+    fn a_call_to_the_index_needs_a_key_or_a_token_where_there_is_one() {
+        const TOKEN: &str = "cluster-token-0123456789";
+        let token = TOKEN.into();
+        let settings = TrustSettings { cluster_token: Some(&token), ..TrustSettings::default() };
+        let trust = settings.read(&TlsServerConfig::default()).unwrap();
+        let shown = HeaderMap::from_iter([(TOKEN_HEADER, TOKEN.parse().unwrap())]);
+        let (key, nothing) = (headers("Bearer secret"), HeaderMap::new());
+        for (keys, trust, admitted, refused) in [
+            (keys(), &trust, vec![&shown, &key], vec![&nothing]),
+            (keys(), &Trust::default(), vec![&key], vec![&shown, &nothing]),
+            (ApiKeys::default(), &trust, vec![&shown], vec![&key, &nothing]),
+            (ApiKeys::default(), &Trust::default(), vec![&shown, &key, &nothing], vec![]),
+        ] {
+            assert!(admitted.iter().all(|headers| keys.admits(trust, headers)));
+            assert!(!refused.iter().any(|headers| keys.admits(trust, headers)));
+        }
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use http::header::{self, HeaderName};
 use http::{HeaderMap, HeaderValue};
+use kvik_runtime::trust::TOKEN_HEADER;
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
 use crate::config::{GatewayConfig, millis};
@@ -48,6 +49,8 @@ pub(crate) fn clean_request_headers(headers: &mut HeaderMap, forward_authorizati
     headers.remove(header::ACCEPT_ENCODING);
     headers.remove(header::PROXY_AUTHORIZATION);
     headers.remove(REQUEST_TIMEOUT);
+    // Only this gateway speaks for the cluster.
+    headers.remove(TOKEN_HEADER);
     if !forward_authorization {
         headers.remove(header::AUTHORIZATION);
     }
@@ -104,6 +107,7 @@ mod tests {
             ("x-private", "1"),
             ("keep-alive", "5"),
             ("authorization", "Bearer k"),
+            ("x-kvik-cluster-token", "t"),
             ("host", "h"),
             ("x-custom", "2"),
         ]);

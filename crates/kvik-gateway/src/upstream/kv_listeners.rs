@@ -9,6 +9,7 @@ use std::sync::Arc;
 use kvik_indexer::Indexer;
 use kvik_indexer::feed::Feeds;
 use kvik_indexer::sources::worker::{FollowedWorker, follow_worker};
+use kvik_proto::client::WorkerClient;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::state::Shared;
@@ -33,13 +34,15 @@ pub(crate) async fn run(shared: Arc<Shared>, indexer: Arc<Indexer>) {
             listeners.insert(life, token.clone().drop_guard());
             let followed = FollowedWorker { address, worker, model };
             let feeds = Arc::clone(indexer.catalog()) as Arc<dyn Feeds>;
-            let (http, stopping) = (shared.http.clone(), shared.shutdown.clone());
+            let client = WorkerClient::new(shared.http.clone(), &followed.address);
+            let client = client.with_header(shared.cluster_header.clone());
+            let stopping = shared.shutdown.clone();
             shared.shutdown.spawn(async move {
                 tokio::select! {
                     biased;
                     // A gateway that ends leaves the shared index as it is: the worker has not left.
                     () = stopping.stopping() => {}
-                    () = follow_worker(http, followed, feeds, token) => {}
+                    () = follow_worker(client, followed, feeds, token) => {}
                 }
             });
         }

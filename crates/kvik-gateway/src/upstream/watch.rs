@@ -57,7 +57,7 @@ async fn follow_in_turn(shared: &Shared) {
 /// Follows one coordinator until it goes away or is no longer configured; `connected` is called
 /// when it has answered.
 async fn follow(shared: &Shared, url: &str, connected: &mut impl FnMut()) -> Result<(), ClientError> {
-    let client = CoordinatorClient::new(shared.http.clone(), url);
+    let client = CoordinatorClient::new(shared.http.clone(), url).with_header(shared.cluster_header.clone());
     let mut watch = client.watch().await?;
     loop {
         let event = tokio::time::timeout(MAX_SILENCE, watch.next()).await;

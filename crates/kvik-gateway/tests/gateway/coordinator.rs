@@ -1,11 +1,13 @@
 //! Workers that come from a coordinator, and a coordinator that goes away.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use axum::Router;
 use axum::routing::get;
 use bytes::Bytes;
+use http::{HeaderMap, HeaderValue};
 use http_body::Frame;
 use http_body_util::{BodyExt as _, StreamBody};
 use kvik_gateway::GatewayConfig;
@@ -14,6 +16,8 @@ use kvik_proto::coordinator::{
 };
 use kvik_runtime::http::{listen, serve};
 use kvik_runtime::shutdown::Shutdown;
+use kvik_runtime::trust::TOKEN_HEADER;
+use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use crate::mock::{Behavior, MockWorker};
@@ -25,6 +29,8 @@ const BODY: &str = r#"{"model":"m","prompt":"hi","seq_id":"s"}"#;
 struct MockCoordinator {
     address: SocketAddr,
     snapshots: watch::Sender<Snapshot>,
+    /// The tokens that its watchers showed.
+    tokens: Arc<Mutex<Vec<Option<HeaderValue>>>>,
     shutdown: Shutdown,
 }
 
@@ -34,7 +40,10 @@ impl MockCoordinator {
         let address = listener.local_addr().unwrap();
         let (snapshots, receiver) = watch::channel(snapshot);
         let shutdown = Shutdown::new();
-        let events = move || {
+        let tokens = Arc::<Mutex<Vec<_>>>::default();
+        let shown = Arc::clone(&tokens);
+        let events = move |headers: HeaderMap| {
+            shown.lock().push(headers.get(TOKEN_HEADER).cloned());
             let mut receiver = receiver.clone();
             receiver.mark_changed();
             async move { http::Response::new(axum::body::Body::new(body(receiver))) }
@@ -42,7 +51,7 @@ impl MockCoordinator {
         let router = Router::new().route("/watch", get(events));
         let serving = shutdown.clone();
         shutdown.spawn(async move { serve(listener, router, None, serving.stopping(), &serving).await });
-        Self { address, snapshots, shutdown }
+        Self { address, snapshots, tokens, shutdown }
     }
 
     fn publish(&self, snapshot: Snapshot) {
@@ -140,6 +149,39 @@ async fn members_come_and_go_with_the_snapshots() {
     }
     coordinator.publish(snapshot(1, 4, &[&right]));
     until("the member is gone", async || n_workers(&gateway) == 1).await;
+}
+
+#[tokio::test]
+async fn the_clusters_token_goes_to_workers_and_coordinators_and_to_no_other_engine() {
+    const TOKEN: &str = "cluster-token-0123456789";
+    let (worker, engine) = (MockWorker::start("m").await, MockWorker::start("e").await);
+    let coordinator = MockCoordinator::start("127.0.0.1:0", snapshot(1, 1, &[&worker])).await;
+    let mut config = config_for(&[&engine]);
+    config.coordinators.push(format!("http://{}", coordinator.address));
+    config.cluster_token = Some(TOKEN.into());
+    let gateway = TestGateway::start(config).await;
+    gateway.wait_until_usable(2).await;
+    // A client's own token goes nowhere.
+    for (body, token) in
+        [(BODY, TOKEN), (r#"{"model":"e","prompt":"hi"}"#, TOKEN), (BODY, "a-clients-own-token")]
+    {
+        let shown = [("x-kvik-cluster-token", token)];
+        assert_eq!(gateway.post("/v1/completions", &shown, body).await.status, 200);
+        assert_eq!(gateway.post("/generate", &shown, body).await.status, 200);
+    }
+    until("the worker's events are asked for", async || {
+        let questions = worker.state.questions.lock();
+        questions.iter().any(|seen| seen.path == "/kv/events" && seen.headers[TOKEN_HEADER] == TOKEN)
+    })
+    .await;
+    let tokens = |seen: &Mutex<Vec<crate::mock::Seen>>| -> Vec<Option<HeaderValue>> {
+        seen.lock().iter().map(|seen| seen.headers.get(TOKEN_HEADER).cloned()).collect()
+    };
+    let token = Some(HeaderValue::from_static(TOKEN));
+    assert_eq!(tokens(&worker.state.seen), vec![token.clone(); 4]);
+    assert_eq!(tokens(&engine.state.seen), [None, None]);
+    assert!(tokens(&engine.state.questions).iter().all(Option::is_none));
+    assert_eq!(coordinator.tokens.lock().first(), Some(&token));
 }
 
 #[tokio::test]

@@ -14,7 +14,7 @@ const SECRET: &str = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf5
 async fn a_refusal_before_the_body_was_read_says_that_the_connection_closes() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let worker = MockWorker::start("m").await;
-    let key = ApiKeyConfig { name: "me".to_owned(), sha256: SECRET.to_owned() };
+    let key = ApiKeyConfig { name: "me".to_owned(), sha256: SECRET.into() };
     let gateway = TestGateway::before(&[&worker], |config| config.api_keys.push(key)).await;
     let address = gateway.url("").trim_start_matches("http://").to_owned();
     let mut connection = tokio::net::TcpStream::connect(&address).await.unwrap();
@@ -30,7 +30,7 @@ async fn a_refusal_before_the_body_was_read_says_that_the_connection_closes() {
 #[tokio::test]
 async fn only_known_keys_may_ask() {
     let worker = MockWorker::start("m").await;
-    let key = ApiKeyConfig { name: "me".to_owned(), sha256: SECRET.to_owned() };
+    let key = ApiKeyConfig { name: "me".to_owned(), sha256: SECRET.into() };
     let gateway = TestGateway::before(&[&worker], |config| config.api_keys.push(key)).await;
     for headers in [&[][..], &[("authorization", "Bearer wrong")]] {
         gateway.post("/v1/completions", headers, BODY).await.assert_error(401, Some("invalid_api_key"));

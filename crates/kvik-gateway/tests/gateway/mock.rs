@@ -54,6 +54,8 @@ pub(crate) struct Seen {
 pub(crate) struct MockState {
     pub(crate) behavior: Mutex<Behavior>,
     pub(crate) seen: Mutex<Vec<Seen>>,
+    /// Requests for its health, models and events.
+    pub(crate) questions: Mutex<Vec<Seen>>,
     pub(crate) model: Mutex<String>,
     pub(crate) is_healthy: AtomicBool,
     pub(crate) is_ready: AtomicBool,
@@ -105,6 +107,7 @@ impl MockWorker {
         let state = Arc::new(MockState {
             behavior: Mutex::new(Behavior::answer(200, r#"{"ok":true}"#)),
             seen: Mutex::default(),
+            questions: Mutex::default(),
             model: Mutex::new(model.to_owned()),
             is_healthy: AtomicBool::new(true),
             is_ready: AtomicBool::new(true),
@@ -170,6 +173,7 @@ async fn handle(
     let path = parts.uri.path().to_owned();
     let open = Open::new(&state);
     if parts.method == Method::GET {
+        state.questions.lock().push(Seen { path: path.clone(), headers: parts.headers, body: Bytes::new() });
         let is_ok = match path.as_str() {
             "/health" => state.is_healthy.load(Ordering::SeqCst),
             "/ready" => state.is_ready.load(Ordering::SeqCst),

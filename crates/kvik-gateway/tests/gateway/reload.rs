@@ -17,7 +17,7 @@ async fn a_reload_swaps_keys_and_tells_the_difference() {
     let mut config = config_for(&[&worker]);
     config.listen = "127.0.0.1:0".to_owned();
     config.retry.max_attempts = 3;
-    config.api_keys.push(ApiKeyConfig { name: "me".to_owned(), sha256: SECRET.to_owned() });
+    config.api_keys.push(ApiKeyConfig { name: "me".to_owned(), sha256: SECRET.into() });
     let changes = gateway.gateway().reload(config.clone()).unwrap();
     let fields: Vec<&str> = changes.iter().map(|change| change.field.as_str()).collect();
     assert_eq!(fields, ["api_keys", "retry.max_attempts"]);
@@ -39,6 +39,18 @@ async fn an_invalid_configuration_changes_nothing() {
     let message = gateway.gateway().reload(config).unwrap_err().to_string();
     assert_eq!(message, "`retry.max_attempts` is 0; allowed: 1 to 10");
     assert_eq!(gateway.complete(BODY).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_reload_cannot_take_the_keys_away_that_let_a_gateway_listen() {
+    let mut config = config_for(&[]);
+    config.api_keys.push(ApiKeyConfig { name: "me".to_owned(), sha256: SECRET.into() });
+    let gateway = TestGateway::start_at("0.0.0.0:0", config.clone()).await;
+    config.api_keys.clear();
+    let message = gateway.gateway().reload(config.clone()).unwrap_err().to_string();
+    assert!(message.contains("`listen` is 0.0.0.0:"), "{message}");
+    let local = TestGateway::start(config.clone()).await;
+    local.gateway().reload(config).unwrap();
 }
 
 #[tokio::test]

@@ -36,8 +36,12 @@ pub(crate) struct Whole {
 }
 
 impl TestGateway {
-    pub(crate) async fn start(mut config: GatewayConfig) -> Self {
-        "127.0.0.1:0".clone_into(&mut config.listen);
+    pub(crate) async fn start(config: GatewayConfig) -> Self {
+        Self::start_at("127.0.0.1:0", config).await
+    }
+
+    pub(crate) async fn start_at(address: &str, mut config: GatewayConfig) -> Self {
+        address.clone_into(&mut config.listen);
         let shutdown = Shutdown::new();
         METRICS.call_once(|| kvik_runtime::telemetry::start_metrics().unwrap());
         let running = Gateway::start(config, &shutdown).await.unwrap();

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvik_index::holders::{BlockKey, Tier, Verdict};
-use kvik_proto::client::{ClientError, HttpClient, KvStream, WorkerClient};
+use kvik_proto::client::{ClientError, KvStream, WorkerClient};
 use kvik_proto::events::{BlocksRemoved, BlocksStored, EngineHash, KvEvent, Medium};
 use kvik_proto::kv_stream::{ALIVE_INTERVAL, BlockGroup, Frame, Hello, KvBatch, KvChange, KvKey, KvTier};
 use tokio_util::sync::CancellationToken;
@@ -106,17 +106,17 @@ struct Draft {
     n_blocks: usize,
 }
 
-/// Follows a worker until `left` says that it is gone; then nothing of it is found any more.
+/// Follows a worker, which `client` asks, until `left` says that it is gone; then nothing of it is found any more.
 ///
 /// Nothing ends it before: a worker that cannot be reached is tried again.
 pub async fn follow_worker(
-    http: HttpClient,
+    client: WorkerClient,
     followed: FollowedWorker,
     feeds: Arc<dyn Feeds>,
     left: CancellationToken,
 ) {
     let mut follower = Follower {
-        client: WorkerClient::new(http, &followed.address),
+        client,
         tallies: Tallies::new(&followed.worker),
         followed,
         feeds,

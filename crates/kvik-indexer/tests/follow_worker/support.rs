@@ -10,7 +10,7 @@ use kvik_index::holders::{Tier, Verdict};
 use kvik_indexer::Result;
 use kvik_indexer::feed::{Feed, FeedBatch, FeedName, Feeds, Holding, Naming};
 use kvik_indexer::sources::worker::{FollowedWorker, follow_worker};
-use kvik_proto::client::{TlsClientConfig, http_client};
+use kvik_proto::client::{TlsClientConfig, WorkerClient, http_client};
 use kvik_proto::events::{KvEvent, Medium};
 use kvik_proto::kv_stream::{BlockGroup, Frame, Hello};
 use kvik_types::BlockHash;
@@ -211,8 +211,8 @@ impl Following {
             worker: worker.to_owned(),
             model: model.to_owned(),
         };
-        let http = http_client(&TlsClientConfig::default()).unwrap();
-        let task = tokio::spawn(follow_worker(http, followed, Arc::clone(&feeds) as _, left.clone()));
+        let client = WorkerClient::new(http_client(&TlsClientConfig::default()).unwrap(), address);
+        let task = tokio::spawn(follow_worker(client, followed, Arc::clone(&feeds) as _, left.clone()));
         Self { feeds, left, task }
     }
 

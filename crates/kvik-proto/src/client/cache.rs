@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
+use http::{HeaderName, HeaderValue};
 use hyper::Method;
 
 use super::calls::{Calls, json_body, parse, percent_encoded};
@@ -28,6 +29,12 @@ impl CacheClient {
     /// A client of the worker at `base`, such as `http://host:8082`.
     pub fn new(http: HttpClient, base: &str) -> Self {
         Self { calls: Calls::new(http, base, CALL_TIMEOUT) }
+    }
+
+    /// The same client with a header that every call carries, such as a token.
+    #[must_use]
+    pub fn with_header(self, header: Option<(HeaderName, HeaderValue)>) -> Self {
+        Self { calls: self.calls.with_header(header) }
     }
 
     /// How much of a prompt is in the store.

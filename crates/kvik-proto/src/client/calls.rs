@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
+use http::{HeaderName, HeaderValue};
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::body::Incoming;
 use hyper::{Method, Request, Response};
@@ -24,11 +25,18 @@ pub(super) struct Calls {
     base: String,
     /// Time for the head of an answer, and again for its body.
     timeout: Duration,
+    /// Sent with every call, such as a token.
+    header: Option<(HeaderName, HeaderValue)>,
 }
 
 impl Calls {
     pub(super) fn new(http: HttpClient, base: &str, timeout: Duration) -> Self {
-        Self { http, base: base.trim_end_matches('/').to_owned(), timeout }
+        Self { http, base: base.trim_end_matches('/').to_owned(), timeout, header: None }
+    }
+
+    pub(super) fn with_header(mut self, header: Option<(HeaderName, HeaderValue)>) -> Self {
+        self.header = header;
+        self
     }
 
     pub(super) fn base(&self) -> &str {
@@ -57,12 +65,13 @@ impl Calls {
     ) -> Result<(String, Response<Incoming>), ClientError> {
         let url = format!("{}{path}", self.base);
         let unreachable = |reason: String| ClientError::Unreachable { url: url.clone(), reason };
-        let request = Request::builder()
+        let mut request = Request::builder()
             .method(method)
             .uri(&url)
             .header(http::header::CONTENT_TYPE, "application/json")
             .body(Full::new(body))
             .map_err(|error| ClientError::Configuration(format!("{url}: {error}")))?;
+        request.headers_mut().extend(self.header.clone());
         let response = tokio::time::timeout(self.timeout, send(&self.http, request))
             .await
             .map_err(|_| unreachable(format!("no answer within {} s", self.timeout.as_secs())))?

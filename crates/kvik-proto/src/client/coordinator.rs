@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use bytes::Bytes;
+use http::{HeaderName, HeaderValue};
 use http_body_util::BodyExt as _;
 use hyper::Method;
 use hyper::body::Incoming;
@@ -37,6 +38,12 @@ impl CoordinatorClient {
     /// A client of the coordinator at `base`, such as `http://host:8081`.
     pub fn new(http: HttpClient, base: &str) -> Self {
         Self { calls: Calls::new(http, base, CALL_TIMEOUT) }
+    }
+
+    /// The same client with a header that every call carries, such as a token.
+    #[must_use]
+    pub fn with_header(self, header: Option<(HeaderName, HeaderValue)>) -> Self {
+        Self { calls: self.calls.with_header(header) }
     }
 
     /// Where the coordinator is.

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use http::{HeaderName, HeaderValue};
+
 use super::calls::{Calls, percent_encoded};
 use super::{ClientError, HttpClient};
 use crate::index::{BlocksPage, IndexStats, ScoreRequest, ScoreResponse};
@@ -34,6 +36,12 @@ impl IndexClient {
     /// A client of the gateway at `base`, such as `http://host:8080`.
     pub fn new(http: HttpClient, base: &str) -> Self {
         Self { calls: Calls::new(http, base, CALL_TIMEOUT) }
+    }
+
+    /// The same client with a header that every call carries, such as a token.
+    #[must_use]
+    pub fn with_header(self, header: Option<(HeaderName, HeaderValue)>) -> Self {
+        Self { calls: self.calls.with_header(header) }
     }
 
     /// How much of a prompt each worker has.

@@ -5,7 +5,8 @@
 //! Layers, later ones win: default, the service's section of the YAML file, the environment
 //! (`KVIK_<SECTION>_<FIELD>`, dots and dashes as underscores; a few fields also by a variable that
 //! other programs know), flags. Nothing is half applied: an error in any layer leaves no
-//! configuration.
+//! configuration. What is printed of a configuration, its fields, differences and errors, has no
+//! [`secret`](crate::secret).
 
 mod layers;
 
@@ -27,6 +28,11 @@ pub fn cloud_environment() -> BTreeMap<String, String> {
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
         .filter(|(name, _)| CLOUD_PREFIXES.iter().any(|prefix| name.starts_with(prefix)))
         .collect()
+}
+
+/// The variable `name` of the environment, if it is set to text.
+pub fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|text| !text.is_empty())
 }
 
 /// The variables of the environment that start with `prefix` and set no field of any service, in order.
@@ -54,7 +60,7 @@ pub enum Origin {
 }
 
 /// The sources besides the defaults.
-#[derive(Debug, Clone, Default)]
+#[derive(Clone, Default)]
 pub struct Sources {
     /// The YAML file's path and content, if there is one.
     pub file: Option<(String, Value)>,
@@ -69,11 +75,11 @@ pub struct Sources {
 pub struct Effective<C> {
     /// The configuration.
     pub value: C,
-    /// For each field, by its path: its value and origin.
+    /// For each field, by its path: its value as it may be printed, and its origin.
     pub fields: BTreeMap<String, (Value, Origin)>,
 }
 
-/// A field whose value changed between two configurations.
+/// A field whose value changed between two configurations; the values are as they may be printed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FieldChange {
     /// The field's path.
@@ -131,22 +137,22 @@ impl Sources {
     }
 }
 
-impl<C> Effective<C> {
-    /// The fields whose values differ from those of `before`.
-    pub fn changes_since(&self, before: &Self) -> Vec<FieldChange> {
-        let mut changes = Vec::new();
-        for (field, (after, _)) in &self.fields {
-            if let Some((value, _)) = before.fields.get(field)
-                && value != after
-            {
-                changes.push(FieldChange {
-                    field: field.clone(),
-                    before: value.clone(),
-                    after: after.clone(),
-                });
-            }
-        }
-        changes
+/// The fields whose values differ between two configurations. Secrets are compared, and shown hidden.
+///
+/// # Errors
+/// If a configuration cannot be serialized.
+pub fn changes<C: Serialize + Default>(before: &C, after: &C) -> Result<Vec<FieldChange>> {
+    layers::changes(before, after)
+}
+
+impl std::fmt::Debug for Sources {
+    /// Shows what there is, but no value: some are secret.
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter
+            .debug_struct("Sources")
+            .field("file", &self.file.as_ref().map(|(path, _)| path))
+            .field("environment", &self.environment.keys())
+            .finish_non_exhaustive()
     }
 }
 

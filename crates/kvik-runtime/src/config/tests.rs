@@ -3,6 +3,7 @@ use serde_json::json;
 
 use super::*;
 use crate::RuntimeError;
+use crate::secret::{Secret, SecretUrl};
 
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -99,7 +100,7 @@ fn a_section_that_nobody_has_is_refused_with_those_that_there_are() {
     let message = |yaml: &str| check(yaml).unwrap_err().to_string();
     let allowed = "allowed: the sections example, other";
     assert_eq!(message("exmaple: {port: 1}"), format!("file kvik.yaml: `exmaple` is unknown; {allowed}"));
-    assert_eq!(message("[1]"), format!("file kvik.yaml: `the file` is [1]; {allowed}"));
+    assert_eq!(message("[1]"), format!("file kvik.yaml: `the file` is [\"(hidden)\"]; {allowed}"));
 }
 
 #[test]
@@ -121,8 +122,92 @@ fn a_scalar_where_a_map_belongs_is_refused() {
 
 #[test]
 fn a_reload_lists_what_changed() {
-    let before = sources("example: {port: 1}", &[], Value::Null).load::<Example>("example").unwrap();
-    let after = sources("example: {port: 2}", &[], Value::Null).load::<Example>("example").unwrap();
-    let changes = after.changes_since(&before);
-    assert_eq!(changes, [FieldChange { field: "port".into(), before: json!(1), after: json!(2) }]);
+    let load = |yaml| sources(yaml, &[], Value::Null).load::<Example>("example").unwrap().value;
+    let changed = changes(&load("example: {port: 1}"), &load("example: {port: 2}")).unwrap();
+    assert_eq!(changed, [FieldChange { field: "port".into(), before: json!(1), after: json!(2) }]);
+}
+
+#[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Guarded {
+    token: Option<Secret>,
+    server: Option<SecretUrl>,
+    plain_server: Option<String>,
+    options: BTreeMap<String, Secret>,
+    keys: Vec<Key>,
+    limit: u64,
+}
+
+#[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Key {
+    name: String,
+    digest: Secret,
+}
+
+const GUARDED: &str = "guarded: {token: canary, server: 'redis://u:canary@h', plain_server: 'http://u:canary@h', \
+    options: {secret: canary}, keys: [{name: me, digest: canary}]}";
+
+#[test]
+fn fields_differences_and_debug_forms_have_no_secret() {
+    let load = |yaml: &str| sources(yaml, &[], Value::Null).load::<Guarded>("guarded").unwrap();
+    let effective = load(GUARDED);
+    assert_eq!(effective.value.token, Some("canary".into()));
+    assert_eq!(effective.fields["token"].0, json!("(hidden)"));
+    assert_eq!(effective.fields["server"].0, json!("redis://(hidden)@h"));
+    assert_eq!(effective.fields["options"].0, json!({"secret": "(hidden)"}));
+    let plain = load("{}").value;
+    let mut changed = changes(&plain, &effective.value).unwrap();
+    assert_eq!(changed.len(), 5);
+    let other = load(&GUARDED.replace("canary", "canary2")).value;
+    // What differs in nothing but a secret is a change all the same.
+    changed.extend(changes(&effective.value, &other).unwrap());
+    assert_eq!(changed.len(), 10);
+    assert_eq!(changes(&effective.value, &load(GUARDED).value).unwrap(), []);
+    let sources = sources(GUARDED, &[("KVIK_GUARDED_TOKEN", "canary")], json!({"token": "canary"}));
+    // A login in a field that is none for secrets shows in the structure itself alone.
+    let Guarded { token, server, options, keys, .. } = &effective.value;
+    let shown =
+        format!("{sources:?} {:?} {changed:?} {token:?} {server:?} {options:?} {keys:?}", effective.fields);
+    assert!(!shown.contains("canary"), "{shown}");
+}
+
+#[test]
+fn errors_have_no_secret() {
+    for yaml in [
+        "guarded: {token: 31337}",
+        "guarded: {token: [31337]}",
+        "guarded: {server: 31337}",
+        "guarded: {options: 31337}",
+        "guarded: {options: {key: 31337}}",
+        "guarded: {keys: '31337'}",
+        "guarded: {keys: ['31337']}",
+        "guarded: {keys: [31337]}",
+        "guarded: {keys: [{name: me, digest: 31337}]}",
+        "guarded: {keys: [{name: me, digest: '31337', more: '31337'}]}",
+        "guarded: 'redis://u:31337@h'",
+    ] {
+        let error = sources(yaml, &[], Value::Null).load::<Guarded>("guarded").unwrap_err().to_string();
+        assert!(!error.contains("31337") && error.starts_with("file kvik.yaml: `"), "{yaml}: {error}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kvik.yaml");
+    for text in
+        ["guarded:\n  token: 31337\n  limit: [", "31337", "- 31337", "guarded: {token: 31337, token: 1}"]
+    {
+        std::fs::write(&path, text).unwrap();
+        let checked = Sources::read(Some(&path)).and_then(|sources| sources.check_sections(&["guarded"]));
+        let error = checked.unwrap_err().to_string();
+        assert!(!error.contains("31337") && error.contains("kvik.yaml"), "{error}");
+    }
+}
+
+#[test]
+fn a_variable_is_the_secret_as_it_stands_and_text_where_no_number_fits() {
+    for text in ["0123", "1e5", "a # b", "'quoted'", "null", "x: y"] {
+        let variables = [("KVIK_GUARDED_TOKEN", text), ("KVIK_GUARDED_PLAIN_SERVER", "42")];
+        let loaded = sources("{}", &variables, Value::Null).load::<Guarded>("guarded").unwrap().value;
+        assert_eq!(loaded.token.as_ref().map(Secret::expose), Some(text));
+        assert_eq!(loaded.plain_server.as_deref(), Some("42"));
+    }
 }

@@ -7,6 +7,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvik_types::redacted_url;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::client::{ClientConfigKey, HttpClient, HttpConnector};
@@ -133,7 +134,7 @@ impl FromStr for ObjectUrl {
         let has_host = url.host_str().is_some_and(|host| !host.is_empty());
         let is_folder = kind == StoreKind::Folder;
         if has_host == is_folder || url.query().is_some() || url.fragment().is_some() {
-            return Err(TierError::invalid("url", &url, ALLOWED));
+            return Err(TierError::invalid("url", &redacted_url(text), ALLOWED));
         }
         Ok(Self { kind, url })
     }

@@ -6,13 +6,13 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvik_types::RedisEndpoint as Endpoint;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, StreamOwned};
 
 use super::refusal::Refusal;
 use super::resolve::Resolver;
 use super::resp::{Reply, ReplyReader, push_argument, push_command};
-use super::url::Endpoint;
 use crate::error::{Result, TierError};
 
 /// Small commands are gathered up to so many bytes before they are written.

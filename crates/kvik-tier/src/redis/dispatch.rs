@@ -7,13 +7,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use kvik_types::RedisEndpoint as Endpoint;
 use parking_lot::{Mutex, RwLock};
 
 use super::connection::{Connection, Dialer};
 use super::node::Node;
 use super::request::Request;
 use super::slots::{SlotRange, parse_slots, slot_of_tag};
-use super::url::Endpoint;
 use crate::error::{Result, TierError};
 use crate::key::ChunkKey;
 

@@ -19,14 +19,13 @@ mod resp;
 mod slots;
 #[cfg(test)]
 mod tests;
-mod url;
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub use kvik_types::RedisUrl;
 pub use resp::{Reply, ReplyReader, ValueReply};
-pub use url::RedisUrl;
 
 use self::connection::{Dialer, Login};
 use self::dispatch::Dispatcher;

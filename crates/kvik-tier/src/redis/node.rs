@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
+use kvik_types::RedisEndpoint as Endpoint;
 use parking_lot::{Condvar, Mutex};
 
 use super::connection::{Connection, Dialer};
-use super::url::Endpoint;
 use crate::error::{Result, TierError};
 
 /// A server with a bounded number of connections, each lent to one caller at a time.

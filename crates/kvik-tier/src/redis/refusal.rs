@@ -1,6 +1,7 @@
 //! What a server says when it does not do what it was told.
 
-use super::url::Endpoint;
+use kvik_types::RedisEndpoint as Endpoint;
+
 use crate::error::TierError;
 
 /// A reply that is an error, by what to do about it.

@@ -1,7 +1,8 @@
 //! Which server of a cluster has which keys.
 
+use kvik_types::RedisEndpoint as Endpoint;
+
 use super::resp::Reply;
-use super::url::Endpoint;
 
 /// Slots of every cluster.
 pub(super) const N_SLOTS: u16 = 16384;

@@ -10,6 +10,8 @@
 //! | `/kv/events`, `/kv/blocks` | [`kv_events`] |
 //! | `/cache/...` | [`cache`] |
 //! | `/health`, `/ready`, `/metrics`, `/drain` | [`admin`] |
+//!
+//! Who may call what: see [`Trust`]. `/drain`, `/kv/put` and `/cache/...` are the administrator's.
 
 mod admin;
 mod answer;
@@ -37,6 +39,7 @@ use bytes::Bytes;
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
 use http::{HeaderValue, StatusCode};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
+use kvik_runtime::trust::Trust;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -53,9 +56,12 @@ type Part = fn(&[u8]) -> Result<(), Refusal>;
 /// What handlers give.
 type Answer = Result<Response, Refusal>;
 
-/// All paths.
-pub(crate) fn router(state: Arc<WorkerState>) -> Router {
-    Router::new()
+/// Paths that need no token.
+const OPEN: &[&str] = &["/health", "/ready", "/metrics"];
+
+/// All paths, for callers that `trust` admits.
+pub(crate) fn router(state: Arc<WorkerState>, trust: &Arc<Trust>) -> Router {
+    let router = Router::new()
         .route("/v1/completions", post(completions::handle))
         .route("/v1/chat/completions", post(chat::handle))
         .route("/v1/models", get(tokenize::models))
@@ -66,11 +72,26 @@ pub(crate) fn router(state: Arc<WorkerState>) -> Router {
         .route("/inference/step", post(inference::step))
         .route("/inference/generate", post(inference::generate))
         .route("/inference/finish", post(inference::finish))
-        .route("/kv/put", post(kv::put))
         .route("/kv/get", get(kv::get))
         .route("/kv/stats", get(kv::stats))
         .route("/kv/events", get(kv_events::events))
         .route("/kv/blocks", get(kv_events::blocks))
+        .route("/health", get(admin::health))
+        .route("/ready", get(admin::ready))
+        .route("/metrics", get(admin::metrics))
+        .merge(trust.admins_only(admin_router()))
+        .fallback(async || Refusal::not_found("there is nothing at this path", None))
+        .method_not_allowed_fallback(async || Refusal::wrong_method());
+    trust
+        .members_only(router, OPEN)
+        .layer(middleware::from_fn_with_state(Arc::clone(&state), count_refusals))
+        .with_state(state)
+}
+
+/// Paths that change what the worker holds, or whether it serves, and that read out its store.
+fn admin_router() -> Router<Arc<WorkerState>> {
+    Router::new()
+        .route("/kv/put", post(kv::put))
         .route("/cache/lookup", post(cache::lookup))
         .route("/cache/prefetch", post(cache::prefetch))
         .route("/cache/prefetch/{id}", get(cache::prefetch_status).delete(cache::cancel_prefetch))
@@ -82,14 +103,7 @@ pub(crate) fn router(state: Arc<WorkerState>) -> Router {
         .route("/cache/store", post(cache::store))
         .route("/cache/health", get(cache::health))
         .route("/cache/stats", get(cache::stats))
-        .route("/health", get(admin::health))
-        .route("/ready", get(admin::ready))
-        .route("/metrics", get(admin::metrics))
         .route("/drain", post(admin::drain))
-        .fallback(async || Refusal::not_found("there is nothing at this path", None))
-        .method_not_allowed_fallback(async || Refusal::wrong_method())
-        .layer(middleware::from_fn_with_state(Arc::clone(&state), count_refusals))
-        .with_state(state)
 }
 
 async fn count_refusals(State(state): Shared, request: Request, next: Next) -> Response {

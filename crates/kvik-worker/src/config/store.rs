@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use kvik_model::BLOCK_TOKENS;
+use kvik_runtime::secret::{Secret, SecretUrl};
 use kvik_store::policy::PolicyKind;
 use kvik_tier::RemoteUrl;
 use kvik_types::ByteSize;
@@ -35,7 +36,7 @@ pub struct StoreConfig {
     pub nvme: Option<String>,
     /// A remote tier: `redis://`, `rediss://`, `redis+cluster://`, `s3://`, `gs://`, `az://` or `file://`.
     /// Default: none.
-    pub remote: Option<String>,
+    pub remote: Option<SecretUrl>,
     /// Tokens in a chunk, a multiple of 16. Default: 256.
     pub chunk_tokens: usize,
     /// What leaves a full tier: `lru`, `lfu`, `fifo`, `s3fifo`, `arc`, `cost` or `kvik`. Default: `kvik`.
@@ -72,7 +73,7 @@ pub struct StoreConfig {
     pub remote_max_calls: usize,
     /// Settings of an object store by name, such as `endpoint`, `region`, `access_key_id`,
     /// `secret_access_key`, `allow_http`; variables such as `AWS_ACCESS_KEY_ID` set them too. Default: none.
-    pub remote_options: BTreeMap<String, String>,
+    pub remote_options: BTreeMap<String, Secret>,
     /// Authorities that sign the remote tier's certificate, PEM. Default: none, those of the system.
     pub remote_ca_file: Option<PathBuf>,
 
@@ -85,7 +86,7 @@ pub struct StoreConfig {
     /// LMCache's name for the size of `nvme`, in GB (10^9 bytes). Default: none.
     pub max_local_disk_size: Option<f64>,
     /// LMCache's name for `remote`. Default: none.
-    pub remote_url: Option<String>,
+    pub remote_url: Option<SecretUrl>,
     /// LMCache's name for `chunk_tokens`. Default: none.
     pub chunk_size: Option<usize>,
     /// LMCache's name for `policy`, in any case. Default: none.
@@ -167,9 +168,8 @@ impl StoreConfig {
         let remote = either("store.remote_url", self.remote.as_ref(), self.remote_url.as_ref())?;
         let remote = match remote {
             None => None,
-            Some(url) => Some(url.parse::<RemoteUrl>().map_err(|error| WorkerError::InvalidRemote {
-                scheme: url.split_once("://").map_or("", |(scheme, _)| scheme).to_owned(),
-                reason: error.to_string(),
+            Some(url) => Some(url.expose().parse::<RemoteUrl>().map_err(|error| {
+                WorkerError::InvalidRemote { url: url.to_string(), reason: error.to_string() }
             })?),
         };
         let mut ram_bytes = self.ram_bytes()?;

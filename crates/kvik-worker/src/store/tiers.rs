@@ -87,7 +87,11 @@ fn remote_options(config: &StoreConfig, plan: &StorePlan) -> RemoteOptions {
             ..RedisOptions::default()
         },
         object: ObjectOptions {
-            settings: config.remote_options.clone(),
+            settings: config
+                .remote_options
+                .iter()
+                .map(|(name, value)| (name.clone(), value.expose().to_owned()))
+                .collect(),
             environment: cloud_environment(),
             connect_timeout: plan.remote_timeout,
             timeout: plan.remote_timeout,

@@ -101,7 +101,7 @@ async fn workers_share_a_remote_tier() {
         [(redis.url(), "redis"), (format!("file://{}", folder.path().join("objects").display()), "object")]
     {
         std::fs::create_dir_all(folder.path().join("objects")).unwrap();
-        let store = StoreConfig { remote: Some(url), ..ram() };
+        let store = StoreConfig { remote: Some(url.into()), ..ram() };
         let first = start_with(with_store(store.clone())).await;
         complete(&first, &prompt(3)).await;
         first.end().await;
@@ -177,8 +177,12 @@ async fn a_worker_with_another_digest_key_takes_no_chunk() {
 async fn a_remote_tier_that_is_gone_costs_hits_and_no_request() {
     let folder = tempfile::tempdir().unwrap();
     let redis = Redis::start(folder.path());
-    let store =
-        StoreConfig { remote: Some(redis.url()), remote_timeout_ms: 300, load_timeout_ms: 500, ..ram() };
+    let store = StoreConfig {
+        remote: Some(redis.url().into()),
+        remote_timeout_ms: 300,
+        load_timeout_ms: 500,
+        ..ram()
+    };
     let expected = fresh(&prompt(5)).await;
     let worker = start_with(with_store(store)).await;
     complete(&worker, &prompt(5)).await;

@@ -61,7 +61,7 @@ fn to_json(role: &str, fields: &Fields) -> (String, Value) {
     let fields: serde_json::Map<String, Value> = fields
         .iter()
         .map(|(field, (value, origin))| {
-            (field.clone(), json!({"value": hidden(field, value), "origin": origin.to_string()}))
+            (field.clone(), json!({"value": value, "origin": origin.to_string()}))
         })
         .collect();
     (role.to_owned(), Value::Object(fields))
@@ -73,43 +73,5 @@ fn shown(value: &Value) -> String {
         Value::Null => "none".to_owned(),
         Value::String(text) => text.clone(),
         other => other.to_string(),
-    }
-}
-
-/// Hashes of keys are no secret, but nobody needs to read them off a screen; passwords and keys of stores are.
-fn hidden(field: &str, value: &Value) -> Value {
-    match (field, value) {
-        ("api_keys", Value::Array(keys)) => json!(format!("{} keys", keys.len())),
-        ("store.remote_options", Value::Object(options)) => {
-            Value::Object(options.keys().map(|name| (name.clone(), json!("..."))).collect())
-        }
-        ("store.remote" | "store.remote_url", Value::String(url)) => json!(without_password(url)),
-        (_, other) => other.clone(),
-    }
-}
-
-/// The address with `...` in place of a password.
-fn without_password(url: &str) -> String {
-    let Some((scheme, rest)) = url.split_once("://") else { return url.to_owned() };
-    let authority_end = rest.find('/').unwrap_or(rest.len());
-    let Some(user_end) = rest[..authority_end].rfind('@') else { return url.to_owned() };
-    let user = rest[..user_end].split(':').next().unwrap_or_default();
-    format!("{scheme}://{user}:...{}", &rest[user_end..])
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn passwords_and_keys_of_stores_are_not_shown() {
-        let url = json!("rediss://user:se@cret@host:6379/2");
-        assert_eq!(hidden("store.remote", &url), json!("rediss://user:...@host:6379/2"));
-        assert_eq!(hidden("store.remote_url", &json!("redis://host/0")), json!("redis://host/0"));
-        let options = json!({"secret_access_key": "x", "region": "eu"});
-        assert_eq!(
-            hidden("store.remote_options", &options),
-            json!({"secret_access_key": "...", "region": "..."})
-        );
     }
 }

@@ -90,6 +90,12 @@ impl Process {
         self.lines.iter().any(|line| with_message(line, message).is_some())
     }
 
+    /// All that has come on standard error by now.
+    pub(crate) fn logged_text(&mut self) -> String {
+        self.lines.extend(self.log.try_iter());
+        self.lines.join("\n")
+    }
+
     /// Standard output, to be read while the process runs.
     pub(crate) fn stdout(&mut self) -> impl Read + use<> {
         self.child.stdout.take().unwrap()

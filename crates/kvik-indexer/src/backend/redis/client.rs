@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::FutureExt as _;
 use futures_util::future::{BoxFuture, Shared};
+use kvik_types::RedisUrl;
 use parking_lot::Mutex;
 use redis::aio::{ConnectionLike as _, MultiplexedConnection};
 use redis::cluster::ClusterClient;
@@ -16,7 +17,6 @@ use redis::{
 use tokio::time::timeout;
 
 use super::RedisOptions;
-use super::url::RedisUrl;
 use crate::error::{IndexerError, Result};
 
 /// After a connection could not be opened, calls fail at once for so long.
@@ -108,8 +108,9 @@ impl RedisClient {
             None => None,
         };
         let certificates = TlsCertificates { client_tls: None, root_cert };
+        let nodes = url.node_urls();
         let opener = if url.is_cluster {
-            let mut builder = ClusterClient::builder(url.nodes.iter().map(String::as_str))
+            let mut builder = ClusterClient::builder(nodes.iter().map(String::as_str))
                 .connection_timeout(options.connect_timeout)
                 .response_timeout(options.write_timeout)
                 .retries(N_CLUSTER_RETRIES)
@@ -119,7 +120,7 @@ impl RedisClient {
             }
             Opener::Cluster(builder.build().map_err(|error| invalid(&error))?)
         } else {
-            let node = url.nodes.first().map(String::as_str).unwrap_or_default();
+            let node = nodes.first().map(String::as_str).unwrap_or_default();
             let client = if url.is_tls && certificates.root_cert.is_some() {
                 redis::Client::build_with_tls(node, certificates)
             } else {

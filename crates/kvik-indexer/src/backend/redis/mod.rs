@@ -41,7 +41,6 @@ mod client;
 mod namings;
 mod operations;
 mod record;
-mod url;
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -53,7 +52,6 @@ use kvik_index::holders::{BlockKey, Event, HolderIndex, IndexError, N_TIERS, Sou
 use redis::{Cmd, FromRedisValue as _, Value};
 
 pub use client::RedisClient;
-pub use url::RedisUrl;
 
 use self::client::{Script, misunderstood, unavailable};
 use self::operations::{MAX_CALL_KEYS, Part, part};

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use kvik_runtime::secret::redacted_url;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{IndexerError, Result};
@@ -103,10 +104,15 @@ impl KubernetesConfig {
     pub fn check(&self) -> Result<()> {
         let uri = self.api.parse::<http::Uri>().ok();
         let is_url = uri.is_some_and(|uri| {
-            matches!(uri.scheme_str(), Some("http" | "https")) && uri.authority().is_some()
+            matches!(uri.scheme_str(), Some("http" | "https"))
+                && uri.authority().is_some_and(|authority| !authority.as_str().contains('@'))
         });
         if !is_url {
-            return Err(IndexerError::invalid("api", &self.api, "https://host:port or http://host:port"));
+            return Err(IndexerError::invalid(
+                "api",
+                redacted_url(&self.api),
+                "https://host:port or http://host:port",
+            ));
         }
         if !is_dns_name(&self.namespace) {
             return Err(IndexerError::invalid("namespace", &self.namespace, "the name of a namespace"));

@@ -31,6 +31,7 @@ use opentelemetry_sdk::trace::{
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, RuntimeError};
+use crate::secret::redacted_url;
 use crate::shutdown::Shutdown;
 
 /// Spans that may wait to be sent; at a kilobyte each, a few megabytes.
@@ -87,9 +88,10 @@ impl TracingConfig {
             uri.scheme_str() == Some("http")
                 && uri.host().is_some_and(|host| !host.is_empty())
                 && uri.query().is_none()
+                && uri.authority().is_some_and(|authority| !authority.as_str().contains('@'))
         });
         if !is_base {
-            return Err(invalid("otlp_endpoint", &endpoint, "http://host:port"));
+            return Err(invalid("otlp_endpoint", &redacted_url(endpoint), "http://host:port"));
         }
         Ok(Some(format!("{}{TRACES_PATH}", endpoint.trim_end_matches('/'))))
     }

@@ -27,6 +27,10 @@ pub(crate) struct CacheArguments {
     #[arg(long, value_name = "FILE")]
     pub(crate) authorities: Option<PathBuf>,
 
+    /// File with the worker's admin token [default: `KVIK_ADMIN_TOKEN`, then `KVIK_CLUSTER_TOKEN`, if set]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) token_file: Option<PathBuf>,
+
     #[command(subcommand)]
     pub(crate) verb: CacheVerb,
 }

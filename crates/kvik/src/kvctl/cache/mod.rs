@@ -11,6 +11,7 @@ use anyhow::{Context as _, bail};
 use kvik_proto::cache::{ClearRequest, MoveRequest, PrefetchState, PrefetchStatus};
 use kvik_proto::client::{CacheClient, TlsClientConfig, http_client};
 use kvik_proto::worker::PromptInput;
+use kvik_runtime::trust::client_header;
 use tokio::time::{Duration, sleep};
 
 use super::print;
@@ -78,7 +79,8 @@ fn client(arguments: &CacheArguments) -> anyhow::Result<CacheClient> {
         None => Vec::new(),
     };
     let http = http_client(&TlsClientConfig { authorities_pem, identity_pem: None })?;
-    Ok(CacheClient::new(http, &arguments.worker))
+    let token = client_header(arguments.token_file.as_deref())?;
+    Ok(CacheClient::new(http, &arguments.worker).with_header(token))
 }
 
 /// Follows a prefetch until it has ended.

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anstyle::{AnsiColor, Style};
 use anyhow::{Context as _, bail};
+use http::{HeaderName, HeaderValue};
 use kvik_proto::client::{BlocksQuery, CoordinatorClient, HttpClient, IndexClient, WorkerClient};
 use kvik_proto::coordinator::WorkerInfo;
 use kvik_proto::kv_stream::{BlockGroup, Frame, KvTier};
@@ -55,10 +56,11 @@ struct WorkerCheck {
 /// Compares all workers that are asked for.
 pub(super) async fn check(
     http: &HttpClient,
+    token: Option<(HeaderName, HeaderValue)>,
     index: &IndexClient,
     arguments: &CheckArguments,
 ) -> anyhow::Result<CheckAnswer> {
-    let coordinator = CoordinatorClient::new(http.clone(), &arguments.coordinator);
+    let coordinator = CoordinatorClient::new(http.clone(), &arguments.coordinator).with_header(token.clone());
     let snapshot = coordinator.workers().await?;
     let members = snapshot.members.into_iter().map(|member| member.worker);
     let is_wanted = |info: &WorkerInfo| arguments.worker.as_ref().is_none_or(|wanted| *wanted == info.id);
@@ -70,7 +72,7 @@ pub(super) async fn check(
     }
     let mut workers = Vec::new();
     for info in &wanted {
-        let client = WorkerClient::new(http.clone(), &info.address);
+        let client = WorkerClient::new(http.clone(), &info.address).with_header(token.clone());
         for group in groups(&client).await.with_context(|| format!("ask {}", info.id))? {
             workers.push(check_group(index, &client, info, group).await?);
         }

@@ -10,6 +10,7 @@ use std::io::{self, Write as _};
 use anyhow::{Context as _, bail};
 use kvik_proto::client::{BlocksQuery, HttpClient, IndexClient, TlsClientConfig, http_client};
 use kvik_proto::index::{BookStats, IndexStats, ScoreRequest, SourceStats};
+use kvik_runtime::trust::client_header;
 use serde::Serialize;
 
 use super::print;
@@ -44,13 +45,14 @@ pub(crate) fn run(arguments: &IndexArguments, is_json: bool) -> anyhow::Result<(
 
 async fn run_verb(arguments: &IndexArguments, is_json: bool) -> anyhow::Result<()> {
     let http = http(arguments)?;
-    let client = IndexClient::new(http.clone(), &arguments.gateway);
+    let token = client_header(arguments.token_file.as_deref())?;
+    let client = IndexClient::new(http.clone(), &arguments.gateway).with_header(token.clone());
     match &arguments.verb {
         IndexVerb::Stats => print(&Shown(client.stats().await?), is_json),
         IndexVerb::Lookup(lookup) => print(&Shown(client.score(&request(lookup)?).await?), is_json),
         IndexVerb::Dump(dump) => print_blocks(&client, dump).await,
         IndexVerb::Check(arguments) => {
-            let answer = check::check(&http, &client, arguments).await?;
+            let answer = check::check(&http, token, &client, arguments).await?;
             print(&answer, is_json)?;
             if answer.is_equal { Ok(()) } else { bail!("the index and the workers differ") }
         }
