@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator
 
 from conftest import ROOT, binary
 
-ENGINES = os.environ.get("KVIK_ENGINES")
+# Absolute: what an engine compiles is compiled in other folders, with the programs of this one.
+ENGINES = os.environ.get("KVIK_ENGINES") and os.path.abspath(os.environ["KVIK_ENGINES"])
 DRIVERS = pathlib.Path(__file__).parent / "engines"
 MODEL_FOLDER = ROOT / "models/kvik-tiny"
 MODEL = "tiny"

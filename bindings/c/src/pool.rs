@@ -12,6 +12,7 @@ use kvik_memory::blocks::BlocksOutcome;
 use kvik_memory::config::{MemoryConfig, default_ipc_name};
 use kvik_memory::geometry::UNIT_BYTES;
 use kvik_memory::ledger::{JoinOptions, Ledger, LedgerOptions, LimitStatus, Policy};
+use kvik_memory::machine::memory_bytes;
 use kvik_memory::pages::{Claim, GrantEvents as _, Grants as _, Shortage};
 use kvik_memory::pool::{KvPool, PoolOptions, PoolSettings};
 use kvik_memory::region::Guard;
@@ -84,7 +85,7 @@ impl Pool {
             let process_group = unsafe { libc::getpgrp() };
             default_ipc_name(&label, process_group.unsigned_abs())
         });
-        let machine_bytes = if config.host_bytes == 0 { machine_bytes() } else { config.host_bytes };
+        let machine_bytes = if config.host_bytes == 0 { memory_bytes() } else { config.host_bytes };
         let backend = Backend::open(config.device, machine_bytes)?;
         let vmm = backend.vmm();
         let utilization = environment.device_utilization;
@@ -389,15 +390,6 @@ impl Drop for Pool {
         }
         self.chunks.release_all(&self.backend);
     }
-}
-
-/// What the machine has: the most that the host can be.
-fn machine_bytes() -> u64 {
-    // SAFETY: both calls only read the system's configuration.
-    let (n_pages, page_bytes) =
-        unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
-    let whole = |value: libc::c_long| u64::try_from(value).unwrap_or(0);
-    whole(n_pages).saturating_mul(whole(page_bytes))
 }
 
 /// The ledger counts in units; the last one is granted as a whole.

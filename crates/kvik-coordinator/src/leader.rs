@@ -261,6 +261,7 @@ impl<B: StateBackend> Leader<B> {
         let Some(reign) = &mut self.reign else { return };
         reign.has_new_loads = false;
         self.publisher.offer(Snapshot {
+            incarnation: self.backend.incarnation(),
             term: reign.term,
             version: reign.published_version,
             ring: self.settings.ring,

@@ -13,7 +13,8 @@
 //!
 //! * Only the leader changes the membership, and every change is written down before it is shown or
 //!   answered. A term that is over can write nothing.
-//! * Snapshots of one coordinator rise in `(term, version)`.
+//! * Snapshots of one coordinator rise in `(term, version)` until it restarts. A restart of a coordinator without
+//!   shared state is another incarnation.
 //! * A watcher costs one snapshot, however slowly it reads.
 //!
 //! ```no_run
@@ -44,7 +45,9 @@ mod publish;
 mod state;
 
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use kvik_index::ring::MAX_VIRTUAL_NODES;
 use kvik_proto::client::{HttpClient, TlsClientConfig, http_client};
@@ -84,7 +87,15 @@ impl Coordinator {
     /// # Errors
     /// If the configuration is not valid, a file of it cannot be used, or the address cannot be
     /// listened on. An etcd that cannot be reached is no error: the coordinator goes on trying.
-    pub async fn start(config: CoordinatorConfig, shutdown: &Shutdown) -> Result<Running> {
+    pub fn start(
+        config: CoordinatorConfig,
+        shutdown: &Shutdown,
+    ) -> Pin<Box<dyn Future<Output = Result<Running>> + Send + '_>> {
+        // Boxed, so that the coordinator is compiled with this crate and not again with each program that polls it.
+        Box::pin(Self::run(config, shutdown))
+    }
+
+    async fn run(config: CoordinatorConfig, shutdown: &Shutdown) -> Result<Running> {
         config.validate()?;
         let TlsClientPem { authorities_pem, identity_pem } = config.peer_tls.read()?;
         let http = http_client(&TlsClientConfig { authorities_pem, identity_pem })?;
@@ -100,7 +111,9 @@ impl Coordinator {
 
         metrics::describe();
         let api = match config.state.backend {
-            StateBackendKind::Embedded => spawn(EmbeddedState::new(), &config, http, shutdown),
+            StateBackendKind::Embedded => {
+                spawn(EmbeddedState::new(SystemTime::now()), &config, http, shutdown)
+            }
             StateBackendKind::Etcd => {
                 let backend = EtcdState::new(http.clone(), &config.state.etcd, base.clone())?;
                 spawn(backend, &config, http, shutdown)

@@ -7,6 +7,7 @@ mod etcd;
 #[path = "../../../tests/support/port.rs"]
 mod port;
 mod support;
+mod withheld;
 
 use std::process::Child;
 use std::sync::Arc;
@@ -22,6 +23,7 @@ use parking_lot::Mutex;
 use serde_json::json;
 use support::{beat, call, client, config, eventually, ids, registration};
 use tokio::runtime::Runtime;
+use withheld::WithheldAnswers;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 const WORKERS: [&str; 8] = ["w0", "w1", "w2", "w3", "w4", "w5", "w6", "w7"];
@@ -93,7 +95,11 @@ impl Etcd {
     }
 
     fn config(&self) -> CoordinatorConfig {
-        let etcd = EtcdConfig { endpoints: vec![self.url.clone()], lease_ttl_s: 2, ..EtcdConfig::default() };
+        Self::config_at(&self.url, 2)
+    }
+
+    fn config_at(url: &str, lease_ttl_s: u64) -> CoordinatorConfig {
+        let etcd = EtcdConfig { endpoints: vec![url.to_owned()], lease_ttl_s, ..EtcdConfig::default() };
         CoordinatorConfig { state: StateConfig { backend: StateBackendKind::Etcd, etcd }, ..config() }
     }
 }
@@ -353,4 +359,27 @@ async fn without_etcd_reads_go_on_and_writes_wait_for_it() {
         client(nodes[0].base()).register(&registration("late", 1)).await.ok()
     })
     .await;
+}
+
+#[tokio::test]
+async fn a_coordinator_that_drains_during_its_campaign_leaves_no_leader_behind() {
+    let etcd = Etcd::start().await;
+    let proxy = WithheldAnswers::start(&etcd.url, "/v3/kv/txn", usize::MAX).await;
+    // Far longer than the test waits: the key must not go away by itself.
+    let node = Node::start(Etcd::config_at(&proxy.url, 60)).await;
+    eventually(PATIENCE, "etcd has the leader's key", async || etcd.leader().await).await;
+    node.shutdown.finish().await;
+    eventually(PATIENCE, "the key is gone", async || etcd.leader().await.is_none().then_some(())).await;
+}
+
+#[tokio::test]
+async fn a_campaign_whose_answer_is_lost_does_not_stand_in_the_way_of_the_next_one() {
+    let etcd = Etcd::start().await;
+    let proxy = WithheldAnswers::start(&etcd.url, "/v3/kv/txn", 1).await;
+    let node = Node::start(Etcd::config_at(&proxy.url, 60)).await;
+    eventually(PATIENCE, "the coordinator leads", async || {
+        client(node.base()).register(&registration("w0", 1)).await.ok()
+    })
+    .await;
+    assert_eq!(etcd.leader().await.as_deref(), Some(node.base()));
 }

@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -64,7 +65,15 @@ impl Gateway {
     ///
     /// # Errors
     /// If the configuration is not valid, the address is taken or a certificate cannot be used.
-    pub async fn start(config: GatewayConfig, shutdown: &Shutdown) -> Result<Running> {
+    pub fn start(
+        config: GatewayConfig,
+        shutdown: &Shutdown,
+    ) -> Pin<Box<dyn Future<Output = Result<Running>> + Send + '_>> {
+        // Boxed, so that the gateway is compiled with this crate and not again with each program that polls it.
+        Box::pin(Self::run(config, shutdown))
+    }
+
+    async fn run(config: GatewayConfig, shutdown: &Shutdown) -> Result<Running> {
         config.validate()?;
         telemetry::start_metrics()?;
         let TlsClientPem { authorities_pem, identity_pem } = config.backend_tls.read()?;

@@ -66,7 +66,12 @@ impl Indexer {
     /// # Errors
     /// If the configuration cannot be used, or an address is taken. A server or an engine that is away is waited
     /// for.
-    pub async fn start(config: &IndexConfig, shutdown: &Shutdown) -> Result<Arc<Self>> {
+    pub fn start<'a>(config: &'a IndexConfig, shutdown: &'a Shutdown) -> BoxFuture<'a, Result<Arc<Self>>> {
+        // Boxed, so that the index is compiled with this crate and not again with each program that polls it.
+        Box::pin(Self::run(config, shutdown))
+    }
+
+    async fn run(config: &IndexConfig, shutdown: &Shutdown) -> Result<Arc<Self>> {
         config.validate()?;
         let shelf = open_shelf(config)?;
         let learning = Learning {
@@ -307,7 +312,7 @@ impl Indexer {
         Ok(models)
     }
 
-    /// A page of the blocks of a source.
+    /// A page of the blocks of a source, from the cursor that the page before named as the next.
     ///
     /// # Errors
     /// If there is no such model or book, or the index is away.
@@ -316,7 +321,7 @@ impl Indexer {
         model: &str,
         source: &kvik_index::holders::SourceName,
         keys: &str,
-        after: Option<BlockKey>,
+        from: Option<u64>,
         limit: usize,
     ) -> Result<BlocksPage> {
         let books = self.catalog.find(model);
@@ -324,9 +329,8 @@ impl Indexer {
         let book = books.all().into_iter().find(|book| book.keys.id() == keys);
         let book = book.ok_or_else(|| IndexerError::invalid("keys", keys, "those of a book of the model"))?;
         let limit = limit.clamp(1, MAX_PAGE_BLOCKS);
-        let found = book.backend.blocks_of(source, after, limit).await?;
-        let next = (found.len() == limit).then(|| found.last().map(|(key, _)| format!("{:016x}", key.0)));
-        let blocks = found.into_iter().map(|(key, tiers)| BlockStats {
+        let found = book.backend.blocks_of(source, from, limit).await?;
+        let blocks = found.blocks.into_iter().map(|(key, tiers)| BlockStats {
             key: format!("{:016x}", key.0),
             tiers: Tier::ALL
                 .iter()
@@ -334,7 +338,8 @@ impl Indexer {
                 .map(|tier| tier_name(*tier).to_owned())
                 .collect(),
         });
-        Ok(BlocksPage { blocks: blocks.collect(), next: next.flatten() })
+        let next = found.next.map(|cursor| format!("{cursor:016x}"));
+        Ok(BlocksPage { blocks: blocks.collect(), next })
     }
 }
 

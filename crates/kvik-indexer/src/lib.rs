@@ -12,6 +12,7 @@ pub mod backend;
 pub mod book;
 pub mod catalog;
 pub mod config;
+mod durable;
 pub mod error;
 pub mod feed;
 pub mod grpc;

@@ -17,6 +17,7 @@ use crate::backend::memory::MemoryBackend;
 use crate::backend::redis::{RedisBackend, RedisClient, RedisOptions};
 use crate::book::Backends;
 use crate::config::IndexConfig;
+use crate::durable::{remove_unfinished, replace_file};
 use crate::error::{IndexerError, Result};
 use crate::keys::Keys;
 
@@ -111,6 +112,7 @@ impl MemoryShelf {
     /// The books that the folder keeps, by model; none where there is no folder.
     pub(crate) fn kept(&self) -> Vec<(String, Keys)> {
         let Some(folder) = &self.folder else { return Vec::new() };
+        remove_unfinished(folder);
         let path = folder.join(LIST_FILE);
         let list = fs::read(&path).and_then(|bytes| Ok(serde_json::from_slice::<Vec<Json>>(&bytes)?));
         let entries = match list {
@@ -252,10 +254,4 @@ impl Title {
 fn random_number() -> u64 {
     use std::hash::{BuildHasher as _, RandomState};
     RandomState::new().hash_one(0)
-}
-
-fn replace_file(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    let beside = path.with_added_extension("new");
-    fs::write(&beside, bytes)?;
-    fs::rename(&beside, path)
 }

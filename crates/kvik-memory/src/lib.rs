@@ -17,6 +17,7 @@ pub mod blocks;
 pub mod config;
 pub mod geometry;
 pub mod ledger;
+pub mod machine;
 pub mod pages;
 pub mod pool;
 pub mod ranks;

@@ -144,10 +144,15 @@ pub struct RingConfig {
 
 /// Everything a gateway needs to route without asking.
 ///
-/// Gateways that hold the same snapshot choose the same worker for the same key and loads. A
+/// Gateways that hold the same snapshot choose the same worker for the same key and loads. Within an incarnation, a
 /// snapshot of a lower `(term, version)` than the one held is stale and ignored.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Snapshot {
+    /// Tells apart coordinators that do not count terms together; a random number below 2^53. A coordinator without
+    /// shared state draws one at each start, because its clock, and with it its term, may have stepped back. 0 where
+    /// all coordinators count terms in shared state.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub incarnation: u64,
     /// Counts the leaders; a fencing token.
     pub term: u64,
     /// Counts the changes within a term.
@@ -156,6 +161,11 @@ pub struct Snapshot {
     pub ring: RingConfig,
     /// The members, by id.
     pub members: Vec<Member>,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "the form that serde calls")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 /// The ring for people: how much of it each member owns.

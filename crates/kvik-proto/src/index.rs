@@ -105,12 +105,13 @@ pub struct SourceStats {
     pub n_blocks: Option<u64>,
 }
 
-/// Some blocks of a source, in the order of their keys.
+/// Some blocks of a source, in the index's own order.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlocksPage {
     /// The blocks.
     pub blocks: Vec<BlockStats>,
-    /// What to ask for as `after` to get the next page; absent on the last.
+    /// The `after` of the next page, 16 hexadecimal digits; absent on the last. It is a
+    /// cursor of the index and not a key.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub next: Option<String>,
 }

@@ -13,13 +13,6 @@ pub fn cpu_name() -> Option<String> {
     field(&text, "model name").map(str::to_owned)
 }
 
-/// Memory of the machine in bytes; `None` where the operating system does not report it.
-pub fn memory_bytes() -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let kibibytes: u64 = field(&text, "MemTotal")?.strip_suffix("kB")?.trim().parse().ok()?;
-    kibibytes.checked_mul(1024)
-}
-
 /// The value of the first line `name : value`.
 fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     text.lines()

@@ -7,7 +7,7 @@ use anyhow::{Context as _, ensure};
 use bytes::Bytes;
 use http_body_util::{BodyExt as _, Full};
 use hyper::Request;
-use kvik_proto::client::{HttpClient, TlsClientConfig, http_client};
+use kvik_proto::client::{HttpClient, TlsClientConfig, http_client, send};
 use kvik_runtime::shutdown::Shutdown;
 use kvik_worker::{StoreConfig, Worker, WorkerConfig};
 use serde_json::{Value, json};
@@ -113,7 +113,7 @@ impl Client {
         let request = Request::post(format!("{}{path}", self.base))
             .header("content-type", "application/json")
             .body(Full::new(Bytes::from(body.to_string())))?;
-        let response = self.http.request(request).await.context("ask the worker")?;
+        let response = send(&self.http, request).await.context("ask the worker")?;
         let status = response.status();
         let body = response.into_body().collect().await.context("read the answer")?.to_bytes();
         ensure!(status.is_success(), "{path} answered {status}: {}", String::from_utf8_lossy(&body));

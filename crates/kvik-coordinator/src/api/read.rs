@@ -119,7 +119,7 @@ mod tests {
     use crate::publish::Publisher;
 
     fn snapshot(term: u64, version: u64) -> Snapshot {
-        Snapshot { term, version, ring: RingConfig::default(), members: Vec::new() }
+        Snapshot { incarnation: 0, term, version, ring: RingConfig::default(), members: Vec::new() }
     }
 
     async fn next(

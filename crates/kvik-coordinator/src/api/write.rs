@@ -124,7 +124,7 @@ async fn pass_on(
         .header(FORWARDED, "1")
         .body(Full::new(body))
         .map_err(|_| ApiError::no_leader())?;
-    match tokio::time::timeout(FORWARD_TIMEOUT, api.http.request(request)).await {
+    match tokio::time::timeout(FORWARD_TIMEOUT, kvik_proto::client::send(&api.http, request)).await {
         Ok(Ok(response)) => Ok(Some(response.map(Body::new))),
         Ok(Err(_)) | Err(_) => Err(ApiError::no_leader()),
     }

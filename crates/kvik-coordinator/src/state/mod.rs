@@ -47,6 +47,9 @@ pub(crate) enum StateError {
 
 /// A place that knows the leader and the members.
 pub(crate) trait StateBackend: Debug + Send + Sync + 'static {
+    /// What tells its terms apart from those of other backends; 0 if all coordinators share the backend.
+    fn incarnation(&self) -> u64;
+
     /// Time between two calls of [`StateBackend::elect`] in this role.
     fn elect_interval(&self, role: &Role) -> Duration;
 

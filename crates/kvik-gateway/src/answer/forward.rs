@@ -272,8 +272,7 @@ async fn send(
                 request.headers_mut().insert(header::HOST, links.host_header.clone());
                 Ok(links.request(request).await?.map(Either::Left))
             }
-            None => http
-                .request(request)
+            None => kvik_proto::client::send(http, request)
                 .await
                 .map(|response| response.map(Either::Right))
                 .map_err(io::Error::other),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use axum::extract::{Query, Request, State};
 use axum::response::{IntoResponse as _, Response};
 use http::{HeaderMap, StatusCode};
-use kvik_index::holders::{BlockKey, SourceName};
+use kvik_index::holders::SourceName;
 use kvik_indexer::{Indexer, IndexerError, is_same_worker};
 use kvik_proto::index::{IndexStats, ScoreRequest};
 use serde::Deserialize;
@@ -61,7 +61,7 @@ pub(crate) async fn blocks(
     let answer = async {
         let indexer = indexer(&shared, &headers)?;
         let Query(arguments) = arguments.map_err(|error| Refusal::invalid(error.body_text(), None))?;
-        let after = arguments.after.as_deref().map(parse_key).transpose()?;
+        let after = arguments.after.as_deref().map(parse_cursor).transpose()?;
         let source = SourceName { worker: arguments.worker.into(), rank: arguments.rank };
         let limit = arguments.limit.unwrap_or(DEFAULT_PAGE_BLOCKS);
         let page = indexer.blocks(&arguments.model, &source, &arguments.keys, after, limit).await;
@@ -104,10 +104,12 @@ fn answer(value: &impl serde::Serialize) -> Response {
     }
 }
 
-fn parse_key(text: &str) -> Result<BlockKey, Refusal> {
+fn parse_cursor(text: &str) -> Result<u64, Refusal> {
     let digits = Some(text).filter(|text| text.len() == 16);
-    let key = digits.and_then(|digits| u64::from_str_radix(digits, 16).ok());
-    key.map(BlockKey).ok_or_else(|| Refusal::invalid("`after` must be 16 hexadecimal digits", Some("after")))
+    let cursor = digits.and_then(|digits| u64::from_str_radix(digits, 16).ok());
+    cursor.ok_or_else(|| {
+        Refusal::invalid("`after` must be the `next` of a page: 16 hexadecimal digits", Some("after"))
+    })
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "it turns an error into another")]

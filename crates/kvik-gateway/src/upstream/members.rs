@@ -2,8 +2,9 @@
 //!
 //! Workers come from the coordinator's snapshots, other engines from the configuration.
 //!
-//! A snapshot of a lower or equal `(term, version)` than the one held is ignored. Members that a
-//! newer one of the same term lacks have left and are dropped. But a coordinator of a new term may
+//! A snapshot of the same incarnation and a lower or equal `(term, version)` than the one held is ignored. A
+//! snapshot of another incarnation, from the coordinator that the gateway follows, counts as one of a new term.
+//! Members that a newer one of the same term lacks have left and are dropped. But a coordinator of a new term may
 //! have lost its memory, and one that lists nobody at all may have been cut off from everybody: the
 //! members that such a snapshot lacks are retained. A retained member keeps its place on the ring
 //! until it is listed again, does not answer `/ready`, or the time for retaining is over, in which
@@ -57,9 +58,13 @@ impl MemberBook {
     /// Takes a snapshot; returns whether the fleet differs.
     pub(crate) fn apply(&mut self, snapshot: Snapshot, retain: Duration, now: Instant) -> bool {
         let held = self.snapshot.take();
-        let is_new_term = held.as_ref().is_none_or(|held| held.term < snapshot.term);
+        let is_restarted = held.as_ref().is_some_and(|held| held.incarnation != snapshot.incarnation);
+        let is_new_term = is_restarted || held.as_ref().is_none_or(|held| held.term < snapshot.term);
         if let Some(held) = held {
-            if (snapshot.term, snapshot.version) <= (held.term, held.version) {
+            if is_restarted {
+                let (term, held_term) = (snapshot.term, held.term);
+                tracing::info!(term, held_term, "following another incarnation of the coordinator");
+            } else if (snapshot.term, snapshot.version) <= (held.term, held.version) {
                 self.snapshot = Some(held);
                 return false;
             }
@@ -266,7 +271,7 @@ mod tests {
 
     fn snapshot(term: u64, version: u64, ids: &[&str]) -> Snapshot {
         let members = ids.iter().map(|id| member(id, 1)).collect();
-        Snapshot { term, version, ring: RingConfig::default(), members }
+        Snapshot { incarnation: 0, term, version, ring: RingConfig::default(), members }
     }
 
     fn ids(book: &mut MemberBook) -> Vec<String> {
@@ -284,6 +289,19 @@ mod tests {
         assert_eq!(ids(&mut book), ["a", "b"]);
         assert!(book.apply(snapshot(2, 6, &["a"]), RETAIN, now));
         assert_eq!(ids(&mut book), ["a"]);
+    }
+
+    #[test]
+    fn a_coordinator_that_restarts_with_an_earlier_clock_is_followed() {
+        let (mut book, now) = (MemberBook::default(), Instant::now());
+        let of = |incarnation, snapshot| Snapshot { incarnation, ..snapshot };
+        book.apply(of(7, snapshot(500, 5, &["a", "b"])), RETAIN, now);
+        assert!(book.apply(of(8, snapshot(400, 1, &["c"])), RETAIN, now));
+        assert_eq!(ids(&mut book), ["a", "b", "c"], "members that it does not list yet stay for a while");
+        assert!(!book.apply(of(8, snapshot(400, 1, &[])), RETAIN, now), "stale within the incarnation");
+        assert!(book.apply(of(8, snapshot(400, 2, &["a", "c"])), RETAIN, now));
+        assert!(book.expire_retained(now + RETAIN));
+        assert_eq!(ids(&mut book), ["a", "c"]);
     }
 
     #[test]

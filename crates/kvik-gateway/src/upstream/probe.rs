@@ -12,7 +12,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::Request;
 use http_body_util::{BodyExt as _, Full, Limited};
-use kvik_proto::client::HttpClient;
+use kvik_proto::client::{HttpClient, send};
 use serde::Deserialize;
 use tokio::time::Instant;
 
@@ -141,7 +141,7 @@ fn spawn(shared: &Shared, task: impl Future<Output = ()> + Send + 'static) {
 async fn get(http: &HttpClient, url: &str, timeout: Duration) -> Option<Bytes> {
     let request = Request::get(url).body(Full::default()).ok()?;
     let asking = async {
-        let response = http.request(request).await.ok()?;
+        let response = send(http, request).await.ok()?;
         let is_success = response.status().is_success();
         let body = Limited::new(response.into_body(), MAX_ANSWER_BYTES).collect().await.ok()?;
         is_success.then(|| body.to_bytes())

@@ -109,7 +109,7 @@ fn snapshot(term: u64, version: u64, workers: &[&MockWorker]) -> Snapshot {
         })
         .collect();
     members.sort_by(|left, right| left.worker.id.cmp(&right.worker.id));
-    Snapshot { term, version, ring: RingConfig::default(), members }
+    Snapshot { incarnation: 0, term, version, ring: RingConfig::default(), members }
 }
 
 fn config(coordinator: &MockCoordinator) -> GatewayConfig {
@@ -228,4 +228,19 @@ async fn stale_snapshots_of_an_old_leader_are_ignored() {
     })
     .await;
     assert_eq!(right.n_seen(), 0);
+}
+
+#[tokio::test]
+async fn a_coordinator_that_restarts_after_its_clock_stepped_back_is_followed() {
+    let (left, right) = (MockWorker::start("m").await, MockWorker::start("m").await);
+    let held = Snapshot { incarnation: 11, ..snapshot(1_700_000_000_000, 9, &[&left]) };
+    let coordinator = MockCoordinator::start("127.0.0.1:0", held).await;
+    let gateway = TestGateway::start(config(&coordinator)).await;
+    gateway.wait_until_usable(1).await;
+    let address = coordinator.address.to_string();
+    coordinator.stop().await;
+    let restarted = Snapshot { incarnation: 12, ..snapshot(1_600_000_000_000, 1, &[&left, &right]) };
+    let coordinator = MockCoordinator::start(&address, restarted).await;
+    gateway.wait_until_usable(2).await;
+    coordinator.stop().await;
 }

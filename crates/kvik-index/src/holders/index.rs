@@ -10,12 +10,13 @@ use super::grace::{Freed, Grace, Root};
 use super::group::Group;
 use super::lookup::{HolderReader, Shared};
 use super::ordering::{Gap, Ordering, Verdict};
+use super::replace::Replacements;
 use super::salt::Salt;
 use super::sets::{SetRef, Sets};
 use super::sources::{SourceName, Sources};
 use super::space::Sweep;
 use super::table::{Probe, Table};
-use super::{Batch, BlockKey, Event, IndexConfig, IndexError, N_TIERS, SourceId, Tier};
+use super::{Batch, Event, IndexConfig, IndexError, SourceId, Tier};
 
 /// The most threads that take up blocks: a few keep the memory busy.
 const MAX_THREADS: usize = 16;
@@ -36,6 +37,7 @@ pub struct HolderIndex {
     pub(super) sources: Sources,
     pub(super) sweep: Option<Sweep>,
     pub(super) group: Group,
+    pub(super) replacements: Replacements,
     /// Sources that are gone and whose holders are not swept yet.
     pub(super) gone_sources: Vec<u32>,
     /// The page of the table to look at next, and how many in a row were found tight.
@@ -142,6 +144,7 @@ impl HolderIndex {
             sources,
             sweep: None,
             group: Group::new(salt),
+            replacements: Replacements::default(),
             gone_sources: Vec::new(),
             shrink_at: 0,
             n_tight_pages: 0,
@@ -215,6 +218,7 @@ impl HolderIndex {
     ///
     /// Batches of it that are still under way are dropped and counted.
     pub fn remove_source(&mut self, source: SourceId) -> bool {
+        self.abandon_replacements(|replacement| replacement.source == source);
         if self.sources.remove(source).is_none() {
             return false;
         }
@@ -304,49 +308,6 @@ impl HolderIndex {
         true
     }
 
-    /// Replaces all that is known of a source by what the source says it holds, as of just before the
-    /// batch `next`. Readers see the old until all of the new is there. False if there is no such source,
-    /// or if its epoch is a later one.
-    pub fn replace<'a>(
-        &mut self,
-        source: SourceId,
-        epoch: Option<u64>,
-        next: u64,
-        runs: impl IntoIterator<Item = (Tier, &'a [BlockKey])>,
-    ) -> bool {
-        let Some(entry) = self.sources.get_mut(source) else { return false };
-        if matches!((epoch, entry.ordering.epoch), (Some(epoch), Some(current)) if epoch < current) {
-            return false;
-        }
-        let generation = entry.generation.wrapping_add(1);
-        entry.n_blocks = 0;
-        let mut holders = [None; N_TIERS];
-        self.in_group(|index| {
-            for (tier, keys) in runs {
-                let holder = &mut holders[tier.as_index()];
-                if holder.is_none() {
-                    *holder = index.open_holder(source, tier, generation);
-                }
-                match *holder {
-                    Some(holder) => index.store(source, holder, None, keys),
-                    None => index.counters.blocks_refused += keys.len() as u64,
-                }
-            }
-        });
-        let n_blocks = holders.iter().flatten().map(|holder| self.sources.n_blocks_of(*holder)).sum();
-        if let Some(entry) = self.sources.get_mut(source) {
-            entry.ordering =
-                Ordering { epoch: epoch.or(entry.ordering.epoch), due: Some(next), gap: Gap::None };
-        }
-        self.sources.forget(source);
-        if let Some(entry) = self.sources.get_mut(source) {
-            entry.holders = holders;
-            entry.n_blocks = n_blocks;
-        }
-        self.settle();
-        true
-    }
-
     fn apply_event(&mut self, source: SourceId, event: &Event<'_>) {
         match *event {
             Event::Stored { tier, parent, keys } => match self.holder(source, tier) {
@@ -385,20 +346,22 @@ impl HolderIndex {
             return Some(holder);
         }
         let generation = entry.generation;
-        let holder = self.open_holder(source, tier, generation)?;
+        let holder = self.open_holder(source, tier)?;
+        self.sources.show_holder(holder, generation);
         self.sources.get_mut(source)?.holders[tier.as_index()] = Some(holder);
         Some(holder)
     }
 
-    fn open_holder(&mut self, source: SourceId, tier: Tier, generation: u32) -> Option<u16> {
-        let opened = self.sources.open_holder(source, tier, generation, self.salt);
+    /// A holder that no reader sees yet.
+    pub(super) fn open_holder(&mut self, source: SourceId, tier: Tier) -> Option<u16> {
+        let opened = self.sources.open_holder(source, tier, self.salt);
         if opened.is_some() {
             return opened;
         }
         // All numbers are in use or wait for a sweep: do that now.
         self.end_group();
         self.sweep_all();
-        self.sources.open_holder(source, tier, generation, self.salt)
+        self.sources.open_holder(source, tier, self.salt)
     }
 
     /// Gives an entry another set, and takes it out of the table if that is empty.

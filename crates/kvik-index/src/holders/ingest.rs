@@ -59,14 +59,14 @@ impl HolderIndex {
         keys: &[BlockKey],
     ) {
         // Within a group nothing is put off that the source's bound might refuse.
-        let mut puts_off = self.group.has_room(keys.len(), self.n_allowed(source));
+        let mut puts_off = self.group.has_room(keys.len(), self.n_allowed(source, holder));
         if !puts_off {
             self.end_group();
-            puts_off = self.group.has_room(keys.len(), self.n_allowed(source));
+            puts_off = self.group.has_room(keys.len(), self.n_allowed(source, holder));
         }
         let in_group = parent.filter(|_| puts_off).and_then(|parent| self.end_of_last_event(parent));
         let previous = in_group.or_else(|| self.arena.last_if(parent?.0));
-        let n_allowed = self.n_allowed(source);
+        let n_allowed = self.n_allowed(source, holder);
         let mut store = Store { holder, puts_off, n_allowed, n_stored: 0, previous, n_asked: 0 };
         let mut rest = keys;
         while !rest.is_empty() {
@@ -82,10 +82,11 @@ impl HolderIndex {
         self.counters.blocks_stored += store.n_stored;
     }
 
-    /// How many blocks a source may still get.
-    fn n_allowed(&self, source: SourceId) -> u64 {
-        let n_held = self.sources.get(source).map_or(0, |entry| entry.n_blocks);
-        self.config.max_blocks_per_source.saturating_sub(n_held)
+    /// How many blocks a source, or a replacement of what it holds, may still get.
+    fn n_allowed(&self, source: SourceId, holder: u16) -> u64 {
+        let n_held = self.n_blocks_of_replacement(holder);
+        let n_held = n_held.or_else(|| self.sources.get(source).map(|entry| entry.n_blocks));
+        self.config.max_blocks_per_source.saturating_sub(n_held.unwrap_or(0))
     }
 
     /// Stores the first of some keys, and as many as go with it; says how many.

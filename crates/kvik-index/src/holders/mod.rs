@@ -12,9 +12,9 @@
 //! * What is dropped (for space, for order, for a bound) is counted and becomes a miss. No answer names
 //!   a block for a holder that never had it.
 //! * A single-block answer is the truth of some moment between the start and the end of its lookup.
-//! * No call does work in proportion to what a worker holds, except [`HolderIndex::replace`] for what
-//!   it is handed and [`HolderIndex::blocks_of`], which looks at everything. What is left over by a
-//!   restart or a clear is swept in bounded steps.
+//! * No call does work in proportion to what a worker holds, except [`HolderIndex::replace`] for the blocks
+//!   that it is handed; [`HolderIndex::begin_replace`] does the same in steps. [`HolderReader::blocks_of`]
+//!   lists a source page by page. What a restart or a clear leaves behind is swept in bounded steps.
 //!
 //! ```
 //! use kvik_index::holders::{
@@ -46,6 +46,7 @@ mod matches;
 mod ordering;
 mod park;
 mod repeats;
+mod replace;
 mod salt;
 mod score;
 mod sets;
@@ -56,10 +57,11 @@ mod table;
 
 pub use bridge::{Bridge, BridgeConfig, BridgeCounters, BridgeEvent, OwnChain, OwnRun};
 pub use index::{Counters, HolderIndex, HolderStats};
-pub use listing::{SourceNames, SourceStatus};
+pub use listing::{BlockPage, SourceNames, SourceStatus};
 pub use lookup::HolderReader;
 pub use matches::{LookupOptions, Matches, SourceSet, Walk, WorkerMatch};
 pub use ordering::Verdict;
+pub use replace::ReplacementId;
 pub use score::{CostModel, CostQuery, Scorer, TierOrder, TierWeights};
 pub use sources::SourceName;
 

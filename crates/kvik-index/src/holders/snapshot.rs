@@ -39,8 +39,9 @@ struct Fields<'a> {
 }
 
 impl HolderIndex {
-    /// Writes the index as a snapshot. What is retired is swept first.
+    /// Writes the index as a snapshot. What is retired is swept first; replacements in progress are abandoned.
     pub fn write_snapshot(&mut self, out: impl Write) -> Result<(), IndexError> {
+        self.abandon_replacements(|_| true);
         self.sweep_all();
         let mut out = Summed { out, buffer: Vec::new(), sum: Xxh3::new() };
         let sources: Vec<usize> =
@@ -259,7 +260,10 @@ impl HolderIndex {
             return bad("a holder is of no source or no tier");
         };
         let generation = self.sources.get(SourceId(source)).map_or(0, |source| source.generation);
-        let holder = self.sources.open_holder(SourceId(source), tier, generation, self.salt);
+        let holder = self.sources.open_holder(SourceId(source), tier, self.salt);
+        if let Some(holder) = holder {
+            self.sources.show_holder(holder, generation);
+        }
         let place = self.sources.get_mut(SourceId(source)).map(|source| &mut source.holders[tier.as_index()]);
         match place {
             Some(place) if place.is_none() => *place = holder,

@@ -60,6 +60,8 @@ pub(super) struct Holder {
     pub(super) source: u32,
     pub(super) tier: Tier,
     pub(super) n_blocks: u64,
+    /// Whether its blocks count as blocks of its source; not while it belongs to a replacement.
+    is_shown: bool,
     /// Blocks that were stored more than once.
     pub(super) repeats: Repeats,
 }
@@ -189,14 +191,8 @@ impl Sources {
         self.roll.sources[source.as_index()].store(word, Release);
     }
 
-    /// Makes a holder of a free number; it counts as soon as the source has its generation.
-    pub(super) fn open_holder(
-        &mut self,
-        source: SourceId,
-        tier: Tier,
-        generation: u32,
-        salt: Salt,
-    ) -> Option<u16> {
+    /// Makes a holder of a free number. No reader sees it before [`Self::show_holder`].
+    pub(super) fn open_holder(&mut self, source: SourceId, tier: Tier, salt: Salt) -> Option<u16> {
         let number = match self.free_holders.pop() {
             Some(number) => number,
             None if self.holders.len() < MAX_HOLDERS => {
@@ -206,10 +202,18 @@ impl Sources {
             None => return None,
         };
         let repeats = Repeats::new(salt);
-        self.holders[usize::from(number)] = Some(Holder { source: source.0, tier, n_blocks: 0, repeats });
-        let word = u64::from(generation) << 32 | u64::from(source.0) << 8 | VALID | tier.as_index() as u64;
-        self.roll.put_holder(number, word);
+        let holder = Holder { source: source.0, tier, n_blocks: 0, is_shown: false, repeats };
+        self.holders[usize::from(number)] = Some(holder);
         Some(number)
+    }
+
+    /// Makes a holder visible to readers as soon as its source has this generation. From now on its further blocks
+    /// count as blocks of the source.
+    pub(super) fn show_holder(&mut self, number: u16, generation: u32) {
+        let Some(Some(holder)) = self.holders.get_mut(usize::from(number)) else { return };
+        holder.is_shown = true;
+        let place = u64::from(holder.source) << 8 | holder.tier.as_index() as u64;
+        self.roll.put_holder(number, u64::from(generation) << 32 | VALID | place);
     }
 
     /// Takes a holder out of all answers and leaves its bits to the sweep.
@@ -241,7 +245,9 @@ impl Sources {
     pub(super) fn count(&mut self, holder: u16, n_blocks: i64) {
         let Some(Some(entry)) = self.holders.get_mut(usize::from(holder)) else { return };
         entry.n_blocks = entry.n_blocks.saturating_add_signed(n_blocks);
-        if let Some(Some(source)) = self.list.get_mut(entry.source as usize) {
+        if entry.is_shown
+            && let Some(Some(source)) = self.list.get_mut(entry.source as usize)
+        {
             source.n_blocks = source.n_blocks.saturating_add_signed(n_blocks);
         }
     }

@@ -4,7 +4,7 @@ use kvik_index::holders::{Batch, BlockKey, Event, HolderIndex, IndexConfig, Sour
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use crate::support::{Feed, NaiveMap, Random, keys, removed, stored};
+use crate::support::{Feed, NaiveMap, Random, keys, list, removed, stored};
 
 /// A batch that owns its events.
 #[derive(Debug, Clone)]
@@ -170,7 +170,7 @@ proptest! {
                 // Which blocks a bound refuses is the same, so the answers are.
                 for rank in 0..4 {
                     let source = twins.sources[rank];
-                    let blocks = |index: &HolderIndex| index.blocks_of(source, None, usize::MAX);
+                    let blocks = |index: &HolderIndex| list(&index.reader(), source, usize::MAX);
                     prop_assert_eq!(blocks(&twins.grouped), blocks(&twins.single));
                 }
             }

@@ -4,7 +4,7 @@ use kvik_index::holders::{Batch, BlockKey, Event, HolderIndex, IndexConfig, Sour
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use crate::support::{NaiveMap, Random};
+use crate::support::{NaiveMap, Random, list};
 
 /// Chains of the test: four prompts that share beginnings.
 fn chain(number: u64, depth: u64) -> Vec<BlockKey> {
@@ -167,7 +167,20 @@ impl World {
                 let Engine { source: id, epoch, next, .. } = self.engines[*source];
                 let keys = chain(*number, 60);
                 let runs = [(Tier::Cpu, &keys[..*n_blocks]), (Tier::Gpu, &keys[20..20 + n_blocks])];
-                assert!(self.index.replace(id, Some(epoch), next, runs));
+                if self.random.below(2) == 0 {
+                    assert!(self.index.replace(id, Some(epoch), next, runs));
+                } else {
+                    let replacement = self.index.begin_replace(id, Some(epoch), next).unwrap();
+                    for (tier, keys) in runs {
+                        let half = keys.len() / 2;
+                        let (first, second) = keys.split_at(half);
+                        assert!(self.index.replace_some(replacement, [(tier, None, first)]));
+                        self.index.maintain(64);
+                        let parent = first.last().copied();
+                        assert!(self.index.replace_some(replacement, [(tier, parent, second)]));
+                    }
+                    assert_eq!(self.index.finish_replace(replacement), Some(true));
+                }
                 self.model.forget(id);
                 for (tier, keys) in runs {
                     self.model.apply(id, &Event::Stored { tier, parent: None, keys });
@@ -197,11 +210,8 @@ impl World {
         self.model.assert_same(&self.index, &sources, &mixed);
         assert_eq!(self.index.stats().n_holdings, self.model.n_holdings());
         let source = sources[self.random.below(4) as usize];
-        let after = (self.random.below(2) == 0).then(|| BlockKey(self.random.below(2100)));
         let limit = self.random.below(40) as usize;
-        let mut blocks = self.model.blocks_of(source, after);
-        blocks.truncate(limit);
-        assert_eq!(self.index.blocks_of(source, after, limit), blocks);
+        assert_eq!(list(&self.index.reader(), source, limit), self.model.blocks_of(source));
     }
 }
 

@@ -62,6 +62,24 @@ impl Feed {
     }
 }
 
+/// All blocks of a source by key, listed in pages of `limit`. No key is listed twice.
+pub(crate) fn list(reader: &HolderReader, source: SourceId, limit: usize) -> Vec<(BlockKey, u8)> {
+    let mut blocks = Vec::new();
+    let mut from = None;
+    loop {
+        let page = reader.blocks_of(source, from, limit);
+        assert!(page.blocks.len() <= limit.max(1), "{} blocks on a page of {limit}", page.blocks.len());
+        blocks.extend(page.blocks);
+        from = page.next;
+        if from.is_none() {
+            break;
+        }
+    }
+    blocks.sort_unstable();
+    assert!(blocks.windows(2).all(|pair| pair[0].0 != pair[1].0), "a block is listed twice");
+    blocks
+}
+
 pub(crate) fn prefix_of(reader: &HolderReader, source: SourceId, keys: &[BlockKey]) -> u32 {
     let mut matches = Matches::default();
     reader.lookup(keys, LookupOptions::default(), &mut matches);
@@ -112,12 +130,11 @@ impl NaiveMap {
         }
     }
 
-    /// The blocks of a source behind `after`, with their tiers.
-    pub(crate) fn blocks_of(&self, source: SourceId, after: Option<BlockKey>) -> Vec<(BlockKey, u8)> {
+    /// The blocks of a source, with their tiers.
+    pub(crate) fn blocks_of(&self, source: SourceId) -> Vec<(BlockKey, u8)> {
         let mut blocks = BTreeMap::new();
         for ((holder, tier), held) in &self.counts {
-            for key in held.keys().filter(|key| *holder == source && after.is_none_or(|after| **key > after))
-            {
+            for key in held.keys().filter(|_| *holder == source) {
                 *blocks.entry(*key).or_default() |= 1 << tier.as_index();
             }
         }

@@ -3,24 +3,28 @@
 mod queue;
 
 use std::cell::RefCell;
-use std::fs::{self, File};
-use std::io::Write as _;
+use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
 use futures_util::future::{BoxFuture, FutureExt as _};
 use kvik_index::holders::{
-    Batch, BlockKey, HolderIndex, HolderReader, IndexConfig, LookupOptions, Matches, N_TIERS, SourceId,
-    SourceName, SourceStatus, Tier, Verdict, Walk,
+    Batch, BlockKey, HolderIndex, HolderReader, IndexConfig, LookupOptions, Matches, N_TIERS, ReplacementId,
+    SourceId, SourceName, SourceStatus, Tier, Verdict, Walk,
 };
 use parking_lot::Mutex;
 
 use self::queue::Queue;
-use super::{Backend, KeyedBatch, KeyedHolding, Row, SourceState};
+use super::{Backend, KeyedBatch, KeyedHolding, Row, SourceBlocks, SourceState};
+use crate::durable::replace_file;
 use crate::error::{IndexerError, Result};
 
 /// Entries that are cleaned up after a change, so that memory comes back without a task of its own.
 const MAINTAINED_ENTRIES: usize = 256;
+/// Blocks of a replacement that are stored under one lock: some ten milliseconds.
+const REPLACE_STEP_BLOCKS: usize = 1 << 17;
+/// Times that a replacement begins anew before it is done in one step: a snapshot is rarely written twice meanwhile.
+const MAX_ABANDONED_REPLACEMENTS: usize = 3;
 
 thread_local! {
     /// The memory of the last lookup, used again by the next one on this thread, of whatever book.
@@ -66,24 +70,7 @@ impl MemoryBackend {
     pub fn save(&self, path: &Path) -> Result<()> {
         let mut bytes = Vec::new();
         self.index.lock().write_snapshot(&mut bytes)?;
-        let folder = match path.parent() {
-            Some(folder) if !folder.as_os_str().is_empty() => folder,
-            _ => Path::new("."),
-        };
-        let mut beside = path.as_os_str().to_owned();
-        beside.push(format!(".{}.new", std::process::id()));
-        let written = (|| {
-            let mut file = File::create(&beside)?;
-            file.write_all(&bytes)?;
-            file.sync_all()?;
-            fs::rename(&beside, path)?;
-            File::open(folder)?.sync_all()
-        })();
-        written.map_err(|error| {
-            // It may be gone already, and there is nothing better to do.
-            drop(fs::remove_file(&beside));
-            file_error("write a snapshot", path, &error)
-        })
+        replace_file(path, &bytes).map_err(|error| file_error("write a snapshot", path, &error))
     }
 
     /// Cleans up about so many entries; true while more is to be done. For whoever has time.
@@ -95,17 +82,25 @@ impl MemoryBackend {
         Self { reader: index.reader(), index: Mutex::new(index), queue: Queue::default() }
     }
 
-    /// Changes a source, which is added if it is new.
-    fn change<T>(
-        &self,
-        source: &SourceName,
-        change: impl FnOnce(&mut HolderIndex, SourceId) -> T,
-    ) -> Result<T> {
+    /// Replaces all that a source holds. Other changes go on between the steps, and so do other tasks of this thread.
+    async fn replace_in_steps(&self, source: &SourceName, holding: KeyedHolding<'_>) -> Result<bool> {
+        for _ in 0..MAX_ABANDONED_REPLACEMENTS {
+            let Some(mut replacement) = Replacing::begin(self, source, &holding)? else { return Ok(false) };
+            for step in steps(holding.runs, REPLACE_STEP_BLOCKS) {
+                if !replacement.add(step) {
+                    break;
+                }
+                tokio::task::yield_now().await;
+            }
+            if let Some(is_taken) = replacement.finish() {
+                return Ok(is_taken);
+            }
+            // A snapshot was written, or the source was removed: once more.
+        }
         let mut index = self.index.lock();
         let id = source_id(&mut index, source)?;
-        let changed = change(&mut index, id);
-        index.maintain(MAINTAINED_ENTRIES);
-        Ok(changed)
+        let runs = holding.runs.iter().map(|(tier, keys)| (*tier, keys.as_slice()));
+        Ok(index.replace(id, holding.epoch, holding.next_sequence, runs))
     }
 
     /// Applies a batch, together with others if it has to wait for the book.
@@ -169,12 +164,7 @@ impl Backend for MemoryBackend {
         source: &'a SourceName,
         holding: KeyedHolding<'a>,
     ) -> BoxFuture<'a, Result<bool>> {
-        let KeyedHolding { epoch, next_sequence, runs } = holding;
-        let replace = async move {
-            let runs = runs.iter().map(|(tier, keys)| (*tier, keys.as_slice()));
-            self.change(source, |index, source| index.replace(source, epoch, next_sequence, runs))
-        };
-        replace.boxed()
+        self.replace_in_steps(source, holding).boxed()
     }
 
     fn skip_gap<'a>(&'a self, source: &'a SourceName, next: u64) -> BoxFuture<'a, Result<()>> {
@@ -214,15 +204,107 @@ impl Backend for MemoryBackend {
     fn blocks_of<'a>(
         &'a self,
         source: &'a SourceName,
-        after: Option<BlockKey>,
+        from: Option<u64>,
         limit: usize,
-    ) -> BoxFuture<'a, Result<Vec<(BlockKey, u8)>>> {
+    ) -> BoxFuture<'a, Result<SourceBlocks>> {
         let list = async move {
-            let blocks = self.with(source, |index, source| index.blocks_of(source, after, limit));
-            Ok(blocks.unwrap_or_default())
+            let (reader, source) = (self.reader.clone(), source.clone());
+            // A page takes some milliseconds, which other tasks of this thread should not wait for.
+            let page = tokio::task::spawn_blocking(move || list_blocks(&reader, &source, from, limit));
+            let lost = |error: tokio::task::JoinError| IndexerError::Unavailable {
+                operation: "list the blocks of a source",
+                reason: error.to_string(),
+            };
+            page.await.map_err(lost)
         };
         list.boxed()
     }
+}
+
+/// A replacement in progress; dropped before its end, it is abandoned.
+struct Replacing<'a> {
+    backend: &'a MemoryBackend,
+    id: Option<ReplacementId>,
+}
+
+impl<'a> Replacing<'a> {
+    fn begin(
+        backend: &'a MemoryBackend,
+        source: &SourceName,
+        holding: &KeyedHolding<'_>,
+    ) -> Result<Option<Self>> {
+        let mut index = backend.index.lock();
+        let source = source_id(&mut index, source)?;
+        let id = index.begin_replace(source, holding.epoch, holding.next_sequence);
+        Ok(id.map(|id| Self { backend, id: Some(id) }))
+    }
+
+    /// Adds a step; false if the replacement was abandoned.
+    fn add(&self, step: Step<'_>) -> bool {
+        let Some(id) = self.id else { return false };
+        let mut index = self.backend.index.lock();
+        let is_known = index.replace_some(id, step);
+        index.maintain(MAINTAINED_ENTRIES);
+        is_known
+    }
+
+    /// Makes the new blocks visible; `None` if the replacement was abandoned.
+    fn finish(&mut self) -> Option<bool> {
+        let mut index = self.backend.index.lock();
+        let is_taken = index.finish_replace(self.id.take()?);
+        index.maintain(MAINTAINED_ENTRIES);
+        is_taken
+    }
+}
+
+impl Drop for Replacing<'_> {
+    fn drop(&mut self) {
+        if let Some(id) = self.id {
+            self.backend.index.lock().abandon_replace(id);
+        }
+    }
+}
+
+/// Runs of blocks, each with its tier and the block before it.
+type Step<'a> = Vec<(Tier, Option<BlockKey>, &'a [BlockKey])>;
+
+/// Runs in steps of at most so many blocks.
+fn steps(runs: &[(Tier, Vec<BlockKey>)], max_blocks: usize) -> impl Iterator<Item = Step<'_>> {
+    let mut pieces = runs.iter().flat_map(move |(tier, keys)| {
+        let starts = (0..keys.len()).step_by(max_blocks);
+        starts.map(move |start| {
+            let end = keys.len().min(start + max_blocks);
+            let parent = start.checked_sub(1).map(|before| keys[before]);
+            (*tier, parent, &keys[start..end])
+        })
+    });
+    let mut left_over = None;
+    std::iter::from_fn(move || {
+        let mut step = Vec::new();
+        let mut n_blocks = 0;
+        while let Some(piece) = left_over.take().or_else(|| pieces.next()) {
+            n_blocks += piece.2.len();
+            if n_blocks > max_blocks && !step.is_empty() {
+                left_over = Some(piece);
+                break;
+            }
+            step.push(piece);
+        }
+        (!step.is_empty()).then_some(step)
+    })
+}
+
+/// A page of the blocks of a source; empty and the last one if there is no such source.
+fn list_blocks(reader: &HolderReader, source: &SourceName, from: Option<u64>, limit: usize) -> SourceBlocks {
+    let names = reader.names();
+    let Some(id) = names.find(source) else { return SourceBlocks::default() };
+    let page = reader.blocks_of(id, from, limit);
+    // Otherwise the source left meanwhile and another one may have its number.
+    let is_same = match (names.get(id), reader.names().get(id)) {
+        (Some(before), Some(after)) => Arc::ptr_eq(before, after),
+        _ => false,
+    };
+    if is_same { SourceBlocks { blocks: page.blocks, next: page.next } } else { SourceBlocks::default() }
 }
 
 /// The number of a source, which is added if it is new.

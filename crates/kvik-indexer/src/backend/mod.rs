@@ -66,7 +66,16 @@ pub struct SourceState {
     pub n_blocks: Option<u64>,
 }
 
-/// Keeps who holds which block.
+/// A page of the blocks of a source.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct SourceBlocks {
+    /// Blocks in no particular order, each with a set of tiers (bit `i` is `Tier::ALL[i]`).
+    pub blocks: Vec<(BlockKey, u8)>,
+    /// The cursor of the next page; `None` after the last one.
+    pub next: Option<u64>,
+}
+
+/// Keeps the holders of every block.
 ///
 /// Every implementation answers as the in-memory one does: presence by block and holder, nothing inferred
 /// from neighbors, a restart forgets at once. Where the server is away a call fails; whether it changed
@@ -105,13 +114,14 @@ pub trait Backend: Send + Sync + std::fmt::Debug {
     /// left out.
     fn lookup<'a>(&'a self, keys: &'a [BlockKey], walk: Walk) -> BoxFuture<'a, Result<Vec<Row>>>;
 
-    /// Up to `limit` blocks of a source that come behind `after`, in the order of their keys, each with a set
-    /// of tiers (bit `i` is `Tier::ALL[i]`). It looks at the whole index and is for administrators; an
-    /// implementation must not let lookups wait for it.
+    /// About `limit` blocks of a source, from the cursor `from` on that the page before gave; `None` is the first page.
+    ///
+    /// A page costs a bounded number of steps and lets neither lookups nor changes wait. It may have fewer blocks, or
+    /// none, although more follow. Over all pages, every block that the source has throughout is listed.
     fn blocks_of<'a>(
         &'a self,
         source: &'a SourceName,
-        after: Option<BlockKey>,
+        from: Option<u64>,
         limit: usize,
-    ) -> BoxFuture<'a, Result<Vec<(BlockKey, u8)>>>;
+    ) -> BoxFuture<'a, Result<SourceBlocks>>;
 }

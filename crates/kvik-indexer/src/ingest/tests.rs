@@ -8,7 +8,7 @@ use kvik_proto::events::BlocksRemoved;
 use super::*;
 use crate::IndexerError;
 use crate::backend::memory::MemoryBackend;
-use crate::backend::{Backend, Row, SourceState};
+use crate::backend::{Backend, Row, SourceBlocks, SourceState};
 use crate::book::Backends;
 
 const BLOCK_TOKENS: usize = 4;
@@ -88,10 +88,10 @@ impl Backend for Flaky {
     fn blocks_of<'a>(
         &'a self,
         source: &'a SourceName,
-        after: Option<BlockKey>,
+        from: Option<u64>,
         limit: usize,
-    ) -> BoxFuture<'a, Result<Vec<(BlockKey, u8)>>> {
-        self.inner.blocks_of(source, after, limit)
+    ) -> BoxFuture<'a, Result<SourceBlocks>> {
+        self.inner.blocks_of(source, from, limit)
     }
 }
 

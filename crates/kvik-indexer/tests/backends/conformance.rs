@@ -1,6 +1,8 @@
 //! The suite that every backend runs: random streams with loss, reorder, duplicates, restarts, replacements
 //! and removals, and after each step the answers of the model.
 
+use std::collections::BTreeMap;
+
 use futures_util::future::BoxFuture;
 use kvik_index::holders::{BlockKey, Event, SourceName, Tier, Verdict, Walk};
 use kvik_indexer::backend::{Backend, KeyedBatch, KeyedHolding, Row};
@@ -307,12 +309,19 @@ impl<'a> World<'a> {
             return;
         }
         let engine = self.random(N_ENGINES as u64) as usize;
-        let after = (self.random(2) == 0).then(|| key(self.random(60)));
         let limit = self.random(40) as usize;
         let source = &self.engines[engine].source;
-        let mut blocks = self.model.blocks_of(source, after);
-        blocks.truncate(limit);
-        assert_eq!(self.backend.blocks_of(source, after, limit).await.unwrap(), blocks);
+        let mut listed = BTreeMap::new();
+        let mut from = None;
+        loop {
+            let page = self.backend.blocks_of(source, from, limit).await.unwrap();
+            listed.extend(page.blocks);
+            from = page.next;
+            if from.is_none() {
+                break;
+            }
+        }
+        assert_eq!(listed, self.model.blocks_of(source));
     }
 }
 

@@ -146,15 +146,14 @@ impl Model {
         self.sources.iter().map(state).collect()
     }
 
-    pub(crate) fn blocks_of(&self, source: &SourceName, after: Option<BlockKey>) -> Vec<(BlockKey, u8)> {
+    pub(crate) fn blocks_of(&self, source: &SourceName) -> BTreeMap<BlockKey, u8> {
         let mut blocks = BTreeMap::new();
         if let Some(source) = self.sources.get(&(source.worker.to_string(), source.rank)) {
-            for (key, tier) in source.counts.keys().filter(|(key, _)| after.is_none_or(|after| *key > after))
-            {
+            for (key, tier) in source.counts.keys() {
                 *blocks.entry(*key).or_default() |= 1 << tier;
             }
         }
-        blocks.into_iter().collect()
+        blocks
     }
 }
 

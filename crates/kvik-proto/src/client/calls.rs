@@ -9,7 +9,7 @@ use hyper::{Method, Request, Response};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{ClientError, HttpClient};
+use super::{ClientError, HttpClient, send};
 use crate::openai::ErrorBody;
 
 /// Longest answer that is read, in bytes: a snapshot of ten thousand workers is a few megabytes, the KV of
@@ -63,7 +63,7 @@ impl Calls {
             .header(http::header::CONTENT_TYPE, "application/json")
             .body(Full::new(body))
             .map_err(|error| ClientError::Configuration(format!("{url}: {error}")))?;
-        let response = tokio::time::timeout(self.timeout, self.http.request(request))
+        let response = tokio::time::timeout(self.timeout, send(&self.http, request))
             .await
             .map_err(|_| unreachable(format!("no answer within {} s", self.timeout.as_secs())))?
             .map_err(|error| unreachable(error.to_string()))?;

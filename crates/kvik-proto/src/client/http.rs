@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::Full;
+use hyper::Request;
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
-use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::client::legacy::{Client, ResponseFuture};
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -30,6 +31,14 @@ pub struct TlsClientConfig {
     pub authorities_pem: Vec<u8>,
     /// The certificate chain and key that this client shows, for mTLS.
     pub identity_pem: Option<(Vec<u8>, Vec<u8>)>,
+}
+
+/// Sends a request.
+///
+/// The same as the client's own method, whose whole machinery is compiled again in each crate that calls it; here it
+/// is compiled once.
+pub fn send(http: &HttpClient, request: Request<Full<Bytes>>) -> ResponseFuture {
+    http.request(request)
 }
 
 /// Builds a client.

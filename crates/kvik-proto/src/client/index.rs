@@ -26,7 +26,7 @@ pub struct BlocksQuery<'a> {
     pub rank: u32,
     /// How the blocks are named, as [`IndexStats`] says it.
     pub keys: &'a str,
-    /// Only blocks after this one, 16 hexadecimal digits.
+    /// The `next` of the page before, 16 hexadecimal digits; absent for the first page.
     pub after: Option<&'a str>,
 }
 

@@ -9,7 +9,7 @@ mod worker;
 
 pub use cache::CacheClient;
 pub use coordinator::{CoordinatorClient, Watch};
-pub use http::{HttpClient, TlsClientConfig, http_client};
+pub use http::{HttpClient, TlsClientConfig, http_client, send};
 pub use index::{BlocksQuery, IndexClient};
 pub use worker::{KvStream, WorkerClient};
 

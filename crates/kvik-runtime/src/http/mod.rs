@@ -83,9 +83,7 @@ pub async fn serve(
         if connections.has_room()
             && let Some((stream, peer)) = in_hand.take()
         {
-            let monitor = Arc::new(Monitor::new(Instant::now()));
-            let connection = serve_connection(stream, peer, Arc::clone(&listening), Arc::clone(&monitor));
-            connections.spawn(monitor, connection);
+            open(&mut connections, stream, peer, &listening);
         }
         tokio::select! {
             accepted = listener.accept(), if in_hand.is_none() => match accepted {
@@ -117,6 +115,13 @@ pub async fn serve(
         () = async { while connections.join_next().await {} } => {}
         () = shutdown.stopping() => connections.shutdown().await,
     }
+}
+
+/// Not a part of [`serve`], which is compiled with each program that calls it: the HTTP server is compiled here, once.
+fn open(connections: &mut Connections, stream: TcpStream, peer: SocketAddr, listening: &Arc<Listening>) {
+    let monitor = Arc::new(Monitor::new(Instant::now()));
+    let connection = serve_connection(stream, peer, Arc::clone(listening), Arc::clone(&monitor));
+    connections.spawn(monitor, connection);
 }
 
 fn count_closed(reason: &'static str) {

@@ -19,8 +19,6 @@ use kvik_model::{BLOCK_TOKENS, Model, ModelConfig, ModelError};
 use kvik_types::{ByteSize, Dtype};
 use serde::Serialize;
 
-use kvik_runtime::machine;
-
 /// Opens the model folder, or the bundled model.
 fn open_model(folder: Option<&Path>) -> anyhow::Result<Model> {
     let model = match folder {
@@ -52,18 +50,20 @@ fn kv_bytes_per_token(config: &ModelConfig, kv_dtype: Dtype) -> u64 {
     config.kv_elements_per_token() as u64 * kv_dtype.size_bytes() as u64
 }
 
-/// Blocks that fit into the machine's memory, if the machine tells how much it has.
+/// Blocks that fit into the memory that this process may use, if that is known.
 fn n_blocks_in_memory(config: &ModelConfig, kv_dtype: Dtype) -> Option<u64> {
     let block_bytes = kv_bytes_per_token(config, kv_dtype).checked_mul(BLOCK_TOKENS as u64)?;
-    machine::memory_bytes()?.checked_div(block_bytes)
+    let n_bytes = Some(kvik_memory::machine::memory_bytes()).filter(|n_bytes| *n_bytes > 0);
+    n_bytes?.checked_div(block_bytes)
 }
 
-/// Refuses more blocks than the machine's memory could hold: the allocation would end the process.
+/// Refuses more blocks than memory could hold: the allocation would end the process.
 fn check_kv_blocks(config: &ModelConfig, kv_dtype: Dtype, n_blocks: usize) -> kvik_model::Result<()> {
     match n_blocks_in_memory(config, kv_dtype) {
         Some(n_possible) if n_possible < n_blocks as u64 => {
             let block = ByteSize(kv_bytes_per_token(config, kv_dtype) * BLOCK_TOKENS as u64);
-            let allowed = format!("1 to {n_possible}, which fill this machine's memory with {block} each");
+            let allowed =
+                format!("1 to {n_possible}, which fill the memory of this process with {block} each");
             Err(ModelError::request("kv_blocks", n_blocks, allowed))
         }
         _ => Ok(()),

@@ -15,7 +15,7 @@ use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use http::{HeaderValue, StatusCode};
 use http_body_util::{BodyExt as _, Full, Limited};
-use kvik_proto::client::HttpClient;
+use kvik_proto::client::{HttpClient, send};
 use parking_lot::Mutex;
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer};
@@ -245,7 +245,7 @@ impl EtcdApi {
         if let Some(token) = token {
             request.headers_mut().insert(http::header::AUTHORIZATION, token);
         }
-        let response = self.http.request(request).await.map_err(|error| other(&error))?;
+        let response = send(&self.http, request).await.map_err(|error| other(&error))?;
         let status = response.status();
         let answer = Limited::new(response.into_body(), MAX_ANSWER_BYTES)
             .collect()

@@ -50,6 +50,15 @@ pub(crate) struct EtcdState {
     /// Base address of this coordinator.
     address: String,
     session: Mutex<Option<Session>>,
+    /// The leases of a campaign whose end is not known; locked while a campaign runs.
+    candidacy: tokio::sync::Mutex<Option<Candidacy>>,
+}
+
+/// The leases of a campaign. While they live, the leader's key may have been created with them.
+#[derive(Debug, Clone, Copy)]
+struct Candidacy {
+    lease: i64,
+    records_lease: i64,
 }
 
 /// A lead that is held.
@@ -97,6 +106,7 @@ impl EtcdState {
             lease_ttl_s: config.lease_ttl_s,
             address,
             session: Mutex::new(None),
+            candidacy: tokio::sync::Mutex::default(),
         })
     }
 
@@ -114,14 +124,18 @@ impl EtcdState {
         Ok(Some(self.leader(session, sent)))
     }
 
-    /// Tries to become leader.
+    /// Tries to become leader. A campaign that failed or was dropped may have created the leader's key; its leases are
+    /// revoked by the next one or by [`StateBackend::resign`].
     async fn campaign(&self) -> Result<Role, StateError> {
+        let mut candidacy = self.candidacy.lock().await;
+        self.withdraw(&mut candidacy).await;
         if let Some(key) = self.api.get(&self.leader_key).await? {
             return Ok(self.follower(&key.value));
         }
         let sent = Instant::now();
         let lease = self.api.grant(self.lease_ttl_s).await?;
         let records_lease = self.api.grant(RECORD_TTL_S).await?;
+        *candidacy = Some(Candidacy { lease: lease.id, records_lease: records_lease.id });
         let create = api::put(&self.leader_key, self.address.as_bytes(), lease.id);
         let answer = self.api.txn_if_created_at(&self.leader_key, 0, &[create]).await?;
         let (term, value) = if answer.succeeded {
@@ -135,13 +149,23 @@ impl EtcdState {
             }
         };
         if term == 0 {
-            self.release(lease.id).await;
-            self.release(records_lease.id).await;
+            self.withdraw(&mut candidacy).await;
             return Ok(self.follower(&value));
         }
         let session = Session { term, lease: lease.id, records_lease: records_lease.id };
         *self.session.lock() = Some(session);
+        *candidacy = None;
         Ok(self.leader(session, sent))
+    }
+
+    /// Ends the leases of a campaign, and with them the leader's key if it was created. They are forgotten only then, so
+    /// that a call that is dropped meanwhile loses nothing.
+    async fn withdraw(&self, candidacy: &mut Option<Candidacy>) {
+        if let Some(Candidacy { lease, records_lease }) = *candidacy {
+            self.release(lease).await;
+            self.release(records_lease).await;
+            *candidacy = None;
+        }
     }
 
     fn leader(&self, session: Session, sent: Instant) -> Role {
@@ -178,6 +202,10 @@ impl EtcdState {
 }
 
 impl StateBackend for EtcdState {
+    fn incarnation(&self) -> u64 {
+        0
+    }
+
     fn elect_interval(&self, role: &Role) -> Duration {
         match role {
             Role::Leader { .. } => Duration::from_secs(self.lease_ttl_s) / 4,
@@ -201,6 +229,10 @@ impl StateBackend for EtcdState {
         // The members stay: the next leader takes them over.
         if let Some(session) = session {
             self.release(session.lease).await;
+        }
+        // A campaign that runs ends by itself; one that was dropped has left its lock.
+        if let Ok(mut candidacy) = self.candidacy.try_lock() {
+            self.withdraw(&mut candidacy).await;
         }
     }
 

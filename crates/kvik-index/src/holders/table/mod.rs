@@ -73,6 +73,11 @@ impl Directory {
         }
     }
 
+    /// As [`Page::walk_line`].
+    pub(super) fn walk_line(&self, tag: u32, take: impl FnMut(EntryIndex)) -> (u64, usize) {
+        self.pages[directory_index(tag, self.bits)].walk_line(tag, take)
+    }
+
     /// Asks the cache for the line where the search for a tag begins.
     #[inline]
     pub(super) fn prefetch(&self, tag: u32) {

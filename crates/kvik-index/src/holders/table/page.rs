@@ -109,6 +109,38 @@ impl Page {
         Err(reusable.unwrap_or(0))
     }
 
+    /// Hands the entries of all tags from `tag` on that belong to its line to `take`. Gives the first tag of the next
+    /// line, which may be one past the last of all tags, and how many lines were read.
+    ///
+    /// An entry that stays in the table throughout is found: no line between its own and the one where it stands has a
+    /// free slot meanwhile.
+    pub(super) fn walk_line(&self, tag: u32, mut take: impl FnMut(EntryIndex)) -> (u64, usize) {
+        let home = self.home(tag);
+        // The number of lines is a power of two, so lines begin at whole tags or have none.
+        let line_end = ((home as u64 + 1) << 32) / self.lines.len() as u64;
+        let page_start = u64::from(tag & !(u32::MAX >> self.depth));
+        let end = page_start + line_end.div_ceil(1 << self.depth);
+        let tags = u64::from(tag)..end;
+        let mut at = home;
+        for n_lines in 1..=self.lines.len() {
+            let mut has_free = false;
+            for slot in &self.lines[at].0 {
+                // Acquire: pairs with the release by which the slot was filled.
+                let word = slot.load(Acquire);
+                has_free |= word == FREE;
+                let (found_tag, index) = parts_of(word);
+                if word > DELETED && tags.contains(&u64::from(found_tag)) {
+                    take(index);
+                }
+            }
+            if has_free {
+                return (end, n_lines);
+            }
+            at = if at + 1 == self.lines.len() { 0 } else { at + 1 };
+        }
+        (end, self.lines.len())
+    }
+
     /// Hands the words of all slots in use to `take`, in the order of their lines.
     pub(super) fn for_each_word(&self, mut take: impl FnMut(u64)) {
         for line in self.lines.iter() {

@@ -58,7 +58,7 @@ pub use url::RedisUrl;
 use self::client::{Script, misunderstood, unavailable};
 use self::operations::{MAX_CALL_KEYS, Part, part};
 use self::record::{BookKeys, option_bytes, source_bytes, source_name, source_state, time_bytes};
-use super::{Backend, KeyedBatch, KeyedHolding, Row, SourceState};
+use super::{Backend, KeyedBatch, KeyedHolding, Row, SourceBlocks, SourceState};
 use crate::error::Result;
 
 const REGISTER: &str = include_str!("lua/register.lua");
@@ -79,6 +79,8 @@ static LOOKUP: LazyLock<Script> =
 const MAX_OVERTAKINGS: usize = 64;
 /// Keys of one page of a scan.
 const SCAN_PAGE: usize = 1000;
+/// Calls to the server that a page of blocks takes at most: the server may have many keys beside the book's.
+const MAX_PAGE_SCANS: usize = 100;
 
 /// How a client talks to its servers.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -296,21 +298,23 @@ impl RedisBackend {
     async fn list_blocks(
         &self,
         source: &SourceName,
-        after: Option<BlockKey>,
+        from: Option<u64>,
         limit: usize,
-    ) -> Result<Vec<(BlockKey, u8)>> {
+    ) -> Result<SourceBlocks> {
         const OPERATION: &str = "list the blocks of a source";
         let time_limit = self.options.write_timeout;
-        let Some((_, holders)) = self.read_state(source).await? else { return Ok(Vec::new()) };
+        let Some((_, holders)) = self.read_state(source).await? else { return Ok(SourceBlocks::default()) };
         let pattern = [self.keys.block_prefix.as_slice(), b"*"].concat();
         let mut listed = BTreeMap::new();
-        let mut cursor = b"0".to_vec();
+        // The server's cursor is the page's: it begins and ends at 0.
+        let mut cursor = from.unwrap_or(0);
+        let mut n_scans = 0;
         loop {
             let mut scan = redis::cmd("SCAN");
-            scan.arg(cursor).arg("MATCH").arg(&pattern).arg("COUNT").arg(SCAN_PAGE);
+            scan.arg(cursor).arg("MATCH").arg(&pattern).arg("COUNT").arg(SCAN_PAGE.min(limit.max(1)));
             let page = self.client.command(OPERATION, time_limit, &scan, &self.keys.register).await?;
             let (next_cursor, names) =
-                <(Vec<u8>, Vec<Vec<u8>>)>::from_redis_value(page).map_err(|_| misunderstood(OPERATION))?;
+                <(u64, Vec<Vec<u8>>)>::from_redis_value(page).map_err(|_| misunderstood(OPERATION))?;
             if !names.is_empty() {
                 let mut read = redis::cmd("MGET");
                 read.arg(&names);
@@ -321,18 +325,16 @@ impl RedisBackend {
                     let tiers = value.map_or(0, |value| record::tiers_of(&value, &holders));
                     if tiers != 0
                         && let Some(key) = self.keys.block(name)
-                        && after.is_none_or(|after| key > after)
                     {
                         listed.insert(key, tiers);
                     }
                 }
-                while listed.len() > limit {
-                    listed.pop_last();
-                }
             }
             cursor = next_cursor;
-            if cursor == b"0" {
-                return Ok(listed.into_iter().collect());
+            n_scans += 1;
+            if cursor == 0 || listed.len() >= limit || n_scans == MAX_PAGE_SCANS {
+                let next = (cursor != 0).then_some(cursor);
+                return Ok(SourceBlocks { blocks: listed.into_iter().collect(), next });
             }
         }
     }
@@ -397,10 +399,10 @@ impl Backend for RedisBackend {
     fn blocks_of<'a>(
         &'a self,
         source: &'a SourceName,
-        after: Option<BlockKey>,
+        from: Option<u64>,
         limit: usize,
-    ) -> BoxFuture<'a, Result<Vec<(BlockKey, u8)>>> {
-        self.list_blocks(source, after, limit).boxed()
+    ) -> BoxFuture<'a, Result<SourceBlocks>> {
+        self.list_blocks(source, from, limit).boxed()
     }
 }
 
