@@ -150,6 +150,7 @@ impl Gateway {
         if config.index.enabled {
             indexer = Some(Indexer::start(&config.index, shutdown).await?);
         }
+        let limits = config.limits.clone();
         let shared = Arc::new(Shared::new(
             config,
             http,
@@ -176,7 +177,7 @@ impl Gateway {
         let finished = CancellationToken::new();
         let (serving, guard) = (shutdown.clone(), finished.clone().drop_guard());
         shutdown.spawn(async move {
-            serve(listener, router, tls, serving.draining(), &serving).await;
+            serve(listener, router, tls, &limits, serving.draining(), &serving).await;
             drop(guard);
         });
         tracing::info!(%address, ?role, "listening");

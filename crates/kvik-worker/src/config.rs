@@ -9,7 +9,7 @@ use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kvik_runtime::http::TlsServerConfig;
+use kvik_runtime::http::{InvalidLimit, ListenLimits, TlsServerConfig};
 use kvik_runtime::secret::{Secret, redacted_url};
 use kvik_runtime::telemetry::TracingConfig;
 use kvik_runtime::tls::TlsClientFiles;
@@ -79,6 +79,8 @@ pub struct WorkerConfig {
     pub coordinator_backoff_ms: u64,
     /// TLS towards clients. Default: none, plain HTTP.
     pub tls: TlsServerConfig,
+    /// What clients may take of the listener.
+    pub limits: ListenLimits,
     /// TLS towards coordinators. Default: none, only `http://` works.
     pub coordinator_tls: TlsClientFiles,
     /// Token that all services of a cluster share, of 16 characters or more. Every call needs it but
@@ -125,6 +127,7 @@ impl Default for WorkerConfig {
             weight: 1.0,
             coordinator_backoff_ms: 5000,
             tls: TlsServerConfig::default(),
+            limits: ListenLimits::default(),
             coordinator_tls: TlsClientFiles::default(),
             cluster_token: None,
             cluster_token_file: None,
@@ -143,6 +146,9 @@ impl WorkerConfig {
     /// [`WorkerError::InvalidConfig`] for the first value that is not allowed.
     pub fn validate(&self) -> Result<()> {
         const BASE: &str = "http://host:port or https://host:port";
+        self.limits.validate().map_err(|InvalidLimit { field, value, allowed }| {
+            WorkerError::InvalidConfig { field, value, allowed }
+        })?;
         if let Some(advertise) = &self.advertise {
             check(is_base_address(advertise), "advertise", &redacted_url(advertise), BASE)?;
         }
