@@ -22,7 +22,7 @@ use crate::error::{IndexerError, Result};
 use crate::grpc::{PodScore, PodScores};
 use crate::ingest::Learning;
 use crate::score::{Query, ScorerKind, Scoring, WorkerScore, score_of_nothing, score_workers};
-use crate::shelf::{Shelf, open_shelf};
+use crate::storage::{Storage, open_storage};
 use crate::tasks;
 
 /// Predictions that were held against a worker's report, by `outcome`: `kept`, `short`.
@@ -45,7 +45,7 @@ pub enum Prompt {
 #[derive(Debug)]
 pub struct Indexer {
     catalog: Arc<Catalog>,
-    shelf: Shelf,
+    storage: Storage,
     pool: TokenizersPool,
     has_tokenizer_root: bool,
     scoring: Scoring,
@@ -73,13 +73,13 @@ impl Indexer {
 
     async fn run(config: &IndexConfig, shutdown: &Shutdown) -> Result<Arc<Self>> {
         config.validate()?;
-        let shelf = open_shelf(config)?;
+        let storage = open_storage(config)?;
         let learning = Learning {
             seeds: config.hash_seeds.clone().into(),
             own_block_tokens: config.bridge_block_size()?,
             bridge: BridgeConfig::default(),
         };
-        let catalog = Arc::new(Catalog::new(shelf.backends(), learning));
+        let catalog = Arc::new(Catalog::new(storage.backends(), learning));
         let pool = TokenizersPool::try_new(config.pool()?)?;
         let scoring = Scoring {
             weights: config.weights()?,
@@ -88,13 +88,14 @@ impl Indexer {
         };
         let indexer = Arc::new(Self {
             catalog,
-            shelf,
+            storage,
             pool,
             has_tokenizer_root: config.tokenizers.root.is_some(),
             scoring,
             predictions: Predictions::default(),
         });
-        tasks::start(&indexer, config, shutdown).await?;
+        let scores = Arc::clone(&indexer) as Arc<dyn PodScores>;
+        tasks::start(&indexer.storage, &indexer.catalog, scores, config, shutdown).await?;
         Ok(indexer)
     }
 
@@ -103,18 +104,14 @@ impl Indexer {
         self.pool.provide(model, tokenizer);
     }
 
-    pub(crate) fn shelf(&self) -> &Shelf {
-        &self.shelf
-    }
-
     /// Where the index is kept: `memory` or `redis`.
     pub fn backend_kind(&self) -> &'static str {
-        self.shelf.kind()
+        self.storage.kind()
     }
 
     /// Counts since the start, by name.
     pub fn counters(&self) -> BTreeMap<String, u64> {
-        let (n_loaded, n_lost) = self.shelf.kept_counts();
+        let (n_loaded, n_lost) = self.storage.kept_counts();
         // Relaxed: counts.
         let counts = [
             ("kept_books_loaded", n_loaded),

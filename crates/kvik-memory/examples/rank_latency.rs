@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use kvik_memory::pages::{MapOutcome, PageMapper};
 use kvik_memory::ranks::{
-    RankAddress, RankLeaderOptions, RankMapper, RankPeer, RankWorker, RankWorkerOptions,
+    RankLeaderOptions, RankMapper, RankPeer, RankWorker, RankWorkerOptions, SocketAddress,
 };
 use kvik_memory::{Extent, Geometry, PageId};
 
@@ -88,6 +88,6 @@ fn measure(world: u32, has_local: bool) -> Result<Vec<Duration>, Failure> {
     Ok(rounds.split_off(N_WARM_UP))
 }
 
-fn address(directory: &Path, rank: u32) -> RankAddress {
-    RankAddress::Path(directory.join(format!("r{rank}")))
+fn address(directory: &Path, rank: u32) -> SocketAddress {
+    SocketAddress::Path(directory.join(format!("r{rank}")))
 }

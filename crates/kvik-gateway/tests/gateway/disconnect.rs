@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::BodyExt as _;
@@ -79,11 +78,12 @@ async fn a_client_that_does_not_read_stops_its_worker_and_fills_no_memory() {
     worker.behave(Behavior::Endless(Bytes::from(frame)));
     let response = gateway.open("/v1/completions", &[], BODY).await;
     let sent = || worker.state.n_sent_bytes.load(Ordering::SeqCst);
-    let before = std::cell::Cell::new(u64::MAX);
+    // The last count, and how many looks in a row have found it.
+    let looks = std::cell::Cell::new((u64::MAX, 0));
     until("the worker waits for the client", async || {
-        let last = before.replace(sent());
-        tokio::time::sleep(Duration::from_millis(200)).await;
-        last == sent()
+        let (last, n_same) = looks.get();
+        looks.set((sent(), if last == sent() { n_same + 1 } else { 0 }));
+        n_same >= 40
     })
     .await;
     // What the sockets' buffers of two connections hold, not what the worker could send.

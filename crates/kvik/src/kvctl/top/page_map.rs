@@ -1,7 +1,8 @@
 //! The pages of one member, drawn one character a cell.
 
 use kvik_memory::PageId;
-use kvik_memory::ledger::{PageCounts, PageState, PageStates};
+use kvik_memory::ledger::{PageCounts, PageStates};
+use kvik_memory::pages::PageState;
 
 /// The state of every page of one member at one moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
