@@ -44,6 +44,9 @@ pub struct GatewayConfig {
     pub admission: AdmissionConfig,
     /// How long things may take.
     pub timeouts: TimeoutConfig,
+    /// Time for answers to end when the gateway drains; below what the process manager allows (Kubernetes:
+    /// `terminationGracePeriodSeconds`, 30 s). Default: 25 s.
+    pub drain_grace_s: u64,
     /// When a request is tried on another worker.
     pub retry: RetryConfig,
     /// When a worker gets no more requests.
@@ -190,6 +193,7 @@ impl Default for GatewayConfig {
             max_body_bytes: 16 << 20,
             admission: AdmissionConfig::default(),
             timeouts: TimeoutConfig::default(),
+            drain_grace_s: 25,
             retry: RetryConfig::default(),
             breaker: BreakerConfig::default(),
             health: HealthConfig::default(),
@@ -281,6 +285,8 @@ impl GatewayConfig {
             // A key pasted here by mistake must not reach a log.
             check(is_digest, &format!("api_keys[{index}].sha256"), "(hidden)", "64 hexadecimal digits")?;
         }
+        let grace = self.drain_grace_s;
+        check(grace <= 86_400, "drain_grace_s", grace, "0 to 86400 (a day)")?;
         let positive = [
             ("max_body_bytes", self.max_body_bytes as u64),
             ("admission.max_running", self.admission.max_running as u64),

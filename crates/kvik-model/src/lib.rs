@@ -58,10 +58,10 @@ pub use checkpoint::{Checkpoint, Header, Tensor, TensorInfo, TensorPlace, Weight
 pub use config::{Activation, Architecture, ModelConfig, Norm, Position, RopeConfig, RopeScaling};
 pub use engine::{
     EndedSequence, Engine, EngineEvent, EngineOptions, EngineStats, FinishReason, GenerateRequest, KvSink,
-    PrefixKv, RequestId, SequenceKv, SubmitOptions, TokenEvent, Usage,
+    PrefixKv, PreparedRequest, RequestId, SequenceKv, SubmitOptions, TokenEvent, Usage,
 };
 pub use error::{ModelError, Result};
-pub use forward::{Backend, CpuBackend, CpuBackendOptions, LayerKv, Logits, SequenceRows};
+pub use forward::{Backend, CpuBackend, CpuBackendOptions, LayerKv, Logits, PinnedKv, SequenceRows};
 pub use kernels::Isa;
 pub use model::Model;
 pub use paging::{

@@ -29,6 +29,8 @@ fn engine(model: &Model, dir: &Path, ipc_name: &str, n_pages: u64) -> Engine {
         label: "test".to_owned(),
         limit_bytes: None,
         device_bytes: n_pages * page_bytes(model),
+        page_bytes: None,
+        is_preallocating: false,
         dir: dir.to_owned(),
     });
     model.cpu_engine(&backend, EngineOptions::default()).unwrap()
@@ -179,6 +181,8 @@ fn a_bad_name_is_refused_with_what_is_allowed() {
         label: "test".to_owned(),
         limit_bytes: None,
         device_bytes: 1 << 30,
+        page_bytes: None,
+        is_preallocating: false,
         dir: dir.path().to_owned(),
     });
     let error = model.cpu_engine(&backend, EngineOptions::default()).unwrap_err().to_string();

@@ -17,7 +17,7 @@ fn engine(model: &Model, n_blocks: usize) -> Engine {
 }
 
 fn named(name: &str) -> SubmitOptions {
-    SubmitOptions { name: Some(name.to_owned()), credits: None }
+    SubmitOptions { name: Some(name.to_owned()), ..SubmitOptions::default() }
 }
 
 fn request(prompt: &[u32], max_tokens: u32) -> GenerateRequest {
@@ -115,7 +115,7 @@ fn a_sequence_with_credits_advances_by_what_was_granted_and_gives_the_same_token
     let mut engine = engine(&model, 64);
     let prompt = prompt(&model);
     let (expected, _) = generate(&mut engine, &prompt, 10, SubmitOptions::default());
-    let options = SubmitOptions { name: None, credits: Some(1) };
+    let options = SubmitOptions { credits: Some(1), ..SubmitOptions::default() };
     let id = engine.submit_with(request(&prompt, 10), options).unwrap();
     let mut tokens = outcome(&engine.run_until_idle().unwrap()).0;
     assert_eq!(tokens.len(), 1);
@@ -145,7 +145,7 @@ fn sequences_that_wait_for_credits_neither_block_others_nor_lose_their_place() {
     let mut outputs = vec![Vec::new(); 3];
     // Two blocks of three sequences do not fit: whoever waits is preempted for whoever may advance.
     for prompt in &prompts {
-        let options = SubmitOptions { name: None, credits: Some(1) };
+        let options = SubmitOptions { credits: Some(1), ..SubmitOptions::default() };
         ids.push(engine.submit_with(request(prompt, 5), options).unwrap());
     }
     for _ in 0..5 {

@@ -29,7 +29,7 @@ pub struct Message {
     pub content: String,
 }
 
-/// What a sequence starts from; exactly one of the three.
+/// What a sequence starts from; exactly one of `prompt`, `token_ids` and `messages`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PromptInput {
     /// Text; special tokens are added as the tokenizer does.
@@ -41,6 +41,9 @@ pub struct PromptInput {
     /// A conversation, rendered by the model's chat template.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub messages: Option<Vec<Message>>,
+    /// Keeps the KV apart from that of requests with other salts or none; 1 to 1024 bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache_salt: Option<String>,
 }
 
 /// How tokens are chosen and when an output ends; absent fields have the engine's defaults.
@@ -154,6 +157,9 @@ pub struct StepResponse {
     pub seq_id: String,
     /// Number of tokens of the output before the first one here.
     pub step_index: u64,
+    /// The token of a step that asks for one; absent where the output has ended before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub token: Option<u32>,
     /// The tokens; fewer than asked for where the output ended.
     pub tokens: Vec<u32>,
     /// Text that became final.

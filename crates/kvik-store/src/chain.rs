@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvik_tier::{ChunkKey, NamespaceId};
 use kvik_types::hash::{HashChain, KvikChain};
-use kvik_types::{BlockHash, BlockSize, TokenId};
+use kvik_types::{BlockHash, BlockSize, CacheSalt, TokenId};
 
 use crate::format::ChunkFormat;
 use crate::policy::{Block, BlockId};
@@ -53,6 +53,8 @@ struct SpaceShared {
 #[derive(Debug)]
 struct ChainShared {
     space: Space,
+    /// The parent of its first chunk.
+    root: BlockHash,
     hashes: Vec<BlockHash>,
     blocks: Vec<Block>,
     n_tokens: usize,
@@ -107,7 +109,7 @@ impl Space {
         self.shared.namespace.id
     }
 
-    /// The parent of the first chunk of every chain in it.
+    /// The parent of the first chunk of every chain without a salt in it.
     pub fn root(&self) -> BlockHash {
         self.shared.seed
     }
@@ -116,11 +118,21 @@ impl Space {
         self.shared.namespace.idx
     }
 
-    /// Hashes a sequence.
+    /// Hashes a sequence that has no salt; see [`Self::salted_chain`].
+    pub fn chain(&self, tokens: &[TokenId]) -> Chain {
+        self.salted_chain(tokens, None)
+    }
+
+    /// Hashes a sequence. Chains with different salts, or with and without one, share no chunk.
     ///
     /// Tokens after the last full chunk are a tail where the store keeps tails, as many as whole token
     /// blocks hold, and belong to no chunk otherwise.
-    pub fn chain(&self, tokens: &[TokenId]) -> Chain {
+    pub fn salted_chain(&self, tokens: &[TokenId], salt: Option<&CacheSalt>) -> Chain {
+        self.chain_after(self.shared.seed.salted(salt), &[], tokens)
+    }
+
+    /// The chain of `tokens` that begins at `root`, of whose first full chunks the hashes are known.
+    fn chain_after(&self, root: BlockHash, known: &[BlockHash], tokens: &[TokenId]) -> Chain {
         let chunk_tokens = self.chunk_tokens();
         let block_tokens = self.format().block_tokens.get();
         let n_full = tokens.len() / chunk_tokens;
@@ -133,13 +145,13 @@ impl Space {
         let n_chunks = n_tokens.div_ceil(chunk_tokens);
         let mut hashes = Vec::with_capacity(n_chunks);
         let mut blocks = Vec::with_capacity(n_chunks);
-        let mut hasher = KvikChain::after(self.shared.seed, self.shared.chunk_tokens);
-        for chunk in tokens[..n_tokens].chunks(chunk_tokens) {
-            let hash = hasher.push_block(chunk);
-            blocks.push(self.block(hash, hashes.len(), chunk.len()));
+        let mut hasher = KvikChain::after(known.last().copied().unwrap_or(root), self.shared.chunk_tokens);
+        for (chunk_idx, chunk) in tokens[..n_tokens].chunks(chunk_tokens).enumerate() {
+            let hash = known.get(chunk_idx).copied().unwrap_or_else(|| hasher.push_block(chunk));
+            blocks.push(self.block(hash, chunk_idx, chunk.len()));
             hashes.push(hash);
         }
-        Chain { shared: Arc::new(ChainShared { space: self.clone(), hashes, blocks, n_tokens }) }
+        Chain { shared: Arc::new(ChainShared { space: self.clone(), root, hashes, blocks, n_tokens }) }
     }
 
     fn block(&self, hash: BlockHash, chunk_idx: usize, n_tokens: usize) -> Block {
@@ -163,6 +175,16 @@ pub(crate) fn block_id(hash: BlockHash) -> BlockId {
 // === impl Chain ===
 
 impl Chain {
+    /// The chain of `tokens`, which begin with the tokens of this one, and have the same salt.
+    ///
+    /// Full chunks that this chain has are not hashed again.
+    #[must_use]
+    pub fn extended(&self, tokens: &[TokenId]) -> Self {
+        let n_full =
+            (self.n_tokens() / self.space().chunk_tokens()).min(tokens.len() / self.space().chunk_tokens());
+        self.space().chain_after(self.shared.root, &self.shared.hashes[..n_full], tokens)
+    }
+
     /// Where the chain was made.
     pub fn space(&self) -> &Space {
         &self.shared.space

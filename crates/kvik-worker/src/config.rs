@@ -2,13 +2,13 @@
 //!
 //! The unit of a time or size is part of its field's name.
 
+mod memory;
 mod store;
 
 use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kvik_model::MemoryGroup;
 use kvik_runtime::http::TlsServerConfig;
 use kvik_runtime::telemetry::TracingConfig;
 use kvik_runtime::tls::TlsClientFiles;
@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, WorkerError};
 
+pub use memory::SharedMemoryConfig;
 pub use store::StoreConfig;
 pub(crate) use store::StorePlan;
 
@@ -65,7 +66,8 @@ pub struct WorkerConfig {
     /// Time after which a stepped sequence, or KV that waits for its other layers, counts as
     /// abandoned. Default: 600 s.
     pub idle_timeout_s: u64,
-    /// Time for running requests to finish when the worker drains. Default: 120 s.
+    /// Time for running requests to finish when the worker drains; below what the process manager allows
+    /// (Kubernetes: `terminationGracePeriodSeconds`, 30 s). Default: 25 s.
     pub drain_grace_s: u64,
     /// Base addresses of coordinators, tried in order. Default: none, the worker stands alone.
     pub coordinators: Vec<String>,
@@ -79,37 +81,6 @@ pub struct WorkerConfig {
     pub coordinator_tls: TlsClientFiles,
     /// Where traces go. Default: nowhere.
     pub tracing: TracingConfig,
-}
-
-/// Memory that the workers of one host share by what they need now.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct SharedMemoryConfig {
-    /// Name of the group: workers that say the same are under one limit. `KVCACHED_IPC_NAME` in the
-    /// environment sets it too. Default: none, nothing is shared.
-    pub ipc_name: Option<String>,
-    /// The most that the group may hold, if it does not exist yet; `kvctl limit` changes it. Default: none,
-    /// all that the host's ledger has.
-    pub limit_bytes: Option<u64>,
-    /// What all groups of the host together may hold, if there is no ledger yet. Default: 4 294 967 296
-    /// bytes (4 GiB).
-    pub device_bytes: u64,
-    /// Folder of the ledger. Default: `/dev/shm`.
-    pub dir: PathBuf,
-    /// Time that a request waits for memory of other workers before it fails. Default: 30 s.
-    pub wait_timeout_s: u64,
-}
-
-impl Default for SharedMemoryConfig {
-    fn default() -> Self {
-        Self {
-            ipc_name: None,
-            limit_bytes: None,
-            device_bytes: 4 << 30,
-            dir: PathBuf::from("/dev/shm"),
-            wait_timeout_s: 30,
-        }
-    }
 }
 
 impl Default for WorkerConfig {
@@ -132,7 +103,7 @@ impl Default for WorkerConfig {
             kv_staging_bytes: 256 << 20,
             slow_client_timeout_s: 60,
             idle_timeout_s: 600,
-            drain_grace_s: 120,
+            drain_grace_s: 25,
             coordinators: Vec::new(),
             weight: 1.0,
             coordinator_backoff_ms: 5000,
@@ -217,34 +188,6 @@ impl WorkerConfig {
 
     pub(crate) fn coordinator_backoff(&self) -> Duration {
         Duration::from_millis(self.coordinator_backoff_ms)
-    }
-}
-
-impl SharedMemoryConfig {
-    fn validate(&self) -> Result<()> {
-        const UNIT: u64 = 2 << 20;
-        let device = self.device_bytes;
-        check(UNIT <= device, "memory.device_bytes", &device, "2097152 (2 MiB) or more")?;
-        if let Some(limit) = self.limit_bytes {
-            check(UNIT <= limit, "memory.limit_bytes", &limit, "2097152 (2 MiB) or more")?;
-        }
-        let wait = self.wait_timeout_s;
-        check((1..=3600).contains(&wait), "memory.wait_timeout_s", &wait, "1 to 3600 (an hour)")
-    }
-
-    /// The group, for an engine that calls itself `label`.
-    pub(crate) fn group(&self, label: String) -> Option<MemoryGroup> {
-        Some(MemoryGroup {
-            ipc_name: self.ipc_name.clone()?,
-            label,
-            limit_bytes: self.limit_bytes,
-            device_bytes: self.device_bytes,
-            dir: self.dir.clone(),
-        })
-    }
-
-    pub(crate) fn wait_timeout(&self) -> Duration {
-        Duration::from_secs(self.wait_timeout_s)
     }
 }
 

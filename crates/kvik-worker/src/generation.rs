@@ -8,74 +8,21 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvik_model::{FinishReason, GenerateRequest, ModelError, TokenLogprobs};
-use kvik_proto::openai::CachedTiers;
+use kvik_model::GenerateRequest;
 use kvik_runtime::telemetry::Phases;
+use kvik_types::CacheSalt;
 use tokio::sync::mpsc;
 
 use crate::admission::Permit;
 use crate::engine_thread::{EngineHandle, Origin, Submission};
 use crate::error::Refusal;
+use crate::events::Event;
 
 /// Tokens that an output may be ahead of its reader: at 50 tokens/s and 100 bytes an event, five
 /// seconds of a stalled network in 25 KB.
 pub(crate) const WINDOW: u32 = 256;
 /// Tokens read before more are granted: few enough messages to the engine not to matter.
 const GRANT: u32 = WINDOW / 2;
-
-/// Something that happened to a request.
-#[derive(Debug)]
-pub(crate) enum Event {
-    /// The engine took it; always the first event but for [`Event::Rejected`].
-    Accepted,
-    /// The engine refused it; the last event.
-    Rejected(ModelError),
-    /// Its prompt was admitted.
-    Admitted {
-        /// Prompt tokens whose KV was there already.
-        cached_tokens: usize,
-        /// When the step began that computes the first of it.
-        at: Instant,
-    },
-    /// An output grew.
-    Token(Token),
-    /// An output ended.
-    Finished {
-        /// Which output, from 0.
-        choice: u32,
-        /// Text that was held back.
-        text: String,
-        reason: FinishReason,
-        usage: Usage,
-    },
-    /// It cannot go on; the last event.
-    Failed(String),
-}
-
-/// Tokens that an output used.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Usage {
-    pub(crate) prompt_tokens: usize,
-    /// Of these, tokens whose KV was there already.
-    pub(crate) cached_tokens: usize,
-    /// The same by where they came from.
-    pub(crate) tiers: CachedTiers,
-    pub(crate) completion_tokens: usize,
-}
-
-/// A token of an output.
-#[derive(Debug)]
-pub(crate) struct Token {
-    /// Which output, from 0.
-    pub(crate) choice: u32,
-    pub(crate) id: u32,
-    /// Text that became final.
-    pub(crate) text: String,
-    pub(crate) logprobs: Option<TokenLogprobs>,
-}
-
-/// Where the events of a request go, with the prompt's place in the request.
-pub(crate) type EventSender = mpsc::UnboundedSender<(usize, Event)>;
 
 /// A request to the engine; dropping it ends it there.
 #[derive(Debug)]
@@ -103,20 +50,9 @@ struct Part {
     n_granted: u32,
 }
 
-impl Usage {
-    pub(crate) fn new(usage: kvik_model::Usage, tiers: CachedTiers) -> Self {
-        Self {
-            prompt_tokens: usage.prompt_tokens,
-            cached_tokens: usage.cached_tokens,
-            tiers,
-            completion_tokens: usage.completion_tokens,
-        }
-    }
-}
-
 impl Generation {
-    /// Submits `requests` under `name` and waits until the engine has taken all of them; `permit` is
-    /// their place.
+    /// Submits `requests` under `name`, with `salt` between their KV and that of others, and waits until the
+    /// engine has taken all of them; `permit` is their place.
     ///
     /// # Errors
     /// If it refuses one; nothing stays behind then.
@@ -124,6 +60,7 @@ impl Generation {
         engine: &EngineHandle,
         requests: Vec<GenerateRequest>,
         name: Option<&str>,
+        salt: Option<CacheSalt>,
         permit: Permit,
     ) -> Result<Self, Refusal> {
         let permit = Arc::new(permit);
@@ -147,6 +84,7 @@ impl Generation {
                 ticket,
                 part_idx,
                 name: name.map(str::to_owned),
+                salt: salt.clone(),
                 credits: WINDOW,
                 is_stepped: false,
                 arrived: Instant::now(),

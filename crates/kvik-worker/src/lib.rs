@@ -5,7 +5,7 @@
 //!
 //! Parts, from the inside out:
 //! - `engine_thread` owns the engine on a thread of its own; everybody else sends it commands.
-//! - `generation` is one request to it: events out, credits in, cancelled when dropped.
+//! - `generation` is one request to it: `events` out, credits in, cancelled when dropped.
 //! - `sequences` are outputs that clients advance step by step; `staging` is KV that arrives layer
 //!   by layer.
 //! - `api` is what is served; `registration` tells coordinators that the worker lives; `drain` ends
@@ -34,20 +34,24 @@
 
 mod admission;
 mod api;
-mod cache;
 mod clock;
 mod config;
 mod drain;
 mod engine_thread;
 mod error;
+mod events;
 mod generation;
+mod idle;
 mod kv_log;
 mod metrics;
+mod prompt;
 mod registration;
 mod sequences;
+mod snapshot;
 mod staging;
 mod state;
 mod store;
+mod store_admin;
 mod worker;
 
 pub use config::{SharedMemoryConfig, StoreConfig, WorkerConfig};

@@ -34,6 +34,7 @@
 //! | `kvik_store_tier_up{tier}` | gauge | 1 while a tier of the store reads and writes |
 //! | `kvik_store_tier_chunks{tier}`, `_used_bytes`, `_capacity_bytes` | gauge | what a tier holds and may hold |
 //! | `kvik_store_indexed_chunks`, `kvik_store_index_bytes` | gauge | chunks that the store knows, and what knowing them takes |
+//! | `kvik_store_copy_queue_bytes` | gauge | KV of ended sequences that is not copied into the store yet |
 //! | `kvik_store_<count>_total` | counter | the counts of `GET /cache/stats`, such as `kvik_store_hit_tokens_ram_total` |
 //! | `kvik_worker_registered` | gauge | 1 while a coordinator knows the worker |
 
@@ -41,7 +42,7 @@ use kvik_proto::cache::CacheStats;
 use kvik_proto::openai::CachedTiers;
 use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 
-use crate::engine_thread::Snapshot;
+use crate::snapshot::Snapshot;
 
 /// Handles that are looked up once.
 #[derive(Clone)]
@@ -158,7 +159,7 @@ impl WorkerMetrics {
     /// The state of the store below the engine.
     pub(crate) fn store(&self, stats: &CacheStats) {
         for (name, count) in &stats.counts {
-            if ["index_bytes", "indexed_chunks"].contains(&name.as_str()) {
+            if ["index_bytes", "indexed_chunks", "copy_queue_bytes"].contains(&name.as_str()) {
                 gauge!(format!("kvik_store_{name}"), &self.labels).set(*count as f64);
             } else {
                 counter!(format!("kvik_store_{name}_total"), &self.labels).absolute(*count);

@@ -14,17 +14,15 @@ use std::time::Duration;
 
 use kvik_model::GenerateRequest;
 use kvik_proto::worker::{InitResponse, StepResponse};
-use kvik_runtime::shutdown::Shutdown;
+use kvik_types::CacheSalt;
 use parking_lot::Mutex;
 use tokio::sync::{Mutex as AsyncMutex, mpsc};
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
 use crate::admission::Permit;
 use crate::engine_thread::{EngineHandle, Origin, Submission};
 use crate::error::Refusal;
-use crate::generation::Event;
-use crate::state::{Loaded, WorkerState};
+use crate::events::Event;
 
 /// Most tokens of one step; what a client may not read is bounded by it.
 pub(crate) const MAX_STEP: u32 = 4096;
@@ -76,6 +74,7 @@ impl Sequences {
         engine: &EngineHandle,
         seq_id: &str,
         request: GenerateRequest,
+        salt: Option<CacheSalt>,
         permit: Permit,
     ) -> Result<InitResponse, Refusal> {
         let (sender, events) = mpsc::unbounded_channel();
@@ -101,6 +100,7 @@ impl Sequences {
             ticket,
             part_idx: 0,
             name: Some(seq_id.to_owned()),
+            salt,
             credits: 1,
             is_stepped: true,
             arrived: std::time::Instant::now(),
@@ -171,7 +171,7 @@ impl Sequences {
     }
 
     /// Ends the sequences that nobody has used for `idle`; they stay resident.
-    fn end_idle(&self, idle: Duration) {
+    pub(crate) fn end_idle(&self, idle: Duration) {
         let mut abandoned = Vec::new();
         self.by_id.lock().retain(|_, sequence| {
             let is_idle = sequence.try_lock().is_ok_and(|stepped| idle <= stepped.last_use.elapsed());
@@ -283,10 +283,12 @@ impl Stepped {
             text.push_str(rest);
             finish_reason = Some((*reason).to_owned());
         }
+        let tokens: Vec<u32> = self.tokens[range].iter().map(|(token, _)| *token).collect();
         StepResponse {
             seq_id: self.seq_id.clone(),
             step_index: first,
-            tokens: self.tokens[range].iter().map(|(token, _)| *token).collect(),
+            token: if wanted == first + 1 { tokens.first().copied() } else { None },
+            tokens,
             text,
             finished: finish_reason.is_some(),
             finish_reason,
@@ -299,27 +301,6 @@ impl Drop for Stepped {
         if !self.is_released {
             self.engine.abandon(self.ticket);
         }
-    }
-}
-
-/// Ends abandoned sequences and abandoned KV until the worker closes.
-pub(crate) async fn reap(
-    state: Arc<WorkerState>,
-    loaded: Arc<Loaded>,
-    closing: CancellationToken,
-    shutdown: Shutdown,
-) {
-    let idle = state.config.idle_timeout();
-    // Nobody is kept much longer than configured, and looking costs nothing.
-    let mut interval = tokio::time::interval((idle / 4).min(Duration::from_secs(10)));
-    loop {
-        tokio::select! {
-            _ = interval.tick() => {}
-            () = closing.cancelled() => return,
-            () = shutdown.stopping() => return,
-        }
-        loaded.sequences.end_idle(idle);
-        loaded.staging.end_idle(idle);
     }
 }
 

@@ -9,7 +9,6 @@ use kvik_types::Dtype;
 use tokio_util::sync::CancellationToken;
 
 use crate::admission::Admission;
-use crate::cache::Cache;
 use crate::config::WorkerConfig;
 use crate::engine_thread::EngineHandle;
 use crate::error::Refusal;
@@ -17,6 +16,7 @@ use crate::kv_log::KvLog;
 use crate::metrics::WorkerMetrics;
 use crate::sequences::Sequences;
 use crate::staging::Staging;
+use crate::store_admin::StoreAdmin;
 
 /// Longest text, in bytes, that is tokenized on the thread that serves sockets: about a
 /// millisecond of work.
@@ -47,7 +47,7 @@ pub(crate) struct Loaded {
     pub(crate) sequences: Sequences,
     pub(crate) staging: Staging,
     /// The store below the engine, if there is one.
-    pub(crate) cache: Option<Cache>,
+    pub(crate) store_admin: Option<StoreAdmin>,
     /// What is held, as it changes.
     pub(crate) kv_log: Arc<KvLog>,
     /// The name that clients ask for.

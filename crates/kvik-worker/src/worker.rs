@@ -13,7 +13,6 @@ use kvik_runtime::telemetry::Tracer;
 use kvik_runtime::tls::TlsClientPem;
 use tokio_util::sync::CancellationToken;
 
-use crate::cache::Cache;
 use crate::config::WorkerConfig;
 use crate::drain::Drain;
 use crate::engine_thread::{EngineHandle, Patience};
@@ -21,11 +20,12 @@ use crate::error::{Result, WorkerError};
 use crate::kv_log::{BLOCKS, CHUNKS, KEPT_BYTES, KvLog};
 use crate::metrics::WorkerMetrics;
 use crate::registration::Registration;
-use crate::sequences::{self, Sequences};
+use crate::sequences::Sequences;
 use crate::staging::Staging;
 use crate::state::{KvShape, Loaded, WorkerState, random_seed};
 use crate::store::WorkerStore;
-use crate::{api, clock};
+use crate::store_admin::StoreAdmin;
+use crate::{api, clock, idle};
 
 /// Starts workers.
 #[derive(Debug)]
@@ -110,8 +110,8 @@ impl Worker {
             let end = move || {
                 // A thread that panicked has said so.
                 let _ = thread.join();
-                if let Some(cache) = &loading.cache {
-                    cache.close();
+                if let Some(admin) = &loading.store_admin {
+                    admin.close();
                 }
             };
             let _ = tokio::task::spawn_blocking(end).await;
@@ -124,7 +124,7 @@ impl Worker {
             let registration = Registration::new(clients, &state, &loaded, epoch, base.trim_end_matches('/'));
             shutdown.spawn(registration.run(shutdown.clone(), unregistered.clone().drop_guard()));
         }
-        shutdown.spawn(sequences::reap(
+        shutdown.spawn(idle::end_idle(
             Arc::clone(&state),
             Arc::clone(&loaded),
             closing.clone(),
@@ -204,7 +204,7 @@ async fn load(
         metrics,
         sequences: Sequences::default(),
         staging: Staging::new(config.kv_staging_bytes),
-        cache: store.map(Cache::new),
+        store_admin: store.map(StoreAdmin::new),
         kv_log,
         max_tokens,
         // Everything that decides the bits of an answer, given its request.

@@ -98,6 +98,9 @@ pub(crate) fn translate_request(body: &[u8], model: &str) -> Result<(Route, Byte
     };
     fields.retain(|_, value| !is_default(value));
     let input = request.input;
+    if let Some(salt) = input.cache_salt {
+        fields.insert("cache_salt".to_owned(), salt.into());
+    }
     let route = match (input.prompt, input.token_ids, input.messages) {
         (Some(prompt), None, None) => {
             fields.insert("prompt".to_owned(), prompt.into());

@@ -34,6 +34,7 @@ impl Engine {
     /// Call it when there is no work: a request that ended held what others asked for, or waited for memory.
     pub fn rest(&mut self) {
         self.is_starved = false;
+        self.loans.take_back(&mut self.pool);
         self.pool.stop_waiting();
         self.give_back_memory();
     }
@@ -43,8 +44,8 @@ impl Engine {
         self.pool.limit_blocks()
     }
 
-    /// Whether the last step could not run anything because other engines hold the memory: step again
-    /// when some time has passed.
+    /// Whether the last step could not run anything because other engines, or ended sequences that are being
+    /// copied, hold the memory: step again when some time has passed.
     pub fn is_starved(&self) -> bool {
         self.is_starved
     }

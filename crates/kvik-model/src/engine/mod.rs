@@ -5,23 +5,30 @@
 //! again later; because the forward pass is batch invariant and the choice of a token depends on
 //! the sequence alone, nobody can tell from the output.
 
+mod ended;
+mod hashes;
 mod memory;
+mod prefix;
 mod request;
 mod resident;
+mod retire;
 mod scheduler;
 mod sequence;
 mod transfer;
 
-pub use request::{EngineEvent, FinishReason, GenerateRequest, RequestId, SubmitOptions, TokenEvent, Usage};
+pub use ended::{EndedSequence, KvSink};
+pub use prefix::PrefixKv;
+pub use request::{
+    EngineEvent, FinishReason, GenerateRequest, PreparedRequest, RequestId, SubmitOptions, TokenEvent, Usage,
+};
 pub use resident::SequenceKv;
-pub use transfer::{EndedSequence, KvSink, PrefixKv};
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use kvik_tokens::{TextStream, TextStreamOptions, Tokenizer};
 use kvik_types::hash::KvikChain;
-use kvik_types::{BlockSize, Dtype, Namespace};
+use kvik_types::{BlockHash, BlockSize, Dtype, Namespace};
 
 use crate::config::ModelConfig;
 use crate::error::{ModelError, Result};
@@ -29,9 +36,11 @@ use crate::forward::{Backend, Logits, SequenceRows};
 use crate::paging::{BLOCK_TOKENS, BlockPool, PoolStats};
 use crate::sampling::{Sampler, mix};
 
+use ended::Loans;
+use hashes::BlockHashes;
 use resident::Residents;
 use scheduler::ScheduledRows;
-use sequence::Sequence;
+use sequence::{Sequence, n_reusable_blocks};
 
 /// How requests are batched.
 #[derive(Debug, Clone)]
@@ -80,8 +89,9 @@ pub struct Engine {
     backend: Box<dyn Backend>,
     tokenizer: Option<Arc<Tokenizer>>,
     namespace: Namespace,
-    /// Stands before the first block of every sequence.
-    first_chain: KvikChain,
+    /// The parent of the first block of every sequence without a salt.
+    root: BlockHash,
+    block_size: BlockSize,
     options: EngineOptions,
     pool: BlockPool,
     /// In order of arrival; a preempted sequence returns to its place.
@@ -90,6 +100,8 @@ pub struct Engine {
     running: Vec<Sequence>,
     residents: Residents,
     kv_sink: Option<Box<dyn KvSink>>,
+    /// Blocks of ended sequences that are being copied.
+    loans: Loans,
     sampler: Sampler,
     logits: Logits,
     n_submitted: u64,
@@ -126,7 +138,8 @@ impl Engine {
                 None => BlockPool::new(backend.n_blocks()),
             },
             namespace: namespace.clone(),
-            first_chain: KvikChain::new(namespace, block_size),
+            root: namespace.seed(),
+            block_size,
             backend,
             tokenizer,
             options,
@@ -134,6 +147,7 @@ impl Engine {
             running: Vec::new(),
             residents: Residents::default(),
             kv_sink: None,
+            loans: Loans::default(),
             sampler: Sampler::default(),
             logits: Logits::default(),
             n_submitted: 0,
@@ -215,22 +229,33 @@ impl Engine {
     /// # Errors
     /// As [`Engine::submit`].
     pub fn submit_with(&mut self, request: GenerateRequest, options: SubmitOptions) -> Result<RequestId> {
-        self.submit_from(request, options, None)
+        let prepared = self.prepare(request, options);
+        self.submit_prepared(prepared, None)
     }
 
-    /// Takes a request that brings KV of its prompt along.
+    /// Hashes the prompt of a request, once for all that is done with it.
+    pub fn prepare(&self, request: GenerateRequest, options: SubmitOptions) -> PreparedRequest {
+        let root = self.root.salted(options.salt.as_ref());
+        let mut hashes = BlockHashes::new(KvikChain::after(root, self.block_size));
+        if self.options.reuses_prefixes {
+            hashes.extend_to(n_reusable_blocks(request.prompt.len()), &request.prompt);
+        }
+        PreparedRequest { request, options, hashes, attachment: None }
+    }
+
+    /// Takes a request that this engine has prepared and that may bring KV of its prompt along.
     ///
     /// What of it lies behind the blocks that the engine has is copied and registered at the first admission,
     /// as far as there is room; `prefix` is dropped then, or when the request ends before.
     ///
     /// # Errors
     /// As [`Engine::submit`].
-    pub fn submit_from(
+    pub fn submit_prepared(
         &mut self,
-        request: GenerateRequest,
-        options: SubmitOptions,
+        prepared: PreparedRequest,
         prefix: Option<Box<dyn PrefixKv>>,
     ) -> Result<RequestId> {
+        let request = &prepared.request;
         request.sampling.validate()?;
         let n_prompt = request.prompt.len();
         let longest = self.max_sequence_tokens();
@@ -247,7 +272,7 @@ impl Engine {
         let id = RequestId(self.n_submitted);
         let seed = request.sampling.seed.unwrap_or_else(|| mix(self.options.seed ^ mix(id.0)));
         self.n_submitted += 1;
-        let sequence = Sequence::new(id, request, options, seed, self.first_chain.clone(), text, prefix);
+        let sequence = Sequence::new(id, prepared, seed, text, prefix);
         self.waiting.push_back(sequence);
         Ok(id)
     }
@@ -276,6 +301,7 @@ impl Engine {
     /// If the backend refuses the batch, which would be a defect of the engine: requests are
     /// checked when they are submitted.
     pub fn step(&mut self, events: &mut Vec<EngineEvent>) -> Result<()> {
+        self.loans.take_back(&mut self.pool);
         self.give_back_memory();
         let scheduled = self.schedule(events);
         self.is_starved = scheduled.is_empty() && self.has_work();
@@ -371,3 +397,6 @@ impl Engine {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,7 +1,11 @@
 //! What goes into the engine and what comes out.
 
-use kvik_types::TokenId;
+use std::any::Any;
+use std::sync::Arc;
 
+use kvik_types::{CacheSalt, TokenId};
+
+use super::hashes::BlockHashes;
 use crate::error::ModelError;
 use crate::sampling::{SamplingParams, TokenLogprobs};
 
@@ -26,6 +30,35 @@ pub struct SubmitOptions {
     pub name: Option<String>,
     /// Tokens that may be chosen until more are granted. Default: no limit.
     pub credits: Option<u32>,
+    /// Keeps the KV apart from that of requests with other salts or none. Default: none.
+    pub salt: Option<CacheSalt>,
+}
+
+/// A request whose prompt is hashed, by the engine that it is for.
+#[derive(Debug)]
+pub struct PreparedRequest {
+    pub(super) request: GenerateRequest,
+    pub(super) options: SubmitOptions,
+    /// Of the blocks that the engine may have.
+    pub(super) hashes: BlockHashes,
+    pub(super) attachment: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+impl PreparedRequest {
+    /// The request.
+    pub fn request(&self) -> &GenerateRequest {
+        &self.request
+    }
+
+    /// Attaches what the sink gets with the ended sequences of this request; the engine does not look at it.
+    pub fn attach(&mut self, attachment: Arc<dyn Any + Send + Sync>) {
+        self.attachment = Some(attachment);
+    }
+
+    /// How it is run.
+    pub fn options(&self) -> &SubmitOptions {
+        &self.options
+    }
 }
 
 /// Why an output ended.

@@ -6,9 +6,10 @@
 //! oldest first and only while nobody was preempted in this step: each takes the registered blocks
 //! of its prefix and needs free blocks for all its tokens, so that an admission does not cause the
 //! next preemption; KV that came in with its request goes into some of those. Sequences that wait
-//! for credits are passed over. If no block is free for a running sequence, residents give theirs
-//! back, oldest first; then a sequence that waits for credits; then the youngest one, at worst the
-//! sequence itself. The oldest sequence with credits can thus always take every block, and
+//! for credits are passed over. Blocks of ended sequences whose KV is being copied come back soon: an
+//! admission that they are enough for waits. If no block is free for a running sequence, residents
+//! give theirs back, oldest first; then ended sequences, which are not copied then; then a sequence
+//! that waits for credits; then the youngest one, at worst the sequence itself. The oldest sequence with credits can thus always take every block, and
 //! submission refuses what would not fit then: somebody always advances. With memory that is shared
 //! with other engines, every block means every block that the others leave: the oldest sequence may
 //! have to wait for them.
@@ -80,8 +81,13 @@ impl Engine {
             }
             let n_tokens = sequence.n_computed() + sequence.n_pending();
             let n_missing = sequence.n_missing_blocks(n_tokens);
-            while !self.pool.ensure_free(n_missing) && self.residents.evict_oldest(&mut self.pool) {}
-            if self.pool.n_free() < n_missing && self.running.iter().any(|other| !other.is_paused()) {
+            let is_free = self.ensure_free(n_missing);
+            let will_be_free = !is_free && n_missing <= self.pool.n_free() + self.loans.n_blocks(&self.pool);
+            if !will_be_free {
+                while !self.pool.ensure_free(n_missing) && self.residents.evict_oldest(&mut self.pool) {}
+            }
+            let others_run = self.running.iter().any(|other| !other.is_paused());
+            if self.pool.n_free() < n_missing && (will_be_free || others_run) {
                 // Nothing was computed on them yet: the blocks of a resident stay a resident's.
                 if let (Some(name), resident) = sequence.take_computed() {
                     self.residents.insert(name, resident, &mut self.pool);
@@ -122,7 +128,10 @@ impl Engine {
             if self.try_reserve(idx, n_rows) {
                 return true;
             }
-            if self.residents.evict_oldest(&mut self.pool) {
+            if self.loans.take_back(&mut self.pool)
+                || self.residents.evict_oldest(&mut self.pool)
+                || self.end_loans()
+            {
                 continue;
             }
             let paused = self.running.iter().rposition(Sequence::is_paused);
@@ -161,8 +170,8 @@ impl Engine {
 
     /// Takes the sequence at `idx` out of the running ones.
     fn preempt(&mut self, idx: usize) {
+        // Not offered: its blocks are needed at once, and it will be offered when it ends.
         let sequence = self.running.remove(idx);
-        self.offer(&sequence);
         self.wait_again(sequence);
         self.stats.n_preemptions += 1;
     }

@@ -1,17 +1,16 @@
 //! One output in the making: its tokens, its blocks, its text.
 
+use std::any::Any;
 use std::ops::Range;
+use std::sync::Arc;
 
 use kvik_tokens::TextStream;
-use kvik_types::hash::{HashChain, KvikChain};
-use kvik_types::{BlockHash, TokenId};
+use kvik_types::{BlockHash, CacheSalt, TokenId};
 
-use super::request::{
-    EngineEvent, FinishReason, GenerateRequest, RequestId, SubmitOptions, TokenEvent, Usage,
-};
+use super::hashes::BlockHashes;
+use super::prefix::PrefixKv;
+use super::request::{EngineEvent, FinishReason, PreparedRequest, RequestId, TokenEvent, Usage};
 use super::resident::Resident;
-use super::transfer::{EndedSequence, PrefixKv};
-use crate::forward::Backend;
 use crate::paging::{BLOCK_TOKENS, BlockId, BlockPool};
 use crate::sampling::{SamplerInput, SamplingParams, TokenCounts, TokenLogprobs};
 
@@ -34,9 +33,11 @@ pub(super) struct Sequence {
     n_computed: usize,
     table: Vec<BlockId>,
     n_registered: usize,
-    /// Hashes of full blocks from the start; `chain` stands after the last of them.
-    hashes: Vec<BlockHash>,
-    chain: KvikChain,
+    hashes: BlockHashes,
+    /// Keeps its KV apart from that of requests with other salts or none.
+    salt: Option<CacheSalt>,
+    /// What the sink gets with it.
+    attachment: Option<Arc<dyn Any + Send + Sync>>,
     /// KV that came in with the request, until the first admission.
     prefix: Option<Box<dyn PrefixKv>>,
     /// Prompt tokens whose KV was there at the first admission.
@@ -67,16 +68,20 @@ enum Phase {
     Failed,
 }
 
+/// The blocks of a prompt that may be found: at least its last token is computed, because its logits are needed.
+pub(super) fn n_reusable_blocks(n_prompt_tokens: usize) -> usize {
+    n_prompt_tokens.saturating_sub(1) / BLOCK_TOKENS
+}
+
 impl Sequence {
     pub(super) fn new(
         request: RequestId,
-        generate: GenerateRequest,
-        options: SubmitOptions,
+        prepared: PreparedRequest,
         seed: u64,
-        chain: KvikChain,
         text: Option<TextStream>,
         prefix: Option<Box<dyn PrefixKv>>,
     ) -> Self {
+        let PreparedRequest { request: generate, options, hashes, attachment } = prepared;
         Self {
             request,
             choice: 0,
@@ -89,8 +94,9 @@ impl Sequence {
             n_computed: 0,
             table: Vec::new(),
             n_registered: 0,
-            hashes: Vec::new(),
-            chain,
+            hashes,
+            salt: options.salt,
+            attachment,
             prefix,
             n_cached: None,
             n_loaded: 0,
@@ -142,6 +148,10 @@ impl Sequence {
         self.name.as_deref() == Some(name)
     }
 
+    pub(super) fn salt(&self) -> Option<&CacheSalt> {
+        self.salt.as_ref()
+    }
+
     pub(super) fn name(&self) -> Option<&str> {
         self.name.as_deref()
     }
@@ -169,15 +179,20 @@ impl Sequence {
     /// What stays of a sequence that has ended, and its name.
     pub(super) fn into_resident(mut self) -> (Option<String>, Resident) {
         self.tokens.truncate(self.n_computed);
-        (self.name, Resident { tokens: self.tokens, table: self.table, is_foreign: self.is_foreign })
+        let Self { name, tokens, table, is_foreign, salt, .. } = self;
+        (name, Resident { tokens, table, is_foreign, salt })
     }
 
     /// Takes what was computed out of the sequence, with its name if it stands on a resident.
     pub(super) fn take_computed(&mut self) -> (Option<String>, Resident) {
         let name = self.name.clone().filter(|_| self.has_resident);
         let table = if name.is_some() { std::mem::take(&mut self.table) } else { Vec::new() };
-        let resident =
-            Resident { tokens: self.computed_tokens().to_vec(), table, is_foreign: self.is_foreign };
+        let resident = Resident {
+            tokens: self.computed_tokens().to_vec(),
+            table,
+            is_foreign: self.is_foreign,
+            salt: self.salt.clone(),
+        };
         (name, resident)
     }
 
@@ -221,20 +236,20 @@ impl Sequence {
     /// Starts from the registered blocks of the longest known prefix. At least the last token is
     /// left to compute, because its logits are needed.
     pub(super) fn reuse_prefix(&mut self, pool: &mut BlockPool) {
-        let n_reusable = (self.tokens.len() - 1) / BLOCK_TOKENS;
-        self.hash_blocks(n_reusable);
-        let usable = &self.hashes[..n_reusable];
-        self.table = pool.match_prefix(usable, &self.tokens);
+        let n_reusable = n_reusable_blocks(self.tokens.len());
+        self.hashes.extend_to(n_reusable, &self.tokens);
+        let usable = &self.hashes.as_slice()[..n_reusable];
+        self.table = pool.match_prefix(usable, &self.tokens, self.salt.as_ref());
         self.n_registered = self.table.len();
         self.n_computed = self.table.len() * BLOCK_TOKENS;
     }
 
-    /// Starts from the blocks of `resident` as far as its tokens start this sequence, if that is
-    /// further than the registered blocks reach; gives back the blocks of the other.
+    /// Starts from the blocks of `resident` as far as its tokens start this sequence, if it has the same salt
+    /// and that is further than the registered blocks reach; gives back the blocks of the other.
     pub(super) fn reuse_resident(&mut self, mut resident: Resident, pool: &mut BlockPool) {
         let usable = &self.tokens[..self.tokens.len() - 1];
         let n_common = usable.iter().zip(&resident.tokens).take_while(|(a, b)| a == b).count();
-        if n_common <= self.n_computed {
+        if resident.salt != self.salt || n_common <= self.n_computed {
             pool.release(&mut resident.table);
             return;
         }
@@ -247,7 +262,7 @@ impl Sequence {
         self.n_registered = n_common / BLOCK_TOKENS;
         self.is_foreign = resident.is_foreign;
         self.has_resident = true;
-        self.hash_blocks(self.n_registered);
+        self.hashes.extend_to(self.n_registered, &self.tokens);
     }
 
     pub(super) fn take_prefix(&mut self) -> Option<Box<dyn PrefixKv>> {
@@ -287,21 +302,23 @@ impl Sequence {
         Some((self.n_computed, self.n_loaded))
     }
 
-    /// What may be kept of the sequence when it gives its blocks back; `None` if it has no full block, if some
-    /// of its KV came from outside by name, or if it has failed.
-    pub(super) fn ended<'a>(&'a self, backend: &'a dyn Backend) -> Option<EndedSequence<'a>> {
-        let n_blocks = self.n_computed / BLOCK_TOKENS;
-        if n_blocks == 0 || self.is_foreign || self.phase == Phase::Failed {
-            return None;
-        }
-        let tokens = &self.tokens[..n_blocks * BLOCK_TOKENS];
-        Some(EndedSequence {
-            backend,
-            tokens,
-            n_prompt_tokens: self.n_prompt.min(tokens.len()),
-            hashes: &self.hashes[..n_blocks],
-            table: &self.table[..n_blocks],
-        })
+    /// Number of its full blocks that may be kept when it has ended: none if some of its KV came from outside
+    /// by name, or if it has failed.
+    pub(super) fn n_offered_blocks(&self) -> usize {
+        if self.is_foreign || self.phase == Phase::Failed { 0 } else { self.n_computed / BLOCK_TOKENS }
+    }
+
+    pub(super) fn n_prompt(&self) -> usize {
+        self.n_prompt
+    }
+
+    /// The hashes of its full blocks.
+    pub(super) fn hashes(&self) -> &[BlockHash] {
+        self.hashes.as_slice()
+    }
+
+    pub(super) fn attachment(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        self.attachment.clone()
     }
 
     /// Marks `n_rows` more tokens as computed and registers the blocks that became full.
@@ -311,22 +328,16 @@ impl Sequence {
             return;
         }
         let n_full = self.n_computed / BLOCK_TOKENS;
-        self.hash_blocks(n_full);
+        self.hashes.extend_to(n_full, &self.tokens);
         for idx in self.n_registered..n_full {
             let Some(tokens) = self.tokens[idx * BLOCK_TOKENS..].first_chunk::<BLOCK_TOKENS>() else {
                 break;
             };
             let parent = idx.checked_sub(1).map(|parent_idx| self.table[parent_idx]);
-            self.table[idx] = pool.register(self.table[idx], self.hashes[idx], tokens, parent);
+            let hash = self.hashes.as_slice()[idx];
+            self.table[idx] = pool.register(self.table[idx], hash, tokens, parent, self.salt.as_ref());
         }
         self.n_registered = self.n_registered.max(n_full);
-    }
-
-    fn hash_blocks(&mut self, n_blocks: usize) {
-        for tokens in self.tokens.as_chunks::<BLOCK_TOKENS>().0.iter().take(n_blocks).skip(self.hashes.len())
-        {
-            self.hashes.push(self.chain.push_block(tokens));
-        }
     }
 
     /// Another choice of the same request, on the same blocks.
@@ -345,7 +356,8 @@ impl Sequence {
             table: self.table.clone(),
             n_registered: self.n_registered,
             hashes: self.hashes.clone(),
-            chain: self.chain.clone(),
+            salt: self.salt.clone(),
+            attachment: self.attachment.clone(),
             prefix: None,
             n_cached: self.n_cached,
             n_loaded: self.n_loaded,

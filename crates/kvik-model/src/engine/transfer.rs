@@ -6,106 +6,27 @@
 //! model, layout and tokens is the promise of whoever hands them in. KV that came in by name carries no such
 //! promise and never leaves this way.
 
-use std::fmt;
+use std::sync::Arc;
 
-use kvik_types::hash::block_hashes;
-use kvik_types::{BlockHash, Namespace, TokenId};
+use kvik_types::{BlockHash, Namespace};
 
 use super::Engine;
+use super::ended::{EndedSequence, KvSink};
+use super::prefix::PrefixKv;
+use super::request::PreparedRequest;
 use super::sequence::Sequence;
-use crate::forward::Backend;
 use crate::paging::{BLOCK_TOKENS, BlockChange, BlockId};
 
-/// Takes the KV of sequences that give their blocks back.
-///
-/// It is asked on the engine's thread, between two passes: an implementation copies what it wants to have and
-/// returns.
-pub trait KvSink: Send + fmt::Debug {
-    /// Offers a sequence that has ended, was ended by its client, or is preempted.
-    ///
-    /// The same tokens may be offered again, by another sequence or by the same one after a preemption, and
-    /// have the same bytes then.
-    fn offer(&mut self, sequence: &EndedSequence<'_>);
-}
-
-/// KV of consecutive blocks of a prompt, from outside of the engine.
-///
-/// The implementation MUST give only bytes that a backend with the layout and the weights of this engine has
-/// exported for exactly the prompt's tokens from its start to the end of the block.
-pub trait PrefixKv: Send + fmt::Debug {
-    /// Position of the first token; a multiple of [`BLOCK_TOKENS`].
-    fn first_token(&self) -> usize;
-
-    /// Number of tokens from there; a multiple of [`BLOCK_TOKENS`].
-    fn n_tokens(&self) -> usize;
-
-    /// The bytes of one block of one layer; `block_idx` counts from the start of the prompt.
-    ///
-    /// `None`, or another length than [`Engine::block_layer_bytes`], ends the prefix before this block.
-    fn block(&self, layer_idx: usize, block_idx: usize) -> Option<&[u8]>;
-}
-
-/// The full blocks of a sequence that is about to give them back.
-#[derive(Debug, Clone, Copy)]
-pub struct EndedSequence<'a> {
-    pub(super) backend: &'a dyn Backend,
-    /// Whole blocks.
-    pub(super) tokens: &'a [TokenId],
-    pub(super) n_prompt_tokens: usize,
-    /// One for each block, as are `table`.
-    pub(super) hashes: &'a [BlockHash],
-    pub(super) table: &'a [BlockId],
-}
-
-impl EndedSequence<'_> {
-    /// The tokens whose KV is there: the sequence from its start to the end of its last full block.
-    pub fn tokens(&self) -> &[TokenId] {
-        self.tokens
-    }
-
-    /// Of these, tokens of the prompt.
-    pub fn n_prompt_tokens(&self) -> usize {
-        self.n_prompt_tokens
-    }
-
-    /// Of these, tokens that were generated.
-    pub fn n_generated_tokens(&self) -> usize {
-        self.tokens.len() - self.n_prompt_tokens
-    }
-
-    /// The hash of each block in the engine's namespace, which covers all tokens up to the block's end.
-    pub fn block_hashes(&self) -> &[BlockHash] {
-        self.hashes
-    }
-
-    /// Number of blocks; at least one.
-    pub fn n_blocks(&self) -> usize {
-        self.table.len()
-    }
-
-    /// Number of layers.
-    pub fn n_layers(&self) -> usize {
-        self.backend.config().n_layers
-    }
-
-    /// Bytes of one block in one layer.
-    pub fn block_layer_bytes(&self) -> usize {
-        self.backend.block_layer_bytes()
-    }
-
-    /// Copies one block of one layer to `out`.
-    ///
-    /// # Panics
-    /// If there is no such layer or block, or `out` is not exactly [`EndedSequence::block_layer_bytes`] long.
-    pub fn read_block(&self, layer_idx: usize, block_idx: usize, out: &mut [u8]) {
-        self.backend.export_block(layer_idx, self.table[block_idx], out);
-    }
-}
-
 impl Engine {
-    /// Sets who is offered the KV of sequences that give their blocks back.
+    /// Sets what is offered the KV of ended sequences.
     pub fn set_kv_sink(&mut self, sink: Box<dyn KvSink>) {
         self.kv_sink = Some(sink);
+    }
+
+    /// Sets what is called, on another thread, when an ended sequence gives its blocks back: step then, if there
+    /// is work.
+    pub fn set_loan_waker(&mut self, waker: Box<dyn Fn() + Send + Sync>) {
+        self.loans.set_waker(Arc::from(waker));
     }
 
     /// What KV may be mixed with that of this engine.
@@ -123,18 +44,15 @@ impl Engine {
         self.backend.block_layer_bytes()
     }
 
-    /// How many tokens of the prompt `tokens` a request would find in the pool now; whole blocks.
+    /// How many tokens of its prompt a request would find in the pool now; whole blocks.
     ///
     /// Nothing is held: they may be gone when the request is admitted.
-    pub fn matched_tokens(&self, tokens: &[TokenId]) -> usize {
+    pub fn matched_tokens(&self, prepared: &PreparedRequest) -> usize {
         if !self.options.reuses_prefixes {
             return 0;
         }
-        let mut chain = self.first_chain.clone();
-        // The last token is computed in any case, because its logits are needed.
-        let usable = &tokens[..tokens.len().saturating_sub(1)];
-        let n_blocks = self.pool.known_prefix(block_hashes(&mut chain, usable), usable).count();
-        n_blocks * BLOCK_TOKENS
+        let (hashes, salt) = (prepared.hashes.as_slice(), prepared.options.salt.as_ref());
+        self.pool.known_prefix(hashes, &prepared.request.prompt, salt).count() * BLOCK_TOKENS
     }
 
     /// Writes down from now on which blocks can be found by their hash; see [`BlockPool::record_changes`](crate::BlockPool::record_changes).
@@ -152,13 +70,43 @@ impl Engine {
         self.pool.registered()
     }
 
-    /// Offers the blocks of a sequence that is about to give them back.
+    /// Offers the full blocks of a sequence that has ended, and lends them for as long as that takes.
     pub(super) fn offer(&mut self, sequence: &Sequence) {
-        if let Some(sink) = &mut self.kv_sink
-            && let Some(ended) = sequence.ended(self.backend.as_ref())
-        {
-            sink.offer(&ended);
+        let Some(sink) = &mut self.kv_sink else { return };
+        let n_blocks = sequence.n_offered_blocks();
+        let (n_layers, block_layer_bytes) =
+            (self.backend.config().n_layers, self.backend.block_layer_bytes());
+        if n_blocks == 0 || !sink.has_room(n_blocks * n_layers * block_layer_bytes) {
+            return;
         }
+        let blocks = &sequence.table()[..n_blocks];
+        let tokens = sequence.computed_tokens()[..n_blocks * BLOCK_TOKENS].to_vec();
+        sink.offer(EndedSequence {
+            n_prompt_tokens: sequence.n_prompt().min(tokens.len()),
+            tokens,
+            salt: sequence.salt().cloned(),
+            hashes: sequence.hashes()[..n_blocks].to_vec(),
+            attachment: sequence.attachment(),
+            n_layers,
+            block_layer_bytes,
+            kv: self.backend.pin_blocks(blocks),
+            _loan: self.loans.give(blocks, &mut self.pool),
+        });
+        self.loans.take_back(&mut self.pool);
+    }
+
+    /// Whether `n_blocks` are free, with those that ended sequences have given back.
+    pub(super) fn ensure_free(&mut self, n_blocks: usize) -> bool {
+        self.pool.ensure_free(n_blocks)
+            || (self.loans.take_back(&mut self.pool) && self.pool.ensure_free(n_blocks))
+    }
+
+    /// Makes ended sequences give their blocks back before they are copied; says whether some came back.
+    pub(super) fn end_loans(&mut self) -> bool {
+        if let Some(sink) = &mut self.kv_sink {
+            sink.give_up();
+        }
+        self.loans.take_back(&mut self.pool)
     }
 
     /// Copies the KV that came in with the sequence into blocks of its own and drops it, as far as it goes on

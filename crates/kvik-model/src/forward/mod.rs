@@ -50,6 +50,15 @@ pub struct LayerKv {
     pub values: Vec<u8>,
 }
 
+/// Blocks that stay as they are until this is dropped.
+pub trait PinnedKv: Send + std::fmt::Debug {
+    /// As [`Backend::export_block`], of the block at `block_idx` of those that are pinned.
+    ///
+    /// # Panics
+    /// If there is no such layer or block, or `out` is not exactly [`Backend::block_layer_bytes`] long.
+    fn read_block(&self, layer_idx: usize, block_idx: usize, out: &mut [u8]);
+}
+
 /// A device that runs the model.
 ///
 /// Every implementation MUST be batch invariant: the logits of a row and the keys and values it
@@ -114,6 +123,12 @@ pub trait Backend: Send + std::fmt::Debug {
     /// # Panics
     /// If `out` is not exactly [`Backend::block_layer_bytes`] long.
     fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]);
+
+    /// Keeps blocks as they are until the result is dropped, so that they can be read on another thread while
+    /// passes go on.
+    ///
+    /// The caller guarantees that all tokens of the blocks were computed, and writes none of them before.
+    fn pin_blocks(&mut self, blocks: &[BlockId]) -> Box<dyn PinnedKv>;
 
     /// Writes a block of one layer from the bytes that [`Backend::export_block`] gave under the same
     /// [`Backend::kv_layout`].

@@ -9,7 +9,7 @@
 //!
 //! The only unsafe code of the crate lives here: SIMD intrinsics, unchecked indices in the inner
 //! loops behind checks of the shapes, the sharing of output buffers between the threads of one
-//! parallel section, and the view of memory that a pool maps.
+//! parallel section, blocks that are read while others are written, and the view of memory that a pool maps.
 
 mod activation;
 mod attention;
@@ -30,7 +30,7 @@ pub(crate) use attention::{AttentionShape, attend};
 pub(crate) use gemm::{Combine, matmul};
 pub(crate) use matrix::{MatrixSource, PackedMatrix, padded};
 pub(crate) use norm::{layer_norm_row, rms_norm_row};
-pub(crate) use pages::{KvElement, KvPages, KvRows, PageShape};
+pub(crate) use pages::{KvElement, KvPages, KvRows, PageShape, PinnedBlocks};
 pub(crate) use plan::{RowPlan, Span};
 pub(crate) use rotary::RotaryTable;
 pub(crate) use shared::for_each_chunk_mut;

@@ -1,6 +1,7 @@
 //! The memory in which keys and values lie, block by block.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use half::{bf16, f16};
 use kvik_memory::pool::KvPool;
@@ -9,7 +10,7 @@ use crate::paging::BlockId;
 
 use super::matrix::padded;
 use super::plan::{BlockRun, RowPlan};
-use super::shared::{Aligned, SharedSlice};
+use super::shared::Aligned;
 use super::simd::{LANES, Simd};
 use super::storage::LayerStorage;
 use super::threads::ThreadPool;
@@ -132,11 +133,29 @@ impl PageShape {
 ///
 /// A block of one layer holds, for each KV head, `head_dim` vectors of the keys of its sixteen
 /// tokens and then the values, a row of `padded(head_dim)` for each token.
+///
+/// This value alone writes. Blocks that are pinned are not written, so they can be read meanwhile, on other
+/// threads too.
 #[derive(Debug)]
 pub(crate) struct KvPages<E> {
-    layers: Vec<LayerStorage<Aligned<[E; LANES]>>>,
+    memory: Arc<PageMemory<E>>,
     pub(super) shape: PageShape,
     n_blocks: usize,
+}
+
+/// Blocks that stay as they are until this is dropped.
+#[derive(Debug)]
+pub(crate) struct PinnedBlocks<E> {
+    memory: Arc<PageMemory<E>>,
+    blocks: Vec<BlockId>,
+}
+
+#[derive(Debug)]
+struct PageMemory<E> {
+    layers: Vec<LayerStorage<Aligned<[E; LANES]>>>,
+    shape: PageShape,
+    /// Of each block. Counted up only by who could write the block instead, `&mut KvPages`, and down by anyone.
+    n_pins: Box<[AtomicU32]>,
 }
 
 /// Rows that hold keys and values side by side.
@@ -158,7 +177,7 @@ impl<E: KvElement> KvPages<E> {
         for _ in 0..n_layers {
             layers.push(LayerStorage::owned(n_vectors, Aligned([E::default(); LANES]))?);
         }
-        Some(Self { layers, shape, n_blocks })
+        Some(Self::new(layers, shape, n_blocks))
     }
 
     /// Pages on the blocks of `pool`, a buffer for each layer; `None` if it is not laid out for them.
@@ -167,7 +186,22 @@ impl<E: KvElement> KvPages<E> {
         let n_vectors = n_blocks.checked_mul(shape.vectors_per_block())?;
         let layer = |layer_idx| LayerStorage::mapped(pool, layer_idx, n_vectors);
         let layers = (0..n_layers).map(layer).collect::<Option<Vec<_>>>()?;
-        Some(Self { layers, shape, n_blocks })
+        Some(Self::new(layers, shape, n_blocks))
+    }
+
+    fn new(layers: Vec<LayerStorage<Aligned<[E; LANES]>>>, shape: PageShape, n_blocks: usize) -> Self {
+        let n_pins = (0..n_blocks).map(|_| AtomicU32::new(0)).collect();
+        Self { memory: Arc::new(PageMemory { layers, shape, n_pins }), shape, n_blocks }
+    }
+
+    /// Keeps `blocks` as they are until the result is dropped: writing one of them before is a defect of the
+    /// caller and panics.
+    pub(crate) fn pin(&mut self, blocks: &[BlockId]) -> PinnedBlocks<E> {
+        for block in blocks {
+            // Relaxed: the same thread writes, or a later one that got `&mut self` from it.
+            self.memory.n_pins[block.index()].fetch_add(1, Ordering::Relaxed);
+        }
+        PinnedBlocks { memory: Arc::clone(&self.memory), blocks: blocks.to_vec() }
     }
 
     /// Bytes of one block in one layer.
@@ -181,14 +215,34 @@ impl<E: KvElement> KvPages<E> {
 
     /// All blocks of one layer.
     pub(super) fn layer(&self, layer_idx: usize) -> &[Aligned<[E; LANES]>] {
-        &self.layers[layer_idx]
+        &self.memory.layers[layer_idx]
+    }
+
+    /// One block of one layer.
+    fn block(&self, layer_idx: usize, block: BlockId) -> &[Aligned<[E; LANES]>] {
+        self.memory.block(layer_idx, block)
+    }
+
+    /// One block of one layer, to be written.
+    ///
+    /// # Panics
+    /// If the block is pinned.
+    fn block_mut(&mut self, layer_idx: usize, block: BlockId) -> &mut [Aligned<[E; LANES]>] {
+        self.memory.assert_unpinned(block);
+        let n_vectors = self.shape.vectors_per_block();
+        // SAFETY: other threads read pinned blocks alone. This one is not pinned, and does not become so while
+        // `self` is borrowed; nor is anything else read or written through `self`.
+        unsafe { self.memory.layers[layer_idx].slice_mut(block.index() * n_vectors, n_vectors) }
     }
 
     pub(crate) fn copy_block(&mut self, from: BlockId, to: BlockId) {
-        let n_vectors = self.shape.vectors_per_block();
-        let source = from.index() * n_vectors;
-        for layer in &mut self.layers {
-            layer.copy_within(source..source + n_vectors, to.index() * n_vectors);
+        if from == to {
+            return;
+        }
+        let memory = Arc::clone(&self.memory);
+        for layer_idx in 0..memory.layers.len() {
+            // Two blocks: what is read is not written.
+            self.block_mut(layer_idx, to).copy_from_slice(memory.block(layer_idx, from));
         }
     }
 
@@ -205,8 +259,7 @@ impl<E: KvElement> KvPages<E> {
         let row_vectors = padded(self.shape.head_dim) / LANES;
         for position in 0..n_tokens {
             let lane = position % LANES;
-            let start = block_table[position / LANES].index() * self.shape.vectors_per_block();
-            let block = &self.layers[layer_idx][start..start + self.shape.vectors_per_block()];
+            let block = self.block(layer_idx, block_table[position / LANES]);
             for head in block.chunks_exact(self.shape.vectors_per_head()) {
                 let (key_vectors, value_vectors) = head.split_at(self.shape.head_dim);
                 for vector in key_vectors {
@@ -236,13 +289,11 @@ impl<E: KvElement> KvPages<E> {
         let token_bytes = self.shape.n_kv_heads * head_dim * E::N_BYTES;
         assert!(keys.len() == n_tokens * token_bytes && values.len() == n_tokens * token_bytes);
         let row_vectors = padded(head_dim) / LANES;
-        let (vectors_per_block, vectors_per_head) =
-            (self.shape.vectors_per_block(), self.shape.vectors_per_head());
+        let vectors_per_head = self.shape.vectors_per_head();
         let tokens = keys.chunks_exact(token_bytes).zip(values.chunks_exact(token_bytes));
         for (position, (key_row, value_row)) in tokens.enumerate() {
             let lane = position % LANES;
-            let start = block_table[position / LANES].index() * vectors_per_block;
-            let block = &mut self.layers[layer_idx][start..start + vectors_per_block];
+            let block = self.block_mut(layer_idx, block_table[position / LANES]);
             for (head, vectors) in block.chunks_exact_mut(vectors_per_head).enumerate() {
                 let (key_vectors, value_vectors) = vectors.split_at_mut(head_dim);
                 for dim in 0..head_dim {
@@ -266,26 +317,7 @@ impl<E: KvElement> KvPages<E> {
     /// # Panics
     /// If `out` is not exactly [`KvPages::packed_block_bytes`] long.
     pub(crate) fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) {
-        assert!(out.len() == self.packed_block_bytes(), "a buffer that is not as long as a block");
-        let shape = self.shape;
-        let start = block.index() * shape.vectors_per_block();
-        let vectors = &self.layers[layer_idx][start..start + shape.vectors_per_block()];
-        let heads = vectors.chunks_exact(shape.vectors_per_head());
-        let head_bytes = shape.head_dim * LANES * E::N_BYTES;
-        for (head, out) in heads.zip(out.chunks_exact_mut(2 * head_bytes)) {
-            let (keys, values) = head.split_at(shape.head_dim);
-            let (key_bytes, value_bytes) = out.split_at_mut(head_bytes);
-            for (vector, out) in keys.iter().zip(key_bytes.chunks_exact_mut(LANES * E::N_BYTES)) {
-                E::write_le(&vector.0, out);
-            }
-            let rows = values.chunks_exact(shape.vectors_per_row());
-            for (row, out) in rows.zip(value_bytes.chunks_exact_mut(shape.head_dim * E::N_BYTES)) {
-                // The last vector of a row may be wider than what is left of its bytes.
-                for (vector, out) in row.iter().zip(out.chunks_mut(LANES * E::N_BYTES)) {
-                    E::write_le(&vector.0, out);
-                }
-            }
-        }
+        self.memory.export_block(layer_idx, block, out);
     }
 
     /// Writes a block of one layer from the bytes that [`KvPages::export_block`] gives.
@@ -295,8 +327,7 @@ impl<E: KvElement> KvPages<E> {
     pub(crate) fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) {
         assert!(bytes.len() == self.packed_block_bytes(), "bytes that are not as long as a block");
         let shape = self.shape;
-        let start = block.index() * shape.vectors_per_block();
-        let vectors = &mut self.layers[layer_idx][start..start + shape.vectors_per_block()];
+        let vectors = self.block_mut(layer_idx, block);
         let heads = vectors.chunks_exact_mut(shape.vectors_per_head());
         let head_bytes = shape.head_dim * LANES * E::N_BYTES;
         for (head, bytes) in heads.zip(bytes.chunks_exact(2 * head_bytes)) {
@@ -327,13 +358,72 @@ impl<E: KvElement> KvPages<E> {
     ) {
         let shape = self.shape;
         let n_vectors = shape.vectors_per_block();
-        let vectors = SharedSlice::new(&mut self.layers[layer_idx]);
+        let memory = &*self.memory;
+        for run in &plan.runs {
+            memory.assert_unpinned(run.block);
+        }
+        let layer = &memory.layers[layer_idx];
         pool.run(plan.runs.len(), &|run_idx| {
             let run = &plan.runs[run_idx];
-            // SAFETY: a plan has no two runs with one block, and blocks do not overlap.
-            let block = unsafe { vectors.slice_mut(run.block.index() * n_vectors, n_vectors) };
+            // SAFETY: a plan has no two runs with one block, and blocks do not overlap. Other threads read
+            // pinned blocks alone, and none of these is or becomes one while `self` is borrowed.
+            let block = unsafe { layer.slice_mut(run.block.index() * n_vectors, n_vectors) };
             write_run(shape, run, rows, block);
         });
+    }
+}
+
+impl<E: KvElement> PageMemory<E> {
+    fn block(&self, layer_idx: usize, block: BlockId) -> &[Aligned<[E; LANES]>] {
+        let n_vectors = self.shape.vectors_per_block();
+        self.layers[layer_idx].slice(block.index() * n_vectors, n_vectors)
+    }
+
+    fn assert_unpinned(&self, block: BlockId) {
+        // Acquire: what a reader has read before it let go stays before what is written now.
+        let n_pins = self.n_pins[block.index()].load(Ordering::Acquire);
+        assert!(n_pins == 0, "a pinned block is written");
+    }
+
+    fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) {
+        let shape = self.shape;
+        let n_bytes = shape.elements_per_block() * E::N_BYTES;
+        assert!(out.len() == n_bytes, "a buffer that is not as long as a block");
+        let heads = self.block(layer_idx, block).chunks_exact(shape.vectors_per_head());
+        let head_bytes = shape.head_dim * LANES * E::N_BYTES;
+        for (head, out) in heads.zip(out.chunks_exact_mut(2 * head_bytes)) {
+            let (keys, values) = head.split_at(shape.head_dim);
+            let (key_bytes, value_bytes) = out.split_at_mut(head_bytes);
+            for (vector, out) in keys.iter().zip(key_bytes.chunks_exact_mut(LANES * E::N_BYTES)) {
+                E::write_le(&vector.0, out);
+            }
+            let rows = values.chunks_exact(shape.vectors_per_row());
+            for (row, out) in rows.zip(value_bytes.chunks_exact_mut(shape.head_dim * E::N_BYTES)) {
+                // The last vector of a row may be wider than what is left of its bytes.
+                for (vector, out) in row.iter().zip(out.chunks_mut(LANES * E::N_BYTES)) {
+                    E::write_le(&vector.0, out);
+                }
+            }
+        }
+    }
+}
+
+impl<E: KvElement> PinnedBlocks<E> {
+    /// As [`KvPages::export_block`], of the block at `block_idx` of those that are pinned.
+    ///
+    /// # Panics
+    /// If there is no such block, or `out` is not exactly as long as one.
+    pub(crate) fn export_block(&self, layer_idx: usize, block_idx: usize, out: &mut [u8]) {
+        self.memory.export_block(layer_idx, self.blocks[block_idx], out);
+    }
+}
+
+impl<E> Drop for PinnedBlocks<E> {
+    fn drop(&mut self) {
+        for block in &self.blocks {
+            // Release: see `assert_unpinned`.
+            self.memory.n_pins[block.index()].fetch_sub(1, Ordering::Release);
+        }
     }
 }
 

@@ -1,7 +1,6 @@
 //! The memory of one layer: the process's own, or pages of a pool that come and go.
 
-use std::marker::PhantomData;
-use std::ops::{Deref, DerefMut};
+use std::ops::Deref;
 use std::sync::Arc;
 
 use kvik_memory::geometry::PageId;
@@ -10,29 +9,30 @@ use kvik_memory::pool::KvPool;
 use kvik_memory::region::Guard;
 
 /// Elements of one layer, for all blocks that there can be.
+///
+/// Elements are written in parts, through [`LayerStorage::slice_mut`], while others are read.
 #[derive(Debug)]
-pub(crate) enum LayerStorage<T> {
-    /// Always there.
-    Owned(Vec<T>),
-    /// There where the pool has handed out a block; elsewhere it reads zeros and must not be written.
-    Mapped(MappedLayer<T>),
-}
-
-/// One buffer of a pool's region.
-#[derive(Debug)]
-pub(crate) struct MappedLayer<T> {
+pub(crate) struct LayerStorage<T> {
     start: *mut T,
     len: usize,
-    /// Keeps the addresses reserved.
-    _pool: Arc<KvPool>,
-    elements: PhantomData<T>,
+    owner: Owner,
 }
 
-// SAFETY: the pointer stands for a buffer that this value alone reads and writes, by the promise of
-// `LayerStorage::mapped`.
-unsafe impl<T: Send> Send for MappedLayer<T> {}
-// SAFETY: as above; a shared reference only reads.
-unsafe impl<T: Sync> Sync for MappedLayer<T> {}
+/// Whose memory it is.
+#[derive(Debug)]
+enum Owner {
+    /// The storage's own, a boxed slice.
+    Storage,
+    /// A buffer of the pool's region: there where the pool has handed out a block; elsewhere it reads zeros and
+    /// must not be written. The pool keeps the addresses reserved.
+    Pool { _pool: Arc<KvPool> },
+}
+
+// SAFETY: the pointer stands for a buffer that this value alone reads and writes: its own, or by the promise
+// of `LayerStorage::mapped`.
+unsafe impl<T: Send> Send for LayerStorage<T> {}
+// SAFETY: a shared reference reads; who writes through one promises that no other touches those elements.
+unsafe impl<T: Send + Sync> Sync for LayerStorage<T> {}
 
 impl<T: Copy> LayerStorage<T> {
     /// `len` elements of `value`; `None` if they do not fit into memory.
@@ -40,7 +40,8 @@ impl<T: Copy> LayerStorage<T> {
         let mut elements = Vec::new();
         elements.try_reserve_exact(len).ok()?;
         elements.resize(len, value);
-        Some(Self::Owned(elements))
+        let start = Box::into_raw(elements.into_boxed_slice()).cast::<T>();
+        Some(Self { start, len, owner: Owner::Storage })
     }
 
     /// Buffer `buffer` of `pool`, of which this must be the only user; `None` if it is shorter than `len`
@@ -60,7 +61,36 @@ impl<T: Copy> LayerStorage<T> {
         if !start.is_aligned() {
             return None;
         }
-        Some(Self::Mapped(MappedLayer { start, len, _pool: Arc::clone(pool), elements: PhantomData }))
+        Some(Self { start, len, owner: Owner::Pool { _pool: Arc::clone(pool) } })
+    }
+}
+
+impl<T> LayerStorage<T> {
+    /// The elements `start..start + len`.
+    ///
+    /// # Panics
+    /// If the range is not inside.
+    pub(crate) fn slice(&self, start: usize, len: usize) -> &[T] {
+        assert!(start <= self.len && len <= self.len - start, "range outside of the layer");
+        // SAFETY: the range is inside of the buffer, which stays while `self` does. All of it can be read:
+        // blocks that were handed out are mapped, the guard lies behind the rest. Pages come and go only under
+        // blocks without holders, which are not read. Who writes promises that these are not read.
+        unsafe { std::slice::from_raw_parts(self.start.add(start), len) }
+    }
+
+    /// The elements `start..start + len`, to be written.
+    ///
+    /// # Safety
+    /// While the result lives, nothing else touches any of these elements: no other result of this method or of
+    /// [`Self::slice`], and no reference to the whole. They belong to a block that the pool has handed out.
+    ///
+    /// # Panics
+    /// If the range is not inside.
+    #[expect(clippy::mut_from_ref, reason = "that is the purpose; the caller promises disjointness")]
+    pub(crate) unsafe fn slice_mut(&self, start: usize, len: usize) -> &mut [T] {
+        assert!(start <= self.len && len <= self.len - start, "range outside of the layer");
+        // SAFETY: as in `slice`; the caller promises that nothing else touches the range and that it is mapped.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(start), len) }
     }
 }
 
@@ -68,23 +98,16 @@ impl<T> Deref for LayerStorage<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        match self {
-            Self::Owned(elements) => elements,
-            // SAFETY: the buffer has `len` elements and stays reserved while the pool lives. All of it can
-            // be read: blocks that were handed out are mapped, the guard lies behind the rest. Pages come
-            // and go only under blocks that nobody holds, which nobody reads.
-            Self::Mapped(layer) => unsafe { std::slice::from_raw_parts(layer.start, layer.len) },
-        }
+        self.slice(0, self.len)
     }
 }
 
-impl<T> DerefMut for LayerStorage<T> {
-    fn deref_mut(&mut self) -> &mut [T] {
-        match self {
-            Self::Owned(elements) => elements,
-            // SAFETY: as in `deref`; this is the only user of the buffer, and the engine writes only to
-            // blocks that it holds, which are mapped.
-            Self::Mapped(layer) => unsafe { std::slice::from_raw_parts_mut(layer.start, layer.len) },
+impl<T> Drop for LayerStorage<T> {
+    fn drop(&mut self) {
+        if let Owner::Storage = self.owner {
+            let elements = std::ptr::slice_from_raw_parts_mut(self.start, self.len);
+            // SAFETY: it came out of a box of this length, and nothing refers to it any more.
+            drop(unsafe { Box::from_raw(elements) });
         }
     }
 }

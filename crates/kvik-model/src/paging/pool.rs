@@ -5,7 +5,8 @@
 //! - a registered block's parent is registered, and stays so while the block is: holders of a
 //!   block hold its parents, and a released table gives back its last block first, so a parent is
 //!   always younger in the free list than its children;
-//! - a match compares tokens and parents, not hashes alone: a hash collision is a miss;
+//! - a match compares tokens, parents and the salt of the first block, not hashes alone: a hash collision is
+//!   a miss;
 //! - a block that is absent, because its memory was not taken or was given back, is neither held nor
 //!   free nor registered.
 //!
@@ -18,7 +19,7 @@ mod free_list;
 
 use std::collections::HashMap;
 
-use kvik_types::{BlockHash, TokenId};
+use kvik_types::{BlockHash, CacheSalt, TokenId};
 
 use super::memory::{BlockMemory, FixedMemory, Need};
 use super::{BLOCK_TOKENS, BlockId};
@@ -31,6 +32,9 @@ struct Content {
     tokens: [TokenId; BLOCK_TOKENS],
     /// The block before it; `None` for the first of a sequence.
     parent: Option<BlockId>,
+    /// What keeps its sequence apart from others with the same tokens; kept by first blocks alone, since the
+    /// others are found through them.
+    salt: Option<CacheSalt>,
 }
 
 #[derive(Debug, Clone)]
@@ -320,8 +324,13 @@ impl BlockPool {
     /// Takes a reference to each registered block of the longest known prefix and returns them.
     ///
     /// `hashes` are those of the full blocks of `tokens`, from the start.
-    pub fn match_prefix(&mut self, hashes: &[BlockHash], tokens: &[TokenId]) -> Vec<BlockId> {
-        let matched: Vec<BlockId> = self.known_prefix(hashes.iter().copied(), tokens).collect();
+    pub fn match_prefix(
+        &mut self,
+        hashes: &[BlockHash],
+        tokens: &[TokenId],
+        salt: Option<&CacheSalt>,
+    ) -> Vec<BlockId> {
+        let matched: Vec<BlockId> = self.known_prefix(hashes, tokens, salt).collect();
         for &block in &matched {
             self.retain(block);
         }
@@ -330,16 +339,16 @@ impl BlockPool {
 
     /// The registered blocks of the longest known prefix; no reference is taken.
     ///
-    /// `hashes` are those of the full blocks of `tokens`, from the start; they are asked for only as far as
-    /// blocks are known.
+    /// `hashes` are those of the full blocks of `tokens`, from the start.
     pub fn known_prefix(
         &self,
-        hashes: impl IntoIterator<Item = BlockHash>,
+        hashes: &[BlockHash],
         tokens: &[TokenId],
+        salt: Option<&CacheSalt>,
     ) -> impl Iterator<Item = BlockId> {
         let mut parent = None;
-        hashes.into_iter().zip(tokens.as_chunks::<BLOCK_TOKENS>().0).map_while(move |(hash, block_tokens)| {
-            parent = Some(self.find(&hash, block_tokens, parent)?);
+        hashes.iter().zip(tokens.as_chunks::<BLOCK_TOKENS>().0).map_while(move |(hash, block_tokens)| {
+            parent = Some(self.find(hash, block_tokens, parent, salt)?);
             parent
         })
     }
@@ -355,6 +364,7 @@ impl BlockPool {
         hash: BlockHash,
         tokens: &[TokenId; BLOCK_TOKENS],
         parent: Option<BlockId>,
+        salt: Option<&CacheSalt>,
     ) -> BlockId {
         if self.slots[block.index()].content.is_some() {
             return block;
@@ -363,7 +373,7 @@ impl BlockPool {
             return block;
         }
         if self.by_hash.contains_key(&hash) {
-            let Some(known) = self.find(&hash, tokens, parent) else {
+            let Some(known) = self.find(&hash, tokens, parent, salt) else {
                 return block;
             };
             self.retain(known);
@@ -371,7 +381,8 @@ impl BlockPool {
             return known;
         }
         self.by_hash.insert(hash, block);
-        let content = Content { hash, tokens: *tokens, parent };
+        let salt = if parent.is_none() { salt.cloned() } else { None };
+        let content = Content { hash, tokens: *tokens, parent, salt };
         if self.records_changes {
             self.changes.push(self.registration(&content));
         }
@@ -393,10 +404,12 @@ impl BlockPool {
         hash: &BlockHash,
         tokens: &[TokenId; BLOCK_TOKENS],
         parent: Option<BlockId>,
+        salt: Option<&CacheSalt>,
     ) -> Option<BlockId> {
         let block = *self.by_hash.get(hash)?;
         let content = self.slots[block.index()].content.as_ref()?;
-        (content.tokens == *tokens && content.parent == parent).then_some(block)
+        let has_salt = parent.is_some() || content.salt.as_ref() == salt;
+        (content.tokens == *tokens && content.parent == parent && has_salt).then_some(block)
     }
 
     /// Takes memory for `n_blocks` more blocks, as far as there is any.

@@ -2,7 +2,7 @@
 
 use kvik_types::TokenId;
 
-use super::sampler::rank_before;
+use super::rank::rank_before;
 
 /// The log probabilities at one step, before penalties and temperature.
 #[derive(Debug, Clone, PartialEq)]

@@ -8,6 +8,7 @@ mod logprobs;
 mod params;
 mod penalties;
 mod random;
+mod rank;
 mod sampler;
 
 pub use logprobs::TokenLogprobs;

@@ -3,14 +3,13 @@
 //! Order of the steps: penalties, temperature, `min_p`, `top_k`, `top_p`, draw. Equal logits rank
 //! by token id, so that the order never depends on a sort.
 
-use std::cmp::Ordering;
-
 use kvik_types::TokenId;
 
 use super::logprobs::TokenLogprobs;
 use super::params::SamplingParams;
 use super::penalties::TokenCounts;
 use super::random::uniform;
+use super::rank::rank_before;
 
 /// What one choice depends on.
 #[derive(Debug, Clone, Copy)]
@@ -30,11 +29,6 @@ pub(crate) struct Sampler {
     adjusted: Vec<f32>,
     candidates: Vec<TokenId>,
     weights: Vec<f64>,
-}
-
-/// The order of tokens by rank: larger logit first, then smaller id.
-pub(super) fn rank_before(logits: &[f32], a: TokenId, b: TokenId) -> Ordering {
-    logits[b as usize].total_cmp(&logits[a as usize]).then(a.cmp(&b))
 }
 
 impl Sampler {

@@ -8,7 +8,8 @@ use crate::support::requests::{Output, Outputs, alone, collect, engine, run};
 use crate::support::shelf::{Shelf, ShelfKv};
 use crate::support::{KV_DTYPES, TestModel};
 use crate::{
-    FIXTURES, N_BLOCKS, assert_as_alone, engine_of_dtype, greedy, named, only, shelf_of, submit_from, tokens,
+    FIXTURES, N_BLOCKS, assert_as_alone, engine_of_dtype, greedy, matched_tokens, named, only, shelf_of,
+    submit_from, submit_with_kv, tokens,
 };
 
 #[test]
@@ -121,11 +122,11 @@ fn only_what_lies_behind_the_blocks_of_the_pool_is_loaded_and_then_lies_there_to
     let long = tokens(70, 1);
     let shelf = shelf_of(&model, &long);
     let mut engine = engine(&model, N_BLOCKS, EngineOptions::default());
-    assert_eq!(engine.matched_tokens(&long), 0);
+    assert_eq!(matched_tokens(&engine, &long), 0);
     engine.submit(greedy(&long[..40], 1)).unwrap();
     run(&mut engine);
-    assert_eq!(engine.matched_tokens(&long), 32);
-    assert_eq!((engine.matched_tokens(&long[..32]), engine.matched_tokens(&[])), (16, 0));
+    assert_eq!(matched_tokens(&engine, &long), 32);
+    assert_eq!((matched_tokens(&engine, &long[..32]), matched_tokens(&engine, &[])), (16, 0));
     let n_free = engine.pool_stats().n_free;
     let id = submit_from(&mut engine, greedy(&long, 4), shelf.prefix(&long, 32));
     let mut events = Vec::new();
@@ -139,7 +140,7 @@ fn only_what_lies_behind_the_blocks_of_the_pool_is_loaded_and_then_lies_there_to
     collect(engine.run_until_idle().unwrap(), &mut outputs);
     assert_as_alone(&model, &greedy(&long, 4), &only(outputs));
     // Nothing is held, and who comes next finds it.
-    assert_eq!((engine.pool_stats().n_free, engine.matched_tokens(&long)), (n_free, 64));
+    assert_eq!((engine.pool_stats().n_free, matched_tokens(&engine, &long)), (n_free, 64));
     submit_from(&mut engine, greedy(&long, 4), shelf.prefix(&long, 0));
     let again = only(run(&mut engine));
     assert_eq!((again.usage.cached_tokens, again.usage.loaded_tokens), (64, 0));
@@ -156,7 +157,7 @@ fn an_engine_that_does_not_reuse_prefixes_still_takes_what_comes_with_a_request(
     options.reuses_prefixes = false;
     let mut engine = engine(&model, N_BLOCKS, options);
     for _ in 0..2 {
-        assert_eq!(engine.matched_tokens(&long), 0);
+        assert_eq!(matched_tokens(&engine, &long), 0);
         submit_from(&mut engine, greedy(&long, 4), shelf.prefix(&long, 0));
         let output = only(run(&mut engine));
         assert_eq!((output.usage.cached_tokens, output.usage.loaded_tokens), (32, 32));
@@ -191,7 +192,7 @@ fn as_many_blocks_are_loaded_as_there_is_room_for_and_the_rest_is_computed() {
     let mut engine = engine(&model, 6, EngineOptions::default());
     // Waits for its client and holds three blocks of the six; nobody is preempted for what can be computed.
     let paused = greedy(&tokens(40, 5), 6);
-    let options = SubmitOptions { name: None, credits: Some(1) };
+    let options = SubmitOptions { credits: Some(1), ..SubmitOptions::default() };
     let paused_id = engine.submit_with(paused.clone(), options).unwrap();
     let mut outputs = run(&mut engine);
     assert_eq!(engine.pool_stats().n_free, 3);
@@ -253,7 +254,7 @@ fn a_resident_comes_before_what_came_with_a_request_unless_that_reaches_further(
         let mut kv = shelf.prefix(&long, 0);
         kv.n_tokens = n_loadable;
         let request = greedy(&long, 5);
-        engine.submit_from(request.clone(), named("a"), Some(Box::new(kv))).unwrap();
+        submit_with_kv(&mut engine, request.clone(), named("a"), kv);
         let output = only(run(&mut engine));
         assert_eq!((output.usage.cached_tokens, output.usage.loaded_tokens), expected);
         assert_as_alone(&model, &request, &output);
@@ -282,7 +283,8 @@ fn blocks_behind_kv_that_came_by_name_are_neither_loaded_nor_offered() {
     engine.set_kv_sink(shelf.sink());
     engine.import_kv("a", &wrong_kv(&model, &long[..40])).unwrap();
     let kv = Box::new(shelf.prefix(&long, 0));
-    let id = engine.submit_from(greedy(&long, 5), named("a"), Some(kv)).unwrap();
+    let prepared = engine.prepare(greedy(&long, 5), named("a"));
+    let id = engine.submit_prepared(prepared, Some(kv)).unwrap();
     let output = only(run(&mut engine));
     assert_eq!((output.usage.cached_tokens, output.usage.loaded_tokens), (40, 0));
     // Nor when its client ends it, nor in the next turn.
@@ -292,7 +294,7 @@ fn blocks_behind_kv_that_came_by_name_are_neither_loaded_nor_offered() {
     engine.finish(id_again);
     assert_ne!(id, id_again);
     assert_eq!(shelf.take_offers(), []);
-    assert_eq!(engine.matched_tokens(&long), 0);
+    assert_eq!(matched_tokens(&engine, &long), 0);
     // A resident that the pool reaches beyond taints nobody.
     engine.forget_resident("a");
     engine.submit(greedy(&long, 1)).unwrap();

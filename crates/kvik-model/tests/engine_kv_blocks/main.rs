@@ -2,9 +2,11 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
+mod lent;
 mod loaded;
 mod names;
 mod offered;
+mod salts;
 mod schedules;
 mod shared_memory;
 #[path = "../support/mod.rs"]
@@ -35,7 +37,7 @@ fn greedy(prompt: &[u32], max_tokens: u32) -> GenerateRequest {
 }
 
 fn named(name: &str) -> SubmitOptions {
-    SubmitOptions { name: Some(name.to_owned()), credits: None }
+    SubmitOptions { name: Some(name.to_owned()), ..SubmitOptions::default() }
 }
 
 fn engine_of_dtype(model: &TestModel, kv_dtype: Dtype, max_batched_tokens: usize) -> Engine {
@@ -47,7 +49,22 @@ fn engine_of_dtype(model: &TestModel, kv_dtype: Dtype, max_batched_tokens: usize
 }
 
 fn submit_from(engine: &mut Engine, request: GenerateRequest, kv: ShelfKv) -> RequestId {
-    engine.submit_from(request, SubmitOptions::default(), Some(Box::new(kv))).unwrap()
+    submit_with_kv(engine, request, SubmitOptions::default(), kv)
+}
+
+fn submit_with_kv(
+    engine: &mut Engine,
+    request: GenerateRequest,
+    options: SubmitOptions,
+    kv: ShelfKv,
+) -> RequestId {
+    let prepared = engine.prepare(request, options);
+    engine.submit_prepared(prepared, Some(Box::new(kv))).unwrap()
+}
+
+/// How many tokens of a prompt without a salt the engine has.
+fn matched_tokens(engine: &Engine, prompt: &[u32]) -> usize {
+    engine.matched_tokens(&engine.prepare(greedy(prompt, 1), SubmitOptions::default()))
 }
 
 /// A shelf with the full blocks of `prompt`.

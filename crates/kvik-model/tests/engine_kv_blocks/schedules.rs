@@ -2,10 +2,10 @@
 
 use std::cell::RefCell;
 
-use crate::submit_from;
 use crate::support::TestModel;
 use crate::support::shelf::{Shelf, ShelfKv};
 use crate::support::visits::{check_visits_by, for_random_visits};
+use crate::{matched_tokens, submit_from};
 
 /// Damages some prefixes, in a way that depends on `salt` alone.
 fn damaged(mut kv: ShelfKv, salt: usize) -> ShelfKv {
@@ -36,7 +36,7 @@ fn any_schedule_with_any_kv_from_outside_gives_the_outputs_of_each_request_alone
                     if visit.arrival % 3 == turn {
                         engine.forget_prefixes();
                     }
-                    let kv = damaged(shelf.prefix(prompt, engine.matched_tokens(prompt)), visit.arrival);
+                    let kv = damaged(shelf.prefix(prompt, matched_tokens(engine, prompt)), visit.arrival);
                     submit_from(engine, visit.request.clone(), kv)
                 })?;
                 *n_loaded.borrow_mut() += engine.stats().n_loaded_tokens;

@@ -20,6 +20,8 @@ fn sharing_engine(model: &Model, dir: &Path, n_pages: u64) -> Engine {
         label: "test".to_owned(),
         limit_bytes: None,
         device_bytes: n_pages * ((model.config().n_layers as u64) << 21),
+        page_bytes: None,
+        is_preallocating: false,
         dir: dir.to_owned(),
     });
     model.cpu_engine(&backend, EngineOptions::default()).unwrap()

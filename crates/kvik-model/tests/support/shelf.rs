@@ -70,7 +70,7 @@ impl Shelf {
 impl KvSink for Shelf {
     /// # Panics
     /// If the same tokens come with other bytes than before, or the counts do not add up.
-    fn offer(&mut self, sequence: &EndedSequence<'_>) {
+    fn offer(&mut self, sequence: EndedSequence) {
         let tokens = sequence.tokens();
         assert_eq!(tokens.len(), sequence.n_blocks() * BLOCK_TOKENS);
         assert_eq!(sequence.block_hashes().len(), sequence.n_blocks());

@@ -98,6 +98,9 @@ pub struct ChatRequest {
     /// Extension: names the sequence, so that the next turn continues it.
     #[serde(default)]
     pub seq_id: Option<String>,
+    /// Extension of vLLM: keeps the KV apart from that of requests with other salts or none; 1 to 1024 bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache_salt: Option<String>,
     /// How tokens are chosen.
     #[serde(flatten)]
     pub sampling_fields: SamplingFields,

@@ -14,8 +14,15 @@ use crate::error::{Result, RuntimeError};
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// Fields that a variable with a meaning beyond kvik sets too, in every section that has them.
-pub(super) const STANDARD_VARIABLES: &[(&str, &str)] =
-    &[("memory.ipc_name", "KVCACHED_IPC_NAME"), ("tracing.otlp_endpoint", "OTEL_EXPORTER_OTLP_ENDPOINT")];
+pub(super) const STANDARD_VARIABLES: &[(&str, &str)] = &[
+    ("memory.enabled", "ENABLE_KVCACHED"),
+    ("memory.ipc_name", "KVCACHED_IPC_NAME"),
+    ("memory.log_level", "KVCACHED_LOG_LEVEL"),
+    ("memory.page_size_mb", "KVCACHED_PAGE_SIZE_MB"),
+    ("memory.preallocates", "KVCACHED_PAGE_PREALLOC_ENABLED"),
+    ("memory.utilization", "KVCACHED_GPU_UTILIZATION"),
+    ("tracing.otlp_endpoint", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+];
 
 /// Reads a YAML file.
 pub(super) fn read_yaml(path: &Path) -> Result<Value> {

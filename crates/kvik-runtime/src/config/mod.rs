@@ -29,6 +29,17 @@ pub fn cloud_environment() -> BTreeMap<String, String> {
         .collect()
 }
 
+/// The variables of the environment that start with `prefix` and set no field of any service, in order.
+pub fn unused_variables(prefix: &str) -> Vec<String> {
+    let is_unused = |name: &String| {
+        name.starts_with(prefix) && !layers::STANDARD_VARIABLES.iter().any(|(_, standard)| standard == name)
+    };
+    let mut names: Vec<String> =
+        std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()).filter(is_unused).collect();
+    names.sort_unstable();
+    names
+}
+
 /// Where a value comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {

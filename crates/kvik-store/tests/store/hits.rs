@@ -2,7 +2,7 @@
 
 use kvik_store::{Commit, StoreError, Write};
 use kvik_tier::TierKind::{self, Nvme, Object, Ram, Redis};
-use kvik_types::BlockSize;
+use kvik_types::{BlockSize, CacheSalt};
 
 use crate::support::*;
 
@@ -25,6 +25,42 @@ fn what_was_stored_is_retrieved_byte_for_byte() {
     assert_eq!(chunk.layer(0, 1), &content(key, PAYLOAD_BYTES)[SECTION_BYTES..2 * SECTION_BYTES]);
     assert!(chunk.layer(0, 3).is_empty() && chunk.payload(1).is_empty());
     assert_eq!(store.retrieve(&chain, 99).n_tokens(), 0);
+}
+
+#[test]
+fn chains_of_different_salts_share_no_chunk() {
+    let store = Setup::new(16).open();
+    let space = space_of(&store, "", 1);
+    let tokens = tokens_of(1, 20);
+    let salts = ["a", "b"].map(|salt| CacheSalt::try_new(salt).unwrap());
+    let chains = [None, Some(&salts[0]), Some(&salts[1])].map(|salt| space.salted_chain(&tokens, salt));
+    for (idx, chain) in chains.iter().enumerate() {
+        assert_eq!(store.lookup(chain).n_tokens, 0, "{idx}");
+        assert_eq!(store_chain(&store, chain), 5);
+        assert_eq!(
+            retrieve_all(&store, &space.salted_chain(&tokens, [None, Some(&salts[0]), Some(&salts[1])][idx])),
+            5
+        );
+    }
+    assert_eq!(chains[0].key(0, 0), space.chain(&tokens).key(0, 0));
+}
+
+#[test]
+fn an_extended_chain_is_the_chain_of_the_longer_sequence() {
+    let store = Setup::new(16).open();
+    let space = space_of(&store, "", 1);
+    let tokens = tokens_of(1, 40);
+    let salt = CacheSalt::try_new("a").unwrap();
+    for salt in [None, Some(&salt)] {
+        for n_prompt in [0, 3, 4, 13, 40] {
+            let extended = space.salted_chain(&tokens[..n_prompt], salt).extended(&tokens);
+            let whole = space.salted_chain(&tokens, salt);
+            assert_eq!((extended.n_chunks(), extended.n_tokens()), (whole.n_chunks(), whole.n_tokens()));
+            for chunk_idx in 0..whole.n_chunks() {
+                assert_eq!(extended.key(chunk_idx, 0), whole.key(chunk_idx, 0), "{n_prompt}");
+            }
+        }
+    }
 }
 
 #[test]

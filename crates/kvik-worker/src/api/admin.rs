@@ -24,9 +24,9 @@ pub(super) async fn ready(State(state): Shared) -> Answer {
 /// `GET /metrics`: those of the whole process, in Prometheus' text format.
 pub(super) async fn metrics(State(state): Shared) -> Response {
     if let Ok(loaded) = state.loaded()
-        && let Some(cache) = &loaded.cache
+        && let Some(admin) = &loaded.store_admin
     {
-        loaded.metrics.store(&cache.stats());
+        loaded.metrics.store(&admin.stats());
     }
     typed(StatusCode::OK, "text/plain; version=0.0.4", Body::from(render_metrics()))
 }

@@ -11,11 +11,11 @@ use serde_json::Value;
 
 use super::answer::{Form, Head, push_end};
 use super::logprobs::chat_logprobs;
-use super::request::{chat_messages, refuse, sampling_params, start, unsupported};
+use super::request::{cache_salt, chat_messages, refuse, sampling_params, start, unsupported};
 use super::stream::{Outcome, Renderer, add_usage, collect, push_error, push_json, respond, total_usage};
 use super::{Answer, Shared, json, part, read_json_with};
 use crate::error::Refusal;
-use crate::generation::Event;
+use crate::events::Event;
 use crate::state::Loaded;
 
 /// Writes chunks.
@@ -34,11 +34,12 @@ pub(super) async fn handle(State(state): Shared, request: Request) -> Answer {
     let loaded = state.ready()?;
     loaded.check_model(request.model.as_deref())?;
     let sampling = check(&request, loaded)?;
+    let salt = cache_salt(request.cache_salt.as_deref())?;
     let form = Form::of(request.stream, request.stream_options)?;
     let messages = chat_messages(request.messages)?;
     let prompt = loaded.encode_chat(&messages, request.add_generation_prompt.unwrap_or(true)).await?;
     loaded.check_prompt("messages", &prompt)?;
-    let generation = start(&state, loaded, vec![prompt], &sampling, request.seq_id.as_deref()).await?;
+    let generation = start(&state, loaded, vec![prompt], &sampling, request.seq_id.as_deref(), salt).await?;
     let head = Head::new(&state, loaded, "chatcmpl-", request.return_token_ids, &sampling);
     if let Form::Stream { includes_usage } = form {
         let has_role = vec![false; sampling.n as usize];

@@ -13,11 +13,11 @@ use serde_json::Value;
 
 use super::answer::{Form, Head, push_end};
 use super::logprobs::completion_logprobs;
-use super::request::{refuse, sampling_params, start, unsupported};
+use super::request::{cache_salt, refuse, sampling_params, start, unsupported};
 use super::stream::{Outcome, Renderer, add_usage, collect, push_error, push_json, respond, total_usage};
 use super::{Answer, Shared, json, part, read_json_with};
 use crate::error::Refusal;
-use crate::generation::Event;
+use crate::events::Event;
 use crate::state::Loaded;
 
 /// Most tokens of an output where the request says nothing.
@@ -51,11 +51,12 @@ pub(super) async fn handle(State(state): Shared, request: Request) -> Answer {
     let loaded = state.ready()?;
     loaded.check_model(request.model.as_deref())?;
     let sampling = check(&request)?;
+    let salt = cache_salt(request.cache_salt.as_deref())?;
     let form = Form::of(request.stream, request.stream_options)?;
     let (prompts, texts) = prompts(loaded, &request).await?;
     let echoes = if request.echo.unwrap_or(false) { texts } else { vec![String::new(); prompts.len()] };
     let n_prompts = prompts.len();
-    let generation = start(&state, loaded, prompts, &sampling, request.seq_id.as_deref()).await?;
+    let generation = start(&state, loaded, prompts, &sampling, request.seq_id.as_deref(), salt).await?;
     let head = Head::new(&state, loaded, "cmpl-", request.return_token_ids, &sampling);
     let outputs = Outputs { head, n_choices: sampling.n, echoes };
     if let Form::Stream { includes_usage } = form {

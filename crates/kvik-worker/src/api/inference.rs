@@ -10,11 +10,12 @@ use kvik_proto::worker::{
     PromptInput, SamplingInput, StepRequest,
 };
 
-use super::request::{admit, check_seq_id, input_tokens, sampling_params, start, unsupported};
+use super::request::{admit, check_seq_id, read_input, sampling_params, start, unsupported};
 use super::stream::{Renderer, push_json, respond};
 use super::{Answer, Part, Shared, json, part, read_json, read_json_with};
 use crate::error::Refusal;
-use crate::generation::Event;
+use crate::events::Event;
+use crate::prompt::Prompt;
 use crate::sequences::MAX_STEP;
 
 /// The flattened parts of a request that starts a sequence.
@@ -33,10 +34,10 @@ pub(super) async fn init(State(state): Shared, request: Request) -> Answer {
     if sampling.n != 1 {
         return Err(Refusal::field("n", sampling.n, "1; only /inference/generate takes more"));
     }
-    let prompt = input_tokens(loaded, request.input).await?;
+    let Prompt { tokens, salt } = read_input(loaded, request.input).await?;
     let permit = admit(&state, loaded, 1)?;
-    let generate = GenerateRequest { prompt, sampling };
-    let response = loaded.sequences.init(&loaded.engine, &request.seq_id, generate, permit).await?;
+    let generate = GenerateRequest { prompt: tokens, sampling };
+    let response = loaded.sequences.init(&loaded.engine, &request.seq_id, generate, salt, permit).await?;
     Ok(json(StatusCode::OK, &response))
 }
 
@@ -64,8 +65,8 @@ pub(super) async fn generate(State(state): Shared, request: Request) -> Answer {
     let request: WireGenerateRequest = read_json_with(&state, request, PARTS).await?;
     let loaded = state.ready()?;
     let sampling = check(request.sampling)?;
-    let prompt = input_tokens(loaded, request.input).await?;
-    let generation = start(&state, loaded, vec![prompt], &sampling, request.seq_id.as_deref()).await?;
+    let Prompt { tokens, salt } = read_input(loaded, request.input).await?;
+    let generation = start(&state, loaded, vec![tokens], &sampling, request.seq_id.as_deref(), salt).await?;
     Ok(respond(generation, EventRenderer))
 }
 

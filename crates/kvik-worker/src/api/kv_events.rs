@@ -100,8 +100,8 @@ async fn chunks(loaded: &Arc<Loaded>, page: KeyPage<Vec<KvTier>>) -> Result<KeyP
     let loaded = Arc::clone(loaded);
     let filling = tokio::task::spawn_blocking(move || {
         let mut page = page;
-        if let Some(cache) = &loaded.cache {
-            cache.visit_chunks(|hash, tiers| {
+        if let Some(admin) = &loaded.store_admin {
+            admin.visit_chunks(|hash, tiers| {
                 page.offer(KvKey::from(hash), || tiers.iter().map(|tier| kv_tier(*tier)).collect());
             });
         }

@@ -4,6 +4,7 @@ use kvik_model::{GenerateRequest, SamplingParams};
 use kvik_proto::openai;
 use kvik_proto::worker::{PromptInput, Sampling};
 use kvik_tokens::{AddSpecial, ChatMessage};
+use kvik_types::CacheSalt;
 use serde_json::Value;
 
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use std::sync::Arc;
 use crate::admission::Permit;
 use crate::error::Refusal;
 use crate::generation::Generation;
+use crate::prompt::Prompt;
 use crate::state::{Loaded, WorkerState};
 
 /// Most alternatives reported with a token: as many as the most generous of the public APIs.
@@ -48,8 +50,9 @@ pub(super) fn sampling_params(
     Ok(params)
 }
 
-/// The tokens that a sequence of the worker's own API starts from.
-pub(super) async fn input_tokens(loaded: &Arc<Loaded>, input: PromptInput) -> Result<Vec<u32>, Refusal> {
+/// What a sequence of the worker's own API starts from.
+pub(super) async fn read_input(loaded: &Arc<Loaded>, input: PromptInput) -> Result<Prompt, Refusal> {
+    let salt = cache_salt(input.cache_salt.as_deref())?;
     let (field, tokens) = match (input.prompt, input.token_ids, input.messages) {
         (Some(text), None, None) => ("prompt", loaded.encode(text, AddSpecial::Yes).await?),
         (None, Some(tokens), None) => ("token_ids", tokens),
@@ -64,7 +67,15 @@ pub(super) async fn input_tokens(loaded: &Arc<Loaded>, input: PromptInput) -> Re
         }
     };
     loaded.check_prompt(field, &tokens)?;
-    Ok(tokens)
+    Ok(Prompt { tokens, salt })
+}
+
+/// The salt of a request.
+pub(super) fn cache_salt(given: Option<&str>) -> Result<Option<CacheSalt>, Refusal> {
+    given
+        .map(CacheSalt::try_new)
+        .transpose()
+        .map_err(|error| Refusal::invalid(error.to_string(), Some("cache_salt")))
 }
 
 /// The messages of an OpenAI request.
@@ -100,6 +111,7 @@ pub(super) async fn start(
     prompts: Vec<Vec<u32>>,
     sampling: &SamplingParams,
     seq_id: Option<&str>,
+    salt: Option<CacheSalt>,
 ) -> Result<Generation, Refusal> {
     if let Some(seq_id) = seq_id {
         check_seq_id(seq_id)?;
@@ -114,7 +126,7 @@ pub(super) async fn start(
     let permit = admit(state, loaded, prompts.len().saturating_mul(sampling.n as usize))?;
     let request = |prompt| GenerateRequest { prompt, sampling: sampling.clone() };
     let requests = prompts.into_iter().map(request).collect();
-    Generation::start(&loaded.engine, requests, seq_id, permit).await
+    Generation::start(&loaded.engine, requests, seq_id, salt, permit).await
 }
 
 /// Takes places for `n` outputs.

@@ -15,7 +15,8 @@ use serde::Serialize;
 
 use super::typed;
 use crate::error::Refusal;
-use crate::generation::{Event, Generation, Usage};
+use crate::events::{Event, Usage};
+use crate::generation::Generation;
 
 /// Size from which a frame is sent although more events wait.
 const FRAME_BYTES: usize = 16 << 10;

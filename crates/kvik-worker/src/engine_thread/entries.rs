@@ -9,7 +9,7 @@ use kvik_proto::openai::CachedTiers;
 use kvik_tier::TierKind;
 
 use super::Origin;
-use crate::generation::Event;
+use crate::events::Event;
 
 /// A request that the engine has.
 #[derive(Debug)]

@@ -5,13 +5,22 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use super::Submission;
+use kvik_model::PreparedRequest;
+
+use super::Origin;
 use crate::store::{Load, LoadedPrefix};
+
+/// A request on its way into the engine.
+#[derive(Debug)]
+pub(super) struct Arrival {
+    pub(super) origin: Origin,
+    pub(super) prepared: PreparedRequest,
+}
 
 /// All of them, by ticket.
 #[derive(Debug, Default)]
 pub(super) struct Loads {
-    by_ticket: BTreeMap<u64, (Box<Submission>, Load)>,
+    by_ticket: BTreeMap<u64, (Arrival, Load)>,
 }
 
 impl Loads {
@@ -28,30 +37,29 @@ impl Loads {
         self.by_ticket.values().map(|(_, load)| load.deadline()).min()
     }
 
-    pub(super) fn insert(&mut self, submission: Box<Submission>, load: Load) {
-        self.by_ticket.insert(submission.origin.ticket, (submission, load));
+    pub(super) fn insert(&mut self, arrival: Arrival, load: Load) {
+        self.by_ticket.insert(arrival.origin.ticket, (arrival, load));
     }
 
     /// Takes one out, with what has arrived for it.
-    pub(super) fn finish(&mut self, ticket: u64) -> Option<(Submission, Option<LoadedPrefix>)> {
-        let (submission, load) = self.by_ticket.remove(&ticket)?;
-        Some((*submission, load.finish()))
+    pub(super) fn finish(&mut self, ticket: u64) -> Option<(Arrival, Option<LoadedPrefix>)> {
+        let (arrival, load) = self.by_ticket.remove(&ticket)?;
+        Some((arrival, load.finish()))
     }
 
     /// Takes one out that nobody waits for.
-    pub(super) fn remove(&mut self, ticket: u64) -> Option<Submission> {
-        self.by_ticket.remove(&ticket).map(|(submission, _)| *submission)
+    pub(super) fn remove(&mut self, ticket: u64) -> Option<Arrival> {
+        self.by_ticket.remove(&ticket).map(|(arrival, _)| arrival)
     }
 
     /// The tickets of those that are waited for no longer, oldest first.
     pub(super) fn late(&self, now: Instant) -> Vec<u64> {
-        let is_late = |(ticket, (_, load)): (&u64, &(Box<Submission>, Load))| {
-            (load.deadline() <= now).then_some(*ticket)
-        };
+        let is_late =
+            |(ticket, (_, load)): (&u64, &(Arrival, Load))| (load.deadline() <= now).then_some(*ticket);
         self.by_ticket.iter().filter_map(is_late).collect()
     }
 
-    pub(super) fn drain(&mut self) -> impl Iterator<Item = Submission> {
-        std::mem::take(&mut self.by_ticket).into_values().map(|(submission, _)| *submission)
+    pub(super) fn drain(&mut self) -> impl Iterator<Item = Arrival> {
+        std::mem::take(&mut self.by_ticket).into_values().map(|(arrival, _)| arrival)
     }
 }

@@ -14,6 +14,7 @@ mod run;
 #[cfg(test)]
 mod tests;
 
+use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,16 +22,18 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvik_model::{Engine, EngineStats, GenerateRequest, ModelError, PoolStats, SequenceKv};
+use kvik_model::{Engine, GenerateRequest, ModelError, SequenceKv};
 use kvik_proto::kv_stream::KvTier;
+use kvik_types::CacheSalt;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
 use crate::admission::Permit;
 use crate::error::{Refusal, Result, WorkerError};
-use crate::generation::EventSender;
+use crate::events::EventSender;
 use crate::kv_log::{KeyPage, KvLog};
 use crate::metrics::WorkerMetrics;
+use crate::snapshot::Snapshot;
 use crate::store::WorkerStore;
 
 use run::EngineThread;
@@ -51,6 +54,8 @@ pub(crate) struct Origin {
     pub(crate) part_idx: usize,
     /// Name that the sequence stays resident under.
     pub(crate) name: Option<String>,
+    /// Keeps its KV apart from that of other requests.
+    pub(crate) salt: Option<CacheSalt>,
     /// Tokens that may be chosen before a grant.
     pub(crate) credits: u32,
     /// Whether its client advances it: it may wait for credits for long.
@@ -63,7 +68,7 @@ pub(crate) struct Origin {
 }
 
 /// What the thread is asked to do.
-pub(super) enum Command {
+pub(crate) enum Command {
     Submit(Box<Submission>),
     Grant {
         ticket: u64,
@@ -86,6 +91,8 @@ pub(super) enum Command {
     Import {
         name: String,
         kv: SequenceKv,
+        /// Dropped when the engine has the KV.
+        hold: Box<dyn Any + Send>,
         reply: oneshot::Sender<Result<(), ModelError>>,
     },
     Stats {
@@ -101,22 +108,9 @@ pub(super) enum Command {
     },
     /// Other engines ask for memory.
     GiveBack,
+    /// An ended sequence was copied.
+    BlocksReturned,
     Stop,
-}
-
-/// The engine's state between two steps.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Snapshot {
-    pub(crate) n_running: usize,
-    pub(crate) n_waiting: usize,
-    pub(crate) n_residents: usize,
-    /// Blocks that only residents hold.
-    pub(crate) n_resident_blocks: usize,
-    pub(crate) outstanding_tokens: usize,
-    pub(crate) pool: PoolStats,
-    pub(crate) stats: EngineStats,
-    /// Token rows computed in a second of computing; 0 before the first.
-    pub(crate) tokens_per_second: f64,
 }
 
 /// How long the thread waits for others.
@@ -158,28 +152,21 @@ impl std::fmt::Debug for Command {
             Self::Blocks { .. } => "Blocks",
             Self::Loaded { .. } => "Loaded",
             Self::GiveBack => "GiveBack",
+            Self::BlocksReturned => "BlocksReturned",
             Self::Stop => "Stop",
         })
     }
 }
 
-// === impl Snapshot ===
+// === impl Shared ===
 
-impl Snapshot {
-    /// Share of the blocks that there could be which running sequences hold, 0 to 1; those of residents
-    /// are for the taking.
-    pub(crate) fn kv_usage(&self) -> f64 {
-        let n_held = self.pool.n_blocks.saturating_sub(self.pool.n_free + self.n_resident_blocks);
-        (n_held as f64 / self.pool.limit_blocks.max(1) as f64).min(1.0)
-    }
-
-    /// Seconds, 1 to 60, until about half of what is outstanding is done.
-    pub(crate) fn retry_after(&self) -> u64 {
-        if self.tokens_per_second <= 0.0 {
-            return 1;
+impl Shared {
+    fn new() -> Self {
+        Self {
+            is_alive: AtomicBool::new(true),
+            n_tickets: AtomicU64::new(0),
+            snapshot: Mutex::new(Snapshot::default()),
         }
-        let seconds = self.outstanding_tokens as f64 / 2.0 / self.tokens_per_second;
-        (seconds.ceil() as u64).clamp(1, 60)
     }
 }
 
@@ -203,21 +190,26 @@ impl EngineHandle {
         let waker = Arc::downgrade(&sender);
         let mut engine = engine;
         engine.record_block_changes();
-        let store = store.map(|store| {
-            engine.set_kv_sink(store.sink());
-            (store, Arc::downgrade(&sender))
-        });
+        let store = match store {
+            None => None,
+            Some(store) => {
+                engine.set_kv_sink(store.sink()?);
+                let waker = Arc::downgrade(&sender);
+                engine.set_loan_waker(Box::new(move || {
+                    if let Some(sender) = waker.upgrade() {
+                        let _ = sender.send(Command::BlocksReturned);
+                    }
+                }));
+                Some((store, Arc::downgrade(&sender)))
+            }
+        };
         engine.set_memory_waker(Box::new(move || {
             if let Some(sender) = waker.upgrade() {
                 // A thread that has ended holds no memory.
                 let _ = sender.send(Command::GiveBack);
             }
         }));
-        let shared = Arc::new(Shared {
-            is_alive: AtomicBool::new(true),
-            n_tickets: AtomicU64::new(0),
-            snapshot: Mutex::new(Snapshot::default()),
-        });
+        let shared = Arc::new(Shared::new());
         let thread =
             EngineThread::new(engine, store, kv_log, receiver, Arc::clone(&shared), metrics, patience);
         let thread =
@@ -226,6 +218,13 @@ impl EngineHandle {
                 .spawn(move || thread.run())
                 .map_err(|source| WorkerError::Io { what: "start the engine's thread".to_owned(), source })?;
         Ok((Self { commands: sender, shared }, thread))
+    }
+
+    /// A handle whose commands are taken by the test.
+    #[cfg(test)]
+    pub(crate) fn without_thread() -> (Self, mpsc::Receiver<Command>) {
+        let (sender, receiver) = mpsc::channel();
+        (Self { commands: Arc::new(sender), shared: Arc::new(Shared::new()) }, receiver)
     }
 
     /// Whether the thread runs.
@@ -280,10 +279,16 @@ impl EngineHandle {
         self.ask(|reply| Command::Export { name, layers, reply }).await
     }
 
-    /// Makes `kv` the resident `name`.
-    pub(crate) async fn import_kv(&self, name: &str, kv: SequenceKv) -> Result<(), Refusal> {
-        let name = name.to_owned();
-        self.ask(|reply| Command::Import { name, kv, reply }).await?.map_err(Refusal::from)
+    /// Makes `kv` the resident `name`, also if the result is not waited for; `hold` is dropped when `kv` is.
+    pub(crate) fn begin_import(
+        &self,
+        name: &str,
+        kv: SequenceKv,
+        hold: Box<dyn Any + Send>,
+    ) -> Result<impl Future<Output = Result<(), Refusal>> + Send + use<>, Refusal> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Command::Import { name: name.to_owned(), kv, hold, reply })?;
+        Ok(async { answer.await.map_err(|_| Refusal::engine_gone())?.map_err(Refusal::from) })
     }
 
     /// The state now, after all commands that were sent before.

@@ -13,11 +13,12 @@ use kvik_model::{Engine, EngineEvent, PrefixKv, SubmitOptions};
 use kvik_proto::kv_stream::{KvKey, KvTier};
 
 use super::entries::{Entries, Entry, TokenTime};
-use super::loads::Loads;
-use super::{Command, Origin, Patience, Shared, Snapshot, Submission};
-use crate::generation::{Event, Token, Usage};
+use super::loads::{Arrival, Loads};
+use super::{Command, Origin, Patience, Shared, Submission};
+use crate::events::{Event, Token, Usage};
 use crate::kv_log::KvLog;
 use crate::metrics::WorkerMetrics;
+use crate::snapshot::Snapshot;
 use crate::store::{LoadedPrefix, Loading, WorkerStore};
 
 /// Time between two tries to get memory that other engines hold.
@@ -103,8 +104,8 @@ impl EngineThread {
         for entry in self.entries.drain() {
             entry.send_last(Event::Failed("the worker stops".to_owned()));
         }
-        for submission in self.loads.drain() {
-            let Origin { part_idx, events, permit, .. } = submission.origin;
+        for arrival in self.loads.drain() {
+            let Origin { part_idx, events, permit, .. } = arrival.origin;
             drop(permit);
             let _ = events.send((part_idx, Event::Failed("the worker stops".to_owned())));
         }
@@ -130,7 +131,7 @@ impl EngineThread {
             };
             match command {
                 Ok(command) => {
-                    if !self.obey(command) {
+                    if !self.handle(command) {
                         return false;
                     }
                 }
@@ -139,22 +140,22 @@ impl EngineThread {
             }
         }
         while let Ok(command) = self.commands.try_recv() {
-            if !self.obey(command) {
+            if !self.handle(command) {
                 return false;
             }
         }
         true
     }
 
-    /// Does what a command asks; false for the last one.
-    fn obey(&mut self, command: Command) -> bool {
-        // Who asked may be gone; the answers then go nowhere.
+    /// Handles a command; false for the last one.
+    fn handle(&mut self, command: Command) -> bool {
+        // The sender may be gone; the answer then goes nowhere.
         match command {
-            Command::Submit(submission) => self.load(submission),
+            Command::Submit(submission) => self.load(*submission),
             Command::Loaded { ticket } => {
                 // One that was waited for no longer is in the engine already.
-                if let Some((submission, prefix)) = self.loads.finish(ticket) {
-                    self.submit(submission, prefix);
+                if let Some((arrival, prefix)) = self.loads.finish(ticket) {
+                    self.submit(arrival, prefix);
                 }
             }
             Command::Grant { ticket, n } => {
@@ -183,8 +184,10 @@ impl EngineThread {
             Command::Export { name, layers, reply } => {
                 let _ = reply.send(self.engine.export_kv(&name, layers));
             }
-            Command::Import { name, kv, reply } => {
-                let _ = reply.send(self.engine.import_kv(&name, &kv));
+            Command::Import { name, kv, hold, reply } => {
+                let outcome = self.engine.import_kv(&name, &kv);
+                drop((kv, hold));
+                let _ = reply.send(outcome);
             }
             Command::Stats { reply } => {
                 let _ = reply.send(self.snapshot());
@@ -196,6 +199,8 @@ impl EngineThread {
                 let _ = reply.send(page);
             }
             Command::GiveBack => self.engine.give_back_memory(),
+            // The next turn takes them.
+            Command::BlocksReturned => {}
             Command::Stop => return false,
         }
         true
@@ -213,21 +218,34 @@ impl EngineThread {
     }
 
     /// Has the KV of a request's prompt come from the store, then takes the request.
-    fn load(&mut self, submission: Box<Submission>) {
-        let Some((store, waker)) = &self.store else { return self.submit(*submission, None) };
-        let prompt = &submission.request.prompt;
-        match store.load(prompt, self.engine.matched_tokens(prompt)) {
-            Loading::Nothing => self.submit(*submission, None),
-            Loading::Ready(prefix) => self.submit(*submission, Some(prefix)),
+    fn load(&mut self, submission: Submission) {
+        let Submission { origin, request } = submission;
+        let options = SubmitOptions {
+            name: origin.name.clone(),
+            credits: Some(origin.credits),
+            salt: origin.salt.clone(),
+        };
+        let mut prepared = self.engine.prepare(request, options);
+        let Some((store, waker)) = &self.store else {
+            return self.submit(Arrival { origin, prepared }, None);
+        };
+        let chain = store.loadable(&prepared.request().prompt, prepared.options().salt.as_ref());
+        let loading = store.load(&chain, self.engine.matched_tokens(&prepared));
+        // For the end of its sequences, whose first chunks have the same names.
+        prepared.attach(Arc::new(chain));
+        let arrival = Arrival { origin, prepared };
+        match loading {
+            Loading::Nothing => self.submit(arrival, None),
+            Loading::Ready(prefix) => self.submit(arrival, Some(prefix)),
             Loading::Pending(load) => {
-                let (ticket, waker) = (submission.origin.ticket, Weak::clone(waker));
+                let (ticket, waker) = (arrival.origin.ticket, Weak::clone(waker));
                 load.on_done(move || {
                     if let Some(sender) = waker.upgrade() {
                         // A thread that has ended waits for nothing.
                         let _ = sender.send(Command::Loaded { ticket });
                     }
                 });
-                self.loads.insert(submission, load);
+                self.loads.insert(arrival, load);
             }
         }
     }
@@ -238,19 +256,19 @@ impl EngineThread {
             return;
         }
         for ticket in self.loads.late(Instant::now()) {
-            if let Some((submission, prefix)) = self.loads.finish(ticket) {
-                self.submit(submission, prefix);
+            if let Some((arrival, prefix)) = self.loads.finish(ticket) {
+                self.submit(arrival, prefix);
             }
         }
     }
 
-    fn submit(&mut self, submission: Submission, prefix: Option<LoadedPrefix>) {
-        let Submission { origin, request } = submission;
-        let options = SubmitOptions { name: origin.name.clone(), credits: Some(origin.credits) };
+    fn submit(&mut self, arrival: Arrival, prefix: Option<LoadedPrefix>) {
+        let Arrival { origin, prepared } = arrival;
+        let request = prepared.request();
         let (n_prompt_tokens, n_choices) = (request.prompt.len(), request.sampling.n as usize);
         let chunks = prefix.as_ref().map(|prefix| prefix.chunks().to_vec()).unwrap_or_default();
         let prefix = prefix.map(|prefix| Box::new(prefix) as Box<dyn PrefixKv>);
-        match self.engine.submit_from(request, options, prefix) {
+        match self.engine.submit_prepared(prepared, prefix) {
             Ok(id) => {
                 self.metrics.accepted(n_prompt_tokens);
                 let entry = Entry::new(id, origin, n_choices, chunks);

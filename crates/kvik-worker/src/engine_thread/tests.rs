@@ -5,14 +5,15 @@ use std::time::Duration;
 
 use kvik_model::{
     Backend, BlockId, CpuBackend, CpuBackendOptions, Engine, EngineOptions, GenerateRequest, LayerKv, Logits,
-    Model, ModelConfig, ModelError, Result, SamplingParams, SequenceRows,
+    Model, ModelConfig, ModelError, PinnedKv, Result, SamplingParams, SequenceRows,
 };
 use kvik_types::Dtype;
 
 use super::{EngineHandle, Patience};
 use crate::admission::Admission;
 use crate::error::Refusal;
-use crate::generation::{Event, Generation, WINDOW};
+use crate::events::Event;
+use crate::generation::{Generation, WINDOW};
 use crate::kv_log::{KEPT_BYTES, KvLog};
 use crate::metrics::WorkerMetrics;
 
@@ -70,6 +71,10 @@ impl Backend for Fragile {
         self.inner.export_block(layer_idx, block, out);
     }
 
+    fn pin_blocks(&mut self, blocks: &[BlockId]) -> Box<dyn PinnedKv> {
+        self.inner.pin_blocks(blocks)
+    }
+
     fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) -> Result<()> {
         self.inner.import_block(layer_idx, block, bytes)
     }
@@ -101,7 +106,7 @@ fn request(prompt: &[u32], max_tokens: u32) -> GenerateRequest {
 
 async fn begin(engine: &EngineHandle, requests: Vec<GenerateRequest>) -> Result<Generation, Refusal> {
     let permit = Admission::new(1).try_take(1).unwrap();
-    Generation::start(engine, requests, None, permit).await
+    Generation::start(engine, requests, None, None, permit).await
 }
 
 async fn last_event(mut generation: Generation) -> Event {

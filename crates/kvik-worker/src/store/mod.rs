@@ -1,11 +1,13 @@
 //! The store below the engine: KV of ended sequences goes down, and comes back for later prompts.
 //!
 //! Parts: `tiers` puts the store together as configured, `transfer` is how KV leaves the engine and comes
-//! back, `load` is a prompt's KV on its way.
+//! back, `load` is a prompt's KV on its way, `layers` reads it layer by layer.
 //!
 //! **Invariant:** nothing here can fail a request. What the store does not have, or does not give in time,
 //! is computed; a store that panics is not asked again.
 
+mod job;
+mod layers;
 mod load;
 mod tiers;
 mod transfer;
@@ -18,14 +20,15 @@ use std::time::Duration;
 use kvik_model::{BLOCK_TOKENS, Engine, KvSink};
 use kvik_store::{Chain, ChunkFormat, ChunkObserver, Space, Store};
 use kvik_tier::TierKind;
-use kvik_types::{BlockHash, BlockSize, Namespace, TokenId};
+use kvik_types::{BlockHash, BlockSize, CacheSalt, Namespace, TokenId};
 
 use crate::config::StoreConfig;
 use crate::error::{Result, WorkerError};
 
-use load::LayerLoader;
+use layers::LayerLoader;
 pub(crate) use load::{Load, LoadedPrefix, Loading};
-use transfer::StoreSink;
+pub(crate) use transfer::SinkCounts;
+use transfer::{StoreSink, Target};
 
 /// A worker's store, with the place of its model in it. Clones share it.
 #[derive(Debug, Clone)]
@@ -37,6 +40,7 @@ pub(crate) struct WorkerStore {
     /// Reads layer by layer where that is wanted.
     layer_loader: Option<Arc<LayerLoader>>,
     fuse: Fuse,
+    sink_counts: Arc<SinkCounts>,
 }
 
 /// Keeps the engine's thread alive if the store panics: from then on it has none.
@@ -60,8 +64,7 @@ impl WorkerStore {
             block_tokens,
         };
         let space = store.space(&namespace, format).map_err(refused)?;
-        let layer_loader =
-            if plan.is_layerwise { Some(Arc::new(LayerLoader::start(store.clone())?)) } else { None };
+        let layer_loader = if plan.is_layerwise { Some(Arc::new(LayerLoader::start(&store)?)) } else { None };
         Ok(Some(Self {
             store,
             space,
@@ -69,6 +72,7 @@ impl WorkerStore {
             load_timeout: plan.load_timeout,
             layer_loader,
             fuse: Fuse::default(),
+            sink_counts: Arc::default(),
         }))
     }
 
@@ -81,8 +85,8 @@ impl WorkerStore {
     }
 
     /// The chunks of a sequence of this model.
-    pub(crate) fn chain(&self, tokens: &[TokenId]) -> Chain {
-        self.space.chain(tokens)
+    pub(crate) fn chain(&self, tokens: &[TokenId], salt: Option<&CacheSalt>) -> Chain {
+        self.space.salted_chain(tokens, salt)
     }
 
     /// Tokens of a full chunk.
@@ -90,7 +94,7 @@ impl WorkerStore {
         self.space.chunk_tokens()
     }
 
-    /// The parent of the first chunk of every sequence.
+    /// The parent of the first chunk of every sequence without a salt.
     pub(crate) fn root(&self) -> BlockHash {
         self.space.root()
     }
@@ -105,27 +109,39 @@ impl WorkerStore {
         self.store.visit_chunks(&self.space, visit);
     }
 
-    /// Who takes the KV of ended sequences.
-    pub(crate) fn sink(&self) -> Box<dyn KvSink> {
-        Box::new(StoreSink::new(self.store.clone(), self.space.clone(), self.fuse.clone()))
+    /// Takes the KV of ended sequences.
+    ///
+    /// # Errors
+    /// If the operating system gives no thread.
+    pub(crate) fn sink(&self) -> Result<Box<dyn KvSink>> {
+        let target = Target { store: self.store.clone(), space: self.space.clone(), fuse: self.fuse.clone() };
+        Ok(Box::new(StoreSink::start(target, Arc::clone(&self.sink_counts))?))
     }
 
-    /// Begins to load the KV of `prompt` behind its first `n_matched` tokens, which the engine has.
-    pub(crate) fn load(&self, prompt: &[TokenId], n_matched: usize) -> Loading {
-        self.fuse.run(|| self.begin_load(prompt, n_matched)).unwrap_or(Loading::Nothing)
+    /// Sequences whose KV the sink did not take.
+    pub(crate) fn sink_counts(&self) -> &SinkCounts {
+        &self.sink_counts
     }
 
-    fn begin_load(&self, prompt: &[TokenId], n_matched: usize) -> Loading {
+    /// The chunks that a prompt may be loaded from.
+    pub(crate) fn loadable(&self, prompt: &[TokenId], salt: Option<&CacheSalt>) -> Chain {
         // The last token is computed in any case, because its logits are needed.
-        let usable = &prompt[..prompt.len().saturating_sub(1)];
-        let chain = self.chain(usable);
+        self.chain(&prompt[..prompt.len().saturating_sub(1)], salt)
+    }
+
+    /// Begins to load the KV of a prompt behind its first `n_matched` tokens, which the engine has.
+    pub(crate) fn load(&self, chain: &Chain, n_matched: usize) -> Loading {
+        self.fuse.run(|| self.begin_load(chain, n_matched)).unwrap_or(Loading::Nothing)
+    }
+
+    fn begin_load(&self, chain: &Chain, n_matched: usize) -> Loading {
         let first_chunk = n_matched / self.chunk_tokens();
         if chain.n_tokens() <= n_matched || chain.n_chunks() <= first_chunk {
             return Loading::Nothing;
         }
         match &self.layer_loader {
-            Some(loader) => loader.load(&chain, first_chunk, self.load_timeout),
-            None => load::begin(&self.store, &chain, first_chunk, self.load_timeout),
+            Some(loader) => loader.load(chain, first_chunk, self.load_timeout),
+            None => load::begin(&self.store, chain, first_chunk, self.load_timeout),
         }
     }
 

@@ -7,8 +7,8 @@ use std::net::TcpStream;
 use http::StatusCode;
 use kvik_proto::client::{ClientError, KvStream, TlsClientConfig, WorkerClient, http_client};
 use kvik_proto::kv_stream::{BlockGroup, Frame, Hello, KvChange, KvKey, KvTier};
-use kvik_types::BlockSize;
 use kvik_types::hash::{KvikChain, block_hashes};
+use kvik_types::{BlockSize, CacheSalt};
 use kvik_worker::{StoreConfig, WorkerConfig};
 use serde_json::json;
 
@@ -117,6 +117,7 @@ fn prompt(seed: u32) -> Vec<u32> {
 
 async fn complete(worker: &TestWorker, prompt: &[u32]) {
     worker.client.ask("/v1/completions", &json!({"prompt": prompt, "max_tokens": 4})).await;
+    worker.client.wait_for_copies().await;
 }
 
 /// The keys of a prompt as whoever knows only the group computes them.
@@ -172,7 +173,7 @@ async fn a_replayed_stream_is_what_the_worker_holds() {
     assert_eq!(replica.hello.groups.iter().map(|group| group.block_tokens).collect::<Vec<_>>(), [16, 256]);
 
     complete(&worker, &prompt(1)).await;
-    // Who has its answer finds what is left of it in the log.
+    // What is left of it is in the log.
     let fresh = Replica::open(&client).await;
     for key in keys_of(replica.group(0), &prompt(1)) {
         assert!(fresh.held.contains(&(0, KvTier::Gpu, key)));
@@ -200,6 +201,31 @@ async fn a_replayed_stream_is_what_the_worker_holds() {
     worker.client.ask("/cache/clear", &json!({})).await;
     settle(&client, &mut replica).await;
     assert!(replica.held.iter().all(|(group, ..)| *group == 0));
+    worker.end().await;
+}
+
+#[tokio::test]
+async fn salted_blocks_are_told_under_the_keys_of_their_salt() {
+    let worker = start_with(with_store(ram())).await;
+    let client = client_of(&worker);
+    let mut replica = Replica::open(&client).await;
+    let salted = json!({"prompt": prompt(1), "max_tokens": 4, "cache_salt": "tenant-a"});
+    worker.client.ask("/v1/completions", &salted).await;
+    worker.client.wait_for_copies().await;
+    settle(&client, &mut replica).await;
+    let salt = CacheSalt::try_new("tenant-a").unwrap();
+    for (number, tier) in [(0, KvTier::Gpu), (1, KvTier::Cpu)] {
+        let group = replica.group(number);
+        for key in keys_of(group, &prompt(1)) {
+            assert!(!replica.held.contains(&(number, tier, key)), "an unsalted prompt matches");
+        }
+        let root = group.root.salted(Some(&salt));
+        let keys = keys_of(BlockGroup { root, ..group }, &prompt(1));
+        assert!(!keys.is_empty());
+        for key in keys {
+            assert!(replica.held.contains(&(number, tier, key)), "a prompt of the same salt misses");
+        }
+    }
     worker.end().await;
 }
 

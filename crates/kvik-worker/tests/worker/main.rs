@@ -9,6 +9,7 @@ mod kv;
 mod kv_events;
 mod lifecycle;
 mod registration;
+mod salts;
 mod sequences;
 mod store;
 mod support;

@@ -44,7 +44,13 @@ async fn steps_give_what_a_stream_gives() {
     assert_eq!((stepped, stepped_text.as_str()), (tokens.clone(), text.as_str()));
     // The end again, and again.
     let end = step(client, &json!({"seq_id": "a", "step_index": tokens.len()})).await;
-    assert!(end.finished && end.tokens.is_empty());
+    assert!(end.finished && end.tokens.is_empty() && end.token.is_none());
+    // A step of one token has it beside the list, as simple clients expect it; longer steps do not.
+    for (n, expected) in [(1, json!(tokens[1])), (2, Value::Null)] {
+        let body = json!({"seq_id": "a", "step_index": 1, "n": n});
+        let answer = client.ask("/inference/step", &body).await;
+        assert_eq!((&answer["token"], &answer["tokens"]), (&expected, &json!(tokens[1..1 + n])));
+    }
 
     let body = json!({"prompt": PROMPT, "sampling": greedy(20)});
     let mut events = client.events("/inference/generate", &body).await;

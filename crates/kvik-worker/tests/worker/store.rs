@@ -33,6 +33,7 @@ async fn complete(worker: &TestWorker, prompt: &[u32]) -> (Value, Value) {
         "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 5, "return_token_ids": true,
     });
     let answer = worker.client.ask("/v1/completions", &body).await;
+    worker.client.wait_for_copies().await;
     let details = &answer["usage"]["prompt_tokens_details"];
     (answer["choices"].clone(), details["cached_tokens_by_tier"].clone())
 }
@@ -192,6 +193,37 @@ async fn the_admin_api_looks_pins_moves_exports_and_clears() {
     assert_eq!(health["status"], "ok");
     let stats = client.get("/cache/stats").await.json();
     assert!(stats["counts"]["hit_tokens_ram"].as_u64().unwrap() >= 512, "{stats}");
+    worker.end().await;
+}
+
+#[tokio::test]
+async fn a_prefetch_that_no_client_asks_about_gives_its_memory_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let nvme = Some(format!("{}:256MiB", folder.path().display()));
+    let store = StoreConfig { nvme, ram: "8MiB".to_owned(), ..StoreConfig::default() };
+    let worker = start_with(with_store(store)).await;
+    let client = &worker.client;
+    // More prompts than fit into memory: the first ones are on the disk alone.
+    for seed in 10..22 {
+        complete(&worker, &prompt(seed)).await;
+    }
+    let last = json!({"token_ids": prompt(21)});
+    let exported = client.post("/cache/retrieve", &last).await.body.to_vec();
+    client.ask("/cache/clear", &last).await;
+    for seed in 10..21 {
+        client.ask("/cache/prefetch", &json!({"token_ids": prompt(seed)})).await;
+    }
+    // As long as the prefetches hold memory, there is no room.
+    let waited = tokio::time::timeout(std::time::Duration::from_secs(10), async {
+        loop {
+            let stored = client.send(Method::POST, "/cache/store", exported.clone()).await.json();
+            if stored["stored_chunks"].as_u64().unwrap() + stored["present_chunks"].as_u64().unwrap() == 2 {
+                return;
+            }
+            tokio::task::yield_now().await;
+        }
+    });
+    waited.await.expect("finished prefetches hold no memory");
     worker.end().await;
 }
 

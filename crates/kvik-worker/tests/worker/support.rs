@@ -135,6 +135,17 @@ impl TestClient {
         }
     }
 
+    /// Waits until the KV of all ended sequences is in the store, if there is one.
+    pub(crate) async fn wait_for_copies(&self) {
+        loop {
+            let stats = self.get("/cache/stats").await;
+            if stats.status != StatusCode::OK || stats.json()["counts"]["copy_queue_bytes"] == 0 {
+                return;
+            }
+            tokio::task::yield_now().await;
+        }
+    }
+
     async fn open(&self, method: Method, path: &str, body: Vec<u8>) -> Option<Response<Incoming>> {
         let request = Request::builder()
             .method(method)

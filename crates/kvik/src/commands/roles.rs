@@ -6,14 +6,13 @@ use std::time::Duration;
 use anyhow::Context;
 use kvik_coordinator::{Coordinator, CoordinatorConfig};
 use kvik_gateway::{Gateway, GatewayConfig};
+use kvik_runtime::config::unused_variables;
 use kvik_worker::{Worker, WorkerConfig};
 use serde_json::{Value, json};
 
 use super::service::{self, Flags};
 use crate::cli::{CoordinatorArguments, GatewayArguments, WorkerArguments};
 
-/// Time for the streams of a gateway to end after the first signal.
-const GATEWAY_GRACE: Duration = Duration::from_mins(2);
 /// Time for a coordinator to give up its lead after the first signal.
 const COORDINATOR_GRACE: Duration = Duration::from_secs(10);
 
@@ -30,7 +29,11 @@ pub(crate) fn worker(arguments: &WorkerArguments) -> anyhow::Result<()> {
         .with_list("coordinators", &arguments.coordinator);
     let common = &arguments.service;
     let config = service::load::<WorkerConfig>("worker", common.config.as_deref(), flags, &common.set)?.value;
-    service::run(common, "info", async |shutdown| {
+    service::run(common, config.memory.log_directive().unwrap_or("info"), async |shutdown| {
+        let unused = unused_variables("KVCACHED_");
+        if !unused.is_empty() {
+            tracing::warn!(variables = ?unused, "ignored variables that have no meaning for a worker");
+        }
         shutdown.listen_for_signals(Duration::from_secs(config.drain_grace_s));
         let running = Worker::start(config, &shutdown).await.context("start the worker")?;
         tracing::info!(id = running.id(), address = %running.address(), model = running.model_name(), "worker is ready");
@@ -78,7 +81,7 @@ pub(crate) fn gateway(arguments: &GatewayArguments) -> anyhow::Result<()> {
     let config = load()?;
     let file = arguments.service.config.clone();
     service::run(&arguments.service, "info", async |shutdown| {
-        shutdown.listen_for_signals(GATEWAY_GRACE);
+        shutdown.listen_for_signals(Duration::from_secs(config.drain_grace_s));
         let running = Gateway::start(config, &shutdown).await.context("start the gateway")?;
         let bundled = kvik_model::Model::bundled()?;
         running.gateway().provide_tokenizer(bundled.name(), Arc::clone(bundled.tokenizer()));

@@ -21,7 +21,7 @@ use crate::cli::UpArguments;
 use kvik_runtime::terminal::{DIMMED, TITLE};
 
 /// Time for everything to end after the first signal.
-const GRACE: Duration = Duration::from_mins(2);
+const GRACE: Duration = Duration::from_secs(25);
 /// Heartbeats on loopback can be quick; a worker that dies is gone within a second.
 const HEARTBEAT_INTERVAL_MS: u64 = 300;
 

@@ -236,3 +236,50 @@ fn the_memory_service_lends_what_workers_leave_and_ends_with_a_signal() {
     assert_eq!(open_ledger(dir.path()).snapshot().unwrap().held_bytes, PAGE_BYTES);
     assert!(!socket.try_exists().unwrap());
 }
+
+#[test]
+fn a_worker_refuses_bad_variables_of_kvcached_by_name_and_warns_of_those_without_a_meaning() {
+    for (variable, value, allowed) in [
+        ("KVCACHED_GPU_UTILIZATION", "banana", "above 0, up to 1"),
+        ("KVCACHED_PAGE_SIZE_MB", "3", "a multiple of 2"),
+        ("KVCACHED_PAGE_PREALLOC_ENABLED", "banana", "true, false"),
+        ("KVCACHED_LOG_LEVEL", "loud", "trace, debug"),
+        ("ENABLE_KVCACHED", "2", "true, false"),
+    ] {
+        let output = process::kvik().env(variable, value).arg("worker").output().unwrap();
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success());
+        assert!(
+            message.contains(variable) && message.contains(value) && message.contains(allowed),
+            "{message}"
+        );
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let variables = [
+        ("ENABLE_KVCACHED", "true"),
+        ("KVCACHED_GPU_UTILIZATION", "0.67"),
+        ("KVCACHED_PAGE_SIZE_MB", "4"),
+        ("KVCACHED_LOG_LEVEL", "info"),
+        ("KVCACHED_SANITY_CHECK", "true"),
+    ];
+    let mut command = process::kvik();
+    command.envs(variables).args([
+        "worker",
+        "--log-format",
+        "json",
+        "--listen",
+        "127.0.0.1:0",
+        "--threads",
+        "1",
+    ]);
+    let dir = format!("memory.dir={}", dir.path().display());
+    let device = format!("memory.device_bytes={}", N_PAGES * PAGE_BYTES);
+    command.args(["--set", &dir, "--set", &device, "--set", "kv_blocks=1024"]);
+    let mut process = Process::start(&mut command);
+    let warned = process.logged("ignored variables that have no meaning for a worker");
+    assert!(warned["variables"].to_string().contains("KVCACHED_SANITY_CHECK"), "{warned}");
+    let address = process.logged("worker is ready")["address"].as_str().unwrap().to_owned();
+    let worker = Role { process, client: Client { address } };
+    // Two thirds of three pages of 2 MiB are one page of 4 MiB.
+    assert_eq!(blocks(&worker).limit_blocks, 2 * PAGE_BLOCKS);
+}

@@ -74,8 +74,10 @@ fn kvctl_looks_into_the_store_of_a_worker_and_carries_kv_to_another() {
     let (expected, _) = complete(&worker.client, &prompt(2));
     let tokens: Vec<String> = prompt(2).iter().map(u32::to_string).collect();
     let tokens = ["--token-ids", &tokens.join(",")];
-    let lookup = kvctl(&worker.client, &["lookup", tokens[0], tokens[1]]).unwrap();
-    assert_eq!((&lookup["cached_tokens"], &lookup["tiers"]), (&json!(512), &json!({"ram": 512})));
+    eventually("the KV of the ended sequence is in memory", || {
+        let lookup = kvctl(&worker.client, &["lookup", tokens[0], tokens[1]]).unwrap();
+        (lookup["cached_tokens"] == 512 && lookup["tiers"] == json!({"ram": 512})).then_some(())
+    });
     assert_eq!(kvctl(&worker.client, &["health"]).unwrap()["status"], "ok");
 
     let file = folders[0].path().join("kv.safetensors");

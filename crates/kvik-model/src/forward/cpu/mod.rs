@@ -13,10 +13,12 @@ use kvik_types::{Dtype, TokenId};
 use crate::checkpoint::Checkpoint;
 use crate::config::{ModelConfig, Position};
 use crate::error::{ModelError, Result};
-use crate::kernels::{Isa, KvElement, KvPages, PageShape, RotaryTable, RowPlan, Span, ThreadPool, padded};
+use crate::kernels::{
+    Isa, KvElement, KvPages, PageShape, PinnedBlocks, RotaryTable, RowPlan, Span, ThreadPool, padded,
+};
 use crate::paging::{BLOCK_TOKENS, BlockId, BlockMemory, ElasticMemory, MemoryGroup};
 
-use super::{Backend, LayerKv, Logits, SequenceRows};
+use super::{Backend, LayerKv, Logits, PinnedKv, SequenceRows};
 use pass::{Activations, Pass};
 use weights::ModelWeights;
 
@@ -173,6 +175,12 @@ impl CpuBackend {
     }
 }
 
+impl<E: KvElement> PinnedKv for PinnedBlocks<E> {
+    fn read_block(&self, layer_idx: usize, block_idx: usize, out: &mut [u8]) {
+        self.export_block(layer_idx, block_idx, out);
+    }
+}
+
 impl Backend for CpuBackend {
     fn config(&self) -> &ModelConfig {
         &self.config
@@ -304,6 +312,14 @@ impl Backend for CpuBackend {
             Pages::F32(pages) => pages.export_block(layer_idx, block, out),
             Pages::F16(pages) => pages.export_block(layer_idx, block, out),
             Pages::Bf16(pages) => pages.export_block(layer_idx, block, out),
+        }
+    }
+
+    fn pin_blocks(&mut self, blocks: &[BlockId]) -> Box<dyn PinnedKv> {
+        match &mut self.pages {
+            Pages::F32(pages) => Box::new(pages.pin(blocks)),
+            Pages::F16(pages) => Box::new(pages.pin(blocks)),
+            Pages::Bf16(pages) => Box::new(pages.pin(blocks)),
         }
     }
 

@@ -29,6 +29,11 @@ pub struct MemoryGroup {
     pub limit_bytes: Option<u64>,
     /// Bytes of the device, if nobody has opened its ledger before.
     pub device_bytes: u64,
+    /// Bytes of a page in one layer, a multiple of 2 MiB; `None` for the smallest that holds sixteen blocks
+    /// well.
+    pub page_bytes: Option<u64>,
+    /// Whether pages are kept ready beyond those in use.
+    pub is_preallocating: bool,
     /// The folder of the ledger's files.
     pub dir: PathBuf,
 }
@@ -141,7 +146,12 @@ impl ElasticMemory {
         n_blocks: usize,
     ) -> Result<Self> {
         let memory_error = |error: kvik_memory::MemoryError| ModelError::Memory(Box::new(error));
-        let page_bytes = page_bytes_for(block_bytes as u64);
+        let page_bytes = group.page_bytes.unwrap_or_else(|| page_bytes_for(block_bytes as u64));
+        if page_bytes < 2 * block_bytes as u64 && page_bytes != block_bytes as u64 {
+            // Of a page that blocks straddle, less than one would be left.
+            let allowed = format!("at least {} bytes, two blocks of a layer", 2 * block_bytes);
+            return Err(ModelError::request("page size", page_bytes, allowed));
+        }
         // A block that straddles two pages is nobody's, so a page has one block less than fits.
         let blocks_per_page = (page_bytes / block_bytes as u64).max(1) as usize;
         let usable =
@@ -160,12 +170,17 @@ impl ElasticMemory {
         let policy = Policy { max_bytes: group.limit_bytes, ..Policy::default() };
         let options = JoinOptions { policy, ..JoinOptions::new(&*group.ipc_name, &*group.label) };
         let member = ledger.join(&options).map_err(memory_error)?;
-        let settings = PoolSettings {
+        let settings = PoolSettings::new(block_bytes as u64);
+        let settings = if group.is_preallocating {
+            settings
+        } else {
             // An engine that does nothing holds nothing.
-            is_preallocating: false,
-            low_watermark_pages: 0,
-            high_watermark_pages: 0,
-            ..PoolSettings::new(block_bytes as u64)
+            PoolSettings {
+                is_preallocating: false,
+                low_watermark_pages: 0,
+                high_watermark_pages: 0,
+                ..settings
+            }
         };
         let options = PoolOptions { geometry, guard: Guard::Zero, settings };
         let states = member.create_page_states(geometry.capacity_pages(), geometry.page_cost_bytes());

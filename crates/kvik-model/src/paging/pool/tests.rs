@@ -105,7 +105,7 @@ impl Both {
         let n_blocks = 8;
         let hashes: Vec<BlockHash> = (0..n_blocks).map(|idx| weak_hash(stem, idx)).collect();
         let tokens: Vec<TokenId> = (0..n_blocks).flat_map(|idx| block_tokens(stem, idx)).collect();
-        let blocks = self.pool.match_prefix(&hashes, &tokens);
+        let blocks = self.pool.match_prefix(&hashes, &tokens, None);
         let mut expected: Vec<BlockId> = Vec::new();
         for idx in 0..n_blocks {
             let parent = expected.last().copied();
@@ -135,7 +135,7 @@ impl Both {
         }
         let (idx, parent) = (table.blocks.len(), table.blocks.last().copied());
         let (hash, tokens) = (weak_hash(table.stem, idx), block_tokens(table.stem, idx));
-        let holder = self.pool.register(block, hash, &tokens, parent);
+        let holder = self.pool.register(block, hash, &tokens, parent, None);
         let naive = &mut self.naive;
         let parent_is_known = parent.is_none_or(|parent| naive.registered.contains_key(&parent));
         let is_taken = naive.registered.values().any(|content| content.hash == hash);
@@ -145,7 +145,7 @@ impl Both {
             naive.release(block);
             expected = known;
         } else if parent_is_known && !is_taken {
-            naive.registered.insert(block, Content { hash, tokens, parent });
+            naive.registered.insert(block, Content { hash, tokens, parent, salt: None });
         }
         assert_eq!(holder, expected);
         table.blocks.push(holder);
@@ -266,20 +266,22 @@ fn hash(value: u128) -> BlockHash {
 fn a_forged_hash_with_other_tokens_or_another_parent_is_a_miss() {
     let mut pool = BlockPool::new(4);
     let (first, second) = (pool.allocate().unwrap(), pool.allocate().unwrap());
-    assert_eq!(pool.register(first, hash(1), &[1; BLOCK_TOKENS], None), first);
-    assert_eq!(pool.register(second, hash(2), &[2; BLOCK_TOKENS], Some(first)), second);
+    assert_eq!(pool.register(first, hash(1), &[1; BLOCK_TOKENS], None, None), first);
+    assert_eq!(pool.register(second, hash(2), &[2; BLOCK_TOKENS], Some(first), None), second);
     let mut tokens = vec![1; BLOCK_TOKENS];
     tokens.extend([2; BLOCK_TOKENS]);
-    assert_eq!(pool.match_prefix(&[hash(1), hash(2)], &tokens), [first, second]);
+    assert_eq!(pool.match_prefix(&[hash(1), hash(2)], &tokens, None), [first, second]);
     tokens[BLOCK_TOKENS + 15] = 3;
-    assert_eq!(pool.match_prefix(&[hash(1), hash(2)], &tokens), [first]);
-    assert_eq!(pool.match_prefix(&[hash(2)], &[2; BLOCK_TOKENS]), []);
-    assert_eq!(pool.match_prefix(&[hash(1)], &[9; BLOCK_TOKENS]), []);
+    assert_eq!(pool.match_prefix(&[hash(1), hash(2)], &tokens, None), [first]);
+    assert_eq!(pool.match_prefix(&[hash(2)], &[2; BLOCK_TOKENS], None), []);
+    assert_eq!(pool.match_prefix(&[hash(1)], &[9; BLOCK_TOKENS], None), []);
     // Neither does the forger get the place of the registered block, nor its children one.
     let forger = pool.allocate().unwrap();
-    assert_eq!(pool.register(forger, hash(1), &[9; BLOCK_TOKENS], None), forger);
+    let salt = CacheSalt::try_new("a").unwrap();
+    assert_eq!(pool.match_prefix(&[hash(1)], &tokens, Some(&salt)), []);
+    assert_eq!(pool.register(forger, hash(1), &[9; BLOCK_TOKENS], None, None), forger);
     let child = pool.allocate().unwrap();
-    assert_eq!(pool.register(child, hash(5), &[5; BLOCK_TOKENS], Some(forger)), child);
+    assert_eq!(pool.register(child, hash(5), &[5; BLOCK_TOKENS], Some(forger), None), child);
     assert_eq!(pool.stats().n_registered, 2);
 }
 
@@ -287,8 +289,8 @@ fn a_forged_hash_with_other_tokens_or_another_parent_is_a_miss() {
 fn a_block_computed_twice_is_kept_once() {
     let mut pool = BlockPool::new(2);
     let (first, second) = (pool.allocate().unwrap(), pool.allocate().unwrap());
-    pool.register(first, hash(1), &[1; BLOCK_TOKENS], None);
-    assert_eq!(pool.register(second, hash(1), &[1; BLOCK_TOKENS], None), first);
+    pool.register(first, hash(1), &[1; BLOCK_TOKENS], None, None);
+    assert_eq!(pool.register(second, hash(1), &[1; BLOCK_TOKENS], None, None), first);
     assert_eq!((pool.n_holders(first), pool.n_holders(second)), (2, 0));
     assert_eq!(pool.n_free(), 1);
 }
@@ -300,9 +302,9 @@ fn the_least_recently_held_block_is_taken_first_and_children_before_parents() {
     for stem in 0..2_u32 {
         let parent = pool.allocate().unwrap();
         let tokens = [stem; BLOCK_TOKENS];
-        pool.register(parent, hash(u128::from(stem)), &tokens, None);
+        pool.register(parent, hash(u128::from(stem)), &tokens, None, None);
         let child = pool.allocate().unwrap();
-        pool.register(child, hash(u128::from(10 + stem)), &tokens, Some(parent));
+        pool.register(child, hash(u128::from(10 + stem)), &tokens, Some(parent), None);
         tables.push(vec![parent, child]);
     }
     let expected = [tables[1][1], tables[1][0], tables[0][1], tables[0][0]];
@@ -319,8 +321,8 @@ fn the_least_recently_held_block_is_taken_first_and_children_before_parents() {
 fn changes_that_are_recorded_late_begin_with_what_is_registered() {
     let mut pool = BlockPool::new(2);
     let (parent, child) = (pool.allocate().unwrap(), pool.allocate().unwrap());
-    pool.register(parent, hash(1), &[1; BLOCK_TOKENS], None);
-    pool.register(child, hash(2), &[2; BLOCK_TOKENS], Some(parent));
+    pool.register(parent, hash(1), &[1; BLOCK_TOKENS], None, None);
+    pool.register(child, hash(2), &[2; BLOCK_TOKENS], Some(parent), None);
     assert_eq!(pool.take_changes().count(), 0);
     pool.record_changes();
     pool.record_changes();

@@ -2,29 +2,29 @@
 //!
 //! `token_ids` are the prompt's, as far as its chunks reach. `chunk.N.layer.N` is the layer of a chunk as the
 //! engine keeps it, in bytes. The metadata says what they are good for: `namespace`, which covers model, type,
-//! layout, tenant and the length of chunks.
+//! layout, tenant and the length of chunks; `cache_salt` of a prompt that has one is there too, and what is
+//! stored is found with it alone.
 
 use std::collections::HashMap;
 
 use kvik_proto::cache::StoreResponse;
 use kvik_store::{Chain, Write};
-use kvik_types::TokenId;
+use kvik_types::{CacheSalt, TokenId};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 
 use crate::error::Refusal;
+use crate::prompt::Prompt;
 use crate::store::WorkerStore;
 
 const NAMESPACE: &str = "namespace";
 const CHUNK_TOKENS: &str = "chunk_tokens";
 const TOKEN_IDS: &str = "token_ids";
+const CACHE_SALT: &str = "cache_salt";
 
 /// What the store has of a prompt.
-pub(super) fn write(
-    store: &WorkerStore,
-    tokens: &[TokenId],
-    layer: Option<usize>,
-) -> Result<Vec<u8>, Refusal> {
-    let chain = store.chain(tokens);
+pub(super) fn write(store: &WorkerStore, prompt: &Prompt, layer: Option<usize>) -> Result<Vec<u8>, Refusal> {
+    let Prompt { tokens, salt } = prompt;
+    let chain = store.chain(tokens, salt.as_ref());
     let n_layers = chain.space().format().n_layers as usize;
     let layers = match layer {
         None => 0..n_layers,
@@ -44,7 +44,9 @@ pub(super) fn write(
             views.push((tensor_name(chunk_idx, layer_idx), view));
         }
     }
-    serialize(views, Some(metadata(&chain))).map_err(failed)
+    let mut metadata = metadata(&chain);
+    metadata.extend(salt.as_ref().map(|salt| (CACHE_SALT.to_owned(), salt.as_str().to_owned())));
+    serialize(views, Some(metadata)).map_err(failed)
 }
 
 /// Stores what [`write`] gave.
@@ -55,8 +57,10 @@ pub(super) fn read(store: &WorkerStore, body: &[u8]) -> Result<StoreResponse, Re
     let (_, header) = SafeTensors::read_metadata(body).map_err(invalid)?;
     let tensors = SafeTensors::deserialize(body).map_err(invalid)?;
     let tokens = token_ids(&tensors)?;
-    let chain = store.chain(&tokens);
     let given = header.metadata().as_ref();
+    let salt = given.and_then(|given| given.get(CACHE_SALT)).map(|salt| CacheSalt::try_new(salt)).transpose();
+    let salt = salt.map_err(|error| Refusal::invalid(error.to_string(), Some(CACHE_SALT)))?;
+    let chain = store.chain(&tokens, salt.as_ref());
     for (field, expected) in metadata(&chain) {
         let value = given.and_then(|given| given.get(&field)).map_or("missing", String::as_str);
         if value != expected {

@@ -5,6 +5,7 @@
 mod export;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvik_proto::cache::{
@@ -13,10 +14,11 @@ use kvik_proto::cache::{
 };
 use kvik_store::{Chain, Clear, Prefetch};
 use kvik_tier::{TierHealth, TierKind, TierStat};
-use kvik_types::{BlockHash, TokenId};
+use kvik_types::BlockHash;
 use parking_lot::Mutex;
 
 use crate::error::Refusal;
+use crate::prompt::Prompt;
 use crate::store::WorkerStore;
 
 /// Prefetches that are remembered; the oldest are forgotten, and with that cancelled.
@@ -27,7 +29,7 @@ const TIERS: [TierKind; 4] = [TierKind::Ram, TierKind::Nvme, TierKind::Redis, Ti
 
 /// The store as its administrators see it.
 #[derive(Debug)]
-pub(crate) struct Cache {
+pub(crate) struct StoreAdmin {
     store: WorkerStore,
     prefetches: Mutex<Prefetches>,
 }
@@ -44,12 +46,15 @@ struct RememberedPrefetch {
     id: u64,
     n_prompt_tokens: usize,
     chain: Chain,
-    /// `None` once it has ended.
-    prefetch: Option<Prefetch>,
+    slot: Arc<PrefetchSlot>,
     is_cancelled: bool,
 }
 
-impl Cache {
+/// Holds a prefetch while it loads; what it leases is released when it is done, whether or not a client asks.
+#[derive(Debug, Default)]
+struct PrefetchSlot(Mutex<Option<Prefetch>>);
+
+impl StoreAdmin {
     pub(crate) fn new(store: WorkerStore) -> Self {
         Self { store, prefetches: Mutex::default() }
     }
@@ -64,10 +69,14 @@ impl Cache {
         self.store.visit_chunks(visit);
     }
 
-    pub(crate) fn lookup(&self, tokens: &[TokenId]) -> LookupResponse {
-        let found = self.store.store().lookup(&self.store.chain(tokens));
+    fn chain(&self, prompt: &Prompt) -> Chain {
+        self.store.chain(&prompt.tokens, prompt.salt.as_ref())
+    }
+
+    pub(crate) fn lookup(&self, prompt: &Prompt) -> LookupResponse {
+        let found = self.store.store().lookup(&self.chain(prompt));
         LookupResponse {
-            prompt_tokens: tokens.len(),
+            prompt_tokens: prompt.tokens.len(),
             cached_tokens: found.n_tokens,
             tiers: by_name(found.tokens_by_tier),
             chunk_tokens: self.store.chunk_tokens(),
@@ -75,23 +84,18 @@ impl Cache {
     }
 
     /// Begins to load a prompt's KV into memory.
-    pub(crate) fn prefetch(&self, tokens: &[TokenId]) -> PrefetchStatus {
-        let chain = self.store.chain(tokens);
-        let prefetch = self.store.store().prefetch(&chain, 0);
+    pub(crate) fn prefetch(&self, prompt: &Prompt) -> PrefetchStatus {
+        let chain = self.chain(prompt);
+        let slot = PrefetchSlot::hold(self.store.store().prefetch(&chain, 0));
         let mut prefetches = self.prefetches.lock();
         let id = prefetches.n_begun;
         prefetches.n_begun += 1;
         if prefetches.remembered.len() == MAX_PREFETCHES {
             prefetches.remembered.pop_front();
         }
-        let mut remembered = RememberedPrefetch {
-            id,
-            n_prompt_tokens: tokens.len(),
-            chain,
-            prefetch: Some(prefetch),
-            is_cancelled: false,
-        };
-        let status = self.status(&mut remembered);
+        let remembered =
+            RememberedPrefetch { id, n_prompt_tokens: prompt.tokens.len(), chain, slot, is_cancelled: false };
+        let status = self.status(&remembered);
         prefetches.remembered.push_back(remembered);
         status
     }
@@ -104,22 +108,16 @@ impl Cache {
     pub(crate) fn cancel_prefetch(&self, id: &str) -> Result<PrefetchStatus, Refusal> {
         let mut prefetches = self.prefetches.lock();
         let remembered = prefetches.find(id)?;
-        if remembered.prefetch.as_ref().is_some_and(|prefetch| !prefetch.is_done()) {
-            remembered.prefetch = None;
-            remembered.is_cancelled = true;
-        }
+        remembered.is_cancelled |= remembered.slot.cancel();
         Ok(self.status(remembered))
     }
 
-    /// Where a prefetch stands. One that is done lets go of what it holds.
-    fn status(&self, remembered: &mut RememberedPrefetch) -> PrefetchStatus {
-        if remembered.prefetch.as_ref().is_some_and(Prefetch::is_done) {
-            drop(remembered.prefetch.take().map(|prefetch| prefetch.wait(Duration::ZERO)));
-        }
-        let state = match (&remembered.prefetch, remembered.is_cancelled) {
-            (Some(_), _) => PrefetchState::Loading,
-            (None, true) => PrefetchState::Cancelled,
-            (None, false) => PrefetchState::Done,
+    /// Where a prefetch stands.
+    fn status(&self, remembered: &RememberedPrefetch) -> PrefetchStatus {
+        let state = match (remembered.slot.is_loading(), remembered.is_cancelled) {
+            (true, _) => PrefetchState::Loading,
+            (false, true) => PrefetchState::Cancelled,
+            (false, false) => PrefetchState::Done,
         };
         let found = self.store.store().lookup_local(&remembered.chain);
         PrefetchStatus {
@@ -130,16 +128,16 @@ impl Cache {
         }
     }
 
-    pub(crate) fn pin(&self, tokens: &[TokenId]) -> PinResponse {
-        PinResponse { tokens: self.store.store().pin(&self.store.chain(tokens)) }
+    pub(crate) fn pin(&self, prompt: &Prompt) -> PinResponse {
+        PinResponse { tokens: self.store.store().pin(&self.chain(prompt)) }
     }
 
     /// Takes one pin away.
     ///
     /// # Errors
     /// If the prompt has none.
-    pub(crate) fn unpin(&self, tokens: &[TokenId]) -> Result<PinResponse, Refusal> {
-        let chain = self.store.chain(tokens);
+    pub(crate) fn unpin(&self, prompt: &Prompt) -> Result<PinResponse, Refusal> {
+        let chain = self.chain(prompt);
         if self.store.store().unpin(&chain) {
             return Ok(PinResponse { tokens: chain.n_tokens() });
         }
@@ -152,7 +150,7 @@ impl Cache {
     /// If a tier does not exist or is not configured.
     pub(crate) fn relocate(
         &self,
-        tokens: &[TokenId],
+        prompt: &Prompt,
         from: &str,
         to: &str,
         keeps_source: bool,
@@ -161,7 +159,7 @@ impl Cache {
         if from_tier == to_tier {
             return Err(Refusal::field("to", to, "another tier than `from`"));
         }
-        let chain = self.store.chain(tokens);
+        let chain = self.chain(prompt);
         let chunks = self.store.store().relocate(&chain, from_tier, to_tier, keeps_source);
         Ok(MoveResponse { chunks })
     }
@@ -172,7 +170,7 @@ impl Cache {
     /// If a tier does not exist or is not configured.
     pub(crate) fn clear(
         &self,
-        tokens: Option<&[TokenId]>,
+        prompt: Option<&Prompt>,
         tiers: Option<&[String]>,
     ) -> Result<ClearResponse, Refusal> {
         let tiers = match tiers {
@@ -182,8 +180,8 @@ impl Cache {
             }
         };
         let clear = Clear {
-            namespace: tokens.is_none().then(|| self.store.namespace().clone()),
-            chain: tokens.map(|tokens| self.store.chain(tokens)),
+            namespace: prompt.is_none().then(|| self.store.namespace().clone()),
+            chain: prompt.map(|prompt| self.chain(prompt)),
             tiers,
         };
         Ok(ClearResponse { chunks: by_name(self.store.store().clear(&clear).chunks) })
@@ -193,8 +191,8 @@ impl Cache {
     ///
     /// # Errors
     /// If there is no such layer.
-    pub(crate) fn retrieve(&self, tokens: &[TokenId], layer: Option<usize>) -> Result<Vec<u8>, Refusal> {
-        export::write(&self.store, tokens, layer)
+    pub(crate) fn retrieve(&self, prompt: &Prompt, layer: Option<usize>) -> Result<Vec<u8>, Refusal> {
+        export::write(&self.store, prompt, layer)
     }
 
     /// Stores what [`Self::retrieve`] gave here or elsewhere, of all layers.
@@ -219,6 +217,9 @@ impl Cache {
             ("requested_tokens", stats.requested_tokens),
             ("truncated_retrieves", stats.n_truncated),
             ("timed_out_retrieves", stats.n_timeouts),
+            ("copy_queue_bytes", self.store.sink_counts().lent_bytes() as u64),
+            ("refused_sequences", self.store.sink_counts().n_refused()),
+            ("given_up_sequences", self.store.sink_counts().n_given_up()),
             ("stored_chunks", stats.n_stored),
             ("stored_again_chunks", stats.n_stored_before),
             ("refused_slots", stats.n_refused),
@@ -257,6 +258,40 @@ impl Cache {
             let names: Vec<&str> = configured.iter().map(|tier| tier.name()).collect();
             Refusal::field(field, name, &names.join(", "))
         })
+    }
+}
+
+impl PrefetchSlot {
+    fn hold(prefetch: Prefetch) -> Arc<Self> {
+        let slot = Arc::new(Self::default());
+        let ending = Arc::downgrade(&slot);
+        prefetch.on_done(move || {
+            if let Some(slot) = ending.upgrade() {
+                slot.release_if_done();
+            }
+        });
+        *slot.0.lock() = Some(prefetch);
+        // It may have ended before it was here.
+        slot.release_if_done();
+        slot
+    }
+
+    /// Lets go of what a prefetch leases that has ended.
+    fn release_if_done(&self) {
+        let mut prefetch = self.0.lock();
+        if let Some(done) = prefetch.take_if(|prefetch| prefetch.is_done()) {
+            // Under the lock: a prefetch that does not load any more has put into memory what it loaded.
+            drop(done.wait(Duration::ZERO));
+        }
+    }
+
+    fn is_loading(&self) -> bool {
+        self.0.lock().is_some()
+    }
+
+    /// Gives up a prefetch that still loads; says whether it did.
+    fn cancel(&self) -> bool {
+        self.0.lock().take().is_some()
     }
 }
 

@@ -1,0 +1,222 @@
+//! Chains that are read layer by layer.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use kvik_store::{Chain, Store};
+use kvik_tier::TierKind;
+use parking_lot::{Condvar, Mutex};
+
+use super::job::{Job, JobHandle};
+use super::load::{Load, LoadedPrefix, Loading};
+use crate::error::{Result, WorkerError};
+
+/// Chains that are read at a time: a slow read of one tier leaves the threads of the others free, and more
+/// readers than this only share a disk.
+const N_THREADS: usize = 8;
+
+/// Chains that wait for a thread. Beyond, a prompt is computed: it would wait longer than that takes.
+const MAX_WAITING: usize = 64;
+
+/// One chain that is read.
+type LayerJob = Job<LoadedPrefix>;
+
+/// Reads a chain from a chunk on, as long as the job is wanted.
+type Read = dyn Fn(&LayerJob, &Chain, usize) -> Option<LoadedPrefix> + Send + Sync;
+
+/// Threads that read chains layer by layer; dropping it ends and joins them.
+#[derive(Debug)]
+pub(super) struct LayerLoader {
+    store: Store,
+    queue: Arc<Queue>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    state: Mutex<QueueState>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct QueueState {
+    waiting: VecDeque<(Arc<LayerJob>, Chain, usize)>,
+    is_closed: bool,
+}
+
+impl LayerLoader {
+    /// Starts the threads.
+    ///
+    /// # Errors
+    /// If the operating system gives none.
+    pub(super) fn start(store: &Store) -> Result<Self> {
+        let reading = store.clone();
+        Self::start_with(store, Arc::new(move |job, chain, first| read_layers(&reading, job, chain, first)))
+    }
+
+    fn start_with(store: &Store, read: Arc<Read>) -> Result<Self> {
+        let mut loader = Self { store: store.clone(), queue: Arc::default(), threads: Vec::new() };
+        for idx in 0..N_THREADS {
+            let (queue, read) = (Arc::clone(&loader.queue), Arc::clone(&read));
+            let thread = std::thread::Builder::new()
+                .name(format!("kvik-layers-{idx}"))
+                .spawn(move || queue.run(&*read))
+                .map_err(|source| WorkerError::Io { what: "start a thread of layers".to_owned(), source })?;
+            loader.threads.push(thread);
+        }
+        Ok(loader)
+    }
+
+    /// Begins to load a chain, unless no tier is known to have its first chunk or too many wait.
+    pub(super) fn load(&self, chain: &Chain, first_chunk: usize, timeout: Duration) -> Loading {
+        if self.store.tiers_of(chain, first_chunk).is_empty() {
+            return Loading::Nothing;
+        }
+        match self.begin(chain, first_chunk) {
+            Some(job) => Loading::Pending(Load::of_layers(job, timeout)),
+            None => Loading::Nothing,
+        }
+    }
+
+    fn begin(&self, chain: &Chain, first_chunk: usize) -> Option<JobHandle<LoadedPrefix>> {
+        let job = Arc::new(LayerJob::default());
+        let mut state = self.queue.state.lock();
+        if MAX_WAITING <= state.waiting.len() {
+            // Those that were given up hold their places only until a thread comes by.
+            state.waiting.retain(|(job, _, _)| job.is_wanted());
+        }
+        if MAX_WAITING <= state.waiting.len() {
+            return None;
+        }
+        state.waiting.push_back((Arc::clone(&job), chain.clone(), first_chunk));
+        drop(state);
+        self.queue.changed.notify_one();
+        Some(JobHandle::new(job))
+    }
+}
+
+impl Drop for LayerLoader {
+    fn drop(&mut self) {
+        self.queue.state.lock().is_closed = true;
+        self.queue.changed.notify_all();
+        for thread in self.threads.drain(..) {
+            // A thread that panicked has said so.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Queue {
+    fn run(&self, read: &Read) {
+        while let Some((job, chain, first_chunk)) = self.next() {
+            let prefix = if job.is_wanted() { read(&job, &chain, first_chunk) } else { None };
+            job.complete(prefix);
+        }
+    }
+
+    /// The next job; `None` at the end.
+    fn next(&self) -> Option<(Arc<LayerJob>, Chain, usize)> {
+        let mut state = self.state.lock();
+        loop {
+            if state.is_closed {
+                return None;
+            }
+            if let Some(job) = state.waiting.pop_front() {
+                return Some(job);
+            }
+            self.changed.wait(&mut state);
+        }
+    }
+}
+
+fn read_layers(store: &Store, job: &LayerJob, chain: &Chain, first_chunk: usize) -> Option<LoadedPrefix> {
+    // Asked first: what is read by layers does not stay in memory, so it is where it was.
+    let tier_of = |chunk_idx| store.tiers_of(chain, chunk_idx).into_iter().min();
+    let tiers: Vec<Option<TierKind>> = (first_chunk..chain.n_chunks()).map(tier_of).collect();
+    let mut reader = store.retrieve_layers(chain, first_chunk);
+    let mut layers = Vec::new();
+    while job.is_wanted()
+        && let Some(layer) = reader.next_layer()
+    {
+        layers.push(layer);
+    }
+    if layers.len() < chain.space().format().n_layers as usize {
+        return None;
+    }
+    let chunks: Vec<_> = (first_chunk..first_chunk + reader.n_chunks())
+        .zip(tiers)
+        .map(|(chunk_idx, tier)| (chain.tokens_of(chunk_idx), tier.unwrap_or(TierKind::Ram)))
+        .collect();
+    LoadedPrefix::from_layers(chunks, layers)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use kvik_store::ChunkFormat;
+    use kvik_types::{BlockSize, Dtype, Namespace};
+
+    use super::super::tiers;
+    use super::*;
+    use crate::config::StoreConfig;
+
+    /// A loader whose reads of chains of one chunk block until something is sent, and the two chains.
+    fn slow_loader() -> (LayerLoader, mpsc::Sender<()>, [Chain; 2]) {
+        let config = StoreConfig { ram: "16MiB".to_owned(), ..StoreConfig::default() };
+        let store = tiers::open(&config, &config.resolve().unwrap().unwrap()).unwrap();
+        let namespace = Namespace {
+            model: "m".to_owned(),
+            dtype: Dtype::F32,
+            layout: "l".to_owned(),
+            tenant: String::new(),
+        };
+        let format = ChunkFormat {
+            n_layers: 1,
+            token_layer_bytes: 64,
+            n_ranks: 1,
+            block_tokens: BlockSize::try_new(16).unwrap(),
+        };
+        let space = store.space(&namespace, format).unwrap();
+        let chains = [1, 2].map(|n_chunks| space.chain(&vec![7; n_chunks * space.chunk_tokens()]));
+        let (release, blocked) = mpsc::channel();
+        let blocked = Mutex::new(blocked);
+        let read = move |_: &LayerJob, chain: &Chain, _| {
+            if chain.n_chunks() == 1 {
+                let _ = blocked.lock().recv();
+            }
+            None
+        };
+        (LayerLoader::start_with(&store, Arc::new(read)).unwrap(), release, chains)
+    }
+
+    #[test]
+    fn a_slow_read_holds_up_no_other_load() {
+        let (loader, release, [slow, fast]) = slow_loader();
+        let _slow = loader.begin(&slow, 0).unwrap();
+        let job = loader.begin(&fast, 0).unwrap();
+        let (done, is_done) = mpsc::channel();
+        job.on_done(Box::new(move || done.send(()).unwrap()));
+        is_done.recv().unwrap();
+        drop(release);
+    }
+
+    #[test]
+    fn loads_beyond_the_limit_are_refused_and_given_up_ones_make_room() {
+        let (loader, release, [slow, _]) = slow_loader();
+        let mut jobs: Vec<JobHandle<LoadedPrefix>> = Vec::new();
+        while jobs.len() < N_THREADS + MAX_WAITING {
+            // Threads take the first ones at their own time.
+            match loader.begin(&slow, 0) {
+                Some(job) => jobs.push(job),
+                None => std::thread::yield_now(),
+            }
+        }
+        assert!(loader.begin(&slow, 0).is_none());
+        jobs.clear();
+        assert!(loader.begin(&slow, 0).is_some());
+        drop(release);
+    }
+}
