@@ -11,10 +11,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvik_memory::SocketAddress;
 use kvik_memory::pages::{MapOutcome, PageMapper};
-use kvik_memory::ranks::{
-    RankLeaderOptions, RankMapper, RankPeer, RankWorker, RankWorkerOptions, SocketAddress,
-};
+use kvik_memory::ranks::{RankLeaderOptions, RankMapper, RankPeer, RankWorker, RankWorkerOptions};
 use kvik_memory::{Extent, Geometry, PageId};
 
 const N_WARM_UP: usize = 1_000;

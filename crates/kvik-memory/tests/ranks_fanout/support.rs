@@ -7,10 +7,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvik_memory::SocketAddress;
 use kvik_memory::pages::{MapOutcome, PageMapper};
-use kvik_memory::ranks::{
-    RankLeaderOptions, RankMapper, RankPeer, RankWorker, RankWorkerOptions, SocketAddress,
-};
+use kvik_memory::ranks::{RankLeaderOptions, RankMapper, RankPeer, RankWorker, RankWorkerOptions};
 use kvik_memory::{Extent, Geometry, MemoryError, PageId};
 use parking_lot::Mutex;
 
