@@ -4,12 +4,15 @@
 
 #![no_main]
 
-use kvik_tier::{ChunkKey, ENVELOPE_BYTES, Envelope, NamespaceId, seal};
+use kvik_tier::{ChunkKey, ENVELOPE_BYTES, Envelope, NamespaceId, TokenDigest, seal};
 use kvik_types::BlockHash;
 use libfuzzer_sys::fuzz_target;
 
 /// What the envelope's own checksum covers; it stands behind.
 const COVERED_BYTES: usize = ENVELOPE_BYTES - 8;
+
+/// What stands before the checksums of sections.
+const FIELD_BYTES: usize = 96;
 
 fuzz_target!(|input: &[u8]| {
     check(input);
@@ -38,7 +41,7 @@ fn check(input: &[u8]) {
     let is_canonical = envelope.section_bytes() <= chunk_bytes.max(1);
     if chunk.len() as u64 == chunk_bytes && is_canonical && envelope.prove(0, chunk).is_ok() {
         let mut sealed = [0; ENVELOPE_BYTES];
-        seal(envelope.key(), &[chunk], envelope.section_bytes() as usize, &mut sealed);
+        seal(envelope.key(), envelope.digest(), &[chunk], envelope.section_bytes() as usize, &mut sealed);
         assert_eq!(sealed, envelope_bytes);
     }
 }
@@ -48,9 +51,11 @@ fn check_sealed(chunk: &[u8]) {
     let section_bytes = chunk.first_chunk().map_or(0, |start| usize::from(u16::from_le_bytes(*start)));
     let key = ChunkKey { namespace: NamespaceId(BlockHash([1; 16])), chunk: BlockHash([2; 16]), rank: 3 };
     let mut sealed = [0; ENVELOPE_BYTES];
-    seal(key, &[chunk], section_bytes, &mut sealed);
+    let digest = TokenDigest([4; 32]);
+    seal(key, digest, &[chunk], section_bytes, &mut sealed);
     let envelope = Envelope::decode(&sealed).expect("a sealed envelope");
     assert_eq!(envelope.key(), key);
+    assert_eq!(envelope.digest(), digest);
     envelope.prove(0, chunk).expect("a sealed chunk");
     check(&[sealed.as_slice(), chunk].concat());
 }
@@ -58,10 +63,10 @@ fn check_sealed(chunk: &[u8]) {
 /// The input as an envelope with magic, version and own checksum put right, and what is left as its chunk.
 fn with_checksum(input: &[u8]) -> Vec<u8> {
     let mut repaired = input.to_vec();
-    repaired.resize(input.len().max(64), 0);
+    repaired.resize(input.len().max(FIELD_BYTES), 0);
     // The fields are the input's; the checksums of sections are zeros and the chunk is what comes after.
-    let chunk = repaired.split_off(64);
-    repaired[..12].copy_from_slice(b"KVIKCHNK\x01\0\0\0");
+    let chunk = repaired.split_off(FIELD_BYTES);
+    repaired[..12].copy_from_slice(b"KVIKCHNK\x02\0\0\0");
     repaired.resize(COVERED_BYTES, 0);
     let own_checksum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, &repaired);
     repaired.extend(own_checksum.to_le_bytes());

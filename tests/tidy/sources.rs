@@ -133,7 +133,7 @@ fn no_test_is_switched_off() {
             report(&file, find_text(&code, mark), &mut places);
         }
     }
-    assert_none(&places, "ignored tests (repair the test, or put a slow one behind the feature slow-tests):");
+    assert_none(&places, "ignored tests (repair the test, or put a slow one into a target named slow_*):");
 }
 
 #[test]

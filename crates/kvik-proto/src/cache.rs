@@ -149,6 +149,26 @@ pub struct TierReport {
     /// Further counts by name.
     #[serde(default)]
     pub details: BTreeMap<String, u64>,
+    /// What the tier was asked since its start, by operation; empty where nothing counts that.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub operations: Vec<TierOperation>,
+}
+
+/// What a tier was asked of one operation.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TierOperation {
+    /// `put`, `get`, `contains`, `delete` or `flush`.
+    pub operation: String,
+    /// Items by outcome, such as `hit`, `corrupt` or `skipped`; calls where items have none.
+    pub outcomes: BTreeMap<String, u64>,
+    /// Bytes that were stored or read.
+    pub bytes: u64,
+    /// Calls.
+    pub calls: u64,
+    /// What half of the calls took at most, in microseconds.
+    pub p50_us: u64,
+    /// What 99 of 100 calls took at most, in microseconds.
+    pub p99_us: u64,
 }
 
 /// Counts of the store since its start, by name.

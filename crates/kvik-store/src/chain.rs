@@ -2,13 +2,15 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvik_tier::{ChunkKey, NamespaceId};
+use kvik_tier::{ChunkKey, NamespaceId, TokenDigest};
 use kvik_types::hash::{HashChain, KvikChain};
-use kvik_types::{BlockHash, BlockSize, CacheSalt, TokenId};
+use kvik_types::{BlockHash, BlockSize, CacheSalt, Namespace, TokenId};
 
+use crate::digest::{DigestChain, DigestKey, root_digest, salted_digest};
 use crate::format::ChunkFormat;
+use crate::namespaces::NamespaceState;
+use crate::options::StoreOptions;
 use crate::policy::{Block, BlockId};
 
 /// Tokens before a chunk after which attention to them costs as much as everything else in the model; it
@@ -23,20 +25,11 @@ pub struct Space {
 
 /// The chunks of one sequence, each the parent of the next.
 ///
-/// The tokens are hashed once, when the chain is made; everything else works on the chain. Cheap to clone.
+/// The tokens are hashed once, when the chain is made: it has the names and the digests of its chunks, and
+/// lookups, retrieves and writes take them from it. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Chain {
     shared: Arc<ChainShared>,
-}
-
-/// A namespace as the store knows it.
-#[derive(Debug)]
-pub(crate) struct NamespaceState {
-    pub(crate) id: NamespaceId,
-    /// Its place in the list of namespaces.
-    pub(crate) idx: u32,
-    /// Counts clears. What began under an earlier count is not published.
-    generation: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -48,50 +41,51 @@ struct SpaceShared {
     token_us: f64,
     /// The parent of the first chunk: namespace, format and chunk length.
     seed: BlockHash,
+    digest_key: Option<DigestKey>,
+    /// The digest before the first chunk, of the same.
+    root_digest: TokenDigest,
 }
 
 #[derive(Debug)]
 struct ChainShared {
     space: Space,
-    /// The parent of its first chunk.
-    root: BlockHash,
-    hashes: Vec<BlockHash>,
+    /// What its first chunk goes on from.
+    root: ChunkName,
+    /// The tokens of all chunks.
+    tokens: Vec<TokenId>,
+    chunks: Vec<ChunkName>,
     blocks: Vec<Block>,
-    n_tokens: usize,
 }
 
-// === impl NamespaceState ===
-
-impl NamespaceState {
-    pub(crate) fn new(id: NamespaceId, idx: u32) -> Self {
-        Self { id, idx, generation: AtomicU64::new(0) }
-    }
-
-    /// Acquire and release, so that who reads a new count also sees what was cleared before it.
-    pub(crate) fn generation(&self) -> u64 {
-        self.generation.load(Ordering::Acquire)
-    }
-
-    pub(crate) fn begin_generation(&self) {
-        self.generation.fetch_add(1, Ordering::AcqRel);
-    }
+/// What a chunk is found by, and what proves it.
+#[derive(Debug, Clone, Copy)]
+struct ChunkName {
+    hash: BlockHash,
+    digest: TokenDigest,
 }
 
 // === impl Space ===
 
 impl Space {
+    /// The space of a namespace; `qualified` is the namespace with the format and the chunk length.
     pub(crate) fn new(
         namespace: Arc<NamespaceState>,
         format: ChunkFormat,
-        chunk_tokens: BlockSize,
-        stores_tails: bool,
-        prefill_tokens_per_s: f64,
-        seed: BlockHash,
+        options: &StoreOptions,
+        qualified: &Namespace,
     ) -> Self {
-        let token_us = 1e6 / prefill_tokens_per_s;
-        Self {
-            shared: Arc::new(SpaceShared { namespace, format, chunk_tokens, stores_tails, token_us, seed }),
-        }
+        let digest_key = options.digest_key.clone();
+        let shared = SpaceShared {
+            namespace,
+            format,
+            chunk_tokens: options.chunk_tokens,
+            stores_tails: options.stores_tails,
+            token_us: 1e6 / options.prefill_tokens_per_s,
+            seed: qualified.seed(),
+            root_digest: root_digest(digest_key.as_ref(), qualified),
+            digest_key,
+        };
+        Self { shared: Arc::new(shared) }
     }
 
     /// The format of the chunks in it.
@@ -114,6 +108,11 @@ impl Space {
         self.shared.seed
     }
 
+    /// The digest before the first chunk of every chain without a salt in it.
+    pub fn root_digest(&self) -> TokenDigest {
+        self.shared.root_digest
+    }
+
     pub(crate) fn namespace_idx(&self) -> u32 {
         self.shared.namespace.idx
     }
@@ -128,11 +127,13 @@ impl Space {
     /// Tokens after the last full chunk are a tail where the store keeps tails, as many as whole token
     /// blocks hold, and belong to no chunk otherwise.
     pub fn salted_chain(&self, tokens: &[TokenId], salt: Option<&CacheSalt>) -> Chain {
-        self.chain_after(self.shared.seed.salted(salt), &[], tokens)
+        let SpaceShared { seed, root_digest, digest_key, .. } = &*self.shared;
+        let digest = salted_digest(digest_key.as_ref(), *root_digest, salt);
+        self.chain_after(ChunkName { hash: seed.salted(salt), digest }, &[], tokens)
     }
 
-    /// The chain of `tokens` that begins at `root`, of whose first full chunks the hashes are known.
-    fn chain_after(&self, root: BlockHash, known: &[BlockHash], tokens: &[TokenId]) -> Chain {
+    /// The chain of `tokens` that begins at `root`, of whose first full chunks the names are known.
+    fn chain_after(&self, root: ChunkName, known: &[ChunkName], tokens: &[TokenId]) -> Chain {
         let chunk_tokens = self.chunk_tokens();
         let block_tokens = self.format().block_tokens.get();
         let n_full = tokens.len() / chunk_tokens;
@@ -143,15 +144,20 @@ impl Space {
         };
         let n_tokens = n_full * chunk_tokens + n_tail_tokens;
         let n_chunks = n_tokens.div_ceil(chunk_tokens);
-        let mut hashes = Vec::with_capacity(n_chunks);
-        let mut blocks = Vec::with_capacity(n_chunks);
-        let mut hasher = KvikChain::after(known.last().copied().unwrap_or(root), self.shared.chunk_tokens);
-        for (chunk_idx, chunk) in tokens[..n_tokens].chunks(chunk_tokens).enumerate() {
-            let hash = known.get(chunk_idx).copied().unwrap_or_else(|| hasher.push_block(chunk));
-            blocks.push(self.block(hash, chunk_idx, chunk.len()));
-            hashes.push(hash);
+        let tokens = &tokens[..n_tokens];
+        let last = known.last().copied().unwrap_or(root);
+        let mut hasher = KvikChain::after(last.hash, self.shared.chunk_tokens);
+        let mut digests = DigestChain::after(self.shared.digest_key.as_ref(), last.digest);
+        let mut chunks = Vec::with_capacity(n_chunks);
+        chunks.extend_from_slice(known);
+        for chunk in tokens[known.len() * chunk_tokens..].chunks(chunk_tokens) {
+            chunks.push(ChunkName { hash: hasher.push_block(chunk), digest: digests.push_chunk(chunk) });
         }
-        Chain { shared: Arc::new(ChainShared { space: self.clone(), root, hashes, blocks, n_tokens }) }
+        let lengths = tokens.chunks(chunk_tokens).map(<[TokenId]>::len);
+        let blocks = chunks.iter().zip(lengths).enumerate();
+        let blocks = blocks.map(|(idx, (chunk, n_tokens))| self.block(chunk.hash, idx, n_tokens)).collect();
+        let shared = ChainShared { space: self.clone(), root, tokens: tokens.to_vec(), chunks, blocks };
+        Chain { shared: Arc::new(shared) }
     }
 
     fn block(&self, hash: BlockHash, chunk_idx: usize, n_tokens: usize) -> Block {
@@ -175,16 +181,6 @@ pub(crate) fn block_id(hash: BlockHash) -> BlockId {
 // === impl Chain ===
 
 impl Chain {
-    /// The chain of `tokens`, which begin with the tokens of this one, and have the same salt.
-    ///
-    /// Full chunks that this chain has are not hashed again.
-    #[must_use]
-    pub fn extended(&self, tokens: &[TokenId]) -> Self {
-        let n_full =
-            (self.n_tokens() / self.space().chunk_tokens()).min(tokens.len() / self.space().chunk_tokens());
-        self.space().chain_after(self.shared.root, &self.shared.hashes[..n_full], tokens)
-    }
-
     /// Where the chain was made.
     pub fn space(&self) -> &Space {
         &self.shared.space
@@ -192,12 +188,22 @@ impl Chain {
 
     /// Number of its chunks.
     pub fn n_chunks(&self) -> usize {
-        self.shared.hashes.len()
+        self.shared.chunks.len()
     }
 
     /// Tokens of all its chunks.
     pub fn n_tokens(&self) -> usize {
-        self.shared.n_tokens
+        self.shared.tokens.len()
+    }
+
+    /// The chain of a sequence with the same salt that may begin as this one does; the full chunks that both
+    /// share are compared and not hashed again.
+    #[must_use]
+    pub fn extended(&self, tokens: &[TokenId]) -> Self {
+        let chunk_tokens = self.space().chunk_tokens();
+        let own = self.shared.tokens.chunks_exact(chunk_tokens);
+        let n_shared = own.zip(tokens.chunks_exact(chunk_tokens)).take_while(|(own, other)| own == other);
+        self.space().chain_after(self.shared.root, &self.shared.chunks[..n_shared.count()], tokens)
     }
 
     /// The tokens of a chunk; empty behind the end.
@@ -213,6 +219,17 @@ impl Chain {
         is_inside.then(|| self.key_of(chunk_idx, rank))
     }
 
+    /// What proves the tokens of the first `n_chunks` chunks, and the salt; of all where it has fewer.
+    pub fn digest_up_to(&self, n_chunks: usize) -> TokenDigest {
+        let chunks = &self.shared.chunks[..n_chunks.min(self.n_chunks())];
+        chunks.last().unwrap_or(&self.shared.root).digest
+    }
+
+    /// What proves that a chunk is of this chain's tokens; `None` behind the end.
+    pub fn digest(&self, chunk_idx: usize) -> Option<TokenDigest> {
+        self.shared.chunks.get(chunk_idx).map(|chunk| chunk.digest)
+    }
+
     /// Bytes that one rank holds of a chunk.
     pub fn payload_bytes(&self, chunk_idx: usize) -> usize {
         self.space().format().payload_bytes(self.tokens_of(chunk_idx).len())
@@ -225,11 +242,16 @@ impl Chain {
 
     /// The caller knows that chunk and rank exist.
     pub(crate) fn key_of(&self, chunk_idx: usize, rank: u16) -> ChunkKey {
-        ChunkKey { namespace: self.space().namespace_id(), chunk: self.shared.hashes[chunk_idx], rank }
+        ChunkKey { namespace: self.space().namespace_id(), chunk: self.hash(chunk_idx), rank }
     }
 
     pub(crate) fn hash(&self, chunk_idx: usize) -> BlockHash {
-        self.shared.hashes[chunk_idx]
+        self.shared.chunks[chunk_idx].hash
+    }
+
+    /// The caller knows that the chunk exists.
+    pub(crate) fn digest_of(&self, chunk_idx: usize) -> TokenDigest {
+        self.shared.chunks[chunk_idx].digest
     }
 
     pub(crate) fn id(&self, chunk_idx: usize) -> BlockId {
@@ -251,5 +273,45 @@ impl Chain {
     /// Tokens of the chunks `range`.
     pub(crate) fn tokens_between(&self, range: Range<usize>) -> usize {
         self.tokens_of(range.end).start.saturating_sub(self.tokens_of(range.start).start)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvik_types::Dtype;
+
+    use super::*;
+
+    fn space(stores_tails: bool) -> Space {
+        let namespace =
+            Namespace { model: "m".into(), dtype: Dtype::BF16, layout: "l".into(), tenant: String::new() };
+        let size = |n| BlockSize::try_new(n).unwrap();
+        let format = ChunkFormat { n_layers: 1, token_layer_bytes: 1, n_ranks: 1, block_tokens: size(2) };
+        let state = Arc::new(NamespaceState::new(NamespaceId::from(&namespace), 0));
+        let options = StoreOptions { chunk_tokens: size(4), stores_tails, ..StoreOptions::default() };
+        Space::new(state, format, &options, &namespace)
+    }
+
+    fn names(chain: &Chain) -> Vec<(Option<ChunkKey>, Option<TokenDigest>, usize, u64)> {
+        let name = |idx| {
+            (chain.key(idx, 0), chain.digest(idx), chain.tokens_of(idx).len(), chain.blocks()[idx].id.0)
+        };
+        (0..chain.n_chunks()).map(name).collect()
+    }
+
+    #[test]
+    fn an_extended_chain_is_the_chain_of_the_longer_sequence() {
+        let tokens: Vec<u32> = (0..23).collect();
+        let mut other = tokens.clone();
+        other[5] = 99;
+        for stores_tails in [false, true] {
+            let space = space(stores_tails);
+            for n_known in 0..tokens.len() {
+                let known = space.chain(&tokens[..n_known]);
+                for longer in [&tokens[..], &tokens[..9], &tokens[..0], &other] {
+                    assert_eq!(names(&known.extended(longer)), names(&space.chain(longer)), "{n_known}");
+                }
+            }
+        }
     }
 }

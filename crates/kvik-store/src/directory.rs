@@ -11,15 +11,7 @@ use parking_lot::RwLock;
 use crate::chain::{Chain, block_id};
 use crate::observer::Observed;
 use crate::policy::BlockId;
-
-/// Tiers that a store can have, memory included.
-pub(crate) const MAX_TIERS: usize = 4;
-
-/// A place in the list of tiers; memory is the first.
-pub(crate) type TierIdx = usize;
-
-/// Memory.
-pub(crate) const RAM: TierIdx = 0;
+use crate::tiers::{MAX_TIERS, TierIdx, TierRanks};
 
 /// Enough that threads on all cores of a large machine seldom meet, and a small part of a small store.
 const N_SHARDS: usize = 256;
@@ -44,7 +36,7 @@ pub(crate) struct Directory {
 pub(crate) struct Entry {
     second_half: u64,
     /// The ranks that are in each tier, one bit for each.
-    pub(crate) ranks: [u64; MAX_TIERS],
+    pub(crate) ranks: TierRanks,
     /// The place of its namespace in the list.
     pub(crate) namespace_idx: u32,
     /// Its place in its chain: children are deeper than their parents.
@@ -169,7 +161,9 @@ impl Directory {
             let before = *entry;
             let hash = entry.hash(*id);
             visit(hash, entry);
-            if let Some(observed) = observed.as_ref().filter(|observed| observed.is_about(entry)) {
+            if let Some(observed) =
+                observed.as_ref().filter(|observed| observed.is_about(entry.namespace_idx))
+            {
                 observed.compare(hash, None, &self.known(&before), &self.known(entry), &mut changes);
             }
             !entry.is_empty(self.n_local_tiers)
@@ -184,7 +178,9 @@ impl Directory {
         for shard in &self.shards {
             let mut shard = shard.write();
             let mut changes = Vec::new();
-            for (id, entry) in shard.entries.iter().filter(|(_, entry)| observer.is_about(entry)) {
+            for (id, entry) in
+                shard.entries.iter().filter(|(_, entry)| observer.is_about(entry.namespace_idx))
+            {
                 let nothing = [0; MAX_TIERS];
                 observer.compare(entry.hash(*id), None, &nothing, &self.known(entry), &mut changes);
             }
@@ -211,7 +207,9 @@ impl Directory {
         before: &Entry,
         after: &Entry,
     ) {
-        let Some(observed) = observed.filter(|observed| observed.is_about(after)) else { return };
+        let Some(observed) = observed.filter(|observed| observed.is_about(after.namespace_idx)) else {
+            return;
+        };
         let (before, after) = (self.known(before), self.known(after));
         if before != after {
             let mut changes = Vec::new();
@@ -221,7 +219,7 @@ impl Directory {
     }
 
     /// The ranks that are known of an entry: none once it is removed.
-    fn known(&self, entry: &Entry) -> [u64; MAX_TIERS] {
+    fn known(&self, entry: &Entry) -> TierRanks {
         if entry.is_empty(self.n_local_tiers) { [0; MAX_TIERS] } else { entry.ranks }
     }
 

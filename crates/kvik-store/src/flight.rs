@@ -1,21 +1,21 @@
 //! Reads that many may wait for.
 
 use std::collections::{HashMap, VecDeque};
+use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use kvik_tier::{ChunkKey, Lease, TierKind};
+use kvik_tier::{ChunkKey, Lease, TierKind, TokenDigest};
 use parking_lot::Mutex;
 
 use crate::chain::Chain;
-use crate::directory::TierIdx;
-use crate::gather::Gather;
-use crate::store::core::BookPin;
+use crate::residents::ResidentPin;
+use crate::tiers::TierIdx;
 
 /// Enough that the threads of a large machine seldom meet.
 const N_SHARDS: usize = 64;
 
-/// The flights by what they read.
+/// The flights by what they read: a name and the tokens that it must be for.
 ///
 /// A flight is known as long as anybody holds it: who waits for it, and who has what it brought. So a chunk
 /// that is not made resident is still read once for all who want it at a time.
@@ -24,7 +24,7 @@ pub(crate) struct Flights {
     shards: Box<[Mutex<Shard>]>,
 }
 
-type Shard = HashMap<ChunkKey, Weak<Flight>>;
+type Shard = HashMap<(ChunkKey, TokenDigest), Weak<Flight>>;
 
 /// One read of what one rank holds of one chunk.
 ///
@@ -40,31 +40,36 @@ pub(crate) struct Flight {
     /// Whether it may stay in memory although another chunk has to leave.
     may_displace: AtomicBool,
     /// Keeps the chunk from being a victim as long as anybody has what the flight brought.
-    pin: OnceLock<BookPin>,
+    pin: OnceLock<ResidentPin>,
     state: Mutex<State>,
 }
 
 /// How a flight ended.
 #[derive(Debug, Clone)]
-pub(crate) enum Landing {
+pub(crate) enum FlightEnd {
     /// It brought the chunk from a tier.
     Arrived { lease: Lease, tier: TierKind },
     /// No tier gave it.
     Lost,
 }
 
-/// Who is told of a landing: a cell of a gather.
+/// Something that waits for the chunks of flights, each in a cell of its own.
+pub(crate) trait FlightWaiter: fmt::Debug + Send + Sync {
+    /// Takes the end of the flight for one rank of a chunk.
+    fn flight_ended(&self, cell_idx: usize, rank: u16, end: &FlightEnd);
+}
+
+/// A cell that waits for a flight.
 #[derive(Debug)]
-pub(crate) struct Waiter {
-    pub(crate) gather: Weak<Gather>,
-    /// Counted from the gather's first chunk.
+pub(crate) struct WaitingCell {
+    pub(crate) waiter: Weak<dyn FlightWaiter>,
     pub(crate) cell_idx: usize,
 }
 
 #[derive(Debug)]
 struct State {
-    landing: Option<Landing>,
-    waiters: Vec<Waiter>,
+    end: Option<FlightEnd>,
+    waiting: Vec<WaitingCell>,
     /// Tiers that may have it and were not asked yet.
     sources: VecDeque<TierIdx>,
 }
@@ -76,14 +81,21 @@ impl Flights {
         Self { shards: (0..N_SHARDS).map(|_| Mutex::default()).collect() }
     }
 
-    /// Finds the flight for a key that can still be joined.
-    pub(crate) fn find(&self, key: &ChunkKey, generation: u64) -> Option<Arc<Flight>> {
-        let found = self.shard(key).lock().get(key).and_then(Weak::upgrade);
+    /// Finds the flight for what a rank holds of a chunk that can still be joined.
+    pub(crate) fn find(
+        &self,
+        chain: &Chain,
+        chunk_idx: usize,
+        rank: u16,
+        generation: u64,
+    ) -> Option<Arc<Flight>> {
+        let name = (chain.key_of(chunk_idx, rank), chain.digest_of(chunk_idx));
+        let found = self.shard(&name).lock().get(&name).and_then(Weak::upgrade);
         found.filter(|flight| flight.can_be_joined(generation))
     }
 
-    /// Joins the flight for a key, or makes one; says whether it is new.
-    pub(crate) fn board(
+    /// Joins the flight for what a rank holds of a chunk, or makes one; says whether it is new.
+    pub(crate) fn join_or_start(
         self: &Arc<Self>,
         chain: &Chain,
         chunk_idx: usize,
@@ -92,7 +104,7 @@ impl Flights {
         may_displace: bool,
         sources: VecDeque<TierIdx>,
     ) -> (Arc<Flight>, bool) {
-        let key = chain.key_of(chunk_idx, rank);
+        let name = (chain.key_of(chunk_idx, rank), chain.digest_of(chunk_idx));
         let new = Arc::new(Flight {
             table: Arc::clone(self),
             chain: chain.clone(),
@@ -101,10 +113,10 @@ impl Flights {
             generation,
             may_displace: AtomicBool::new(may_displace),
             pin: OnceLock::new(),
-            state: Mutex::new(State { landing: None, waiters: Vec::new(), sources }),
+            state: Mutex::new(State { end: None, waiting: Vec::new(), sources }),
         });
-        let mut shard = self.shard(&key).lock();
-        let found = shard.get(&key).and_then(Weak::upgrade);
+        let mut shard = self.shard(&name).lock();
+        let found = shard.get(&name).and_then(Weak::upgrade);
         // A flight's drop takes the shard's lock, so no flight is dropped before the lock is.
         match found {
             Some(flight) if flight.can_be_joined(generation) => {
@@ -113,7 +125,7 @@ impl Flights {
                 (flight, false)
             }
             other => {
-                shard.insert(key, Arc::downgrade(&new));
+                shard.insert(name, Arc::downgrade(&new));
                 drop(shard);
                 drop(other);
                 (new, true)
@@ -121,7 +133,7 @@ impl Flights {
         }
     }
 
-    fn shard(&self, key: &ChunkKey) -> &Mutex<Shard> {
+    fn shard(&self, (key, _): &(ChunkKey, TokenDigest)) -> &Mutex<Shard> {
         &self.shards[(key.chunk.to_u128() >> 32) as usize % N_SHARDS]
     }
 }
@@ -131,6 +143,10 @@ impl Flights {
 impl Flight {
     pub(crate) fn key(&self) -> ChunkKey {
         self.chain.key_of(self.chunk_idx, self.rank)
+    }
+
+    pub(crate) fn digest(&self) -> TokenDigest {
+        self.chain.digest_of(self.chunk_idx)
     }
 
     pub(crate) fn n_bytes(&self) -> usize {
@@ -149,7 +165,7 @@ impl Flight {
     }
 
     /// Takes a pin on its chunk, where it has none.
-    pub(crate) fn hold(&self, pin: impl FnOnce() -> Option<BookPin>) {
+    pub(crate) fn hold(&self, pin: impl FnOnce() -> Option<ResidentPin>) {
         if self.pin.get().is_none()
             && let Some(pin) = pin()
         {
@@ -163,48 +179,49 @@ impl Flight {
         self.state.lock().sources.pop_front()
     }
 
-    pub(crate) fn landing(&self) -> Option<Landing> {
-        self.state.lock().landing.clone()
+    /// Its end, once there is one.
+    pub(crate) fn ended(&self) -> Option<FlightEnd> {
+        self.state.lock().end.clone()
     }
 
-    /// Gives the landing if there is one, and tells the waiter of it later otherwise.
-    pub(crate) fn wait_for(&self, waiter: Waiter) -> Option<Landing> {
+    /// Gives the end if there is one; the cell gets it later otherwise.
+    pub(crate) fn wait_for(&self, cell: WaitingCell) -> Option<FlightEnd> {
         let mut state = self.state.lock();
-        if state.landing.is_none() {
-            state.waiters.push(waiter);
+        if state.end.is_none() {
+            state.waiting.push(cell);
         }
-        state.landing.clone()
+        state.end.clone()
     }
 
-    /// Ends the flight and tells all who wait. Only the first landing counts.
-    pub(crate) fn land(&self, landing: &Landing) {
-        let waiters = {
+    /// Ends the flight for all cells that wait. Only the first end counts.
+    pub(crate) fn end(&self, end: &FlightEnd) {
+        let waiting = {
             let mut state = self.state.lock();
-            if state.landing.is_some() {
+            if state.end.is_some() {
                 return;
             }
-            state.landing = Some(landing.clone());
-            std::mem::take(&mut state.waiters)
+            state.end = Some(end.clone());
+            std::mem::take(&mut state.waiting)
         };
-        for waiter in waiters {
-            if let Some(gather) = waiter.gather.upgrade() {
-                gather.land(waiter.cell_idx, self.rank, landing);
+        for WaitingCell { waiter, cell_idx } in waiting {
+            if let Some(waiter) = waiter.upgrade() {
+                waiter.flight_ended(cell_idx, self.rank, end);
             }
         }
     }
 
     fn can_be_joined(&self, generation: u64) -> bool {
-        self.generation == generation && !matches!(self.state.lock().landing, Some(Landing::Lost))
+        self.generation == generation && !matches!(self.state.lock().end, Some(FlightEnd::Lost))
     }
 }
 
 impl Drop for Flight {
     fn drop(&mut self) {
-        let key = self.key();
-        let mut shard = self.table.shard(&key).lock();
+        let name = (self.key(), self.digest());
+        let mut shard = self.table.shard(&name).lock();
         // Another flight may have taken the place.
-        if shard.get(&key).is_some_and(|flight| flight.strong_count() == 0) {
-            shard.remove(&key);
+        if shard.get(&name).is_some_and(|flight| flight.strong_count() == 0) {
+            shard.remove(&name);
         }
     }
 }

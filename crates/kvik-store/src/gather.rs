@@ -7,7 +7,7 @@ use std::time::Instant;
 use kvik_tier::{Lease, TierKind};
 use parking_lot::{Condvar, Mutex};
 
-use crate::flight::{Flight, Landing};
+use crate::flight::{Flight, FlightEnd, FlightWaiter};
 
 /// The chunks of one retrieve as they arrive.
 ///
@@ -103,28 +103,9 @@ impl Gather {
         self.advance(state);
     }
 
-    /// Tells what became of one rank of a chunk.
-    pub(crate) fn land(&self, cell_idx: usize, rank: u16, landing: &Landing) {
-        let mut state = self.state.lock();
-        let mut given_up = Vec::new();
-        match landing {
-            Landing::Arrived { lease, tier } => {
-                if let Some(cell) = state.cells.get_mut(cell_idx)
-                    && let Some(place) = cell.leases.get_mut(usize::from(rank))
-                {
-                    *place = Some(lease.clone());
-                    cell.tier = cell.tier.max(*tier);
-                }
-            }
-            Landing::Lost => {
-                state.is_truncated = true;
-                state.is_searching = false;
-                state.horizon = state.horizon.min(cell_idx);
-                let horizon = state.horizon;
-                given_up.extend(state.flights.extract_if(.., |(cell_idx, _)| *cell_idx >= horizon));
-            }
-        }
-        self.advance(state);
+    /// Whether more may be found that would be waited for.
+    pub(crate) fn is_searching(&self) -> bool {
+        self.state.lock().is_searching
     }
 
     pub(crate) fn is_done(&self) -> bool {
@@ -175,6 +156,31 @@ impl Gather {
         drop(state);
         self.changed.notify_all();
         call(callbacks);
+    }
+}
+
+impl FlightWaiter for Gather {
+    fn flight_ended(&self, cell_idx: usize, rank: u16, end: &FlightEnd) {
+        let mut state = self.state.lock();
+        let mut given_up = Vec::new();
+        match end {
+            FlightEnd::Arrived { lease, tier } => {
+                if let Some(cell) = state.cells.get_mut(cell_idx)
+                    && let Some(place) = cell.leases.get_mut(usize::from(rank))
+                {
+                    *place = Some(lease.clone());
+                    cell.tier = cell.tier.max(*tier);
+                }
+            }
+            FlightEnd::Lost => {
+                state.is_truncated = true;
+                state.is_searching = false;
+                state.horizon = state.horizon.min(cell_idx);
+                let horizon = state.horizon;
+                given_up.extend(state.flights.extract_if(.., |(cell_idx, _)| *cell_idx >= horizon));
+            }
+        }
+        self.advance(state);
     }
 }
 

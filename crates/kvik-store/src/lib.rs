@@ -11,7 +11,7 @@
 //!
 //! Invariants:
 //!
-//! * What is retrieved under a chain is what was committed under it, byte for byte, or nothing.
+//! * What is retrieved under a chain is what was committed for its tokens, byte for byte, or nothing.
 //! * A chunk is found after its last byte is there, and never after its namespace was cleared.
 //! * Memory of a reader is not used again before its lease is gone; nothing is freed by a clock.
 //! * No lock is held while a lower tier is called, and nobody waits for a queue.
@@ -37,22 +37,28 @@
 
 pub mod policy;
 
-mod book;
 mod chain;
+mod counters;
 mod device;
+mod digest;
 mod directory;
 mod error;
 mod flight;
 mod format;
 mod gather;
 mod lower;
+mod namespaces;
 mod observer;
 mod options;
 mod promise;
+mod residents;
 mod store;
+mod tiers;
+mod wake;
 
 pub use chain::{Chain, Space};
 pub use device::register_with_cuda;
+pub use digest::DigestKey;
 pub use error::{Result, StoreError};
 pub use format::{ChunkFormat, MAX_RANKS};
 pub use observer::{ChunkChange, ChunkObserver};

@@ -1,4 +1,4 @@
-//! Who hears which chunks are where.
+//! Observers of which chunks are where.
 
 use std::fmt;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvik_tier::TierKind;
 use kvik_types::BlockHash;
 
-use crate::directory::{Entry, MAX_TIERS, TierIdx};
+use crate::tiers::{TierIdx, TierRanks};
 
 /// A chunk that a tier has since now, or has no more.
 ///
@@ -23,7 +23,7 @@ pub struct ChunkChange {
     pub is_held: bool,
 }
 
-/// Hears what changes in the tiers.
+/// Observes what changes in the tiers.
 pub trait ChunkObserver: Send + Sync + fmt::Debug {
     /// Takes changes, in order. What is told is never what was so before.
     ///
@@ -32,7 +32,7 @@ pub trait ChunkObserver: Send + Sync + fmt::Debug {
     fn changed(&self, changes: &[ChunkChange]);
 }
 
-/// An observer of the chunks of one space.
+/// An observer of the chunks of one namespace.
 #[derive(Debug)]
 pub(crate) struct Observed {
     pub(crate) namespace_idx: u32,
@@ -49,8 +49,8 @@ impl Observed {
         &self,
         hash: BlockHash,
         parent: Option<BlockHash>,
-        before: &[u64; MAX_TIERS],
-        after: &[u64; MAX_TIERS],
+        before: &TierRanks,
+        after: &TierRanks,
         changes: &mut Vec<ChunkChange>,
     ) {
         for (tier, kind) in self.kinds.iter().enumerate() {
@@ -61,9 +61,9 @@ impl Observed {
         }
     }
 
-    /// Whether an entry belongs to its space.
-    pub(crate) fn is_about(&self, entry: &Entry) -> bool {
-        entry.namespace_idx == self.namespace_idx
+    /// Whether the chunks of a namespace are observed.
+    pub(crate) fn is_about(&self, namespace_idx: u32) -> bool {
+        namespace_idx == self.namespace_idx
     }
 
     /// Tells the observer, if there is anything.
@@ -73,7 +73,7 @@ impl Observed {
         }
     }
 
-    fn is_whole(&self, ranks: &[u64; MAX_TIERS], tier: TierIdx) -> bool {
+    fn is_whole(&self, ranks: &TierRanks, tier: TierIdx) -> bool {
         ranks[tier] == self.all_ranks
     }
 }

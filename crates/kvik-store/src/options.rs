@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use kvik_types::BlockSize;
 
+use crate::digest::DigestKey;
 use crate::error::{Result, StoreError};
 use crate::policy::PolicyKind;
 
@@ -37,7 +38,7 @@ pub struct StoreOptions {
     pub read_ahead_layers: usize,
     /// How long a retrieve waits for lower tiers. Default: 5 s.
     pub retrieve_timeout: Duration,
-    /// How long a lookup waits for remote tiers. Default: 100 ms.
+    /// How long a lookup waits for remote tiers; what was found by then counts. Default: 100 ms.
     pub lookup_timeout: Duration,
     /// How long closing waits for chunks that are still to be written down. Default: 5 s.
     pub close_timeout: Duration,
@@ -45,6 +46,9 @@ pub struct StoreOptions {
     pub n_read_threads: usize,
     /// How fast the engine computes KV, in tokens a second: what a hit is worth. Default: 10000.
     pub prefill_tokens_per_s: f64,
+    /// What keys the digests that prove a chunk's tokens. Stores with different keys do not read each other's
+    /// chunks. Default: none, digests that everybody can compute.
+    pub digest_key: Option<DigestKey>,
 }
 
 /// When chunks go to the lower tiers.
@@ -74,6 +78,7 @@ impl Default for StoreOptions {
             close_timeout: Duration::from_secs(5),
             n_read_threads: 2,
             prefill_tokens_per_s: 10_000.0,
+            digest_key: None,
         }
     }
 }

@@ -1,12 +1,12 @@
 //! What stands before every chunk on a medium that may lose, tear or mix bytes.
 //!
-//! An envelope says whose chunk follows, how long it is and what its bytes are. It takes one page of a disk,
+//! An envelope says whose chunk follows, of which tokens, how long it is and what its bytes are. It takes one page of a disk,
 //! so that the chunk behind it stays aligned for direct I/O. All numbers are little-endian:
 //!
 //! | offset | bytes | field |
 //! |---|---|---|
 //! | 0 | 8 | magic, `KVIKCHNK` |
-//! | 8 | 2 | format version, 1 |
+//! | 8 | 2 | format version, 2 |
 //! | 10 | 2 | flags, 0 |
 //! | 12 | 2 | rank |
 //! | 14 | 2 | number of sections |
@@ -14,7 +14,8 @@
 //! | 32 | 16 | chunk hash |
 //! | 48 | 8 | bytes of a section; the last may be shorter |
 //! | 56 | 8 | bytes of the chunk |
-//! | 64 | 8 each | CRC-64/NVME of each section, then zeros |
+//! | 64 | 32 | digest of the namespace and of all tokens up to the chunk's end |
+//! | 96 | 8 each | CRC-64/NVME of each section, then zeros |
 //! | 4088 | 8 | CRC-64/NVME of all before |
 //!
 //! A chunk with more sections than there is room for has them checked several at a time: the size of a
@@ -23,7 +24,7 @@
 use crc_fast::{CrcAlgorithm, Digest, checksum};
 use kvik_types::BlockHash;
 
-use crate::key::{ChunkKey, NamespaceId};
+use crate::key::{ChunkKey, NamespaceId, TokenDigest};
 
 #[cfg(test)]
 mod tests;
@@ -32,8 +33,8 @@ mod tests;
 pub const ENVELOPE_BYTES: usize = 4096;
 
 const MAGIC: [u8; 8] = *b"KVIKCHNK";
-const FORMAT_VERSION: u16 = 1;
-const SECTION_TABLE: usize = 64;
+const FORMAT_VERSION: u16 = 2;
+const SECTION_TABLE: usize = 96;
 const OWN_CHECKSUM: usize = ENVELOPE_BYTES - 8;
 
 /// Sections whose checksums fit.
@@ -51,7 +52,13 @@ pub struct Envelope<'a> {
 /// Writes the envelope of the chunk that `parts` are one after the other.
 ///
 /// `section_bytes` is the unit in which the chunk will be read; 0 stands for the whole of it.
-pub fn seal(key: ChunkKey, parts: &[&[u8]], section_bytes: usize, envelope: &mut [u8; ENVELOPE_BYTES]) {
+pub fn seal(
+    key: ChunkKey,
+    digest: TokenDigest,
+    parts: &[&[u8]],
+    section_bytes: usize,
+    envelope: &mut [u8; ENVELOPE_BYTES],
+) {
     let chunk_bytes: u64 = parts.iter().map(|part| part.len() as u64).sum();
     let section_bytes = coarsen(chunk_bytes, section_bytes as u64);
     let n_sections = chunk_bytes.div_ceil(section_bytes) as u16;
@@ -65,6 +72,7 @@ pub fn seal(key: ChunkKey, parts: &[&[u8]], section_bytes: usize, envelope: &mut
     write(32, &key.chunk.0);
     write(48, &section_bytes.to_le_bytes());
     write(56, &chunk_bytes.to_le_bytes());
+    write(64, &digest.0);
     let mut section_idx = 0;
     for_each_section_checksum(parts, section_bytes, |checksum| {
         write(SECTION_TABLE + 8 * section_idx, &checksum.to_le_bytes());
@@ -121,6 +129,11 @@ impl<'a> Envelope<'a> {
             chunk: BlockHash(self.array_at(32)),
             rank: self.u16_at(12),
         }
+    }
+
+    /// The tokens that it was stored for.
+    pub fn digest(self) -> TokenDigest {
+        TokenDigest(self.array_at(64))
     }
 
     /// Length of the chunk.

@@ -10,8 +10,8 @@ pub struct NamespaceId(pub BlockHash);
 
 /// Names what one rank of an engine holds of one chunk.
 ///
-/// Equal keys are equal content: the hash covers the namespace and all tokens up to the chunk's end, so a
-/// key never comes to mean other bytes. The namespace stands beside the hash so that readers can check it
+/// The hash covers the namespace and all tokens up to the chunk's end, but it is no proof of them: a
+/// [`TokenDigest`] is. The namespace stands beside the hash so that readers can check it
 /// and so that a namespace can be listed and cleared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ChunkKey {
@@ -21,6 +21,32 @@ pub struct ChunkKey {
     pub chunk: BlockHash,
     /// The rank whose part of the KV it is; 0 where there is one.
     pub rank: u16,
+}
+
+/// A cryptographic digest of the namespace and of all tokens up to a chunk's end: what makes a chunk the right
+/// one beyond its name.
+///
+/// A chunk is stored with one, and is read only by who asks with the same one: two sequences that somebody
+/// constructed to have one [`ChunkKey`] do not get each other's chunks.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TokenDigest(pub [u8; 32]);
+
+impl TokenDigest {
+    /// The digest of chunks that are not of tokens, such as those of a measurement. It is equal to no digest
+    /// of tokens.
+    pub const NONE: Self = Self([0; 32]);
+}
+
+impl fmt::Display for TokenDigest {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(formatter, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for TokenDigest {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "TokenDigest({self})")
+    }
 }
 
 impl From<&Namespace> for NamespaceId {

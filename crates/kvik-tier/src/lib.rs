@@ -6,7 +6,7 @@
 //!
 //! Invariants:
 //!
-//! * A read gives the bytes that were put under that key, or none. Tiers whose medium can lose, tear or
+//! * A read gives the bytes that were put under that key with that digest of tokens, or none. Tiers whose medium can lose, tear or
 //!   mix bytes are wrapped in a decorator that proves it.
 //! * A chunk is found only after all of its bytes are there.
 //! * A buffer that was handed to a read that did not hit has undefined content, and its outcome says so.
@@ -20,9 +20,11 @@ pub mod conformance;
 mod decorator;
 mod envelope;
 mod error;
+mod histogram;
 mod key;
 pub mod nvme;
 mod object;
+mod operations;
 mod ram;
 mod random;
 mod redis;
@@ -35,14 +37,16 @@ pub use arena::{
     Arena, ArenaOptions, ArenaStat, Commitment, HostRegistrar, HugePages, Lease, NumaPlacement, Slot,
 };
 pub use decorator::{
-    Breaker, BreakerOptions, Checksummed, Clock, FaultRates, Faulty, Latencies, Metered, OperationMetrics,
-    Retry, RetryOptions, SystemClock, Throttled, ThrottledOptions, TierMetrics,
+    Breaker, BreakerOptions, Checksummed, Clock, FaultRates, Faulty, Metered, Retry, RetryOptions,
+    SystemClock, Throttled, ThrottledOptions, TierMetrics,
 };
 pub use envelope::{ENVELOPE_BYTES, Envelope, seal};
 pub use error::{Result, TierError};
-pub use key::{ChunkKey, NamespaceId};
+pub use histogram::Latencies;
+pub use key::{ChunkKey, NamespaceId, TokenDigest};
 pub use nvme::{IoKind, NvmeOptions, NvmeTier};
 pub use object::{ObjectOptions, ObjectTier, ObjectUrl};
+pub use operations::OperationMetrics;
 pub use ram::RamTier;
 pub use redis::{RedisOptions, RedisTier, RedisUrl, Reply, ReplyReader, ValueReply};
 pub use remote::{RemoteOptions, RemoteUrl, open_remote};

@@ -28,7 +28,7 @@ impl Tally {
         for item in batch {
             let count_idx = match &item.outcome {
                 GetOutcome::Hit => 0,
-                GetOutcome::Miss => 1,
+                GetOutcome::Miss | GetOutcome::TokenMismatch => 1,
                 GetOutcome::Corrupt(_) => 2,
                 GetOutcome::Failed(error) => {
                     failure = Some(error);

@@ -3,7 +3,8 @@
 use std::fmt;
 
 use crate::error::{Result, TierError};
-use crate::key::ChunkKey;
+use crate::key::{ChunkKey, TokenDigest};
+use crate::operations::OperationMetrics;
 
 /// A place that holds chunks.
 ///
@@ -31,11 +32,8 @@ pub trait Tier: fmt::Debug + Send + Sync {
             .enumerate()
             .map(|(item_idx, item)| [&[heads.head_of(item_idx)], item.parts].concat())
             .collect();
-        let mut headed: Vec<PutItem<'_>> = batch
-            .iter()
-            .zip(&parts)
-            .map(|(item, parts)| PutItem::with_sections(item.key, parts, item.section_bytes))
-            .collect();
+        let mut headed: Vec<PutItem<'_>> =
+            batch.iter().zip(&parts).map(|(item, parts)| item.with_parts(parts)).collect();
         self.put(&mut headed);
         let outcomes: Vec<PutOutcome> = headed.into_iter().map(|item| item.outcome).collect();
         for (item, outcome) in batch.iter_mut().zip(outcomes) {
@@ -123,6 +121,8 @@ pub struct PutItem<'a> {
     /// The unit in which it will be read: a range that is read starts and ends at multiples of it, or at
     /// the end. The length of the chunk where it is only read whole.
     pub section_bytes: usize,
+    /// The tokens it is for. Only a tier that keeps digests stores it.
+    pub digest: TokenDigest,
     /// What became of it.
     pub outcome: PutOutcome,
 }
@@ -137,6 +137,8 @@ pub struct GetItem<'a> {
     pub key: ChunkKey,
     /// First byte to read into the buffer.
     pub offset: u64,
+    /// The tokens it must be for. Only a tier that keeps digests compares it.
+    pub digest: TokenDigest,
     /// Whether head and buffer are for the whole chunk: a chunk of another length then is no hit.
     pub is_whole: bool,
     /// Where the chunk's first bytes go, as many as it has room for; empty where only a range is wanted.
@@ -184,6 +186,8 @@ pub enum GetOutcome {
     Miss,
     /// Something is there that is not what was stored: a miss, and the key should be deleted.
     Corrupt(&'static str),
+    /// A chunk of other tokens has the name: a miss, and the key should be deleted, so that the name is free.
+    TokenMismatch,
     /// The tier was not asked, because it fails or is asked too much.
     Skipped,
     /// It could not be read.
@@ -216,6 +220,8 @@ pub struct TierStat {
     pub health: TierHealth,
     /// Further counts by name, for people and metrics.
     pub details: Vec<(&'static str, u64)>,
+    /// What the tier was asked, by operation; empty where nothing counts that.
+    pub operations: Vec<OperationMetrics>,
 }
 
 /// Comfort on top of [`Tier`].
@@ -235,16 +241,6 @@ pub trait TierExt: Tier {
         self.get(&mut batch);
         let [item] = batch;
         item.outcome
-    }
-
-    /// Number of keys, from the first on, that are present without a gap.
-    ///
-    /// # Errors
-    /// As [`Tier::contains`].
-    fn longest_prefix(&self, keys: &[ChunkKey]) -> Result<usize> {
-        let mut present = vec![false; keys.len()];
-        self.contains(keys, &mut present)?;
-        Ok(present.iter().take_while(|is_present| **is_present).count())
     }
 }
 
@@ -281,7 +277,18 @@ impl<'a> PutItem<'a> {
 
     /// A chunk that is read in units of `section_bytes`.
     pub fn with_sections(key: ChunkKey, parts: &'a [&'a [u8]], section_bytes: usize) -> Self {
-        Self { key, parts, section_bytes, outcome: PutOutcome::Pending }
+        Self { key, parts, section_bytes, digest: TokenDigest::NONE, outcome: PutOutcome::Pending }
+    }
+
+    /// The same chunk for the tokens of `digest`; [`TokenDigest::NONE`] otherwise.
+    #[must_use]
+    pub fn for_tokens(self, digest: TokenDigest) -> Self {
+        Self { digest, ..self }
+    }
+
+    /// An item that stores other bytes in the place of this one's.
+    pub fn with_parts<'b>(&self, parts: &'b [&'b [u8]]) -> PutItem<'b> {
+        PutItem::with_sections(self.key, parts, self.section_bytes).for_tokens(self.digest)
     }
 
     /// Length of the chunk.
@@ -303,7 +310,14 @@ impl<'a> GetItem<'a> {
 
     /// Bytes of a chunk from `offset` on, and as many from its beginning as the head takes.
     pub fn with_head(key: ChunkKey, head: &'a mut [u8], offset: u64, buffer: &'a mut [u8]) -> Self {
-        Self { key, offset, is_whole: false, head, buffer, outcome: GetOutcome::Pending }
+        let (digest, outcome) = (TokenDigest::NONE, GetOutcome::Pending);
+        Self { key, offset, digest, is_whole: false, head, buffer, outcome }
+    }
+
+    /// The same chunk for the tokens of `digest`; [`TokenDigest::NONE`] otherwise.
+    #[must_use]
+    pub fn for_tokens(self, digest: TokenDigest) -> Self {
+        Self { digest, ..self }
     }
 
     /// Bytes to be read, head and buffer together.

@@ -30,8 +30,8 @@ pub struct Namespace {
 
 /// Identity of a token block: the hash of its namespace and of all tokens up to its end.
 ///
-/// 128 bits of XXH3 in canonical (big endian) order. Not proof against someone who constructs
-/// collisions: tenants that do not trust each other are separated by [`Namespace::tenant`].
+/// 128 bits of XXH3 in canonical (big endian) order. A name, not a proof: collisions can be constructed, so
+/// what is found by it is proven by its tokens or by a digest of them before it is used.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockHash(pub [u8; 16]);
 

@@ -33,12 +33,15 @@
 //! | `kvik_worker_refused_total{status}` | counter | requests that were refused |
 //! | `kvik_store_tier_up{tier}` | gauge | 1 while a tier of the store reads and writes |
 //! | `kvik_store_tier_chunks{tier}`, `_used_bytes`, `_capacity_bytes` | gauge | what a tier holds and may hold |
+//! | `kvik_store_tier_operations_total{tier,operation,outcome}` | counter | items that a lower tier was asked, by what became of them, such as `corrupt` or `skipped` |
+//! | `kvik_store_tier_calls_total{tier,operation}`, `_bytes_total` | counter | calls to a lower tier, and bytes that they stored or read |
+//! | `kvik_store_tier_call_seconds{tier,operation,quantile}` | gauge | what half and 99 of 100 calls took at most, since the start |
 //! | `kvik_store_indexed_chunks`, `kvik_store_index_bytes` | gauge | chunks that the store knows, and what knowing them takes |
 //! | `kvik_store_copy_queue_bytes` | gauge | KV of ended sequences that is not copied into the store yet |
 //! | `kvik_store_<count>_total` | counter | the counts of `GET /cache/stats`, such as `kvik_store_hit_tokens_ram_total` |
 //! | `kvik_worker_registered` | gauge | 1 while a coordinator knows the worker |
 
-use kvik_proto::cache::CacheStats;
+use kvik_proto::cache::{CacheStats, TierOperation};
 use kvik_proto::openai::CachedTiers;
 use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 
@@ -179,6 +182,28 @@ impl WorkerMetrics {
                     gauge!(name, &labels).set(value as f64);
                 }
             }
+            for operation in &tier.operations {
+                self.tier_operation(&tier.tier, operation);
+            }
+        }
+    }
+
+    fn tier_operation(&self, tier: &str, operation: &TierOperation) {
+        let labels = |more: Option<(&'static str, &str)>| {
+            let [model, engine] = self.labels.clone();
+            let of_operation = [("tier", tier.to_owned()), ("operation", operation.operation.clone())];
+            let more = more.map(|(name, value)| (name, value.to_owned()));
+            [model, engine].into_iter().chain(of_operation).chain(more).collect::<Vec<_>>()
+        };
+        for (outcome, count) in &operation.outcomes {
+            let labels = labels(Some(("outcome", outcome)));
+            counter!("kvik_store_tier_operations_total", &labels).absolute(*count);
+        }
+        counter!("kvik_store_tier_calls_total", &labels(None)).absolute(operation.calls);
+        counter!("kvik_store_tier_bytes_total", &labels(None)).absolute(operation.bytes);
+        for (quantile, micros) in [("0.5", operation.p50_us), ("0.99", operation.p99_us)] {
+            let labels = labels(Some(("quantile", quantile)));
+            gauge!("kvik_store_tier_call_seconds", &labels).set(micros as f64 / 1e6);
         }
     }
 

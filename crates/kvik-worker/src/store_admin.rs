@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use kvik_proto::cache::{
     CacheHealth, CacheStats, ClearResponse, LookupResponse, MoveResponse, PinResponse, PrefetchState,
-    PrefetchStatus, StoreResponse, TierReport,
+    PrefetchStatus, StoreResponse, TierOperation, TierReport,
 };
 use kvik_store::{Chain, Clear, Prefetch};
-use kvik_tier::{TierHealth, TierKind, TierStat};
+use kvik_tier::{OperationMetrics, TierHealth, TierKind, TierStat};
 use kvik_types::BlockHash;
 use parking_lot::Mutex;
 
@@ -239,6 +239,7 @@ impl StoreAdmin {
             ("loaded_chunks", &stats.loaded),
             ("failed_loads", &stats.failed_loads),
             ("evicted_chunks", &stats.evicted_chunks),
+            ("token_mismatches", &stats.token_mismatches),
         ] {
             counts.extend(by_tier.iter().map(|(tier, count)| (format!("{name}_{tier}"), *count)));
         }
@@ -324,5 +325,23 @@ fn report(tier: TierKind, stat: TierStat) -> TierReport {
         used_bytes: stat.used_bytes,
         capacity_bytes: stat.capacity_bytes,
         details: stat.details.into_iter().map(|(name, count)| (name.to_owned(), count)).collect(),
+        operations: stat
+            .operations
+            .iter()
+            .filter(|metrics| metrics.latencies.n_calls() > 0)
+            .map(operation)
+            .collect(),
+    }
+}
+
+fn operation(metrics: &OperationMetrics) -> TierOperation {
+    let OperationMetrics { operation, outcomes, n_bytes, latencies } = metrics;
+    TierOperation {
+        operation: (*operation).to_owned(),
+        outcomes: outcomes.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect(),
+        bytes: *n_bytes,
+        calls: latencies.n_calls(),
+        p50_us: latencies.p50().as_micros() as u64,
+        p99_us: latencies.p99().as_micros() as u64,
     }
 }

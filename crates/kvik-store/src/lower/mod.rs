@@ -1,23 +1,17 @@
-//! A tier below memory, with its queues and the threads that work on them.
+//! A tier below memory, with the queues of what is to be read from it and written to it.
 
 mod queue;
-mod reads;
-mod writes;
 
 use std::fmt;
 use std::sync::{Arc, Weak};
 
 use kvik_tier::{ChunkKey, Lease, Tier, TierKind};
-use parking_lot::Mutex;
+pub(crate) use queue::{Batch, Queue};
 
-pub(crate) use queue::Queue;
-pub(crate) use reads::lose;
-
-use crate::book::Book;
 use crate::chain::Chain;
-use crate::directory::TierIdx;
-use crate::flight::Flight;
-use crate::store::core::{BookPin, Core};
+use crate::flight::{Flight, FlightEnd};
+use crate::residents::{ResidentPin, SharedResidents};
+use crate::tiers::TierIdx;
 
 /// A tier below memory.
 ///
@@ -29,7 +23,7 @@ pub(crate) struct Lower {
     pub(crate) kind: TierKind,
     pub(crate) tier_idx: TierIdx,
     /// The order of its chunks, for a local tier. A remote one looks after itself.
-    pub(crate) book: Option<Mutex<Book>>,
+    pub(crate) residents: Option<SharedResidents>,
     pub(crate) reads: Queue<ReadJob>,
     pub(crate) writes: Queue<WriteJob>,
 }
@@ -51,7 +45,7 @@ pub(crate) enum WriteJob {
 }
 
 /// Work on a tier.
-pub(crate) type Task = Box<dyn FnOnce(&Arc<Core>, &Lower) + Send>;
+pub(crate) type Task = Box<dyn FnOnce(&Lower) + Send>;
 
 /// What one rank holds of one chunk, to be written.
 #[derive(Debug)]
@@ -63,12 +57,12 @@ pub(crate) struct PutJob {
     /// The namespace's generation when it was stored.
     pub(crate) generation: u64,
     /// Keeps it in memory until it is written.
-    pub(crate) _pin: Option<BookPin>,
+    pub(crate) _pin: Option<ResidentPin>,
 }
 
 impl Lower {
     pub(crate) fn is_local(&self) -> bool {
-        self.book.is_some()
+        self.residents.is_some()
     }
 }
 
@@ -79,8 +73,19 @@ pub(crate) struct QueueGuard<'a>(pub(crate) &'a Lower);
 impl Drop for QueueGuard<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            reads::lose(self.0.reads.abort());
+            lose(self.0.reads.abort());
             drop(self.0.writes.abort());
+        }
+    }
+}
+
+/// Ends the flights of a queue that is closed.
+pub(crate) fn lose(jobs: Vec<ReadJob>) {
+    for job in jobs {
+        if let ReadJob::Load(flight) = job
+            && let Some(flight) = Weak::upgrade(&flight)
+        {
+            flight.end(&FlightEnd::Lost);
         }
     }
 }
@@ -90,7 +95,8 @@ impl PutJob {
         self.chain.key_of(self.chunk_idx, self.rank)
     }
 
-    fn is_stale(&self) -> bool {
+    /// Whether its namespace was cleared since.
+    pub(crate) fn is_stale(&self) -> bool {
         self.generation != self.chain.namespace().generation()
     }
 }

@@ -64,6 +64,8 @@ impl<T> Queue<T> {
     }
 
     /// Takes the next job and those after it that fit into `batch_bytes`. Waits for one; `None` at the end.
+    ///
+    /// A job without bytes, such as a question, is taken alone: reads do not wait for it on the same thread.
     pub(crate) fn pop(&self, batch_bytes: u64) -> Option<Batch<'_, T>> {
         let mut state = self.state.lock();
         while state.jobs.is_empty() && state.end == End::Open {
@@ -74,7 +76,9 @@ impl<T> Queue<T> {
         }
         let (mut n_bytes, first) = state.jobs.pop_front()?;
         let mut jobs = vec![first];
-        while let Some(next_bytes) = state.jobs.front().map(|(next_bytes, _)| *next_bytes)
+        while n_bytes > 0
+            && let Some(next_bytes) = state.jobs.front().map(|(next_bytes, _)| *next_bytes)
+            && next_bytes > 0
             && n_bytes + next_bytes <= batch_bytes
             && let Some((_, job)) = state.jobs.pop_front()
         {
@@ -146,6 +150,19 @@ mod tests {
         assert_eq!(queue.pop(7).unwrap().jobs, [1]);
         assert!(queue.pop(7).is_none());
         assert_eq!(queue.n_bytes(), 0);
+    }
+
+    #[test]
+    fn a_job_without_bytes_is_taken_alone() {
+        let queue = Queue::new(100);
+        for (n_bytes, job) in [(1, 'a'), (1, 'b'), (0, 'c'), (0, 'd'), (1, 'e')] {
+            queue.push(n_bytes, job).unwrap();
+        }
+        let batches = std::iter::from_fn(|| {
+            queue.drain();
+            queue.pop(7).map(|batch| batch.jobs.iter().collect::<String>())
+        });
+        assert_eq!(batches.collect::<Vec<_>>(), ["ab", "c", "d", "e"]);
     }
 
     #[test]

@@ -112,7 +112,7 @@ pub trait Policy: fmt::Debug + Send {
     /// Takes one pin away. Returns false where the block is not resident or has none.
     fn unpin(&mut self, id: BlockId) -> bool;
 
-    /// The book of resident blocks.
+    /// The resident blocks.
     fn tree(&self) -> &Tree;
 }
 

@@ -1,4 +1,4 @@
-//! The book of resident blocks: who hangs on whom, and which are leaves.
+//! The resident blocks as a tree: which hang on which, and which are leaves.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};

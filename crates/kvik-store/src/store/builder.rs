@@ -8,17 +8,19 @@ use kvik_tier::{RamTier, Tier, TierKind};
 use parking_lot::Mutex;
 
 use super::Store;
-use super::core::{Core, Namespaces};
-use super::reclaim::Reclaimer;
-use super::stats::Counters;
+use super::core::Core;
 use super::threads::Threads;
-use crate::book::Book;
 use crate::chain::block_id;
-use crate::directory::{Directory, MAX_TIERS};
+use crate::counters::Counters;
+use crate::directory::Directory;
 use crate::error::{Result, StoreError};
 use crate::flight::Flights;
 use crate::lower::{Lower, Queue};
+use crate::namespaces::Namespaces;
 use crate::options::StoreOptions;
+use crate::residents::Residents;
+use crate::tiers::MAX_TIERS;
+use crate::wake::Wake;
 
 /// The policies' guess of a chunk's size, before there is one; it scales what they remember of the past.
 const TYPICAL_CHUNK_BYTES: u64 = 4 << 20;
@@ -63,8 +65,9 @@ impl StoreBuilder {
         let tiers: Vec<Arc<dyn Tier>> = locals.into_iter().chain(remotes).collect();
         validate_tiers(&tiers)?;
         let ram_bytes = ram.arena().stat().capacity_bytes;
-        let new_book = |capacity_bytes: u64| {
-            Mutex::new(Book::new(options.policy, (capacity_bytes / TYPICAL_CHUNK_BYTES).max(1) as usize))
+        let residents_of = |capacity_bytes: u64| {
+            let capacity_blocks = (capacity_bytes / TYPICAL_CHUNK_BYTES).max(1) as usize;
+            Arc::new(Mutex::new(Residents::new(options.policy, capacity_blocks)))
         };
         let mut lowers = Vec::with_capacity(tiers.len());
         for (lower_idx, tier) in tiers.into_iter().enumerate() {
@@ -72,14 +75,14 @@ impl StoreBuilder {
             lowers.push(Lower {
                 kind: tier.kind(),
                 tier_idx: lower_idx + 1,
-                book: (lower_idx < n_locals).then(|| new_book(capacity_bytes)),
+                residents: (lower_idx < n_locals).then(|| residents_of(capacity_bytes)),
                 reads: Queue::new(options.load_in_flight_bytes.unwrap_or(ram_bytes / 2)),
                 writes: Queue::new(options.write_queue_bytes.unwrap_or(ram_bytes / 4)),
                 tier,
             });
         }
         let core = Core {
-            ram_book: new_book(ram_bytes),
+            ram_residents: residents_of(ram_bytes),
             options,
             ram,
             directory: Directory::new(1 + n_locals),
@@ -87,7 +90,7 @@ impl StoreBuilder {
             flights: Arc::new(Flights::new()),
             namespaces: Namespaces::default(),
             pinned: Mutex::new(HashMap::new()),
-            reclaimer: Reclaimer::default(),
+            reclaim_wake: Wake::default(),
             counters: Counters::new(),
             opened: Instant::now(),
         };
@@ -114,8 +117,8 @@ impl Core {
     /// Takes over what the local tiers kept from before.
     fn learn_residents(&self) {
         for lower in &self.lowers {
-            let Some(book) = &lower.book else { continue };
-            let mut book = book.lock();
+            let Some(residents) = &lower.residents else { continue };
+            let mut residents = residents.lock();
             lower.tier.visit_keys(&mut |key, _| {
                 if u32::from(key.rank) >= u64::BITS {
                     return;
@@ -125,7 +128,7 @@ impl Core {
                     entry.ranks[lower.tier_idx] |= 1 << key.rank;
                 });
                 if noted.is_some() {
-                    book.add_unplaced(block_id(key.chunk));
+                    residents.add_unplaced(block_id(key.chunk));
                 }
             });
         }

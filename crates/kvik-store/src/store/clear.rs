@@ -9,13 +9,13 @@ use kvik_types::Namespace;
 use super::Store;
 use super::core::Core;
 use crate::chain::Chain;
-use crate::directory::{RAM, TierIdx};
 use crate::lower::{Lower, WriteJob};
 use crate::policy::BlockId;
 use crate::promise::promise;
+use crate::tiers::{RAM, TierIdx};
 
-/// Blocks that leave a book in one turn of its lock.
-const BOOK_TURN: usize = 1024;
+/// Blocks that leave the residents in one turn of their lock.
+const REMOVAL_TURN: usize = 1024;
 
 /// What is to be cleared: everything, unless narrowed.
 #[derive(Debug, Clone, Default)]
@@ -63,7 +63,7 @@ impl Store {
         if tiers.iter().any(|tier| core.lower(*tier).is_some_and(|lower| !lower.is_local())) {
             // Meanwhile somebody may have read from a remote tier what was not removed yet.
             core.begin_generation(clear.chain.as_ref(), namespace);
-            for tier in tiers.iter().filter(|tier| core.book(**tier).is_some()) {
+            for tier in tiers.iter().filter(|tier| core.residents(**tier).is_some()) {
                 match &clear.chain {
                     Some(chain) => core.remove_chunks(*tier, chain, core.n_chunks(chain), deadline),
                     None => core.remove_all(*tier, namespace, deadline),
@@ -98,20 +98,20 @@ impl Core {
     ) -> usize {
         let mut keys = Vec::new();
         let mut n_removed = 0;
-        if let Some(book) = self.book(tier) {
-            let mut book = book.lock();
+        if let Some(residents) = self.residents(tier) {
+            let mut residents = residents.lock();
             // A pinned block stays in the tree after it is gone, and does not keep its parent.
             let mut n_gone_children = 0;
             for chunk_idx in (0..n_chunks).rev() {
                 let id = chain.id(chunk_idx);
-                if book.n_children(id) > n_gone_children {
+                if residents.n_children(id) > n_gone_children {
                     break;
                 }
                 let removed = self.take_out(tier, id);
                 n_removed += usize::from(!removed.is_empty());
                 keys.extend(removed);
-                book.remove(id);
-                n_gone_children = usize::from(book.contains(id));
+                residents.remove(id);
+                n_gone_children = usize::from(residents.contains(id));
             }
         } else {
             for chunk_idx in 0..n_chunks {
@@ -134,7 +134,7 @@ impl Core {
         let mut keys = Vec::new();
         let mut removed: Vec<(u32, BlockId)> = Vec::new();
         for shard_idx in 0..self.directory.n_shards() {
-            let _book = self.book(tier).map(|book| book.lock());
+            let _residents = self.residents(tier).map(|residents| residents.lock());
             self.directory.sweep_shard(shard_idx, |hash, entry| {
                 let ranks = entry.ranks[tier];
                 if ranks == 0 || namespace_idx.is_some_and(|idx| idx != entry.namespace_idx) {
@@ -152,13 +152,13 @@ impl Core {
         }
         // Children before their parents.
         removed.sort_unstable_by(|left, right| right.cmp(left));
-        if let Some(book) = self.book(tier) {
-            for turn in removed.chunks(BOOK_TURN) {
-                let mut book = book.lock();
+        if let Some(residents) = self.residents(tier) {
+            for turn in removed.chunks(REMOVAL_TURN) {
+                let mut residents = residents.lock();
                 for (_, id) in turn {
                     // It may have been stored again.
                     if self.directory.ranks(*id, tier) == 0 {
-                        book.remove(*id);
+                        residents.remove(*id);
                     }
                 }
             }
@@ -167,7 +167,7 @@ impl Core {
         removed.len()
     }
 
-    /// Forgets a chunk of a tier; returns the keys that are to be deleted there. The caller holds the book.
+    /// Forgets a chunk of a tier; returns the keys that are to be deleted there. The caller has locked the tier's residents.
     fn take_out(&self, tier: TierIdx, id: BlockId) -> Vec<ChunkKey> {
         let removed = self.directory.update_known(id, |hash, entry| {
             let ranks = std::mem::take(&mut entry.ranks[tier]);
@@ -184,7 +184,7 @@ impl Core {
     fn delete_from(&self, tier: TierIdx, keys: Vec<ChunkKey>, deadline: Instant) {
         let Some(lower) = self.lower(tier).filter(|_| !keys.is_empty()) else { return };
         let (promise, answer) = promise();
-        let task = move |_: &_, lower: &Lower| {
+        let task = move |lower: &Lower| {
             // What cannot be deleted is unknown here, and found again by the next start at the earliest.
             let _ = lower.tier.delete(&keys);
             promise.keep(());

@@ -4,33 +4,36 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvik_tier::{ChunkKey, NamespaceId, RamTier, TierKind};
+use kvik_tier::{ChunkKey, RamTier, TierKind};
 use kvik_types::BlockHash;
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 
-use super::reclaim::Reclaimer;
-use super::stats::Counters;
-use crate::book::Book;
-use crate::chain::{Chain, NamespaceState};
-use crate::directory::{Directory, Entry, RAM, TierIdx};
+use crate::chain::Chain;
+use crate::counters::Counters;
+use crate::directory::{Directory, Entry};
 use crate::flight::Flights;
 use crate::lower::Lower;
+use crate::namespaces::Namespaces;
 use crate::options::StoreOptions;
 use crate::policy::BlockId;
+use crate::residents::{ResidentPin, SharedResidents};
+use crate::tiers::{RAM, TierIdx};
+use crate::wake::Wake;
 
 /// What all clones of a store, its threads and its guards share.
 ///
 /// Locks are taken in this order, each for a few operations on memory, and none while a lower tier is called:
-/// a book, a shard of the directory, the index of the memory tier. Of the books at most one is held.
+/// the residents of a tier, a shard of the directory, the index of the memory tier. Of the residents those of
+/// one tier are locked at most.
 ///
-/// What is resident changes under the lock of the tier's book, so that book and directory agree; it becomes
+/// What is resident changes under the lock of the tier's residents, so that they and the directory agree; it becomes
 /// visible under the lock of the directory's shard, together with the check of the generation, so that
 /// nothing slips past a clear.
 #[derive(Debug)]
 pub(crate) struct Core {
     pub(crate) options: StoreOptions,
     pub(crate) ram: RamTier,
-    pub(crate) ram_book: Mutex<Book>,
+    pub(crate) ram_residents: SharedResidents,
     pub(crate) directory: Directory,
     /// The tiers below memory: local ones, then remote ones. A lower tier's index is one less than its
     /// [`TierIdx`].
@@ -39,28 +42,10 @@ pub(crate) struct Core {
     pub(crate) namespaces: Namespaces,
     /// The blocks that users have pinned, by the last chunk of the chain they pinned.
     pub(crate) pinned: Mutex<HashMap<BlockHash, Vec<Option<BlockId>>>>,
-    pub(crate) reclaimer: Reclaimer,
+    /// Wakes the thread that keeps a share of the memory free.
+    pub(crate) reclaim_wake: Wake,
     pub(crate) counters: Counters,
     pub(crate) opened: Instant,
-}
-
-/// The namespaces that were seen.
-#[derive(Debug, Default)]
-pub(crate) struct Namespaces {
-    known: RwLock<Known>,
-}
-
-#[derive(Debug, Default)]
-struct Known {
-    list: Vec<Arc<NamespaceState>>,
-    by_id: HashMap<NamespaceId, Arc<NamespaceState>>,
-}
-
-/// Keeps a chunk in memory, and all before it, from being victims.
-#[derive(Debug)]
-pub(crate) struct BookPin {
-    core: Arc<Core>,
-    id: BlockId,
 }
 
 // === impl Core ===
@@ -76,6 +61,10 @@ impl Core {
         tier.checked_sub(1).and_then(|lower_idx| self.lowers.get(lower_idx))
     }
 
+    pub(crate) fn kind_of(&self, tier: TierIdx) -> TierKind {
+        self.lower(tier).map_or(TierKind::Ram, |lower| lower.kind)
+    }
+
     pub(crate) fn tier_idx(&self, kind: TierKind) -> Option<TierIdx> {
         if kind == TierKind::Ram {
             return Some(RAM);
@@ -83,11 +72,11 @@ impl Core {
         self.lowers.iter().position(|lower| lower.kind == kind).map(|lower_idx| lower_idx + 1)
     }
 
-    /// The book of a local tier.
-    pub(crate) fn book(&self, tier: TierIdx) -> Option<&Mutex<Book>> {
+    /// The residents of a local tier.
+    pub(crate) fn residents(&self, tier: TierIdx) -> Option<&SharedResidents> {
         match self.lower(tier) {
-            None => Some(&self.ram_book),
-            Some(lower) => lower.book.as_ref(),
+            None => Some(&self.ram_residents),
+            Some(lower) => lower.residents.as_ref(),
         }
     }
 
@@ -110,74 +99,18 @@ impl Core {
         }
     }
 
-    /// Pins the deepest of the first `n_chunks` chunks that is resident in memory.
-    pub(crate) fn pin_deepest(self: &Arc<Self>, chain: &Chain, n_chunks: usize) -> Option<BookPin> {
-        let mut book = self.ram_book.lock();
-        let id = (0..n_chunks).rev().map(|chunk_idx| chain.id(chunk_idx)).find(|id| book.pin(*id))?;
-        Some(BookPin { core: Arc::clone(self), id })
+    /// Whether what memory has under a chunk's name is of the chunk's tokens; `None` where it has nothing.
+    pub(crate) fn is_in_memory(&self, chain: &Chain, chunk_idx: usize, rank: u16) -> Option<bool> {
+        self.ram.is_for(&chain.key_of(chunk_idx, rank), chain.digest_of(chunk_idx))
     }
 
-    /// A pin that was taken while the caller held the book.
-    pub(crate) fn adopt_pin(self: &Arc<Self>, id: BlockId) -> BookPin {
-        BookPin { core: Arc::clone(self), id }
+    /// Pins the deepest of the first `n_chunks` chunks that is resident in memory.
+    pub(crate) fn pin_deepest(&self, chain: &Chain, n_chunks: usize) -> Option<ResidentPin> {
+        ResidentPin::deepest(&self.ram_residents, chain, n_chunks)
     }
 }
 
 /// The ranks whose bits are set.
 pub(crate) fn ranks_of(ranks: u64) -> impl Iterator<Item = u16> {
     (0..64).filter(move |rank| ranks & (1 << rank) != 0)
-}
-
-// === impl Namespaces ===
-
-impl Namespaces {
-    /// Finds or adds a namespace.
-    pub(crate) fn intern(&self, id: NamespaceId) -> Arc<NamespaceState> {
-        if let Some(known) = self.find(id) {
-            return known;
-        }
-        let mut known = self.known.write();
-        let Known { list, by_id } = &mut *known;
-        let namespace = by_id.entry(id).or_insert_with(|| {
-            let added = Arc::new(NamespaceState::new(id, list.len() as u32));
-            list.push(Arc::clone(&added));
-            added
-        });
-        Arc::clone(namespace)
-    }
-
-    pub(crate) fn find(&self, id: NamespaceId) -> Option<Arc<NamespaceState>> {
-        self.known.read().by_id.get(&id).cloned()
-    }
-
-    pub(crate) fn all(&self) -> Vec<Arc<NamespaceState>> {
-        self.known.read().list.clone()
-    }
-
-    fn id(&self, namespace_idx: u32) -> NamespaceId {
-        self.known.read().list[namespace_idx as usize].id
-    }
-
-    fn is_ours(&self, namespace: &Arc<NamespaceState>) -> bool {
-        let known = self.known.read();
-        known.list.get(namespace.idx as usize).is_some_and(|ours| Arc::ptr_eq(ours, namespace))
-    }
-}
-
-// === impl BookPin ===
-
-impl BookPin {
-    /// Gives the pin to who will take it away by itself.
-    pub(crate) fn into_id(self) -> BlockId {
-        let id = self.id;
-        // Taken twice so that the drop of `self` leaves one.
-        self.core.ram_book.lock().pin(id);
-        id
-    }
-}
-
-impl Drop for BookPin {
-    fn drop(&mut self) {
-        self.core.ram_book.lock().unpin(self.id);
-    }
 }

@@ -15,6 +15,8 @@ pub enum LayerWrite {
     NoRoom,
     /// As [`Write::NoParent`].
     NoParent,
+    /// As [`Write::Collision`].
+    Collision,
 }
 
 /// Takes the layers of one chunk as they are computed, in any order. The chunk becomes visible when the last
@@ -38,6 +40,7 @@ impl Store {
             Write::Present => LayerWrite::Present,
             Write::NoRoom => LayerWrite::NoRoom,
             Write::NoParent => LayerWrite::NoParent,
+            Write::Collision => LayerWrite::Collision,
         }
     }
 }

@@ -5,16 +5,17 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvik_tier::{ChunkKey, GetItem, GetOutcome, Lease, Slot};
+use kvik_tier::{GetItem, GetOutcome, Lease, Slot};
 
 use super::Store;
-use super::core::{BookPin, Core};
-use super::lookup::Found;
-use super::stats::Counter;
+use super::core::Core;
+use super::promotion::{PromotionSource, Promotions};
 use crate::chain::Chain;
-use crate::directory::{MAX_TIERS, RAM, TierIdx};
+use crate::counters::Counter;
 use crate::lower::{Lower, ReadJob};
 use crate::promise::{Answer, Promise, promise};
+use crate::residents::ResidentPin;
+use crate::tiers::{MAX_TIERS, RAM, TierIdx, TierRanks};
 
 /// Gives the layers of a chain one after the other, each for all chunks.
 ///
@@ -23,7 +24,7 @@ use crate::promise::{Answer, Promise, promise};
 /// hit before it: [`LayerReader::n_tokens`] becomes less, later layers leave the chunk out, and the caller
 /// computes those tokens itself, from the first layer on.
 ///
-/// What is read this way does not stay in memory.
+/// A chunk whose layers have all arrived stays in memory if that is worth it, as one that is read whole does.
 #[derive(Debug)]
 pub struct LayerReader {
     core: Arc<Core>,
@@ -38,7 +39,8 @@ pub struct LayerReader {
     asked: VecDeque<Vec<TierSections>>,
     /// The next layer to be given out.
     layer_idx: usize,
-    _pin: Option<BookPin>,
+    promotions: Arc<Promotions>,
+    _pin: Option<ResidentPin>,
 }
 
 /// One layer of the chunks of a [`LayerReader`].
@@ -64,6 +66,26 @@ struct TierSections {
     answer: Answer<Vec<Option<Lease>>>,
 }
 
+/// What one rank holds of one chunk in the layer that is read.
+#[derive(Debug)]
+struct WantedSection {
+    place: usize,
+    chunk_idx: usize,
+    rank: u16,
+    n_bytes: usize,
+}
+
+/// The read of one layer of chunks of one tier.
+struct LayerReading {
+    core: Arc<Core>,
+    chain: Chain,
+    generation: u64,
+    layer_idx: usize,
+    wanted: Vec<WantedSection>,
+    promotions: Arc<Promotions>,
+    promise: Promise<Vec<Option<Lease>>>,
+}
+
 /// What became of a question for a layer.
 enum Asked {
     /// The tier has no part in it.
@@ -87,6 +109,9 @@ impl Store {
         let found = core.find_for(chain, first_chunk, Instant::now() + core.options.lookup_timeout);
         let sources = locate(core, chain, first_chunk, &found);
         let n_chunks = sources.len() / usize::from(chain.n_ranks());
+        // Before others leave memory for what shall stay.
+        let pin = core.pin_deepest(chain, first_chunk + n_chunks);
+        let promotions = start_promotions(core, chain, first_chunk, generation, &sources);
         core.counters.add(Counter::Retrieves, 1);
         let asked = chain.tokens_between(first_chunk..chain.n_chunks());
         core.counters.add(Counter::RequestedTokens, asked as u64);
@@ -99,7 +124,8 @@ impl Store {
             n_chunks,
             asked: VecDeque::new(),
             layer_idx: 0,
-            _pin: core.pin_deepest(chain, first_chunk + n_chunks),
+            promotions: Arc::new(promotions),
+            _pin: pin,
         };
         reader.count_hits();
         reader.ask_ahead();
@@ -108,13 +134,14 @@ impl Store {
 }
 
 /// Where the ranks of the chunks that were found come from, up to the first that is gone meanwhile.
-fn locate(core: &Core, chain: &Chain, first_chunk: usize, found: &[Found]) -> Vec<Source> {
+fn locate(core: &Core, chain: &Chain, first_chunk: usize, found: &[TierRanks]) -> Vec<Source> {
     let mut sources = Vec::new();
     for (place, found) in found.iter().enumerate() {
         let ranks = (0..chain.n_ranks()).map(|rank| {
             let bit = 1 << rank;
             let key = chain.key_of(first_chunk + place, rank);
-            let lease = if found[RAM] & bit == 0 { None } else { core.ram.lease(&key) };
+            let digest = chain.digest_of(first_chunk + place);
+            let lease = if found[RAM] & bit == 0 { None } else { core.ram.lease(&key, digest) };
             let lower = || (1..MAX_TIERS).find(|tier| found[*tier] & bit != 0).map(Source::Lower);
             lease.map(Source::Memory).or_else(lower)
         });
@@ -122,6 +149,30 @@ fn locate(core: &Core, chain: &Chain, first_chunk: usize, found: &[Found]) -> Ve
         sources.extend(ranks);
     }
     sources
+}
+
+/// Takes memory for the chunks of lower tiers that shall stay, and notes that they are used.
+fn start_promotions(
+    core: &Core,
+    chain: &Chain,
+    first_chunk: usize,
+    generation: u64,
+    sources: &[Source],
+) -> Promotions {
+    let n_ranks = usize::from(chain.n_ranks());
+    let mut promoted = Vec::with_capacity(sources.len());
+    for (place, ranks) in sources.chunks(n_ranks).enumerate() {
+        let chunk_idx = first_chunk + place;
+        let entry = core.directory.view(chain.hash(chunk_idx));
+        promoted.extend(ranks.iter().zip(0..).map(|(source, rank)| match source {
+            Source::Memory(_) => PromotionSource::Memory,
+            Source::Lower(_) => PromotionSource::Lower { may_displace: core.may_displace(&entry, rank) },
+        }));
+        if !entry.was_used {
+            core.directory.update_known(chain.id(chunk_idx), |_, entry| entry.was_used = true);
+        }
+    }
+    Promotions::start(core, chain, first_chunk, generation, &promoted)
 }
 
 // === impl LayerReader ===
@@ -214,22 +265,26 @@ impl LayerReader {
             .filter(|place| matches!(self.sources[*place], Source::Lower(source) if source == tier))
             .collect();
         let Some(lower) = self.core.lower(tier).filter(|_| !places.is_empty()) else { return Asked::Nothing };
-        let wanted: Vec<(ChunkKey, usize)> = places
+        let wanted: Vec<WantedSection> = places
             .iter()
             .map(|place| {
                 let chunk_idx = self.first_chunk + place / n_ranks;
-                let key = self.chain.key_of(chunk_idx, (place % n_ranks) as u16);
-                (key, self.chain.section_bytes(chunk_idx))
+                let rank = (place % n_ranks) as u16;
+                WantedSection { place: *place, chunk_idx, rank, n_bytes: self.chain.section_bytes(chunk_idx) }
             })
             .collect();
-        let n_bytes: usize = wanted.iter().map(|(_, section_bytes)| section_bytes).sum();
+        let n_bytes: usize = wanted.iter().map(|section| section.n_bytes).sum();
         let (promise, answer) = promise();
-        let (chain, generation) = (self.chain.clone(), self.generation);
-        let task = move |core: &Arc<Core>, lower: &Lower| {
-            read_sections(core, lower, layer_idx, &wanted, promise, || {
-                chain.namespace().generation() == generation
-            });
+        let reading = LayerReading {
+            core: Arc::clone(&self.core),
+            chain: self.chain.clone(),
+            generation: self.generation,
+            layer_idx,
+            wanted,
+            promotions: Arc::clone(&self.promotions),
+            promise,
         };
+        let task = move |lower: &Lower| reading.run(lower);
         match lower.reads.push(n_bytes as u64, ReadJob::Task(Box::new(task))) {
             Ok(()) => Asked::Sections(TierSections { places, answer }),
             Err(_) => Asked::Refused,
@@ -249,37 +304,55 @@ impl LayerReader {
     }
 }
 
-/// Reads one layer of chunks of one tier.
-fn read_sections(
-    core: &Core,
-    lower: &Lower,
-    layer_idx: usize,
-    wanted: &[(ChunkKey, usize)],
-    promise: Promise<Vec<Option<Lease>>>,
-    is_current: impl Fn() -> bool,
-) {
-    if !promise.is_wanted() || !is_current() {
-        return;
+// === impl LayerReading ===
+
+impl LayerReading {
+    fn run(self, lower: &Lower) {
+        if !self.promise.is_wanted() || !self.is_current() {
+            return;
+        }
+        let Self { core, chain, layer_idx, wanted, promotions, .. } = &self;
+        // What lies behind a chunk that finds no memory is of no use.
+        let mut slots: Vec<Slot> = wanted.iter().map_while(|section| self.reserve(section.n_bytes)).collect();
+        core.counters.add(Counter::Refused, (wanted.len() - slots.len()) as u64);
+        let mut items: Vec<GetItem<'_>> = wanted
+            .iter()
+            .zip(&mut slots)
+            .map(|(section, slot)| {
+                let key = chain.key_of(section.chunk_idx, section.rank);
+                let offset = (layer_idx * section.n_bytes) as u64;
+                GetItem::range(key, offset, &mut slot[..]).for_tokens(chain.digest_of(section.chunk_idx))
+            })
+            .collect();
+        lower.tier.get(&mut items);
+        let outcomes: Vec<GetOutcome> = items.into_iter().map(|item| item.outcome).collect();
+        let mut leases = Vec::with_capacity(slots.len());
+        for ((section, slot), outcome) in wanted.iter().zip(slots).zip(&outcomes) {
+            core.note_outcome(lower, chain, section.chunk_idx, section.rank, outcome);
+            leases.push(outcome.is_hit().then(|| slot.freeze()));
+        }
+        if !self.is_current() {
+            return;
+        }
+        for (section, lease) in wanted.iter().zip(&leases) {
+            if let Some(lease) = lease {
+                promotions.fill(core, section.place, *layer_idx, lease);
+            }
+        }
+        self.promise.keep(leases);
     }
-    // What lies behind a chunk that finds no memory is of no use.
-    let mut slots: Vec<Slot> =
-        wanted.iter().map_while(|(_, section_bytes)| core.reserve(*section_bytes)).collect();
-    core.counters.add(Counter::Refused, (wanted.len() - slots.len()) as u64);
-    let mut items: Vec<GetItem<'_>> = wanted
-        .iter()
-        .zip(&mut slots)
-        .map(|((key, section_bytes), slot)| {
-            GetItem::range(*key, (layer_idx * section_bytes) as u64, &mut slot[..])
+
+    /// Takes memory for a section, if need be that of the chunks that were to stay.
+    fn reserve(&self, n_bytes: usize) -> Option<Slot> {
+        self.core.reserve(n_bytes).or_else(|| {
+            self.promotions.give_up();
+            self.core.reserve(n_bytes)
         })
-        .collect();
-    lower.tier.get(&mut items);
-    let outcomes: Vec<GetOutcome> = items.into_iter().map(|item| item.outcome).collect();
-    let n_hits = outcomes.iter().filter(|outcome| outcome.is_hit()).count() as u64;
-    core.counters.add(Counter::Loaded(lower.tier_idx), n_hits);
-    core.counters.add(Counter::FailedLoads(lower.tier_idx), outcomes.len() as u64 - n_hits);
-    if is_current() {
-        let leases = slots.into_iter().zip(&outcomes);
-        promise.keep(leases.map(|(slot, outcome)| outcome.is_hit().then(|| slot.freeze())).collect());
+    }
+
+    /// Whether the namespace was not cleared since the reader began.
+    fn is_current(&self) -> bool {
+        self.chain.namespace().generation() == self.generation
     }
 }
 

@@ -1,8 +1,14 @@
-//! The cache engine.
+//! The cache engine: what callers do with a store, and what its threads do for them.
+//!
+//! Each file stands on those named before it. `core` is the state that all share. On it stand `room` (what
+//! leaves memory), `publish` (what becomes visible there) and `survey` (what remote tiers have), then `reads`
+//! and `write_back`, which work on the queues of the lower tiers. What callers use comes last: `lookup`,
+//! `retrieve` with `prefetch`, `layers` with `promotion`, `write` with `layer_write`, `pins`, `moves`, `clear`, `observe` and
+//! `stats`; `builder` and `threads` begin and end a store.
 
 mod builder;
 mod clear;
-pub(crate) mod core;
+mod core;
 mod layer_write;
 mod layers;
 mod lookup;
@@ -10,11 +16,16 @@ mod moves;
 mod observe;
 mod pins;
 mod prefetch;
-mod reclaim;
+mod promotion;
+mod publish;
+mod reads;
 mod retrieve;
-pub(crate) mod stats;
+mod room;
+mod stats;
+mod survey;
 mod threads;
 mod write;
+mod write_back;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -88,7 +99,7 @@ use crate::promise::promise;
 ///             writer.commit();
 ///         }
 ///         Write::Present => {}
-///         Write::NoRoom | Write::NoParent => break,
+///         Write::NoRoom | Write::NoParent | Write::Collision => break,
 ///     }
 /// }
 ///
@@ -129,16 +140,9 @@ impl Store {
         let core = self.core();
         let options = &core.options;
         format.validate(options.chunk_tokens)?;
-        let seed = format.qualify(namespace, options.chunk_tokens).seed();
+        let qualified = format.qualify(namespace, options.chunk_tokens);
         let state = core.namespaces.intern(NamespaceId::from(namespace));
-        Ok(Space::new(
-            state,
-            format,
-            options.chunk_tokens,
-            options.stores_tails,
-            options.prefill_tokens_per_s,
-            seed,
-        ))
+        Ok(Space::new(state, format, options, &qualified))
     }
 
     /// The settings it was opened with.
@@ -154,7 +158,7 @@ impl Store {
         let mut answers = Vec::new();
         for lower in &self.core().lowers {
             let (promise, answer) = promise();
-            let task = WriteJob::Task(Box::new(move |_, lower| promise.keep(lower.tier.flush().is_ok())));
+            let task = WriteJob::Task(Box::new(move |lower| promise.keep(lower.tier.flush().is_ok())));
             // A full queue drops the promise.
             let _ = lower.writes.push(0, task);
             answers.push(answer);

@@ -1,5 +1,6 @@
 //! Chunks that change their tier because somebody said so.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use kvik_tier::TierKind;
@@ -7,9 +8,9 @@ use kvik_tier::TierKind;
 use super::Store;
 use super::retrieve::Retrieved;
 use crate::chain::Chain;
-use crate::directory::{RAM, TierIdx};
 use crate::lower::{PutJob, WriteJob};
 use crate::promise::promise;
+use crate::tiers::{RAM, TierIdx};
 
 impl Store {
     /// Copies a chain from one tier to another, and removes it from the first if `keep_source` is false;
@@ -68,7 +69,8 @@ impl Store {
                 .collect();
             let n_bytes = jobs.iter().map(|job| job.lease.len() as u64).sum();
             let (promise, answer) = promise();
-            let task = WriteJob::Task(Box::new(move |core, lower| {
+            let core = Arc::clone(core);
+            let task = WriteJob::Task(Box::new(move |lower| {
                 let n_jobs = jobs.len();
                 if promise.is_wanted() {
                     promise.keep(core.write_down(lower, jobs) == n_jobs);

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use super::Store;
 use super::core::Core;
-use super::reclaim::Published;
+use super::publish::Published;
 use super::retrieve::Retrieved;
 use crate::chain::Chain;
+use crate::residents::ResidentPin;
 
 impl Store {
     /// Brings a chain to memory and keeps it from being evicted until it is unpinned as often as it was
@@ -25,7 +26,7 @@ impl Store {
             None => 0,
         };
         // A chain of which nothing could be kept is remembered too, so that every pin has its unpin.
-        let id = pin.map(super::core::BookPin::into_id);
+        let id = pin.map(ResidentPin::into_id);
         core.pinned.lock().entry(chain.hash(last_idx)).or_default().push(id);
         n_tokens
     }
@@ -43,7 +44,7 @@ impl Store {
         }
         drop(pinned);
         if let Some(id) = id {
-            core.ram_book.lock().unpin(id);
+            core.ram_residents.lock().unpin(id);
         }
         true
     }

@@ -2,18 +2,20 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::Store;
-use super::core::{BookPin, Core};
-use super::lookup::{Found, Survey};
+use super::core::Core;
 use super::retrieve::Retrieved;
-use super::stats::Counter;
+use super::survey::{Survey, SurveyVisitor};
 use crate::chain::Chain;
-use crate::directory::{Entry, MAX_TIERS, RAM, TierIdx};
-use crate::flight::{Landing, Waiter};
+use crate::counters::Counter;
+use crate::directory::Entry;
+use crate::flight::{FlightEnd, FlightWaiter, WaitingCell};
 use crate::gather::{Cell, Gather};
+use crate::residents::ResidentPin;
+use crate::tiers::{MAX_TIERS, RAM, TierIdx, TierRanks};
 
 /// A retrieve that is under way. Dropping it gives up the reads that have not begun and that nobody else
 /// waits for.
@@ -25,7 +27,7 @@ pub struct Prefetch {
     purpose: Purpose,
     gather: Arc<Gather>,
     /// Keeps what was in memory from being evicted meanwhile.
-    pin: Option<BookPin>,
+    pin: Option<ResidentPin>,
 }
 
 /// Why chunks are brought to memory.
@@ -37,8 +39,17 @@ pub(crate) enum Purpose {
     Move,
 }
 
+/// Begins to read what a survey finds, as soon as it is found, so long as the prefetch is there.
+struct Search {
+    core: Arc<Core>,
+    gather: Weak<Gather>,
+    chain: Chain,
+    generation: u64,
+    purpose: Purpose,
+}
+
 /// A read that a plan needs.
-struct Boarding {
+struct PlannedRead {
     chunk_idx: usize,
     rank: u16,
     may_displace: bool,
@@ -46,6 +57,15 @@ struct Boarding {
 }
 
 impl Store {
+    /// Gets as much of a chain from `first_chunk` on as arrives until
+    /// [`retrieve_timeout`](crate::StoreOptions::retrieve_timeout).
+    ///
+    /// A tier that fails or is slow shortens the answer. Use [`Store::prefetch`] where the thread must not
+    /// wait.
+    pub fn retrieve(&self, chain: &Chain, first_chunk: usize) -> Retrieved {
+        self.prefetch(chain, first_chunk).wait(self.core().options.retrieve_timeout)
+    }
+
     /// Leases what is in memory of a chain from `first_chunk` on, and starts to read the rest.
     ///
     /// Chunks that nobody is known to have are asked of the remote tiers, in the background.
@@ -64,14 +84,14 @@ impl Prefetch {
         let planned = plan(core, &gather, chain, first_chunk..n_chunks, &[], generation, purpose);
         let pin = core.pin_deepest(chain, planned);
         if planned < n_chunks && core.has_remote() {
-            let (waiting, chain, core_then) = (Arc::downgrade(&gather), chain.clone(), Arc::clone(core));
-            let survey = Survey::new(&chain.clone(), planned, move |found| {
-                if let Some(gather) = waiting.upgrade() {
-                    plan(&core_then, &gather, &chain, planned..n_chunks, found, generation, purpose);
-                    gather.end_search();
-                }
-            });
-            core.ask(survey, 0);
+            let search = Search {
+                core: Arc::clone(core),
+                gather: Arc::downgrade(&gather),
+                chain: chain.clone(),
+                generation,
+                purpose,
+            };
+            core.survey(Survey::new(chain, planned..n_chunks, Box::new(search)));
         } else {
             gather.end_search();
         }
@@ -117,6 +137,25 @@ impl Prefetch {
     }
 }
 
+impl SurveyVisitor for Search {
+    fn found(&mut self, first_chunk: usize, found: &[TierRanks]) -> bool {
+        let Some(gather) = self.gather.upgrade() else { return false };
+        let range = first_chunk..first_chunk + found.len();
+        let end = range.end;
+        // A search that was cut short takes no more.
+        gather.is_searching()
+            && plan(&self.core, &gather, &self.chain, range, found, self.generation, self.purpose) == end
+    }
+}
+
+impl Drop for Search {
+    fn drop(&mut self) {
+        if let Some(gather) = self.gather.upgrade() {
+            gather.end_search();
+        }
+    }
+}
+
 /// Leases and starts to read the chunks of a range, up to the first that nobody is known to have, which it
 /// returns. `found` says what remote tiers have of each chunk of the range.
 fn plan(
@@ -124,13 +163,13 @@ fn plan(
     gather: &Arc<Gather>,
     chain: &Chain,
     range: Range<usize>,
-    found: &[Found],
+    found: &[TierRanks],
     generation: u64,
     purpose: Purpose,
 ) -> usize {
     let first_chunk = range.start;
     let mut cells = Vec::with_capacity(range.len());
-    let mut boardings = Vec::new();
+    let mut reads = Vec::new();
     let mut reused = Vec::new();
     for chunk_idx in range {
         let mut entry = core.directory.view(chain.hash(chunk_idx));
@@ -139,12 +178,12 @@ fn plan(
                 *ranks |= found;
             }
         }
-        let n_boardings = boardings.len();
-        let Some(cell) = plan_chunk(core, chain, chunk_idx, &entry, generation, &mut boardings) else {
-            boardings.truncate(n_boardings);
+        let n_reads = reads.len();
+        let Some(cell) = plan_chunk(core, chain, chunk_idx, &entry, generation, &mut reads) else {
+            reads.truncate(n_reads);
             break;
         };
-        if purpose == Purpose::Use && boardings.len() == n_boardings && core.lacks_write(&entry, chain) {
+        if purpose == Purpose::Use && reads.len() == n_reads && core.lacks_write(&entry, chain) {
             reused.push((chunk_idx, entry));
         }
         if purpose == Purpose::Use && !entry.was_used {
@@ -157,9 +196,9 @@ fn plan(
     }
     let end = first_chunk + cells.len();
     let first_cell = gather.extend(cells);
-    for boarding in boardings {
-        let cell_idx = first_cell + (boarding.chunk_idx - first_chunk);
-        board(core, gather, chain, generation, cell_idx, boarding);
+    for read in reads {
+        let cell_idx = first_cell + (read.chunk_idx - first_chunk);
+        start_read(core, gather, chain, generation, cell_idx, read);
     }
     end
 }
@@ -171,57 +210,61 @@ fn plan_chunk(
     chunk_idx: usize,
     entry: &Entry,
     generation: u64,
-    boardings: &mut Vec<Boarding>,
+    reads: &mut Vec<PlannedRead>,
 ) -> Option<Cell> {
     let mut cell = Cell::new(chain.n_ranks());
     for rank in 0..chain.n_ranks() {
         let bit = 1 << rank;
         let key = chain.key_of(chunk_idx, rank);
         if entry.ranks[RAM] & bit != 0
-            && let Some(lease) = core.ram.lease(&key)
+            && let Some(lease) = core.ram.lease(&key, chain.digest_of(chunk_idx))
         {
             cell.leases[usize::from(rank)] = Some(lease);
             continue;
         }
         let sources: VecDeque<TierIdx> =
             (1..MAX_TIERS).filter(|tier| entry.ranks[*tier] & bit != 0).collect();
-        if sources.is_empty() && core.flights.find(&key, generation).is_none() {
+        if sources.is_empty() && core.flights.find(chain, chunk_idx, rank, generation).is_none() {
             return None;
         }
-        // Of a chunk that no local tier has, nobody remembers whether it was used before: the policy may.
-        let is_only_remote =
-            core.lowers.iter().all(|lower| !lower.is_local() || entry.ranks[lower.tier_idx] & bit == 0);
-        let may_displace = entry.was_used || is_only_remote;
-        boardings.push(Boarding { chunk_idx, rank, may_displace, sources });
+        let may_displace = core.may_displace(entry, rank);
+        reads.push(PlannedRead { chunk_idx, rank, may_displace, sources });
     }
     Some(cell)
 }
 
 /// Joins or starts the flight for one rank of a chunk.
-fn board(
+fn start_read(
     core: &Arc<Core>,
     gather: &Arc<Gather>,
     chain: &Chain,
     generation: u64,
     cell_idx: usize,
-    boarding: Boarding,
+    read: PlannedRead,
 ) {
-    let Boarding { chunk_idx, rank, may_displace, sources } = boarding;
-    let (flight, is_new) = core.flights.board(chain, chunk_idx, rank, generation, may_displace, sources);
+    let PlannedRead { chunk_idx, rank, may_displace, sources } = read;
+    let (flight, is_new) =
+        core.flights.join_or_start(chain, chunk_idx, rank, generation, may_displace, sources);
     core.counters.add(if is_new { Counter::Flights } else { Counter::JoinedFlights }, 1);
-    if let Some(landing) = flight.wait_for(Waiter { gather: Arc::downgrade(gather), cell_idx }) {
+    let waiter: Weak<Gather> = Arc::downgrade(gather);
+    if let Some(end) = flight.wait_for(WaitingCell { waiter, cell_idx }) {
         core.keep(&flight);
-        gather.land(cell_idx, rank, &landing);
+        gather.flight_ended(cell_idx, rank, &end);
     } else if is_new {
         core.launch(&flight);
     }
-    if matches!(flight.landing(), Some(Landing::Lost)) {
+    if matches!(flight.ended(), Some(FlightEnd::Lost)) {
         return;
     }
     gather.hold(cell_idx, flight);
 }
 
 impl Core {
+    /// Gets as much of a chain as arrives in time, for the store's own ends.
+    pub(crate) fn bring(self: &Arc<Self>, chain: &Chain) -> Retrieved {
+        Prefetch::start(self, chain, 0, Purpose::Move).wait(self.options.retrieve_timeout)
+    }
+
     /// Whether a lower tier should have all ranks of a chunk that is in memory, and does not.
     fn lacks_write(&self, entry: &Entry, chain: &Chain) -> bool {
         let all_ranks = chain.space().format().all_ranks();

@@ -5,12 +5,10 @@ use std::sync::Arc;
 
 use kvik_tier::{Lease, TierKind};
 
-use super::Store;
-use super::core::{BookPin, Core};
-use super::prefetch::{Prefetch, Purpose};
 use crate::chain::Chain;
 use crate::flight::Flight;
 use crate::gather::Gathered;
+use crate::residents::ResidentPin;
 
 /// The longest part of a chain, without a gap, that a retrieve could get.
 ///
@@ -23,7 +21,7 @@ pub struct Retrieved {
     is_truncated: bool,
     /// Lets others join what was read and did not stay in memory.
     _flights: Vec<Arc<Flight>>,
-    _pin: Option<BookPin>,
+    _pin: Option<ResidentPin>,
 }
 
 /// One chunk of a [`Retrieved`].
@@ -35,26 +33,13 @@ pub struct RetrievedChunk {
     leases: Vec<Lease>,
 }
 
-impl Store {
-    /// Gets as much of a chain from `first_chunk` on as arrives until
-    /// [`retrieve_timeout`](crate::StoreOptions::retrieve_timeout).
-    ///
-    /// A tier that fails or is slow shortens the answer. Use [`Store::prefetch`] where the thread must not
-    /// wait.
-    pub fn retrieve(&self, chain: &Chain, first_chunk: usize) -> Retrieved {
-        self.prefetch(chain, first_chunk).wait(self.core().options.retrieve_timeout)
-    }
-}
-
-impl Core {
-    /// Gets as much of a chain as arrives in time, for the store's own ends.
-    pub(crate) fn bring(self: &Arc<Self>, chain: &Chain) -> Retrieved {
-        Prefetch::start(self, chain, 0, Purpose::Move).wait(self.options.retrieve_timeout)
-    }
-}
-
 impl Retrieved {
-    pub(crate) fn new(chain: &Chain, first_chunk: usize, gathered: Gathered, pin: Option<BookPin>) -> Self {
+    pub(crate) fn new(
+        chain: &Chain,
+        first_chunk: usize,
+        gathered: Gathered,
+        pin: Option<ResidentPin>,
+    ) -> Self {
         let chunks: Vec<RetrievedChunk> = gathered
             .cells
             .into_iter()

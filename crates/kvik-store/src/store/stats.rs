@@ -1,11 +1,10 @@
 //! Counts of a store.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use kvik_tier::{Tier, TierKind, TierStat};
 
 use super::Store;
-use crate::directory::{MAX_TIERS, TierIdx};
+use crate::counters::Counter;
+use crate::tiers::TierIdx;
 
 /// Counts of a store since it was opened, and what its directory takes now.
 #[derive(Debug, Clone, Default)]
@@ -42,6 +41,9 @@ pub struct StoreStats {
     pub failed_loads: Vec<(TierKind, u64)>,
     /// Chunks that left each local tier for others.
     pub evicted_chunks: Vec<(TierKind, u64)>,
+    /// Payloads that each tier had under the right name for other tokens, so that they were not given out:
+    /// names that somebody made to collide, or another digest key.
+    pub token_mismatches: Vec<(TierKind, u64)>,
     /// Payloads from lower tiers that stayed in memory.
     pub n_promoted: u64,
     /// Reads that were begun.
@@ -52,78 +54,6 @@ pub struct StoreStats {
     pub n_entries: u64,
     /// Memory of the directory, in bytes.
     pub directory_bytes: u64,
-}
-
-/// What is counted.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Counter {
-    Lookups,
-    Retrieves,
-    RequestedTokens,
-    Truncated,
-    Timeouts,
-    StoredPayloads,
-    StoredBefore,
-    StoredBytes,
-    Refused,
-    PromotedChunks,
-    Flights,
-    JoinedFlights,
-    HitTokens(TierIdx),
-    Written(TierIdx),
-    DroppedWrites(TierIdx),
-    Loaded(TierIdx),
-    FailedLoads(TierIdx),
-    EvictedChunks(TierIdx),
-}
-
-const N_PLAIN: usize = 12;
-const N_COUNTERS: usize = N_PLAIN + 6 * MAX_TIERS;
-
-/// All counts. They order nothing, so they are relaxed.
-#[derive(Debug)]
-pub(crate) struct Counters {
-    values: [AtomicU64; N_COUNTERS],
-}
-
-impl Counter {
-    fn place(self) -> usize {
-        let of_tier = |group: usize, tier: TierIdx| N_PLAIN + group * MAX_TIERS + tier;
-        match self {
-            Self::Lookups => 0,
-            Self::Retrieves => 1,
-            Self::RequestedTokens => 2,
-            Self::Truncated => 3,
-            Self::Timeouts => 4,
-            Self::StoredPayloads => 5,
-            Self::StoredBefore => 6,
-            Self::StoredBytes => 7,
-            Self::Refused => 8,
-            Self::PromotedChunks => 9,
-            Self::Flights => 10,
-            Self::JoinedFlights => 11,
-            Self::HitTokens(tier) => of_tier(0, tier),
-            Self::Written(tier) => of_tier(1, tier),
-            Self::DroppedWrites(tier) => of_tier(2, tier),
-            Self::Loaded(tier) => of_tier(3, tier),
-            Self::FailedLoads(tier) => of_tier(4, tier),
-            Self::EvictedChunks(tier) => of_tier(5, tier),
-        }
-    }
-}
-
-impl Counters {
-    pub(crate) fn new() -> Self {
-        Self { values: std::array::from_fn(|_| AtomicU64::new(0)) }
-    }
-
-    pub(crate) fn add(&self, counter: Counter, n: u64) {
-        self.values[counter.place()].fetch_add(n, Ordering::Relaxed);
-    }
-
-    fn get(&self, counter: Counter) -> u64 {
-        self.values[counter.place()].load(Ordering::Relaxed)
-    }
 }
 
 impl Store {
@@ -139,7 +69,10 @@ impl Store {
             counts.extend(of_lowers(counter));
             counts
         };
+        let mut token_mismatches = vec![(TierKind::Ram, core.ram.n_token_mismatches())];
+        token_mismatches.extend(of_lowers(Counter::TokenMismatches));
         StoreStats {
+            token_mismatches,
             n_lookups: count(Counter::Lookups),
             n_retrieves: count(Counter::Retrieves),
             requested_tokens: count(Counter::RequestedTokens),

@@ -51,7 +51,7 @@ impl Threads {
     /// behind.
     pub(crate) fn close(&self) {
         let deadline = Instant::now() + self.core.options.close_timeout;
-        self.core.reclaimer.close();
+        self.core.reclaim_wake.close();
         for lower in &self.core.lowers {
             lower::lose(lower.reads.abort());
             lower.writes.drain();

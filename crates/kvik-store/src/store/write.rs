@@ -5,12 +5,12 @@ use std::sync::Arc;
 use kvik_tier::Slot;
 
 use super::Store;
-use super::core::{BookPin, Core};
-use super::reclaim::Published;
-use super::stats::Counter;
+use super::core::Core;
+use super::publish::Published;
 use crate::chain::Chain;
-use crate::directory::RAM;
+use crate::counters::Counter;
 use crate::options::WriteBack;
+use crate::residents::ResidentPin;
 
 /// The answer to a wish to write.
 #[derive(Debug)]
@@ -24,6 +24,8 @@ pub enum Write {
     /// The chunk before it is neither in memory nor being written, or the chain has no such chunk or rank.
     /// Nothing is stored behind a hole: begin with the first chunk, what is there costs nothing.
     NoParent,
+    /// A chunk of other tokens has its name, so it cannot be kept: the chain ends here.
+    Collision,
 }
 
 /// What became of a chunk that was committed.
@@ -31,12 +33,14 @@ pub enum Write {
 pub enum Commit {
     /// It can be retrieved.
     Stored,
-    /// Somebody else stored it meanwhile; equal keys are equal content.
+    /// Another writer stored it meanwhile, for the same tokens.
     Present,
     /// The chunk before it is not in memory (any more), so it was dropped. Commit in the order of the chain.
     NoParent,
     /// Its namespace was cleared since the writing began, so it was dropped.
     Cleared,
+    /// A chunk of other tokens got its name meanwhile, so it was dropped.
+    Collision,
 }
 
 /// Memory for what one rank holds of one chunk.
@@ -50,7 +54,7 @@ pub struct ChunkWriter {
     generation: u64,
     slot: Slot,
     /// Keeps the chunk before it in memory.
-    _parent: Option<BookPin>,
+    _parent: Option<ResidentPin>,
 }
 
 /// Counts a writer in the directory, so that the next chunk can be begun before this one is committed.
@@ -71,19 +75,22 @@ impl Store {
         if chunk_idx >= core.n_chunks(chain) || chain.key(chunk_idx, rank).is_none() {
             return Write::NoParent;
         }
-        let bit = 1 << rank;
         let generation = chain.namespace().generation();
-        if core.directory.view(chain.hash(chunk_idx)).ranks[RAM] & bit != 0 {
-            core.counters.add(Counter::StoredBefore, 1);
-            return Write::Present;
+        match core.is_in_memory(chain, chunk_idx, rank) {
+            Some(true) => {
+                core.counters.add(Counter::StoredBefore, 1);
+                return Write::Present;
+            }
+            Some(false) => return Write::Collision,
+            None => {}
         }
         let mut parent = None;
         if let Some(parent_idx) = chunk_idx.checked_sub(1) {
             let entry = core.directory.view(chain.hash(parent_idx));
-            let id = chain.id(parent_idx);
-            if entry.ranks[RAM] & bit != 0 && core.ram_book.lock().pin(id) {
-                parent = Some(core.adopt_pin(id));
-            } else if entry.n_writers == 0 {
+            if core.is_in_memory(chain, parent_idx, rank) == Some(true) {
+                parent = ResidentPin::new(&core.ram_residents, chain.id(parent_idx));
+            }
+            if parent.is_none() && entry.n_writers == 0 {
                 return Write::NoParent;
             }
         }
@@ -106,10 +113,9 @@ impl Store {
         if core.n_chunks(chain) == 0 {
             return;
         }
-        let books =
-            std::iter::once(&core.ram_book).chain(core.lowers.iter().filter_map(|lower| lower.book.as_ref()));
-        for book in books {
-            book.lock().access(core.now_ms(), chain, n_generated_tokens);
+        let lowers = core.lowers.iter().filter_map(|lower| lower.residents.as_ref());
+        for residents in std::iter::once(&core.ram_residents).chain(lowers) {
+            residents.lock().access(core.now_ms(), chain, n_generated_tokens);
         }
     }
 }
@@ -150,6 +156,7 @@ impl ChunkWriter {
             }
             Published::NoParent => Commit::NoParent,
             Published::Stale => Commit::Cleared,
+            Published::Collision => Commit::Collision,
         }
     }
 }

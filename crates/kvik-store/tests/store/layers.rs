@@ -146,3 +146,57 @@ fn a_queue_that_takes_one_layer_at_a_time_is_enough() {
         assert_eq!(verify_layer(&mut reader, &chain, 0, layer_idx), 4);
     }
 }
+
+#[test]
+fn a_chunk_that_was_read_by_layers_stays_in_memory() {
+    let (store, nvme, redis, chain) = mixed(Setup::new(64));
+    let mut reader = store.retrieve_layers(&chain, 0);
+    for layer_idx in 0..3 {
+        assert_eq!(verify_layer(&mut reader, &chain, 0, layer_idx), 4);
+    }
+    drop(reader);
+    assert_eq!(store.stats().n_promoted, 6, "three chunks of two ranks, before the last layer is given out");
+    let n_got = (nvme.n_got(), redis.n_got());
+    let retrieved = store.retrieve(&chain, 0);
+    assert_eq!(verify(&retrieved, &chain, 0), 4);
+    assert!(retrieved.chunks().iter().all(|chunk| chunk.tier() == TierKind::Ram));
+    assert_eq!((nvme.n_got(), redis.n_got()), n_got);
+}
+
+#[test]
+fn a_chunk_of_which_a_layer_did_not_come_does_not_stay() {
+    let (store, nvme, redis, chain) = mixed(Setup::new(64).with(|options| options.read_ahead_layers = 0));
+    let mut reader = store.retrieve_layers(&chain, 0);
+    until("layer 0 is read", || nvme.n_got() == 4 && redis.n_got() == 2);
+    redis.set_failing(true);
+    assert_eq!(verify_layer(&mut reader, &chain, 0, 0), 4);
+    assert_eq!(verify_layer(&mut reader, &chain, 0, 1), 3);
+    assert_eq!(verify_layer(&mut reader, &chain, 0, 2), 3);
+    assert_eq!(store.tiers_of(&chain, 2), [TierKind::Ram, TierKind::Nvme]);
+    assert!(!store.tiers_of(&chain, 3).contains(&TierKind::Ram));
+    redis.set_failing(false);
+    assert_eq!(retrieve_all(&store, &chain), 4);
+}
+
+#[test]
+fn memory_for_staying_is_given_to_the_reader_who_needs_it() {
+    // Chunk 0 takes two slots, staying six more, and two layers at a time twelve.
+    let (store, _, _, chain) = mixed(Setup::new(16).with(|options| options.read_ahead_layers = 0));
+    let mut reader = store.retrieve_layers(&chain, 0);
+    for layer_idx in 0..3 {
+        assert_eq!(verify_layer(&mut reader, &chain, 0, layer_idx), 4);
+    }
+}
+
+#[test]
+fn a_clear_while_layers_are_read_leaves_nothing_in_memory() {
+    let (store, nvme, _, chain) = mixed(Setup::new(64).with(|options| options.read_ahead_layers = 0));
+    let mut reader = store.retrieve_layers(&chain, 0);
+    assert_eq!(verify_layer(&mut reader, &chain, 0, 0), 4);
+    nvme.gets.close();
+    store.clear(&kvik_store::Clear::default());
+    nvme.gets.open();
+    while reader.next_layer().is_some() {}
+    assert_eq!(store.stats().n_promoted, 0);
+    assert_eq!(store.lookup_local(&chain).n_chunks, 0);
+}

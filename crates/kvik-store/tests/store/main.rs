@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
 mod clears;
+mod collisions;
 mod failures;
 mod flights;
 mod hits;
@@ -13,4 +14,5 @@ mod observer;
 mod restarts;
 mod stress;
 mod support;
+mod surveys;
 mod writes;

@@ -32,7 +32,12 @@ pub(crate) struct TestTier {
     pub(crate) puts: Gate,
     pub(crate) n_got: AtomicU64,
     pub(crate) n_put: AtomicU64,
+    /// Calls that asked what is there.
     pub(crate) n_asked: AtomicU64,
+    /// Keys that they asked for.
+    pub(crate) n_keys_asked: AtomicU64,
+    /// Questions wait here by their number.
+    pub(crate) asks: Gate,
     pub(crate) is_failing: AtomicBool,
 }
 
@@ -98,6 +103,8 @@ impl TestTier {
             n_got: AtomicU64::new(0),
             n_put: AtomicU64::new(0),
             n_asked: AtomicU64::new(0),
+            n_keys_asked: AtomicU64::new(0),
+            asks: Gate::default(),
             is_failing: AtomicBool::new(false),
         })
     }
@@ -108,6 +115,11 @@ impl TestTier {
 
     pub(crate) fn n_put(&self) -> u64 {
         self.n_put.load(Ordering::SeqCst)
+    }
+
+    /// Calls that asked what is there, and the keys that they asked for.
+    pub(crate) fn asked(&self) -> (u64, u64) {
+        (self.n_asked.load(Ordering::SeqCst), self.n_keys_asked.load(Ordering::SeqCst))
     }
 
     pub(crate) fn set_failing(&self, is_failing: bool) {
@@ -150,7 +162,8 @@ impl Tier for TestTier {
 
     fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> Result<()> {
         self.gets.pass(0);
-        self.n_asked.fetch_add(1, Ordering::SeqCst);
+        self.asks.pass(self.n_asked.fetch_add(1, Ordering::SeqCst));
+        self.n_keys_asked.fetch_add(keys.len() as u64, Ordering::SeqCst);
         self.failure().map_or(Ok(()), Err)?;
         self.map.contains(keys, present)
     }
@@ -279,7 +292,7 @@ pub(crate) fn store_chunk(store: &Store, chain: &Chain, chunk_idx: usize) -> boo
             matches!(writer.commit(), Commit::Stored | Commit::Present)
         }
         Write::Present => true,
-        Write::NoRoom | Write::NoParent => false,
+        Write::NoRoom | Write::NoParent | Write::Collision => false,
     })
 }
 

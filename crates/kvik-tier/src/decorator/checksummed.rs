@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::scratch::ScratchPool;
 use crate::envelope::{ENVELOPE_BYTES, Envelope, seal};
 use crate::error::Result;
-use crate::key::ChunkKey;
+use crate::key::{ChunkKey, TokenDigest};
 use crate::tier::{GetItem, GetOutcome, Heads, PutItem, PutOutcome, Tier, TierKind, TierStat};
 
 /// Sections up to this length are read without asking first whether they are there.
@@ -21,7 +21,8 @@ const MAX_TRUSTED_BYTES: u64 = 16 << 20;
 ///
 /// A range may begin and end anywhere, but one that cuts through a section of the envelope is read a second
 /// time with the rest of its sections, into memory of its own. A chunk that is shorter or longer than what was
-/// asked for is [`GetOutcome::Corrupt`], because a key has one content.
+/// asked for is [`GetOutcome::Corrupt`], because a key has one content. One that was stored for other tokens
+/// is [`GetOutcome::TokenMismatch`]: the tier is one that keeps digests.
 ///
 /// Lengths of keys are those of chunks without envelopes; [`TierStat::used_bytes`] has them with.
 #[derive(Debug)]
@@ -29,11 +30,12 @@ pub struct Checksummed<T> {
     inner: T,
     scratch: ScratchPool,
     n_corrupt: AtomicU64,
+    n_token_mismatches: AtomicU64,
 }
 
 /// The envelopes of a batch, each made when it is wanted.
 struct Seals<'a> {
-    items: Vec<(ChunkKey, &'a [&'a [u8]], usize)>,
+    items: Vec<PutItem<'a>>,
     sealed: Vec<OnceLock<AlignedEnvelope>>,
 }
 
@@ -44,6 +46,7 @@ struct AlignedEnvelope([u8; ENVELOPE_BYTES]);
 /// A range of a chunk, as the caller counts, and where it goes.
 struct Wanted<'a> {
     key: ChunkKey,
+    digest: TokenDigest,
     offset: u64,
     /// What the chunk must be long; none where it may be longer than the range.
     chunk_bytes: Option<u64>,
@@ -61,7 +64,12 @@ enum Verdict {
 impl<T: Tier> Checksummed<T> {
     /// Proves what comes out of `inner`.
     pub fn new(inner: T) -> Self {
-        Self { inner, scratch: ScratchPool::default(), n_corrupt: AtomicU64::new(0) }
+        Self {
+            inner,
+            scratch: ScratchPool::default(),
+            n_corrupt: AtomicU64::new(0),
+            n_token_mismatches: AtomicU64::new(0),
+        }
     }
 
     /// The tier inside.
@@ -72,8 +80,8 @@ impl<T: Tier> Checksummed<T> {
     /// Reads the ranges; the outcomes are in their order.
     fn get_wanted(&self, wanted: &mut [Wanted<'_>]) -> Vec<GetOutcome> {
         let mut scratch = self.scratch.take(wanted.len());
-        let claims: Vec<(u64, Option<u64>)> =
-            wanted.iter().map(|range| (range.offset, range.chunk_bytes)).collect();
+        let claims: Vec<(TokenDigest, u64, Option<u64>)> =
+            wanted.iter().map(|range| (range.digest, range.offset, range.chunk_bytes)).collect();
         let verdicts: Vec<OnceLock<Verdict>> = wanted.iter().map(|_| OnceLock::new()).collect();
         let mut inner_batch: Vec<GetItem<'_>> = wanted
             .iter_mut()
@@ -84,8 +92,8 @@ impl<T: Tier> Checksummed<T> {
             })
             .collect();
         self.inner.get_each(&mut inner_batch, &|item_idx, item| {
-            let (offset, chunk_bytes) = claims[item_idx];
-            verdicts[item_idx].get_or_init(|| judge(item, offset, chunk_bytes));
+            let (digest, offset, chunk_bytes) = claims[item_idx];
+            verdicts[item_idx].get_or_init(|| judge(item, digest, offset, chunk_bytes));
         });
         drop(inner_batch);
         let mut outcomes = Vec::with_capacity(wanted.len());
@@ -96,10 +104,12 @@ impl<T: Tier> Checksummed<T> {
                 // Never told of: nothing says that these bytes are right.
                 None => GetOutcome::Pending,
             };
-            if matches!(outcome, GetOutcome::Corrupt(_)) {
-                // Relaxed: a count for people.
-                self.n_corrupt.fetch_add(1, Ordering::Relaxed);
-            }
+            // Relaxed: counts for people.
+            match outcome {
+                GetOutcome::Corrupt(_) => self.n_corrupt.fetch_add(1, Ordering::Relaxed),
+                GetOutcome::TokenMismatch => self.n_token_mismatches.fetch_add(1, Ordering::Relaxed),
+                _ => 0,
+            };
             outcomes.push(outcome);
         }
         self.scratch.give_back(scratch);
@@ -168,7 +178,7 @@ impl<T: Tier> Tier for Checksummed<T> {
     fn put(&self, batch: &mut [PutItem<'_>]) {
         let seals = Seals {
             sealed: batch.iter().map(|_| OnceLock::new()).collect(),
-            items: batch.iter().map(|item| (item.key, item.parts, item.section_bytes)).collect(),
+            items: batch.iter().map(|item| item.with_parts(item.parts)).collect(),
         };
         let mut inner_batch: Vec<PutItem<'_>> = batch
             .iter()
@@ -185,12 +195,13 @@ impl<T: Tier> Tier for Checksummed<T> {
         let mut wanted: Vec<Wanted<'_>> = Vec::with_capacity(batch.len());
         let mut owners: Vec<usize> = Vec::with_capacity(batch.len());
         for (item_idx, item) in batch.iter_mut().enumerate() {
-            let (key, chunk_bytes) = (item.key, item.is_whole.then_some(item.n_bytes() as u64));
+            let (key, digest) = (item.key, item.digest);
+            let chunk_bytes = item.is_whole.then_some(item.n_bytes() as u64);
             if !item.head.is_empty() {
-                wanted.push(Wanted { key, offset: 0, chunk_bytes, buffer: item.head });
+                wanted.push(Wanted { key, digest, offset: 0, chunk_bytes, buffer: item.head });
                 owners.push(item_idx);
             }
-            wanted.push(Wanted { key, offset: item.offset, chunk_bytes, buffer: item.buffer });
+            wanted.push(Wanted { key, digest, offset: item.offset, chunk_bytes, buffer: item.buffer });
             owners.push(item_idx);
         }
         let outcomes = self.get_wanted(&mut wanted);
@@ -225,6 +236,7 @@ impl<T: Tier> Tier for Checksummed<T> {
     fn stat(&self) -> TierStat {
         let mut stat = self.inner.stat();
         stat.details.push(("corrupt_reads", self.n_corrupt.load(Ordering::Relaxed)));
+        stat.details.push(("token_mismatches", self.n_token_mismatches.load(Ordering::Relaxed)));
         stat
     }
 }
@@ -235,10 +247,10 @@ impl Heads for Seals<'_> {
     }
 
     fn head_of(&self, item_idx: usize) -> &[u8] {
-        let (key, parts, section_bytes) = self.items[item_idx];
+        let PutItem { key, parts, section_bytes, digest, .. } = self.items[item_idx];
         let sealed = self.sealed[item_idx].get_or_init(|| {
             let mut envelope = AlignedEnvelope([0; ENVELOPE_BYTES]);
-            seal(key, parts, section_bytes, &mut envelope.0);
+            seal(key, digest, parts, section_bytes, &mut envelope.0);
             envelope
         });
         &sealed.0
@@ -246,7 +258,7 @@ impl Heads for Seals<'_> {
 }
 
 /// Judges what came for a range that begins at `offset` of its chunk; the item's head is the envelope.
-fn judge(item: &GetItem<'_>, offset: u64, chunk_bytes: Option<u64>) -> Verdict {
+fn judge(item: &GetItem<'_>, digest: TokenDigest, offset: u64, chunk_bytes: Option<u64>) -> Verdict {
     if !item.outcome.is_hit() {
         return Verdict::Final(item.outcome.clone());
     }
@@ -256,6 +268,9 @@ fn judge(item: &GetItem<'_>, offset: u64, chunk_bytes: Option<u64>) -> Verdict {
         Ok(_) => return corrupt("key"),
         Err(reason) => return corrupt(reason),
     };
+    if envelope.digest() != digest {
+        return Verdict::Final(GetOutcome::TokenMismatch);
+    }
     if chunk_bytes.is_some_and(|chunk_bytes| chunk_bytes != envelope.chunk_bytes()) {
         return corrupt("length");
     }

@@ -144,7 +144,7 @@ impl<T: Tier> Faulty<T> {
             }
             Fault::Duplicate => {
                 self.inner.put(slice::from_mut(item));
-                self.inner.put(&mut [PutItem::with_sections(item.key, item.parts, item.section_bytes)]);
+                self.inner.put(&mut [item.with_parts(item.parts)]);
             }
             Fault::None | Fault::Flip(_) | Fault::Mix(_) => self.inner.put(slice::from_mut(item)),
         }
@@ -152,7 +152,7 @@ impl<T: Tier> Faulty<T> {
 
     fn put_instead(&self, item: &mut PutItem<'_>, bytes: &[u8]) {
         let parts = [bytes];
-        let mut batch = [PutItem::with_sections(item.key, &parts, item.section_bytes)];
+        let mut batch = [item.with_parts(&parts)];
         self.inner.put(&mut batch);
         let [PutItem { outcome, .. }] = batch;
         item.outcome = outcome;

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::histogram::{Histogram, Latencies};
 use super::{Clock, SystemClock};
 use crate::error::Result;
+use crate::histogram::Histogram;
 use crate::key::ChunkKey;
+use crate::operations::OperationMetrics;
 use crate::tier::{GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierKind, TierStat};
 
 /// Counts every operation by outcome, its bytes, and the time of its calls.
@@ -24,23 +25,10 @@ pub struct TierMetrics {
     pub operations: Vec<OperationMetrics>,
 }
 
-/// The counts of one operation.
-#[derive(Debug, Clone)]
-pub struct OperationMetrics {
-    /// Its name in metrics.
-    pub operation: &'static str,
-    /// Outcomes by their names in metrics, and the number of items that had them; of calls, where items have none.
-    pub outcomes: Vec<(&'static str, u64)>,
-    /// Bytes that were stored or read; 0 for other operations.
-    pub n_bytes: u64,
-    /// How long the calls took.
-    pub latencies: Latencies,
-}
-
 /// Operations and the names of their outcomes.
 const OPERATIONS: [(&str, &[&str]); 5] = [
     ("put", &["stored", "present", "no_room", "skipped", "failed"]),
-    ("get", &["hit", "miss", "corrupt", "skipped", "failed"]),
+    ("get", &["hit", "miss", "corrupt", "skipped", "failed", "token_mismatch"]),
     ("contains", &["done", "failed"]),
     ("delete", &["done", "failed"]),
     ("flush", &["done", "failed"]),
@@ -56,7 +44,7 @@ const FLUSH: usize = 4;
 /// All orderings on these are relaxed: counts are read for people, each by itself.
 #[derive(Debug)]
 struct Counters {
-    outcomes: [AtomicU64; 5],
+    outcomes: [AtomicU64; 6],
     n_bytes: AtomicU64,
     latencies: Histogram,
 }
@@ -137,6 +125,7 @@ impl<T: Tier> Tier for Metered<T> {
                 GetOutcome::Corrupt(_) => self.operations[GET].count(2, 0),
                 GetOutcome::Skipped => self.operations[GET].count(3, 0),
                 GetOutcome::Pending | GetOutcome::Failed(_) => self.operations[GET].count(4, 0),
+                GetOutcome::TokenMismatch => self.operations[GET].count(5, 0),
             }
         }
     }
@@ -158,23 +147,16 @@ impl<T: Tier> Tier for Metered<T> {
     }
 
     fn stat(&self) -> TierStat {
-        self.inner.stat()
+        TierStat { operations: self.snapshot().operations, ..self.inner.stat() }
     }
 }
 
-// === impl TierMetrics, OperationMetrics ===
+// === impl TierMetrics ===
 
 impl TierMetrics {
     /// The counts of an operation by its name; none if there is no such operation.
     pub fn operation(&self, name: &str) -> Option<&OperationMetrics> {
         self.operations.iter().find(|metrics| metrics.operation == name)
-    }
-}
-
-impl OperationMetrics {
-    /// How often an outcome was counted, by its name; 0 if there is no such outcome.
-    pub fn n_outcomes(&self, name: &str) -> u64 {
-        self.outcomes.iter().find(|(outcome, _)| *outcome == name).map_or(0, |(_, count)| *count)
     }
 }
 

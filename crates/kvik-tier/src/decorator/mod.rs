@@ -9,7 +9,6 @@ mod breaker;
 mod checksummed;
 mod clock;
 mod faulty;
-mod histogram;
 mod metered;
 mod retry;
 mod scratch;
@@ -21,8 +20,7 @@ pub use breaker::{Breaker, BreakerOptions};
 pub use checksummed::Checksummed;
 pub use clock::{Clock, SystemClock};
 pub use faulty::{FaultRates, Faulty};
-pub use histogram::Latencies;
-pub use metered::{Metered, OperationMetrics, TierMetrics};
+pub use metered::{Metered, TierMetrics};
 pub use retry::{Retry, RetryOptions};
 pub use throttled::{Throttled, ThrottledOptions};
 

@@ -115,10 +115,7 @@ impl<T: Tier> Tier for Retry<T> {
             if failed.is_empty() || !attempts.pause_before_next() {
                 return;
             }
-            let mut again: Vec<PutItem<'_>> = failed
-                .iter()
-                .map(|item| PutItem::with_sections(item.key, item.parts, item.section_bytes))
-                .collect();
+            let mut again: Vec<PutItem<'_>> = failed.iter().map(|item| item.with_parts(item.parts)).collect();
             self.inner.put(&mut again);
             for (item, tried) in failed.iter_mut().zip(again) {
                 item.outcome = tried.outcome;

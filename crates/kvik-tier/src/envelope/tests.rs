@@ -5,9 +5,11 @@ use super::*;
 const KEY: ChunkKey =
     ChunkKey { namespace: NamespaceId(BlockHash([0x11; 16])), chunk: BlockHash([0x22; 16]), rank: 0x0304 };
 
+const DIGEST: TokenDigest = TokenDigest([0x33; 32]);
+
 fn sealed(parts: &[&[u8]], section_bytes: usize) -> Vec<u8> {
     let mut envelope = [0xff; ENVELOPE_BYTES];
-    seal(KEY, parts, section_bytes, &mut envelope);
+    seal(KEY, DIGEST, parts, section_bytes, &mut envelope);
     envelope.to_vec()
 }
 
@@ -16,15 +18,16 @@ fn the_bytes_of_an_envelope_are_pinned() {
     let envelope = sealed(&[b"1234567", b"89"], 9);
     let mut expected = vec![0; ENVELOPE_BYTES];
     expected[..8].copy_from_slice(b"KVIKCHNK");
-    expected[8] = 1;
+    expected[8] = 2;
     expected[12..14].copy_from_slice(&[0x04, 0x03]);
     expected[14] = 1;
     expected[16..32].fill(0x11);
     expected[32..48].fill(0x22);
     expected[48] = 9;
     expected[56] = 9;
+    expected[64..96].fill(0x33);
     // The published check value of CRC-64/NVME is that of "123456789".
-    expected[64..72].copy_from_slice(&0xae8b_1486_0a79_9888_u64.to_le_bytes());
+    expected[96..104].copy_from_slice(&0xae8b_1486_0a79_9888_u64.to_le_bytes());
     assert_eq!(envelope[..OWN_CHECKSUM], expected[..OWN_CHECKSUM]);
     let own_checksum = u64::from_le_bytes(envelope[OWN_CHECKSUM..].try_into().unwrap());
     assert_eq!(own_checksum, bitwise_crc64_nvme(&expected[..OWN_CHECKSUM]));
@@ -69,7 +72,7 @@ fn what_is_wrong_with_an_envelope_is_named() {
     type Damage = fn(&mut [u8]);
     let cases: [(&str, Damage); 8] = [
         ("envelope magic", |bytes| bytes[0] = b'k'),
-        ("envelope version", |bytes| bytes[8] = 2),
+        ("envelope version", |bytes| bytes[8] = 1),
         ("envelope flags", |bytes| bytes[10] = 1),
         ("section size", |bytes| bytes[48..56].fill(0)),
         ("number of sections", |bytes| bytes[14] += 1),
@@ -116,11 +119,13 @@ proptest! {
         namespace: [u8; 16],
         chunk_hash: [u8; 16],
         rank: u16,
+        digest: [u8; 32],
         chunk in proptest::collection::vec(any::<u8>(), 0..3000),
         cuts in proptest::collection::vec(0_usize..3000, 0..4),
         section_bytes in 0_usize..3500,
     ) {
         let key = ChunkKey { namespace: NamespaceId(BlockHash(namespace)), chunk: BlockHash(chunk_hash), rank };
+        let digest = TokenDigest(digest);
         let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.min(chunk.len())).collect();
         cuts.sort_unstable();
         let ends = cuts.iter().copied().chain([chunk.len()]);
@@ -128,9 +133,10 @@ proptest! {
         let parts: Vec<&[u8]> = starts.zip(ends).map(|(start, end)| &chunk[start..end]).collect();
 
         let mut bytes = [0xff; ENVELOPE_BYTES];
-        seal(key, &parts, section_bytes, &mut bytes);
+        seal(key, digest, &parts, section_bytes, &mut bytes);
         let envelope = Envelope::decode(&bytes).unwrap();
         prop_assert_eq!(envelope.key(), key);
+        prop_assert_eq!(envelope.digest(), digest);
         prop_assert_eq!(envelope.chunk_bytes(), chunk.len() as u64);
         prop_assert!(u64::from(envelope.n_sections()) <= MAX_SECTIONS);
         if section_bytes > 0 && section_bytes <= chunk.len() {
@@ -150,7 +156,7 @@ proptest! {
     ) {
         let mut bytes = vec![0; ENVELOPE_BYTES];
         bytes[..SECTION_TABLE].copy_from_slice(&start);
-        bytes[..12].copy_from_slice(b"KVIKCHNK\x01\0\0\0");
+        bytes[..12].copy_from_slice(b"KVIKCHNK\x02\0\0\0");
         let own_checksum = checksum_of(&bytes[..OWN_CHECKSUM]);
         bytes[OWN_CHECKSUM..].copy_from_slice(&own_checksum.to_le_bytes());
         if let Ok(envelope) = Envelope::decode(&bytes) {

@@ -282,6 +282,7 @@ impl Tier for NvmeTier {
             capacity_bytes: Some(self.log.index.max_live_bytes()),
             health: trouble.map_or(TierHealth::Up, TierHealth::ReadOnly),
             details,
+            operations: Vec::new(),
         }
     }
 }

@@ -7,12 +7,12 @@ use std::hash::{BuildHasherDefault, Hasher};
 use parking_lot::Mutex;
 
 use crate::arena::{Lease, Tenants};
-use crate::key::ChunkKey;
+use crate::key::{ChunkKey, TokenDigest};
 
 /// Parts of the index with a lock each; a power of two. Many more than there are threads that would meet.
 const N_SHARDS: usize = 64;
 
-/// A map from keys to leases that many threads use at a time.
+/// A map from keys to leases and the tokens they are for, that many threads use at a time.
 ///
 /// A lock is held for a look into one table, or while a chunk is moved; no memory is freed under it.
 #[derive(Debug)]
@@ -24,7 +24,23 @@ pub(super) struct Index {
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct Shard {
-    leases: Mutex<HashMap<ChunkKey, Lease, BuildHasherDefault<KeyHasher>>>,
+    chunks: Mutex<HashMap<ChunkKey, Chunk, BuildHasherDefault<KeyHasher>>>,
+}
+
+#[derive(Debug)]
+struct Chunk {
+    lease: Lease,
+    digest: TokenDigest,
+}
+
+/// What is there under a key.
+#[derive(Debug)]
+pub(super) enum Held {
+    /// A chunk for the tokens that were asked for.
+    Same(Lease),
+    /// A chunk for other tokens.
+    Other,
+    Nothing,
 }
 
 /// Takes the bits of a key as they are: they come from a hash.
@@ -38,36 +54,36 @@ impl Index {
         Self { shards: (0..N_SHARDS).map(|_| Shard::default()).collect() }
     }
 
-    pub(super) fn get(&self, key: &ChunkKey) -> Option<Lease> {
-        self.shard(key).leases.lock().get(key).cloned()
+    pub(super) fn get(&self, key: &ChunkKey, digest: TokenDigest) -> Held {
+        self.shard(key).chunks.lock().get(key).map_or(Held::Nothing, |chunk| chunk.held_for(digest))
     }
 
     pub(super) fn contains(&self, key: &ChunkKey) -> bool {
-        self.shard(key).leases.lock().contains_key(key)
+        self.shard(key).chunks.lock().contains_key(key)
     }
 
-    /// Adds a lease if the key has none; returns the key's lease and whether it is the new one.
-    pub(super) fn insert(&self, key: ChunkKey, lease: Lease) -> (Lease, bool) {
-        match self.shard(&key).leases.lock().entry(key) {
-            Entry::Occupied(entry) => (entry.get().clone(), false),
-            Entry::Vacant(entry) => (entry.insert(lease).clone(), true),
+    /// Adds a lease if the key has none; returns what the key has now and whether it is the new one.
+    pub(super) fn insert(&self, key: ChunkKey, digest: TokenDigest, lease: Lease) -> (Held, bool) {
+        match self.shard(&key).chunks.lock().entry(key) {
+            Entry::Occupied(entry) => (entry.get().held_for(digest), false),
+            Entry::Vacant(entry) => (entry.insert(Chunk { lease, digest }).held_for(digest), true),
         }
     }
 
     /// Removes a key; returns its lease.
     pub(super) fn remove(&self, key: &ChunkKey) -> Option<Lease> {
-        self.shard(key).leases.lock().remove(key)
+        self.shard(key).chunks.lock().remove(key).map(|chunk| chunk.lease)
     }
 
     pub(super) fn len(&self) -> usize {
-        self.shards.iter().map(|shard| shard.leases.lock().len()).sum()
+        self.shards.iter().map(|shard| shard.chunks.lock().len()).sum()
     }
 
     /// Calls `visit` with every key and its length, under no lock.
     pub(super) fn visit_lengths(&self, visit: &mut dyn FnMut(ChunkKey, u64)) {
         for shard in &self.shards {
             let chunks: Vec<(ChunkKey, u64)> =
-                shard.leases.lock().iter().map(|(key, lease)| (*key, lease.len() as u64)).collect();
+                shard.chunks.lock().iter().map(|(key, chunk)| (*key, chunk.lease.len() as u64)).collect();
             for (key, n_bytes) in chunks {
                 visit(key, n_bytes);
             }
@@ -80,17 +96,23 @@ impl Index {
     }
 }
 
+impl Chunk {
+    fn held_for(&self, digest: TokenDigest) -> Held {
+        if self.digest == digest { Held::Same(self.lease.clone()) } else { Held::Other }
+    }
+}
+
 impl Tenants for Index {
     type Name = ChunkKey;
 
     fn visit(&self, visit: &mut dyn FnMut(ChunkKey, &Lease)) {
         for shard in &self.shards {
-            shard.leases.lock().iter().for_each(|(key, lease)| visit(*key, lease));
+            shard.chunks.lock().iter().for_each(|(key, chunk)| visit(*key, &chunk.lease));
         }
     }
 
     fn with_lease(&self, key: ChunkKey, act: &mut dyn FnMut(&mut Lease) -> bool) -> bool {
-        self.shard(&key).leases.lock().get_mut(&key).is_some_and(act)
+        self.shard(&key).chunks.lock().get_mut(&key).is_some_and(|chunk| act(&mut chunk.lease))
     }
 }
 

@@ -4,11 +4,13 @@ mod index;
 #[cfg(test)]
 mod tests;
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use crate::arena::{Arena, Lease, Slot};
 use crate::error::Result;
-use crate::key::ChunkKey;
+use crate::key::{ChunkKey, TokenDigest};
 use crate::tier::{GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierKind, TierStat};
-use index::Index;
+use index::{Held, Index};
 
 /// Chunks in an [`Arena`], found by their keys.
 ///
@@ -18,15 +20,17 @@ use index::Index;
 ///
 /// ```
 /// # fn main() -> kvik_tier::Result<()> {
-/// # use kvik_tier::{Arena, ArenaOptions, ChunkKey, NamespaceId, RamTier};
+/// # use kvik_tier::{Arena, ArenaOptions, ChunkKey, NamespaceId, RamTier, TokenDigest};
 /// # let hash = kvik_types::BlockHash([7; 16]);
 /// # let key = ChunkKey { namespace: NamespaceId(hash), chunk: hash, rank: 0 };
+/// # let (digest, other) = (TokenDigest([1; 32]), TokenDigest([2; 32]));
 /// let tier = RamTier::new(Arena::new(ArenaOptions::new(1 << 20))?);
 /// if let Some(mut slot) = tier.reserve(5000) {
 ///     slot.fill(42);
-///     tier.publish(key, slot.freeze());
+///     tier.publish(key, digest, slot.freeze());
 /// }
-/// assert_eq!(tier.lease(&key).as_deref(), Some([42; 5000].as_slice()));
+/// assert_eq!(tier.lease(&key, digest).as_deref(), Some([42; 5000].as_slice()));
+/// assert!(tier.lease(&key, other).is_none());
 /// # Ok(())
 /// # }
 /// ```
@@ -34,6 +38,7 @@ use index::Index;
 pub struct RamTier {
     arena: Arena,
     index: Index,
+    n_token_mismatches: AtomicU64,
 }
 
 // === impl RamTier ===
@@ -43,7 +48,7 @@ impl RamTier {
     ///
     /// The arena may have slots that are not the tier's: chunks that were not published, or not yet.
     pub fn new(arena: Arena) -> Self {
-        Self { arena, index: Index::new() }
+        Self { arena, index: Index::new(), n_token_mismatches: AtomicU64::new(0) }
     }
 
     /// Where the chunks lie.
@@ -51,17 +56,43 @@ impl RamTier {
         &self.arena
     }
 
-    /// Leases the chunk `key`; `None` if it is not there.
-    pub fn lease(&self, key: &ChunkKey) -> Option<Lease> {
-        self.index.get(key)
+    /// Leases the chunk `key`; `None` if it is not there, or is there for other tokens, which is counted.
+    pub fn lease(&self, key: &ChunkKey, digest: TokenDigest) -> Option<Lease> {
+        match self.index.get(key, digest) {
+            Held::Same(lease) => Some(lease),
+            Held::Other => {
+                // Relaxed: a count for people.
+                self.n_token_mismatches.fetch_add(1, Ordering::Relaxed);
+                None
+            }
+            Held::Nothing => None,
+        }
+    }
+
+    /// Whether the chunk `key` is there for the tokens of `digest`; `None` if it is not there at all.
+    pub fn is_for(&self, key: &ChunkKey, digest: TokenDigest) -> Option<bool> {
+        match self.index.get(key, digest) {
+            Held::Same(_) => Some(true),
+            Held::Other => Some(false),
+            Held::Nothing => None,
+        }
+    }
+
+    /// Leases that were refused because the chunk was there for other tokens.
+    pub fn n_token_mismatches(&self) -> u64 {
+        self.n_token_mismatches.load(Ordering::Relaxed)
     }
 
     /// Makes a chunk visible, as a whole; returns the lease that is visible from now on.
     ///
-    /// If the key is present, the earlier chunk stays and is returned: equal keys are equal content. A lease of
-    /// another arena is taken as well; its memory is not counted here and never moved.
-    pub fn publish(&self, key: ChunkKey, lease: Lease) -> Lease {
-        self.index.insert(key, lease).0
+    /// If the key is present, the earlier chunk stays; it is returned if it is for the same tokens, and `None`
+    /// is returned if it is not. A lease of another arena is taken as well; its memory is not counted here and
+    /// never moved.
+    pub fn publish(&self, key: ChunkKey, digest: TokenDigest, lease: Lease) -> Option<Lease> {
+        match self.index.insert(key, digest, lease).0 {
+            Held::Same(lease) => Some(lease),
+            Held::Other | Held::Nothing => None,
+        }
     }
 
     /// Takes memory for a chunk of `n_bytes`; `None` where there is no room.
@@ -85,13 +116,15 @@ impl RamTier {
             space.copy_from_slice(part);
             rest = after;
         }
-        let (_, is_new) = self.index.insert(item.key, slot.freeze());
+        let (_, is_new) = self.index.insert(item.key, item.digest, slot.freeze());
         if is_new { PutOutcome::Stored } else { PutOutcome::Present }
     }
 
     fn get_item(&self, item: &mut GetItem<'_>) -> GetOutcome {
-        let Some(lease) = self.lease(&item.key) else {
-            return GetOutcome::Miss;
+        let lease = match self.index.get(&item.key, item.digest) {
+            Held::Same(lease) => lease,
+            Held::Other => return GetOutcome::TokenMismatch,
+            Held::Nothing => return GetOutcome::Miss,
         };
         if item.copy_from(&lease) {
             GetOutcome::Hit
@@ -155,6 +188,7 @@ impl Tier for RamTier {
                 ("idle_bytes", arena.idle_bytes),
                 ("n_moved_chunks", arena.n_moved_chunks),
                 ("moved_bytes", arena.moved_bytes),
+                ("token_mismatches", self.n_token_mismatches()),
             ],
             ..TierStat::default()
         }

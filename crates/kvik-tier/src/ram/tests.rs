@@ -19,27 +19,45 @@ fn tier(capacity_bytes: u64) -> RamTier {
 #[test]
 fn an_earlier_chunk_wins_over_a_later_one() {
     let tier = tier(1 << 20);
-    let first = tier.publish(key(1), tier.reserve(100).unwrap().freeze());
+    let first = tier.publish(key(1), TokenDigest::NONE, tier.reserve(100).unwrap().freeze()).unwrap();
     let second = tier.reserve(100).unwrap().freeze();
     assert_ne!(first.offset(), second.offset());
-    assert_eq!(tier.publish(key(1), second).offset(), first.offset());
-    assert_eq!(tier.lease(&key(1)).unwrap().offset(), first.offset());
+    assert_eq!(tier.publish(key(1), TokenDigest::NONE, second).unwrap().offset(), first.offset());
+    assert_eq!(tier.lease(&key(1), TokenDigest::NONE).unwrap().offset(), first.offset());
     assert_eq!(tier.stat().used_bytes, Some(4096));
+}
+
+#[test]
+fn a_chunk_of_other_tokens_under_the_same_name_is_a_miss() {
+    let (mine, theirs) = (TokenDigest([1; 32]), TokenDigest([2; 32]));
+    let tier = tier(1 << 20);
+    let lease = || tier.reserve(100).unwrap().freeze();
+    assert_eq!(tier.is_for(&key(1), mine), None);
+    assert!(tier.publish(key(1), mine, lease()).is_some());
+    assert!(tier.publish(key(1), theirs, lease()).is_none());
+    assert!(tier.lease(&key(1), theirs).is_none());
+    assert_eq!(tier.n_token_mismatches(), 1);
+    assert_eq!((tier.is_for(&key(1), mine), tier.is_for(&key(1), theirs)), (Some(true), Some(false)));
+    let mut buffer = [0; 100];
+    let mut batch = [GetItem::whole(key(1), &mut buffer).for_tokens(theirs)];
+    tier.get(&mut batch);
+    assert!(matches!(batch[0].outcome, GetOutcome::TokenMismatch));
+    assert!(tier.lease(&key(1), mine).is_some());
 }
 
 #[test]
 fn a_lease_outlives_the_delete_of_its_chunk_and_the_tier() {
     let tier = tier(1 << 20);
     assert!(tier.put_one(key(1), &[5; 5000]).is_present());
-    let lease = tier.lease(&key(1)).unwrap();
+    let lease = tier.lease(&key(1), TokenDigest::NONE).unwrap();
     assert_eq!(tier.delete(&[key(1), key(2)]).unwrap(), 1);
-    assert!(tier.lease(&key(1)).is_none());
+    assert!(tier.lease(&key(1), TokenDigest::NONE).is_none());
     assert_eq!(tier.stat().used_bytes, Some(8192));
     // Whatever is written from now on lies elsewhere.
     while let Some(mut slot) = tier.reserve(4096) {
         slot.fill(9);
         let number = 10 + tier.index.len() as u64;
-        tier.publish(key(number), slot.freeze());
+        tier.publish(key(number), TokenDigest::NONE, slot.freeze());
     }
     let arena = tier.arena().clone();
     drop(tier);
@@ -64,7 +82,7 @@ fn a_read_of_another_length_is_a_miss() {
 }
 
 fn assert_content(tier: &RamTier, number: u64, n_bytes: usize) {
-    let lease = tier.lease(&key(number)).unwrap();
+    let lease = tier.lease(&key(number), TokenDigest::NONE).unwrap();
     assert!(*lease == *content(number, n_bytes), "chunk {number} of {n_bytes} bytes");
 }
 
@@ -92,7 +110,8 @@ fn a_leased_chunk_is_not_moved() {
     for number in 0..50 {
         assert!(tier.put_one(key(number), &content(number, 8192)).is_present());
     }
-    let leases: Vec<Lease> = (0..50).step_by(2).map(|number| tier.lease(&key(number)).unwrap()).collect();
+    let leases: Vec<Lease> =
+        (0..50).step_by(2).map(|number| tier.lease(&key(number), TokenDigest::NONE).unwrap()).collect();
     let offsets: Vec<u64> = leases.iter().map(Lease::offset).collect();
     let odd: Vec<ChunkKey> = (1..50).step_by(2).map(key).collect();
     assert_eq!(tier.delete(&odd).unwrap(), 25);
@@ -117,14 +136,14 @@ fn a_chunk_of_another_arena_stays_where_it_is() {
         assert!(tier.put_one(key(number), &content(number, 8192)).is_present());
         let mut slot = other.reserve(8192).unwrap();
         slot.copy_from_slice(&content(100 + number, 8192));
-        tier.publish(key(100 + number), slot.freeze());
+        tier.publish(key(100 + number), TokenDigest::NONE, slot.freeze());
     }
     let odd: Vec<ChunkKey> = (1..50).step_by(2).map(key).collect();
     assert_eq!(tier.delete(&odd).unwrap(), 25);
-    let offset = tier.lease(&key(101)).unwrap().offset();
+    let offset = tier.lease(&key(101), TokenDigest::NONE).unwrap().offset();
     tier.reserve(30 * 4096).unwrap().fill(0xff);
     assert!(tier.arena().stat().n_moved_chunks > 0);
-    assert_eq!(tier.lease(&key(101)).unwrap().offset(), offset);
+    assert_eq!(tier.lease(&key(101), TokenDigest::NONE).unwrap().offset(), offset);
     for number in (0..50).step_by(2).chain(100..150) {
         assert_content(&tier, number, 8192);
     }
@@ -231,7 +250,9 @@ fn readers_see_whole_chunks_while_others_write_delete_and_move() {
                         _ => {
                             // Takes a run that is longer than most holes, so that chunks are moved.
                             let slot = tier.reserve(200_000 + random.below(200_000) as usize);
-                            if let (Some(mut slot), Some(lease)) = (slot, tier.lease(&key(number))) {
+                            if let (Some(mut slot), Some(lease)) =
+                                (slot, tier.lease(&key(number), TokenDigest::NONE))
+                            {
                                 slot.fill(0xaa);
                                 assert!(*lease == *content(number, n_bytes));
                             }

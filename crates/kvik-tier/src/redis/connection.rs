@@ -1,16 +1,16 @@
 //! One connection to one server.
 
 use std::io::{self, IoSlice, Read, Write};
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
+use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, mpsc};
-use std::thread;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, StreamOwned};
 
 use super::refusal::Refusal;
+use super::resolve::Resolver;
 use super::resp::{Reply, ReplyReader, push_argument, push_command};
 use super::url::Endpoint;
 use crate::error::{Result, TierError};
@@ -26,6 +26,7 @@ pub(super) struct Dialer {
     pub(super) database: u32,
     pub(super) connect_timeout: Duration,
     pub(super) response_timeout: Duration,
+    pub(super) resolver: Resolver,
 }
 
 /// A user and its password.
@@ -73,7 +74,7 @@ impl Dialer {
     pub(super) fn connect(&self, endpoint: &Endpoint, deadline: Instant) -> Result<Connection> {
         let connect_deadline = deadline.min(Instant::now() + self.connect_timeout);
         let failed = |error: io::Error| TierError::remote(format!("connect to {endpoint}"), &error, true);
-        let socket = open_socket(endpoint, connect_deadline).map_err(failed)?;
+        let socket = open_socket(&self.resolver, endpoint, connect_deadline).map_err(failed)?;
         let socket = TimedSocket { socket, silence: self.response_timeout, deadline: connect_deadline };
         let channel = match (&self.tls, endpoint) {
             (Some(config), Endpoint::Tcp { host, .. }) => {
@@ -249,7 +250,7 @@ impl Write for Channel {
 impl TimedSocket {
     fn patience(&self) -> io::Result<Duration> {
         let left = self.deadline.saturating_duration_since(Instant::now()).min(self.silence);
-        // The operating system takes no time at all for no limit at all.
+        // The operating system takes a timeout of 0 for none.
         if left < Duration::from_millis(1) { Err(out_of_time()) } else { Ok(left) }
     }
 
@@ -288,13 +289,13 @@ impl Write for TimedSocket {
     }
 }
 
-fn open_socket(endpoint: &Endpoint, deadline: Instant) -> io::Result<Socket> {
+fn open_socket(resolver: &Resolver, endpoint: &Endpoint, deadline: Instant) -> io::Result<Socket> {
     match endpoint {
         // A unix socket connects at once or waits for its server's backlog; the server is on this machine.
         Endpoint::Unix(path) => Ok(Socket::Unix(UnixStream::connect(path)?)),
         Endpoint::Tcp { host, port } => {
             let mut last_error = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-            for address in resolve(host, *port, deadline)? {
+            for address in resolver.resolve(host, *port, deadline)? {
                 let left = deadline.saturating_duration_since(Instant::now());
                 if left.is_zero() {
                     return Err(out_of_time());
@@ -310,22 +311,6 @@ fn open_socket(endpoint: &Endpoint, deadline: Instant) -> io::Result<Socket> {
             Err(last_error)
         }
     }
-}
-
-/// Addresses of a name. Asking for them cannot be bounded in time, so a thread asks and may be left behind.
-fn resolve(host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAddr>> {
-    if let Ok(address) = host.parse() {
-        return Ok(vec![SocketAddr::new(address, port)]);
-    }
-    let name = (host.to_owned(), port);
-    let (sender, receiver) = mpsc::sync_channel(1);
-    thread::Builder::new().name("kvik-resolve".to_owned()).spawn(move || {
-        let addresses = name.to_socket_addrs().map(Iterator::collect);
-        // Nobody waits any more if this fails.
-        drop(sender.send(addresses));
-    })?;
-    let left = deadline.saturating_duration_since(Instant::now());
-    receiver.recv_timeout(left).map_err(|_| out_of_time())?
 }
 
 fn write_all_slices(stream: &mut impl Write, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {

@@ -14,6 +14,7 @@ mod dispatch;
 mod node;
 mod refusal;
 mod request;
+mod resolve;
 mod resp;
 mod slots;
 #[cfg(test)]
@@ -30,6 +31,7 @@ pub use url::RedisUrl;
 use self::connection::{Dialer, Login};
 use self::dispatch::Dispatcher;
 use self::request::{CountRequest, GetRequest, MAX_VALUE_BYTES, PutRequest};
+use self::resolve::Resolver;
 use crate::error::{Result, TierError};
 use crate::key::ChunkKey;
 use crate::tally::Tally;
@@ -85,6 +87,7 @@ impl RedisTier {
             database: url.database,
             connect_timeout: options.connect_timeout,
             response_timeout: options.response_timeout,
+            resolver: Resolver::new(),
         };
         let dispatcher = Dispatcher::new(
             url.is_cluster,

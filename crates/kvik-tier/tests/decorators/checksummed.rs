@@ -2,8 +2,9 @@
 
 use kvik_tier::conformance::{MapTier, content, content_key};
 use kvik_tier::{
-    Checksummed, ChunkKey, ENVELOPE_BYTES, Envelope, GetItem, GetOutcome, Metered, PutItem, Result, Tier,
-    TierKind, TierStat,
+    Breaker, BreakerOptions, Checksummed, ChunkKey, ENVELOPE_BYTES, Envelope, FaultRates, Faulty, GetItem,
+    GetOutcome, Metered, PutItem, Result, Retry, RetryOptions, Throttled, ThrottledOptions, Tier, TierKind,
+    TierStat, TokenDigest,
 };
 use proptest::prelude::*;
 
@@ -17,6 +18,65 @@ fn tier_with_chunk() -> Checksummed<MapTier> {
     let chunk = content(content_key(0), CHUNK_BYTES);
     tier.put(&mut [PutItem::with_sections(content_key(0), &[&chunk], SECTION_BYTES)]);
     tier
+}
+
+const MINE: TokenDigest = TokenDigest([1; 32]);
+const THEIRS: TokenDigest = TokenDigest([2; 32]);
+
+/// Reads a range, cut through sections or not, for the tokens of `digest`.
+fn get_for(tier: &dyn Tier, digest: TokenDigest, offset: usize, n_bytes: usize) -> GetOutcome {
+    let mut buffer = vec![0; n_bytes];
+    let mut batch = [GetItem::range(content_key(0), offset as u64, &mut buffer).for_tokens(digest)];
+    tier.get(&mut batch);
+    let [GetItem { outcome, .. }] = batch;
+    if outcome.is_hit() {
+        assert_eq!(buffer, content(content_key(0), CHUNK_BYTES)[offset..][..n_bytes]);
+    }
+    outcome
+}
+
+#[test]
+fn a_chunk_of_other_tokens_is_a_mismatch_whole_in_sections_and_cut() {
+    let tier = Checksummed::new(MapTier::new());
+    let chunk = content(content_key(0), CHUNK_BYTES);
+    let parts = [&chunk[..]];
+    let item = || PutItem::with_sections(content_key(0), &parts, SECTION_BYTES);
+    tier.put(&mut [item().for_tokens(MINE)]);
+    for (offset, n_bytes) in [(0, CHUNK_BYTES), (SECTION_BYTES, SECTION_BYTES), (150, 20), (0, 0)] {
+        assert!(get_for(&tier, MINE, offset, n_bytes).is_hit());
+        for other in [THEIRS, TokenDigest::NONE] {
+            let outcome = get_for(&tier, other, offset, n_bytes);
+            assert!(matches!(outcome, GetOutcome::TokenMismatch), "{offset}, {n_bytes}: {outcome:?}");
+        }
+    }
+    assert!(tier.stat().details.contains(&("token_mismatches", 8)));
+    assert!(tier.stat().details.contains(&("corrupt_reads", 0)));
+}
+
+#[test]
+fn the_second_of_two_writers_of_one_name_gets_a_mismatch_and_the_first_its_chunk() {
+    let tier = Checksummed::new(MapTier::new());
+    let chunk = content(content_key(0), CHUNK_BYTES);
+    let (parts, others) = ([&chunk[..]], [&[9; CHUNK_BYTES][..]]);
+    tier.put(&mut [PutItem::new(content_key(0), &parts).for_tokens(MINE)]);
+    tier.put(&mut [PutItem::new(content_key(0), &others).for_tokens(THEIRS)]);
+    assert!(matches!(get_for(&tier, THEIRS, 0, CHUNK_BYTES), GetOutcome::TokenMismatch));
+    assert!(get_for(&tier, MINE, 0, CHUNK_BYTES).is_hit());
+}
+
+#[test]
+fn digests_pass_through_every_decorator() {
+    let faults = FaultRates { duplicate: 1000, ..FaultRates::default() };
+    let tier = Faulty::new(Checksummed::new(MapTier::new()), faults, 1);
+    let tier = Throttled::new(Retry::new(tier, RetryOptions::default()), ThrottledOptions::default());
+    let tier = Metered::new(Breaker::new(tier, BreakerOptions::default()));
+    let chunk = content(content_key(0), CHUNK_BYTES);
+    let parts = [&chunk[..]];
+    tier.put(&mut [PutItem::new(content_key(0), &parts).for_tokens(MINE)]);
+    assert!(get_for(&tier, MINE, 0, CHUNK_BYTES).is_hit());
+    assert!(matches!(get_for(&tier, THEIRS, 0, CHUNK_BYTES), GetOutcome::TokenMismatch));
+    let snapshot = tier.snapshot();
+    assert_eq!(snapshot.operation("get").unwrap().n_outcomes("token_mismatch"), 1);
 }
 
 fn get_range(tier: &dyn Tier, offset: usize, n_bytes: usize) -> (GetOutcome, Vec<u8>) {

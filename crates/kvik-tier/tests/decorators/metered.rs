@@ -24,8 +24,10 @@ fn items_are_counted_by_outcome_and_bytes_by_what_moved() {
     assert_eq!(puts.outcomes, expected);
     assert_eq!((puts.n_bytes, puts.latencies.n_calls()), (500, 3));
     let gets = metrics.operation("get").unwrap();
-    let expected = [("hit", 5), ("miss", 1), ("corrupt", 1), ("skipped", 0), ("failed", 1)];
+    let expected =
+        [("hit", 5), ("miss", 1), ("corrupt", 1), ("skipped", 0), ("failed", 1), ("token_mismatch", 0)];
     assert_eq!(gets.outcomes, expected);
+    assert_eq!(metered.stat().operations[1].n_outcomes("hit"), 5, "the tier's own report has them");
     assert_eq!((gets.n_bytes, gets.latencies.n_calls()), (500, 3));
     assert_eq!((gets.n_outcomes("hit"), gets.n_outcomes("none")), (5, 0));
     assert!(metrics.operation("none").is_none());

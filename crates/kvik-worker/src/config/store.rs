@@ -51,6 +51,10 @@ pub struct StoreConfig {
     pub load_timeout_ms: u64,
     /// Whose cache it is: workers with other tenants never share KV. Default: empty, shared.
     pub tenant: String,
+    /// File with a secret of at least 16 bytes that keys the digests which prove a chunk's tokens; blank space
+    /// at its end does not count. Workers that share tiers need the same one: chunks of another key are misses.
+    /// Default: none, digests that everybody can compute.
+    pub digest_key_file: Option<PathBuf>,
     /// How the disk is read and written: `auto`, `uring` or `positional`. Default: `auto`.
     pub nvme_io: String,
     /// GPU through which the memory is registered with CUDA, for engines that copy from it. Default: none.
@@ -59,6 +63,13 @@ pub struct StoreConfig {
     pub remote_timeout_ms: u64,
     /// Time after which a Redis server forgets a chunk. Default: none.
     pub remote_ttl_s: Option<u64>,
+    /// Bytes a second that move to and from the remote tier, such as `500MB`, for each worker: what is over is
+    /// not read or written, and is counted as skipped. Default: `0`, no bound.
+    #[serde(deserialize_with = "size_text")]
+    pub remote_bytes_per_s: String,
+    /// Calls to the remote tier at a time; further ones are skipped. Default: 0, no bound but the threads of
+    /// the store: two read and one writes.
+    pub remote_max_calls: usize,
     /// Settings of an object store by name, such as `endpoint`, `region`, `access_key_id`,
     /// `secret_access_key`, `allow_http`; variables such as `AWS_ACCESS_KEY_ID` set them too. Default: none.
     pub remote_options: BTreeMap<String, String>,
@@ -97,6 +108,10 @@ pub(crate) struct StorePlan {
     pub(crate) load_timeout: Duration,
     pub(crate) remote_timeout: Duration,
     pub(crate) remote_ttl: Option<Duration>,
+    /// `None`: no bound.
+    pub(crate) remote_bytes_per_s: Option<u64>,
+    /// `None`: no bound.
+    pub(crate) remote_max_calls: Option<usize>,
 }
 
 /// A folder on a local disk.
@@ -119,10 +134,13 @@ impl Default for StoreConfig {
             write_back: "store".to_owned(),
             load_timeout_ms: 2000,
             tenant: String::new(),
+            digest_key_file: None,
             nvme_io: "auto".to_owned(),
             cuda_device: None,
             remote_timeout_ms: 2000,
             remote_ttl_s: None,
+            remote_bytes_per_s: "0".to_owned(),
+            remote_max_calls: 0,
             remote_options: BTreeMap::new(),
             remote_ca_file: None,
             local_cpu: None,
@@ -188,6 +206,7 @@ impl StoreConfig {
         if let Some(seconds) = self.remote_ttl_s {
             check((1..=315_360_000).contains(&seconds), "store.remote_ttl_s", &seconds, "1 to 315360000")?;
         }
+        let remote_bytes_per_s = parse_size("store.remote_bytes_per_s", &self.remote_bytes_per_s)?;
         check(self.tenant.len() <= 256, "store.tenant", &self.tenant, "at most 256 bytes")?;
         if ram_bytes == 0 {
             return Ok(None);
@@ -204,6 +223,8 @@ impl StoreConfig {
             load_timeout: Duration::from_millis(self.load_timeout_ms),
             remote_timeout: Duration::from_millis(self.remote_timeout_ms),
             remote_ttl: self.remote_ttl_s.map(Duration::from_secs),
+            remote_bytes_per_s: Some(remote_bytes_per_s).filter(|bytes_per_s| *bytes_per_s > 0),
+            remote_max_calls: Some(self.remote_max_calls).filter(|max_calls| *max_calls > 0),
         }))
     }
 
@@ -363,6 +384,21 @@ mod tests {
             500_000_000
         );
         assert_eq!(plan(r#"{"local_cpu": false}"#).unwrap(), None);
+    }
+
+    #[test]
+    fn bounds_of_the_remote_tier_are_none_where_they_are_zero() {
+        let bounds = |json: &str| {
+            let plan = plan(json).unwrap().unwrap();
+            (plan.remote_bytes_per_s, plan.remote_max_calls)
+        };
+        assert_eq!(bounds(r#"{"remote": "redis://h"}"#), (None, None));
+        assert_eq!(
+            bounds(r#"{"remote": "redis://h", "remote_bytes_per_s": "500MB", "remote_max_calls": 2}"#),
+            (Some(500_000_000), Some(2))
+        );
+        let text = message(r#"{"remote": "redis://h", "remote_bytes_per_s": "fast"}"#);
+        assert!(text.contains("`store.remote_bytes_per_s` is fast; allowed: a size"), "{text}");
     }
 
     #[test]

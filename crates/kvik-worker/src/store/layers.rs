@@ -132,7 +132,7 @@ impl Queue {
 }
 
 fn read_layers(store: &Store, job: &LayerJob, chain: &Chain, first_chunk: usize) -> Option<LoadedPrefix> {
-    // Asked first: what is read by layers does not stay in memory, so it is where it was.
+    // Asked first: what is read stays in memory.
     let tier_of = |chunk_idx| store.tiers_of(chain, chunk_idx).into_iter().min();
     let tiers: Vec<Option<TierKind>> = (first_chunk..chain.n_chunks()).map(tier_of).collect();
     let mut reader = store.retrieve_layers(chain, first_chunk);

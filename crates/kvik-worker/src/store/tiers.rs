@@ -1,9 +1,11 @@
 //! From a configuration to a store.
 
+use std::fmt::Display;
+use std::path::Path;
 use std::sync::Arc;
 
 use kvik_runtime::config::cloud_environment;
-use kvik_store::{Store, StoreOptions, WriteBack, register_with_cuda};
+use kvik_store::{DigestKey, Store, StoreOptions, WriteBack, register_with_cuda};
 use kvik_tier::{
     Arena, ArenaOptions, Breaker, BreakerOptions, Checksummed, IoKind, Metered, NvmeOptions, NvmeTier,
     ObjectOptions, RamTier, RedisOptions, RemoteOptions, Retry, RetryOptions, Throttled, ThrottledOptions,
@@ -14,6 +16,9 @@ use kvik_types::BlockSize;
 use super::refused;
 use crate::config::{StoreConfig, StorePlan};
 use crate::error::Result;
+
+/// The least that a secret must have: one that cannot be guessed.
+const MIN_SECRET_BYTES: usize = 16;
 
 /// Opens the tiers and puts the store together.
 ///
@@ -26,6 +31,7 @@ pub(super) fn open(config: &StoreConfig, plan: &StorePlan) -> Result<Store> {
         policy: plan.policy,
         write_back: if plan.writes_on_reuse { WriteBack::OnReuse } else { WriteBack::OnStore },
         retrieve_timeout: plan.load_timeout,
+        digest_key: config.digest_key_file.as_deref().map(read_digest_key).transpose()?,
         ..StoreOptions::default()
     };
     let arena = Arena::new(ArenaOptions::new(plan.ram_bytes)).map_err(refused)?;
@@ -48,10 +54,27 @@ pub(super) fn open(config: &StoreConfig, plan: &StorePlan) -> Result<Store> {
         // One more try within the time of one: what a moment of a network spoils is worth it, and a server
         // that is gone must not hold anybody up.
         let retry = RetryOptions { max_attempts: 2, budget: plan.remote_timeout, ..RetryOptions::default() };
-        let tier = Throttled::new(Retry::new(Checksummed::new(tier), retry), ThrottledOptions::default());
+        let default = ThrottledOptions::default();
+        let bounds = ThrottledOptions {
+            bytes_per_s: plan.remote_bytes_per_s,
+            max_calls: plan.remote_max_calls.unwrap_or(default.max_calls),
+            ..default
+        };
+        let tier = Throttled::new(Retry::new(Checksummed::new(tier), retry), bounds);
         builder = builder.remote(guarded(tier));
     }
     builder.open().map_err(refused)
+}
+
+fn read_digest_key(path: &Path) -> Result<DigestKey> {
+    let refuse =
+        |reason: &dyn Display| refused(format!("`store.digest_key_file` is {}: {reason}", path.display()));
+    let secret = std::fs::read(path).map_err(|error| refuse(&error))?;
+    let secret = secret.trim_ascii_end();
+    if secret.len() < MIN_SECRET_BYTES {
+        return Err(refuse(&format!("{} bytes; allowed: {MIN_SECRET_BYTES} or more", secret.len())));
+    }
+    Ok(DigestKey::from_secret(secret))
 }
 
 fn remote_options(config: &StoreConfig, plan: &StorePlan) -> RemoteOptions {

@@ -202,7 +202,7 @@ impl Target {
             let mut writer = match self.store.begin_write(&chain, chunk_idx, 0) {
                 Write::Slot(writer) => writer,
                 Write::Present => continue,
-                Write::NoRoom | Write::NoParent => return,
+                Write::NoRoom | Write::NoParent | Write::Collision => return,
             };
             let first_block = chain.tokens_of(chunk_idx).start / BLOCK_TOKENS;
             for layer_idx in 0..sequence.n_layers() {

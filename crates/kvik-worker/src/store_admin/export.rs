@@ -3,7 +3,8 @@
 //! `token_ids` are the prompt's, as far as its chunks reach. `chunk.N.layer.N` is the layer of a chunk as the
 //! engine keeps it, in bytes. The metadata says what they are good for: `namespace`, which covers model, type,
 //! layout, tenant and the length of chunks; `cache_salt` of a prompt that has one is there too, and what is
-//! stored is found with it alone.
+//! stored is found with it alone. `token_digest` proves namespace, salt and tokens, under the key of the store if
+//! it has one.
 
 use std::collections::HashMap;
 
@@ -18,6 +19,7 @@ use crate::store::WorkerStore;
 
 const NAMESPACE: &str = "namespace";
 const CHUNK_TOKENS: &str = "chunk_tokens";
+const TOKEN_DIGEST: &str = "token_digest";
 const TOKEN_IDS: &str = "token_ids";
 const CACHE_SALT: &str = "cache_salt";
 
@@ -44,7 +46,7 @@ pub(super) fn write(store: &WorkerStore, prompt: &Prompt, layer: Option<usize>) 
             views.push((tensor_name(chunk_idx, layer_idx), view));
         }
     }
-    let mut metadata = metadata(&chain);
+    let mut metadata = HashMap::from(metadata(&chain, retrieved.chunks().len()));
     metadata.extend(salt.as_ref().map(|salt| (CACHE_SALT.to_owned(), salt.as_str().to_owned())));
     serialize(views, Some(metadata)).map_err(failed)
 }
@@ -61,7 +63,7 @@ pub(super) fn read(store: &WorkerStore, body: &[u8]) -> Result<StoreResponse, Re
     let salt = given.and_then(|given| given.get(CACHE_SALT)).map(|salt| CacheSalt::try_new(salt)).transpose();
     let salt = salt.map_err(|error| Refusal::invalid(error.to_string(), Some(CACHE_SALT)))?;
     let chain = store.chain(&tokens, salt.as_ref());
-    for (field, expected) in metadata(&chain) {
+    for (field, expected) in metadata(&chain, chain.n_chunks()) {
         let value = given.and_then(|given| given.get(&field)).map_or("missing", String::as_str);
         if value != expected {
             return Err(Refusal::field(&field, value, &format!("{expected}, which this worker has")));
@@ -86,19 +88,20 @@ pub(super) fn read(store: &WorkerStore, body: &[u8]) -> Result<StoreResponse, Re
                 response.stored_chunks += 1;
             }
             Write::Present => response.present_chunks += 1,
-            Write::NoRoom | Write::NoParent => break,
+            Write::NoRoom | Write::NoParent | Write::Collision => break,
         }
     }
     Ok(response)
 }
 
-fn metadata(chain: &Chain) -> HashMap<String, String> {
+/// What the first `n_chunks` chunks are good for. The namespace comes first: a digest of another one differs too.
+fn metadata(chain: &Chain, n_chunks: usize) -> [(String, String); 3] {
     let space = chain.space();
     [
         (NAMESPACE.to_owned(), space.namespace_id().to_string()),
         (CHUNK_TOKENS.to_owned(), space.chunk_tokens().to_string()),
+        (TOKEN_DIGEST.to_owned(), chain.digest_up_to(n_chunks).to_string()),
     ]
-    .into()
 }
 
 fn tensor_name(chunk_idx: usize, layer_idx: usize) -> String {

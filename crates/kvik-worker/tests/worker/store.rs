@@ -126,6 +126,54 @@ async fn another_tenant_finds_nothing() {
 }
 
 #[tokio::test]
+async fn a_worker_with_another_digest_key_takes_no_chunk() {
+    let folder = tempfile::tempdir().unwrap();
+    let key_file = |name: &str, secret: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, secret).unwrap();
+        Some(path)
+    };
+    let nvme = Some(format!("{}:256MiB", folder.path().join("disk").display()));
+    let store = StoreConfig { nvme, digest_key_file: key_file("a", "the first of two secrets\n"), ..ram() };
+    let expected = fresh(&prompt(8)).await;
+    let worker = start_with(with_store(store.clone())).await;
+    complete(&worker, &prompt(8)).await;
+    let exported =
+        worker.client.post("/cache/retrieve", &json!({"token_ids": prompt(8)})).await.body.to_vec();
+    worker.end().await;
+
+    // The same secret without the end of its line.
+    let same = StoreConfig { digest_key_file: key_file("b", "the first of two secrets"), ..store.clone() };
+    let worker = start_with(with_store(same)).await;
+    assert_eq!(complete(&worker, &prompt(8)).await, (expected.clone(), json!({"nvme": 512})));
+    let stats = worker.client.get("/cache/stats").await.json();
+    let nvme = stats["tiers"].as_array().unwrap().iter().find(|tier| tier["tier"] == "nvme").unwrap();
+    let get = nvme["operations"].as_array().unwrap().iter().find(|one| one["operation"] == "get").unwrap();
+    assert_eq!(
+        (&get["outcomes"]["hit"], &get["outcomes"]["token_mismatch"]),
+        (&json!(2), &json!(0)),
+        "{get}"
+    );
+    assert!(get["bytes"].as_u64().unwrap() > 0 && get["calls"].as_u64().unwrap() > 0, "{get}");
+    worker.end().await;
+
+    let other = StoreConfig { digest_key_file: key_file("c", "the second of the secrets"), ..store.clone() };
+    let worker = start_with(with_store(other)).await;
+    assert_eq!(complete(&worker, &prompt(8)).await, (expected, Value::Null));
+    let stats = worker.client.get("/cache/stats").await.json();
+    assert!(stats["counts"]["token_mismatches_nvme"].as_u64().unwrap() > 0, "{stats}");
+    let refused = worker.client.send(Method::POST, "/cache/store", exported).await;
+    assert_eq!((refused.status, refused.error().1), (StatusCode::BAD_REQUEST, json!("token_digest")));
+    worker.end().await;
+
+    let short = StoreConfig { digest_key_file: key_file("d", "short"), ..store };
+    let shutdown = kvik_runtime::shutdown::Shutdown::new();
+    let error = kvik_worker::Worker::start(with_store(short), &shutdown).await.unwrap_err().to_string();
+    assert!(error.contains("`store.digest_key_file`") && error.contains("16 or more"), "{error}");
+    shutdown.finish().await;
+}
+
+#[tokio::test]
 async fn a_remote_tier_that_is_gone_costs_hits_and_no_request() {
     let folder = tempfile::tempdir().unwrap();
     let redis = Redis::start(folder.path());

@@ -12,7 +12,7 @@ const N_BUCKETS: usize = (64 - SUB_BUCKET_BITS as usize + 1) * SUB_BUCKETS as us
 
 /// Counts durations without a lock.
 #[derive(Debug)]
-pub(super) struct Histogram {
+pub(crate) struct Histogram {
     counts: Box<[AtomicU64]>,
 }
 
@@ -26,17 +26,17 @@ pub struct Latencies {
 // === impl Histogram ===
 
 impl Histogram {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self { counts: (0..N_BUCKETS).map(|_| AtomicU64::new(0)).collect() }
     }
 
-    pub(super) fn record(&self, duration: Duration) {
+    pub(crate) fn record(&self, duration: Duration) {
         let nanos = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
         // Relaxed: counts are read for people, each by itself.
         self.counts[bucket_of(nanos)].fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(super) fn snapshot(&self) -> Latencies {
+    pub(crate) fn snapshot(&self) -> Latencies {
         let counts: Box<[u64]> = self.counts.iter().map(|count| count.load(Ordering::Relaxed)).collect();
         let n_calls = counts.iter().sum();
         Latencies { counts, n_calls }

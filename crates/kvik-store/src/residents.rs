@@ -1,6 +1,9 @@
 //! The residents of one local tier, in the order of its policy.
 
 use std::collections::{HashSet, VecDeque};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use crate::chain::Chain;
 use crate::policy::{BlockId, Policy, PolicyKind, Request};
@@ -15,14 +18,26 @@ use crate::policy::{BlockId, Policy, PolicyKind, Request};
 /// them, which for a log is the order in which they were written: so long as one is there, nothing of the
 /// tree is a victim, and so no placed parent leaves before an unplaced child.
 #[derive(Debug)]
-pub(crate) struct Book {
+pub(crate) struct Residents {
     policy: Box<dyn Policy>,
     unplaced: HashSet<BlockId>,
     /// The unplaced, oldest first, and some that have been placed or removed since.
     unplaced_order: VecDeque<BlockId>,
 }
 
-impl Book {
+/// The residents of a tier, for who pins some of them.
+pub(crate) type SharedResidents = Arc<Mutex<Residents>>;
+
+/// Keeps a chunk, and all before it, from being victims of a tier.
+#[derive(Debug)]
+pub(crate) struct ResidentPin {
+    residents: SharedResidents,
+    id: BlockId,
+}
+
+// === impl Residents ===
+
+impl Residents {
     pub(crate) fn new(kind: PolicyKind, capacity_blocks: usize) -> Self {
         Self {
             policy: kind.build(capacity_blocks),
@@ -116,5 +131,37 @@ impl Book {
 
     pub(crate) fn unpin(&mut self, id: BlockId) {
         self.policy.unpin(id);
+    }
+}
+
+// === impl ResidentPin ===
+
+impl ResidentPin {
+    /// Pins a chunk; `None` where it is no resident.
+    pub(crate) fn new(residents: &SharedResidents, id: BlockId) -> Option<Self> {
+        let is_pinned = residents.lock().pin(id);
+        is_pinned.then(|| Self { residents: Arc::clone(residents), id })
+    }
+
+    /// Pins the deepest of the first `n_chunks` chunks of a chain that is a resident.
+    pub(crate) fn deepest(residents: &SharedResidents, chain: &Chain, n_chunks: usize) -> Option<Self> {
+        let mut locked = residents.lock();
+        let id = (0..n_chunks).rev().map(|chunk_idx| chain.id(chunk_idx)).find(|id| locked.pin(*id))?;
+        drop(locked);
+        Some(Self { residents: Arc::clone(residents), id })
+    }
+
+    /// Leaves the pin to the caller, who takes it away with [`Residents::unpin`].
+    pub(crate) fn into_id(self) -> BlockId {
+        let id = self.id;
+        // Taken twice so that the drop of `self` leaves one.
+        self.residents.lock().pin(id);
+        id
+    }
+}
+
+impl Drop for ResidentPin {
+    fn drop(&mut self) {
+        self.residents.lock().unpin(self.id);
     }
 }

@@ -4,11 +4,12 @@ use std::sync::Arc;
 
 use kvik_tier::{Lease, PutItem, PutOutcome};
 
-use super::{Lower, PutJob, QueueGuard, WriteJob};
+use super::core::Core;
 use crate::chain::Chain;
-use crate::directory::TierIdx;
-use crate::store::core::Core;
-use crate::store::stats::Counter;
+use crate::counters::Counter;
+use crate::lower::{Lower, PutJob, QueueGuard, WriteJob};
+use crate::residents::ResidentPin;
+use crate::tiers::TierIdx;
 
 /// Doublings of the number of victims before a full tier is given up.
 const MAX_ROUNDS: u32 = 8;
@@ -25,7 +26,7 @@ impl Core {
                     WriteJob::Put(put) => puts.push(put),
                     WriteJob::Task(task) => {
                         self.write_down(lower, std::mem::take(&mut puts));
-                        task(self, lower);
+                        task(lower);
                     }
                 }
             }
@@ -46,15 +47,13 @@ impl Core {
         lease: &Lease,
         generation: u64,
     ) {
-        let id = chain.id(chunk_idx);
-        let is_pinned = self.ram_book.lock().pin(id);
         let job = PutJob {
             chain: chain.clone(),
             chunk_idx,
             rank,
             lease: lease.clone(),
             generation,
-            _pin: is_pinned.then(|| self.adopt_pin(id)),
+            _pin: ResidentPin::new(&self.ram_residents, chain.id(chunk_idx)),
         };
         if lower.writes.push(job.lease.len() as u64, WriteJob::Put(job)).is_err() {
             self.counters.add(Counter::DroppedWrites(lower.tier_idx), 1);
@@ -120,12 +119,14 @@ impl Core {
 
     /// Those of the chunks that a full tier refused for which others shall leave.
     fn admitted(&self, lower: &Lower, refused: Vec<PutJob>) -> Vec<PutJob> {
-        let Some(book) = lower.book.as_ref().filter(|_| !refused.is_empty()) else { return Vec::new() };
-        let mut book = book.lock();
+        let Some(residents) = lower.residents.as_ref().filter(|_| !refused.is_empty()) else {
+            return Vec::new();
+        };
+        let mut residents = residents.lock();
         let (admitted, dropped): (Vec<PutJob>, Vec<PutJob>) =
-            refused.into_iter().partition(|job| book.admits(self.now_ms(), &job.chain, job.chunk_idx));
-        // What is dropped unpins, which takes another book's lock.
-        drop(book);
+            refused.into_iter().partition(|job| residents.admits(self.now_ms(), &job.chain, job.chunk_idx));
+        // What is dropped unpins, which takes the lock of another tier's residents.
+        drop(residents);
         drop(dropped);
         admitted
     }
@@ -133,11 +134,11 @@ impl Core {
     /// Makes a written chunk known; false, and takes it back, where it may not be.
     fn note_written(&self, lower: &Lower, job: &PutJob) -> bool {
         let PutJob { chain, chunk_idx, rank, .. } = job;
-        let mut book = lower.book.as_ref().map(|book| book.lock());
+        let mut residents = lower.residents.as_ref().map(|residents| residents.lock());
         let mut is_known = true;
-        if let Some(book) = &mut book {
+        if let Some(residents) = &mut residents {
             is_known = self.has_parent_in(lower.tier_idx, chain, *chunk_idx, *rank)
-                && book.insert(self.now_ms(), chain, *chunk_idx);
+                && residents.insert(self.now_ms(), chain, *chunk_idx);
         }
         if is_known {
             let noted = self.directory.update(chain, *chunk_idx, |entry| {
@@ -149,13 +150,13 @@ impl Core {
             });
             is_known = noted == Some(true);
             if !is_known
-                && let Some(book) = &mut book
+                && let Some(residents) = &mut residents
                 && self.directory.ranks(chain.id(*chunk_idx), lower.tier_idx) == 0
             {
-                book.remove(chain.id(*chunk_idx));
+                residents.remove(chain.id(*chunk_idx));
             }
         }
-        drop(book);
+        drop(residents);
         if !is_known {
             // Where that fails, an unknown chunk lies there until the next start finds it.
             let _ = lower.tier.delete(&[job.key()]);
@@ -165,13 +166,13 @@ impl Core {
 
     /// Makes chunks leave a local tier; says how many did.
     fn evict_from(&self, lower: &Lower, n_wanted: usize) -> usize {
-        let Some(book) = &lower.book else { return 0 };
+        let Some(residents) = &lower.residents else { return 0 };
         let mut keys = Vec::new();
         let mut n_evicted = 0;
         {
-            let mut book = book.lock();
+            let mut residents = residents.lock();
             while n_evicted < n_wanted
-                && let Some(id) = book.victim(self.now_ms())
+                && let Some(id) = residents.victim(self.now_ms())
             {
                 let left = self.directory.update_known(id, |hash, entry| {
                     entry.was_evicted_below = true;
@@ -194,7 +195,11 @@ fn put_all(lower: &Lower, jobs: &[PutJob]) -> Vec<PutOutcome> {
     let mut items: Vec<PutItem<'_>> = jobs
         .iter()
         .zip(&parts)
-        .map(|(job, parts)| PutItem::with_sections(job.key(), parts, job.chain.section_bytes(job.chunk_idx)))
+        .map(|(job, parts)| {
+            let section_bytes = job.chain.section_bytes(job.chunk_idx);
+            let digest = job.chain.digest_of(job.chunk_idx);
+            PutItem::with_sections(job.key(), parts, section_bytes).for_tokens(digest)
+        })
         .collect();
     lower.tier.put(&mut items);
     items.into_iter().map(|item| item.outcome).collect()

@@ -1,18 +1,17 @@
 //! Reading from a lower tier.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use kvik_tier::{GetItem, GetOutcome, Slot};
 
-use super::queue::Batch;
-use super::{Lower, QueueGuard, ReadJob};
-use crate::directory::TierIdx;
-use crate::flight::{Flight, Landing};
-use crate::store::core::Core;
-use crate::store::stats::Counter;
+use super::core::Core;
+use crate::counters::Counter;
+use crate::flight::{Flight, FlightEnd};
+use crate::lower::{Batch, Lower, QueueGuard, ReadJob};
+use crate::tiers::TierIdx;
 
-/// A flight that has begun. One that ends here without a landing is lost, also when the tier panics.
-struct Airborne {
+/// A flight whose read has begun. One that has no end when this is dropped is lost, also when the tier panics.
+struct Started {
     flight: Arc<Flight>,
     goes_on: bool,
 }
@@ -27,7 +26,7 @@ impl Core {
             for job in batch.jobs.drain(..) {
                 match job {
                     ReadJob::Load(flight) => flights.extend(flight.upgrade()),
-                    ReadJob::Task(task) => task(self, lower),
+                    ReadJob::Task(task) => task(lower),
                 }
             }
             self.load(lower, flights, batch);
@@ -44,21 +43,21 @@ impl Core {
             }
             self.counters.add(Counter::FailedLoads(tier), 1);
         }
-        flight.land(&Landing::Lost);
+        flight.end(&FlightEnd::Lost);
     }
 
     /// Reads what flights want. The batch they came in leaves the queue before anybody hears of them: who
     /// has its chunks and asks for the next finds room for as many.
     fn load(self: &Arc<Self>, lower: &Lower, flights: Vec<Arc<Flight>>, batch: Batch<'_, ReadJob>) {
-        let mut loads: Vec<(Airborne, Slot)> = Vec::with_capacity(flights.len());
+        let mut loads: Vec<(Started, Slot)> = Vec::with_capacity(flights.len());
         for flight in flights {
-            let airborne = Airborne { flight, goes_on: false };
-            let flight = &airborne.flight;
+            let started = Started { flight, goes_on: false };
+            let flight = &started.flight;
             if flight.is_stale() {
                 continue;
             }
             match self.reserve(flight.n_bytes()) {
-                Some(slot) => loads.push((airborne, slot)),
+                Some(slot) => loads.push((started, slot)),
                 None => self.counters.add(Counter::Refused, 1),
             }
         }
@@ -67,22 +66,24 @@ impl Core {
         }
         let mut items: Vec<GetItem<'_>> = loads
             .iter_mut()
-            .map(|(airborne, slot)| GetItem::whole(airborne.flight.key(), &mut slot[..]))
+            .map(|(started, slot)| {
+                let flight = &started.flight;
+                GetItem::whole(flight.key(), &mut slot[..]).for_tokens(flight.digest())
+            })
             .collect();
         lower.tier.get(&mut items);
         let outcomes: Vec<GetOutcome> = items.into_iter().map(|item| item.outcome).collect();
         drop(batch);
-        for ((mut airborne, slot), outcome) in loads.into_iter().zip(outcomes) {
-            self.note_outcome(lower, &airborne.flight, &outcome);
+        for ((mut started, slot), outcome) in loads.into_iter().zip(outcomes) {
+            let flight = &started.flight;
+            self.note_outcome(lower, &flight.chain, flight.chunk_idx, flight.rank, &outcome);
             if outcome.is_hit() {
-                self.counters.add(Counter::Loaded(lower.tier_idx), 1);
-                self.arrive(lower, &airborne.flight, slot);
+                self.arrive(lower, &started.flight, slot);
             } else {
-                self.counters.add(Counter::FailedLoads(lower.tier_idx), 1);
                 // The memory goes before another tier asks for as much.
                 drop(slot);
-                airborne.goes_on = true;
-                self.launch(&airborne.flight);
+                started.goes_on = true;
+                self.launch(&started.flight);
             }
         }
     }
@@ -94,38 +95,16 @@ impl Core {
         let lease = slot.freeze();
         // Before anybody hears of it, so that who comes next finds it in memory.
         self.keep_one(flight, &lease);
-        flight.land(&Landing::Arrived { lease, tier: lower.kind });
+        flight.end(&FlightEnd::Arrived { lease, tier: lower.kind });
         // And after: its parent, or a child that came first, may have been kept in between.
         self.keep(flight);
     }
-
-    fn note_outcome(&self, lower: &Lower, flight: &Flight, outcome: &GetOutcome) {
-        let is_corrupt = matches!(outcome, GetOutcome::Corrupt(_));
-        if is_corrupt || matches!(outcome, GetOutcome::Miss) {
-            self.forget_lower(lower.tier_idx, &flight.chain, flight.chunk_idx, flight.rank);
-        }
-        if is_corrupt {
-            // Where that fails, the next read finds it corrupt again.
-            let _ = lower.tier.delete(&[flight.key()]);
-        }
-    }
 }
 
-impl Drop for Airborne {
+impl Drop for Started {
     fn drop(&mut self) {
         if !self.goes_on {
-            self.flight.land(&Landing::Lost);
-        }
-    }
-}
-
-/// Ends the flights of a queue that is closed.
-pub(crate) fn lose(jobs: Vec<ReadJob>) {
-    for job in jobs {
-        if let ReadJob::Load(flight) = job
-            && let Some(flight) = Weak::upgrade(&flight)
-        {
-            flight.land(&Landing::Lost);
+            self.flight.end(&FlightEnd::Lost);
         }
     }
 }

@@ -1,0 +1,131 @@
+//! Proof of the tokens that a chunk is of.
+//!
+//! The name of a chunk is a fast hash that can be made to collide. Its digest is BLAKE3 over the digest before
+//! it and its own tokens, and the first one is over the namespace with the format of the chunks. With a key it
+//! is BLAKE3 in its keyed mode, so that only who has the key can make a chunk that is accepted.
+
+use std::fmt;
+
+use kvik_tier::TokenDigest;
+use kvik_types::{CacheSalt, Namespace, TokenId};
+
+/// What is hashed before a namespace. Another way to compute digests gets another one.
+const NAMESPACE_TAG: &[u8] = b"kvik-token-digest-1";
+
+/// What is hashed before a salt.
+const SALT_TAG: &[u8] = b"kvik-token-digest-salt-1";
+
+/// What a secret becomes a key for, as BLAKE3 asks for it: unique and constant.
+const KEY_CONTEXT: &str = "kvik 2026-11-16 token digests of the store";
+
+/// The key of a deployment's digests. Its bytes are never shown.
+#[derive(Clone, PartialEq, Eq)]
+pub struct DigestKey([u8; blake3::KEY_LEN]);
+
+/// Computes the digests of one sequence, chunk by chunk.
+#[derive(Debug)]
+pub(crate) struct DigestChain<'a> {
+    key: Option<&'a DigestKey>,
+    last: TokenDigest,
+    /// The tokens of a chunk as they are hashed, kept for the next one.
+    buffer: Vec<u8>,
+}
+
+impl DigestKey {
+    /// The key that follows from a secret of any length.
+    pub fn from_secret(secret: &[u8]) -> Self {
+        Self(blake3::derive_key(KEY_CONTEXT, secret))
+    }
+}
+
+impl fmt::Debug for DigestKey {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("DigestKey")
+    }
+}
+
+/// The digest before the first chunk of every sequence in a namespace, which names the format too.
+pub(crate) fn root_digest(key: Option<&DigestKey>, namespace: &Namespace) -> TokenDigest {
+    let mut hasher = hasher(key);
+    hasher.update(NAMESPACE_TAG);
+    hasher.update(&namespace.encode());
+    TokenDigest(*hasher.finalize().as_bytes())
+}
+
+/// The digest before the first chunk of a sequence with a salt: `root` itself without one.
+pub(crate) fn salted_digest(
+    key: Option<&DigestKey>,
+    root: TokenDigest,
+    salt: Option<&CacheSalt>,
+) -> TokenDigest {
+    let Some(salt) = salt else { return root };
+    let mut hasher = hasher(key);
+    hasher.update(SALT_TAG);
+    hasher.update(&root.0);
+    hasher.update(salt.as_str().as_bytes());
+    TokenDigest(*hasher.finalize().as_bytes())
+}
+
+impl<'a> DigestChain<'a> {
+    /// A chain that goes on after the chunk with the digest `last`.
+    pub(crate) fn after(key: Option<&'a DigestKey>, last: TokenDigest) -> Self {
+        Self { key, last, buffer: Vec::new() }
+    }
+
+    /// The digest of the next chunk.
+    pub(crate) fn push_chunk(&mut self, tokens: &[TokenId]) -> TokenDigest {
+        self.buffer.clear();
+        self.buffer.extend_from_slice(&self.last.0);
+        self.buffer.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
+        let digest = match self.key {
+            None => blake3::hash(&self.buffer),
+            Some(key) => blake3::keyed_hash(&key.0, &self.buffer),
+        };
+        self.last = TokenDigest(*digest.as_bytes());
+        self.last
+    }
+}
+
+fn hasher(key: Option<&DigestKey>) -> blake3::Hasher {
+    key.map_or_else(blake3::Hasher::new, |key| blake3::Hasher::new_keyed(&key.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use kvik_types::Dtype;
+
+    use super::*;
+
+    fn namespace(tenant: &str) -> Namespace {
+        Namespace { model: "m".into(), dtype: Dtype::BF16, layout: "l".into(), tenant: tenant.into() }
+    }
+
+    fn digests(key: Option<&DigestKey>, tenant: &str, chunks: &[&[TokenId]]) -> Vec<TokenDigest> {
+        let mut chain = DigestChain::after(key, root_digest(key, &namespace(tenant)));
+        chunks.iter().map(|tokens| chain.push_chunk(tokens)).collect()
+    }
+
+    #[test]
+    fn a_digest_covers_the_key_the_namespace_and_all_tokens_before() {
+        let key = DigestKey::from_secret(b"secret");
+        let all = [
+            digests(None, "", &[&[1, 2], &[3, 4]]),
+            digests(None, "", &[&[1, 5], &[3, 4]]),
+            digests(None, "", &[&[1, 2, 3], &[4]]),
+            digests(None, "t", &[&[1, 2], &[3, 4]]),
+            digests(Some(&key), "", &[&[1, 2], &[3, 4]]),
+            digests(Some(&DigestKey::from_secret(b"other")), "", &[&[1, 2], &[3, 4]]),
+        ];
+        for (idx, one) in all.iter().enumerate() {
+            for other in &all[idx + 1..] {
+                assert_ne!(one[1], other[1]);
+            }
+        }
+        assert_eq!(all[0], digests(None, "", &[&[1, 2], &[3, 4]]));
+    }
+
+    #[test]
+    fn a_key_does_not_show_its_bytes() {
+        assert_eq!(format!("{:?}", DigestKey::from_secret(b"secret")), "DigestKey");
+    }
+}

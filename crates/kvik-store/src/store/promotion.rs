@@ -1,0 +1,133 @@
+//! Chunks that are read layer by layer and stay in memory as a whole.
+
+use kvik_tier::{Lease, Slot};
+use parking_lot::Mutex;
+
+use super::core::Core;
+use super::publish::Published;
+use crate::chain::Chain;
+use crate::counters::Counter;
+use crate::tiers::RAM;
+
+/// The payloads that one reader of layers puts together.
+///
+/// A place is what one rank holds of one chunk, chunk by chunk. Its layers are copied as they arrive, and it is
+/// published with the last of them, after all places before it: a chunk is resident only behind its parent.
+#[derive(Debug)]
+pub(crate) struct Promotions {
+    chain: Chain,
+    first_chunk: usize,
+    generation: u64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    places: Vec<Place>,
+    /// Places that are resident without a gap.
+    n_resident: usize,
+}
+
+#[derive(Debug)]
+enum Place {
+    Resident,
+    Filling {
+        slot: Slot,
+        n_missing_layers: usize,
+    },
+    Whole(Lease),
+    /// It does not stay, and so nothing behind it does.
+    GivenUp,
+}
+
+/// Whether the places of a reader are in memory; if not, whether they may push others out of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PromotionSource {
+    Memory,
+    Lower { may_displace: bool },
+}
+
+impl Promotions {
+    /// Takes memory for the chunks from `first_chunk` on that are worth it, up to the first that is not.
+    pub(crate) fn start(
+        core: &Core,
+        chain: &Chain,
+        first_chunk: usize,
+        generation: u64,
+        sources: &[PromotionSource],
+    ) -> Self {
+        let n_ranks = usize::from(chain.n_ranks());
+        let n_layers = chain.space().format().n_layers as usize;
+        let mut goes_on = true;
+        let mut places = Vec::with_capacity(sources.len());
+        for (place, source) in sources.iter().enumerate() {
+            let (chunk_idx, rank) = (first_chunk + place / n_ranks, (place % n_ranks) as u16);
+            goes_on &= chunk_idx > first_chunk || core.has_parent_in(RAM, chain, chunk_idx, rank);
+            let taken = match source {
+                PromotionSource::Memory => Place::Resident,
+                PromotionSource::Lower { may_displace } if goes_on => {
+                    let n_bytes = chain.payload_bytes(chunk_idx);
+                    let is_worth_it = core.is_worth_keeping(chain, chunk_idx, n_bytes, *may_displace);
+                    let slot = if is_worth_it { core.reserve(n_bytes) } else { None };
+                    slot.map_or(Place::GivenUp, |slot| Place::Filling { slot, n_missing_layers: n_layers })
+                }
+                PromotionSource::Lower { .. } => Place::GivenUp,
+            };
+            goes_on &= !matches!(taken, Place::GivenUp);
+            places.push(taken);
+        }
+        let state = Mutex::new(State { places, n_resident: 0 });
+        Self { chain: chain.clone(), first_chunk, generation, state }
+    }
+
+    /// Takes one layer of a place; each is given once.
+    pub(crate) fn fill(&self, core: &Core, place: usize, layer_idx: usize, section: &[u8]) {
+        let mut state = self.state.lock();
+        let Some(filled) = state.places.get_mut(place) else { return };
+        let Place::Filling { slot, n_missing_layers } = filled else { return };
+        let start = layer_idx * section.len();
+        if let Some(layer) = slot.get_mut(start..start + section.len()) {
+            layer.copy_from_slice(section);
+            *n_missing_layers -= 1;
+        }
+        if *n_missing_layers == 0
+            && let Place::Filling { slot, .. } = std::mem::replace(filled, Place::GivenUp)
+        {
+            *filled = Place::Whole(slot.freeze());
+            self.publish_whole(core, &mut state);
+        }
+    }
+
+    /// Gives back the memory of places that are not whole: the reader needs it more.
+    pub(crate) fn give_up(&self) {
+        for place in &mut self.state.lock().places {
+            if matches!(place, Place::Filling { .. }) {
+                *place = Place::GivenUp;
+            }
+        }
+    }
+
+    /// Publishes what is whole and has nothing before it that is not resident.
+    fn publish_whole(&self, core: &Core, state: &mut State) {
+        let n_ranks = usize::from(self.chain.n_ranks());
+        while let Some(place) = state.places.get_mut(state.n_resident) {
+            if let Place::Whole(lease) = place {
+                let lease = lease.clone();
+                let chunk_idx = self.first_chunk + state.n_resident / n_ranks;
+                let rank = (state.n_resident % n_ranks) as u16;
+                *place = match core.publish(&self.chain, chunk_idx, rank, self.generation, lease) {
+                    Published::Stored(_) => {
+                        core.counters.add(Counter::PromotedChunks, 1);
+                        Place::Resident
+                    }
+                    Published::Present => Place::Resident,
+                    Published::NoParent | Published::Stale | Published::Collision => Place::GivenUp,
+                };
+            }
+            if !matches!(place, Place::Resident) {
+                return;
+            }
+            state.n_resident += 1;
+        }
+    }
+}

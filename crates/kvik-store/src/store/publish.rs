@@ -1,0 +1,171 @@
+//! What becomes visible in memory, and what turns out not to be in a lower tier.
+
+use std::sync::Arc;
+
+use kvik_tier::{GetOutcome, Lease};
+
+use super::core::Core;
+use crate::chain::Chain;
+use crate::counters::Counter;
+use crate::directory::Entry;
+use crate::flight::{Flight, FlightEnd};
+use crate::lower::Lower;
+use crate::residents::ResidentPin;
+use crate::tiers::{RAM, TierIdx};
+
+/// What became of a chunk that was to be made visible in memory.
+#[derive(Debug)]
+pub(crate) enum Published {
+    /// It is there; the lease is the one that all see.
+    Stored(Lease),
+    /// It was there before.
+    Present,
+    /// Its parent is not there.
+    NoParent,
+    /// Its namespace was cleared since.
+    Stale,
+    /// A chunk of other tokens has its name.
+    Collision,
+}
+
+impl Core {
+    /// Makes what a rank holds of a chunk resident and visible, unless its namespace was cleared since
+    /// `generation`.
+    pub(crate) fn publish(
+        &self,
+        chain: &Chain,
+        chunk_idx: usize,
+        rank: u16,
+        generation: u64,
+        lease: Lease,
+    ) -> Published {
+        let mut residents = self.ram_residents.lock();
+        if !self.has_parent_in(RAM, chain, chunk_idx, rank)
+            || !residents.insert(self.now_ms(), chain, chunk_idx)
+        {
+            return Published::NoParent;
+        }
+        let bit = 1 << rank;
+        let published = self.directory.update(chain, chunk_idx, |entry| {
+            if chain.namespace().generation() != generation {
+                return Published::Stale;
+            }
+            let was_there = entry.ranks[RAM] & bit != 0;
+            let (key, digest) = (chain.key_of(chunk_idx, rank), chain.digest_of(chunk_idx));
+            let Some(visible) = self.ram.publish(key, digest, lease) else { return Published::Collision };
+            entry.ranks[RAM] |= bit;
+            if was_there { Published::Present } else { Published::Stored(visible) }
+        });
+        // Another chunk with the same half of a hash has the place, or the namespace was cleared.
+        let published = published.unwrap_or(Published::Stale);
+        if matches!(published, Published::Stale) && self.directory.ranks(chain.id(chunk_idx), RAM) == 0 {
+            residents.remove(chain.id(chunk_idx));
+        }
+        published
+    }
+
+    /// Makes what a flight brought resident if that is worth it, and what waited for it to be.
+    pub(crate) fn keep(self: &Arc<Self>, flight: &Arc<Flight>) {
+        let mut next = Some(Arc::clone(flight));
+        while let Some(flight) = next.take() {
+            let Some(FlightEnd::Arrived { lease, .. }) = flight.ended() else { return };
+            if !self.keep_one(&flight, &lease) || flight.chunk_idx + 1 >= flight.chain.n_chunks() {
+                return;
+            }
+            next = self.flights.find(&flight.chain, flight.chunk_idx + 1, flight.rank, flight.generation);
+        }
+    }
+
+    /// Makes what flights brought, in the order of their chain, resident as far as that is worth it.
+    ///
+    /// A chunk that arrived before its parent was kept is found by its parent's thread only as long as
+    /// somebody holds it; who has them all holds them.
+    pub(crate) fn keep_all(self: &Arc<Self>, flights: &[Arc<Flight>]) {
+        for flight in flights {
+            if let Some(FlightEnd::Arrived { lease, .. }) = flight.ended() {
+                self.keep_one(flight, &lease);
+            }
+        }
+    }
+
+    /// Makes what a flight brought resident if that is worth it; says whether it is.
+    pub(crate) fn keep_one(self: &Arc<Self>, flight: &Flight, lease: &Lease) -> bool {
+        let (chain, chunk_idx) = (&flight.chain, flight.chunk_idx);
+        if !self.is_worth_keeping(chain, chunk_idx, lease.len(), flight.may_displace()) {
+            return false;
+        }
+        let published = self.publish(chain, chunk_idx, flight.rank, flight.generation, lease.clone());
+        if let Published::Stored(_) = published {
+            self.counters.add(Counter::PromotedChunks, 1);
+        }
+        let is_kept = matches!(published, Published::Stored(_) | Published::Present);
+        if is_kept {
+            // Its memory is leased: as a victim it would give no room.
+            flight.hold(|| ResidentPin::new(&self.ram_residents, chain.id(chunk_idx)));
+        }
+        is_kept
+    }
+
+    /// Whether a chunk of a lower tier should stay in memory: there is room, or it may displace others and the
+    /// policy takes it.
+    pub(crate) fn is_worth_keeping(
+        &self,
+        chain: &Chain,
+        chunk_idx: usize,
+        n_bytes: usize,
+        may_displace: bool,
+    ) -> bool {
+        self.has_spare_room(n_bytes)
+            || (may_displace && self.ram_residents.lock().admits(self.now_ms(), chain, chunk_idx))
+    }
+
+    /// Whether a rank of a chunk may push others out of memory: the chunk was used before, or no local tier
+    /// has it, so that only the policy may know.
+    pub(crate) fn may_displace(&self, entry: &Entry, rank: u16) -> bool {
+        let is_only_remote = self
+            .lowers
+            .iter()
+            .all(|lower| !lower.is_local() || entry.ranks[lower.tier_idx] & (1 << rank) == 0);
+        entry.was_used || is_only_remote
+    }
+
+    /// Takes note of what became of a read from a lower tier: what it does not have is forgotten, and what is
+    /// wrong is deleted there.
+    pub(crate) fn note_outcome(
+        &self,
+        lower: &Lower,
+        chain: &Chain,
+        chunk_idx: usize,
+        rank: u16,
+        outcome: &GetOutcome,
+    ) {
+        let count = if outcome.is_hit() { Counter::Loaded } else { Counter::FailedLoads };
+        self.counters.add(count(lower.tier_idx), 1);
+        let is_mismatch = matches!(outcome, GetOutcome::TokenMismatch);
+        let is_wrong = is_mismatch || matches!(outcome, GetOutcome::Corrupt(_));
+        if is_wrong || matches!(outcome, GetOutcome::Miss) {
+            self.forget_lower(lower.tier_idx, chain, chunk_idx, rank);
+        }
+        if is_wrong {
+            // Where that fails, the next read finds it wrong again.
+            let _ = lower.tier.delete(&[chain.key_of(chunk_idx, rank)]);
+        }
+        if is_mismatch {
+            self.counters.add(Counter::TokenMismatches(lower.tier_idx), 1);
+        }
+    }
+
+    /// Forgets what a lower tier turned out not to have.
+    fn forget_lower(&self, tier: TierIdx, chain: &Chain, chunk_idx: usize, rank: u16) {
+        let mut residents = self.residents(tier).map(|residents| residents.lock());
+        let is_gone = self.directory.update(chain, chunk_idx, |entry| {
+            entry.ranks[tier] &= !(1 << rank);
+            entry.ranks[tier] == 0
+        });
+        if let Some(residents) = &mut residents
+            && is_gone == Some(true)
+        {
+            residents.remove(chain.id(chunk_idx));
+        }
+    }
+}
