@@ -34,6 +34,9 @@ const IMPURE_PATHS: &[&str] = &[
     "SystemTime",
 ];
 
+/// Tests' helpers that poll for a state of another task or process, within a bounded time.
+const POLLING_PLACES: &[&str] = &["crates/kvik-gateway/tests/gateway/support.rs", "tests/support/poll.rs"];
+
 /// Where the environment may be read: by the services' configuration, and by the C library, whose engine has
 /// no other way to hand it settings that its functions do not take.
 const ENVIRONMENT_PLACES: &[&str] =
@@ -138,10 +141,20 @@ fn no_test_sleeps() {
     let mut places = Vec::new();
     for file in source_files(&["rs"]) {
         let code = without_comments_and_literals(&file.text());
+        let is_paused = code.contains("start_paused = true");
         let tests = if file.is_test_only() { code } else { split_test_modules(&code).1 };
         report(&file, find_text(&tests, "thread::sleep("), &mut places);
+        if is_paused || POLLING_PLACES.contains(&file.path.as_str()) {
+            continue;
+        }
+        for call in ["time::sleep(", "time::sleep_until(", " sleep(", " sleep_until("] {
+            report(&file, find_text(&tests, call), &mut places);
+        }
     }
-    assert_none(&places, "tests that sleep (wait for the event itself, or pass the time in):");
+    assert_none(
+        &places,
+        "tests that sleep (wait for the event itself, poll with tests/support/poll.rs, or pause the runtime's time):",
+    );
 }
 
 /// Returns the code of a file that reaches a user.

@@ -12,7 +12,7 @@
 // The device of a pool in the memory of the host.
 #define KVIK_DEVICE_HOST -1
 
-// Block 0 is taken for good, for engines that write there what nobody reads.
+// Block 0 is taken for good, for engines that write unused values there.
 #define KVIK_FLAG_NULL_BLOCK 1
 
 // No pages are mapped ahead of need.
@@ -77,24 +77,24 @@ typedef struct kvik_config {
     uint32_t n_buffers;
     // The weight of the group when memory is scarce, 1 or more; default 1.
     uint32_t weight;
-    // Higher is served first among those who wait; default 0.
+    // Higher is served first among waiting claims; default 0.
     uint32_t priority;
     // Zero.
     uint32_t reserved;
     // What the group gets before weights count; default 0.
     uint64_t min_bytes;
     // The limit of the group. UINT64_MAX, the default, is all that the device has. This one, min_bytes,
-    // weight and priority count only for who is first in the group: what a member or an operator set
+    // weight and priority count only for the first member of the group: what a member or an operator set
     // before holds.
     uint64_t max_bytes;
     // What all engines on the host may hold together, for KVIK_DEVICE_HOST. 0, the default, leaves it as it
-    // is, or sets a part of the machine's memory where nobody has set it.
+    // is, or sets a part of the memory that this process may use if it is not set.
     uint64_t host_bytes;
 } kvik_config;
 
 // What a pool has at one moment. Bytes are physical: a page costs page_bytes in every buffer.
 typedef struct kvik_stats {
-    // sizeof(kvik_stats) of the caller, who sets it; no more is written.
+    // sizeof(kvik_stats), set by the caller; no more is written.
     size_t size;
     // Bytes of a block in one buffer.
     uint64_t block_bytes;
@@ -228,7 +228,7 @@ enum kvik_status kvik_free_block_indices_after(struct kvik_pool *pool,
                                                void *event);
 
 // Returns the address of block 0 in the first buffer, which stays as long as the pool; NULL where the pool
-// has no blocks or is none. Block i of buffer b is at base + b * buffer_stride_bytes + i * block_bytes.
+// has no blocks or is not a pool. Block i of buffer b is at base + b * buffer_stride_bytes + i * block_bytes.
 void *kvik_base_address(struct kvik_pool *pool);
 
 // Tells where a block starts in the first buffer, allocated or not.
@@ -286,7 +286,7 @@ enum kvik_status kvik_trim(struct kvik_pool *pool, uint64_t *trimmed_bytes);
 // chunks is NULL or has room for n_chunks numbers.
 enum kvik_status kvik_acquire_chunks(struct kvik_pool *pool, size_t n_chunks, uint64_t *chunks);
 
-// Releases chunks, which the engine has unmapped. One that is none, or is listed twice, is an error and
+// Releases chunks, which the engine has unmapped. One that is not a chunk of this pool, or is listed twice, is an error and
 // releases nothing. Where the driver refuses one, those before it are released.
 //
 // # Safety

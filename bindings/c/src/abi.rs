@@ -254,7 +254,7 @@ pub unsafe extern "C" fn kvik_free_block_indices_after(
 }
 
 /// Returns the address of block 0 in the first buffer, which stays as long as the pool; NULL where the pool
-/// has no blocks or is none. Block i of buffer b is at base + b * buffer_stride_bytes + i * block_bytes.
+/// has no blocks or is not a pool. Block i of buffer b is at base + b * buffer_stride_bytes + i * block_bytes.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvik_base_address(pool: *mut kvik_pool) -> *mut c_void {
     let mut address = 0;
@@ -404,7 +404,7 @@ pub unsafe extern "C" fn kvik_acquire_chunks(
     })
 }
 
-/// Releases chunks, which the engine has unmapped. One that is none, or is listed twice, is an error and
+/// Releases chunks, which the engine has unmapped. One that is not a chunk of this pool, or is listed twice, is an error and
 /// releases nothing. Where the driver refuses one, those before it are released.
 ///
 /// # Safety

@@ -19,7 +19,7 @@ mod tests;
 pub(crate) struct BlockPool {
     pub(crate) pool: KvPool,
     pending: Mutex<Pending>,
-    /// As long as the queue, for those who only want to know whether it is empty.
+    /// As long as the queue, for a check whether it is empty.
     n_pending: AtomicUsize,
 }
 
@@ -49,7 +49,7 @@ impl BlockPool {
 
     /// Frees what the device is done with; says whether something is pending still.
     ///
-    /// Where the device cannot tell, blocks stay in limbo: nobody may get memory that a kernel writes to.
+    /// Where the device cannot tell, blocks stay in limbo: memory that a kernel writes to is not handed out.
     pub(crate) fn poll(&self) -> bool {
         if !self.has_pending() {
             return false;

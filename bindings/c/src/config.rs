@@ -9,7 +9,7 @@ use crate::status::Failure;
 /// The device of a pool in the memory of the host.
 pub const KVIK_DEVICE_HOST: i32 = -1;
 
-/// Block 0 is taken for good, for engines that write there what nobody reads.
+/// Block 0 is taken for good, for engines that write unused values there.
 pub const KVIK_FLAG_NULL_BLOCK: u32 = 1;
 
 /// No pages are mapped ahead of need.
@@ -46,18 +46,18 @@ pub struct kvik_config {
     pub n_buffers: u32,
     /// The weight of the group when memory is scarce, 1 or more; default 1.
     pub weight: u32,
-    /// Higher is served first among those who wait; default 0.
+    /// Higher is served first among waiting claims; default 0.
     pub priority: u32,
     /// Zero.
     pub reserved: u32,
     /// What the group gets before weights count; default 0.
     pub min_bytes: u64,
     /// The limit of the group. UINT64_MAX, the default, is all that the device has. This one, min_bytes,
-    /// weight and priority count only for who is first in the group: what a member or an operator set
+    /// weight and priority count only for the first member of the group: what a member or an operator set
     /// before holds.
     pub max_bytes: u64,
     /// What all engines on the host may hold together, for KVIK_DEVICE_HOST. 0, the default, leaves it as it
-    /// is, or sets a part of the machine's memory where nobody has set it.
+    /// is, or sets a part of the memory that this process may use if it is not set.
     pub host_bytes: u64,
 }
 

@@ -81,7 +81,7 @@ impl EngineGrants {
     /// Frees blocks whose events are over; says whether some are pending still.
     fn look_at_events(&self) -> bool {
         let block_pool = self.block_pool.lock();
-        // Goes before the lock does, so that whoever detached knows that the agent has none.
+        // Goes before the lock does, so that the thread that detached knows that the agent has none.
         block_pool.upgrade().is_some_and(|block_pool| block_pool.poll())
     }
 }

@@ -21,7 +21,7 @@ pub struct kvik_pool {
 /// More pools than a process can join ledgers of a few devices with.
 const N_SLOTS: usize = 256;
 
-/// Handles end like this, so that small numbers and aligned addresses are none.
+/// Handles end like this, so that small numbers and aligned addresses are not handles.
 const HANDLE_MARK: usize = 0xb;
 const INDEX_SHIFT: u32 = 4;
 const GENERATION_SHIFT: u32 = 12;
@@ -53,7 +53,7 @@ enum State {
     /// Being opened, or closed while calls are in it.
     Busy,
     Open,
-    /// A pool of the parent process, of which this one has a copy that nobody may touch.
+    /// A pool of the parent process, of which this one has a copy that must not be touched.
     Forked,
 }
 

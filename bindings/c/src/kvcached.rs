@@ -53,7 +53,7 @@ pub extern "C" fn kvcached_alloc_block_trtllm(ctx: *mut kvcached_ctx) -> *mut c_
 /// Nobody, the device included, uses the block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvcached_free_block_trtllm(ctx: *mut kvcached_ctx, ptr: *mut c_void) {
-    // SAFETY: there is one; the caller promised that nobody uses it.
+    // SAFETY: there is one; the caller promised that it is unused.
     unsafe { kvik_free_blocks(ctx.cast::<kvik_pool>(), &raw const ptr, 1) };
 }
 

@@ -130,7 +130,7 @@ impl Pool {
                 limit_pages: (!plan.has_blocks).then_some(0),
             },
         };
-        // The agent's thread is none of the engine's.
+        // The agent's thread does not belong to the engine.
         let signals_blocked = SignalsBlocked::new();
         let pool = KvPool::open_with(vmm, grants.clone(), grants.clone(), Some(Arc::new(states)), &options)?;
         drop(signals_blocked);

@@ -13,7 +13,7 @@ pub(crate) type Function = unsafe extern "C" fn(user_data: *mut c_void, n_bytes:
 
 /// The function that frees memory on request, if the engine has one.
 ///
-/// The lock is held during a call, so whoever replaces the function knows that the old one is over; it is
+/// The lock is held during a call, so a thread that replaces the function knows that the old one is over; it is
 /// reentrant, so that the function may replace itself.
 #[derive(Default)]
 pub(crate) struct Reclaimer {
@@ -26,7 +26,7 @@ struct Callback {
     user_data: *mut c_void,
 }
 
-// SAFETY: whoever set the callback promised that any thread may call it with this pointer.
+// SAFETY: the code that set the callback promised that any thread may call it with this pointer.
 unsafe impl Send for Callback {}
 
 thread_local! {
@@ -54,7 +54,7 @@ impl Reclaimer {
         let callback = self.callback.lock();
         if let Some(Callback { function, user_data }) = callback.get() {
             IS_CALLING.set(true);
-            // SAFETY: whoever set it promised that it can be called by any thread until it is replaced,
+            // SAFETY: the code that set it promised that it can be called by any thread until it is replaced,
             // which the lock prevents meanwhile.
             unsafe { function(user_data, n_bytes) };
             IS_CALLING.set(false);

@@ -4,7 +4,7 @@
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct kvik_stats {
-    /// sizeof(kvik_stats) of the caller, who sets it; no more is written.
+    /// sizeof(kvik_stats), set by the caller; no more is written.
     pub size: usize,
     /// Bytes of a block in one buffer.
     pub block_bytes: u64,

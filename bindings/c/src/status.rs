@@ -53,7 +53,7 @@ thread_local! {
 
 /// Keeps the words of this thread's last failure.
 pub(crate) fn remember(message: Cow<'static, str>) {
-    // A thread that is ending has nobody left to ask.
+    // A thread that is ending has no later call that could ask.
     let _ = LAST_MESSAGE.try_with(|last| last.replace(message));
 }
 

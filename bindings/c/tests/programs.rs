@@ -54,7 +54,7 @@ fn the_example_of_the_readme_runs() {
     Program::build(source.path(), Linkage::Shared).run();
 }
 
-/// An engine in a process of its own that does what it is told.
+/// An engine in a process of its own that runs the commands of its input.
 struct Engine {
     process: Child,
     orders: ChildStdin,

@@ -229,7 +229,7 @@ impl Quantiles {
 
 impl Feed {
     fn try_new() -> Result<Self, IndexError> {
-        let mut index = HolderIndex::new(IndexConfig { salt: 0x5eed, ..IndexConfig::default() });
+        let mut index = HolderIndex::new(IndexConfig { hash_seed: 0x5eed, ..IndexConfig::default() });
         let sources = (0..N_WORKERS)
             .map(|worker| Ok((index.add_source(&format!("worker-{worker}"), 0)?, 0)))
             .collect::<Result<Vec<_>, IndexError>>()?;

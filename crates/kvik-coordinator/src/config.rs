@@ -88,7 +88,7 @@ pub struct EtcdConfig {
     /// What all keys begin with; coordinators of one system share it. Default: `/kvik`.
     pub prefix: String,
     /// Time after which a leader that is not heard of has lost the lead, 2 to 60. Default: 3 s.
-    pub lease_ttl_s: u64,
+    pub session_ttl_s: u64,
     /// User that etcd knows, if it asks for one; it needs to read and write below the prefix.
     /// Default: none.
     pub username: Option<String>,
@@ -124,7 +124,7 @@ impl Default for EtcdConfig {
         Self {
             endpoints: vec!["http://127.0.0.1:2379".to_owned()],
             prefix: "/kvik".to_owned(),
-            lease_ttl_s: 3,
+            session_ttl_s: 3,
             username: None,
             password_file: None,
         }
@@ -201,8 +201,8 @@ impl EtcdConfig {
             &"only one of `username` and `password_file`",
             "both or none",
         )?;
-        let ttl = self.lease_ttl_s;
-        check((2..=60).contains(&ttl), "state.etcd.lease_ttl_s", &ttl, "2 to 60")
+        let ttl = self.session_ttl_s;
+        check((2..=60).contains(&ttl), "state.etcd.session_ttl_s", &ttl, "2 to 60")
     }
 }
 
@@ -255,7 +255,7 @@ mod tests {
             message(|config| config.ring.load_factor = f64::NAN).starts_with("`ring.load_factor` is NaN")
         );
         assert!(message(|config| config.ring.virtual_nodes = 0).starts_with("`ring.virtual_nodes` is 0"));
-        assert!(message(|config| config.state.etcd.lease_ttl_s = 1).contains("2 to 60"));
+        assert!(message(|config| config.state.etcd.session_ttl_s = 1).contains("2 to 60"));
         assert!(message(|config| config.state.etcd.prefix = "kvik/".into()).contains("kvik/"));
         assert!(message(|config| config.state.etcd.endpoints.clear()).contains("at least one"));
         let login = message(|config| config.state.etcd.endpoints = vec!["http://u:canary@h:1".into()]);

@@ -2,11 +2,11 @@
 //!
 //! All changes pass through it one by one: it applies a change, writes it down, publishes the
 //! snapshot and only then answers. If a change cannot be written down, the lead is given up and the
-//! membership with it, since the next leader may or may not know the change; the caller is told to
+//! membership with it, since the next leader may or may not know the change; the answer asks the caller to
 //! try again.
 //!
 //! Changes are published at once; loads alone at most once a heartbeat interval, under the same
-//! version. A process that stood still for longer than two intervals heard nobody, which is not the
+//! version. A process that stood still for longer than two intervals received no heartbeat, which is not the
 //! members' fault: they get the time back.
 
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use kvik_runtime::shutdown::Shutdown;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 
-use crate::membership::{Change, Membership, Refusal};
+use crate::membership::{Change, Membership, MembershipError};
 use crate::metrics;
 use crate::publish::Publisher;
 use crate::state::{Role, StateBackend};
@@ -39,7 +39,7 @@ pub(crate) type Reply<T> = oneshot::Sender<Result<(T, u64), CommandError>>;
 /// Why a command was not done.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum CommandError {
-    Refused(Refusal),
+    Refused(MembershipError),
     /// Another coordinator leads, or will.
     NotLeader,
 }
@@ -61,14 +61,14 @@ pub(crate) struct Leader<B> {
     publisher: Publisher,
     /// Where time is counted from.
     origin: Instant,
-    reign: Option<Reign>,
+    leadership: Option<Leadership>,
     /// The last term that was given up here; it does not come back.
     ended_term: Option<u64>,
 }
 
 /// A term in which this coordinator leads.
 #[derive(Debug)]
-struct Reign {
+struct Leadership {
     term: u64,
     membership: Membership,
     published_version: u64,
@@ -84,7 +84,15 @@ impl<B: StateBackend> Leader<B> {
         role: watch::Receiver<Role>,
         publisher: Publisher,
     ) -> Self {
-        Self { backend, settings, role, publisher, origin: Instant::now(), reign: None, ended_term: None }
+        Self {
+            backend,
+            settings,
+            role,
+            publisher,
+            origin: Instant::now(),
+            leadership: None,
+            ended_term: None,
+        }
     }
 
     /// Serves `commands` until the service stops.
@@ -114,10 +122,13 @@ impl<B: StateBackend> Leader<B> {
             let pause = woke.elapsed();
             woke = Instant::now();
             if 2 * self.settings.heartbeat_interval < pause
-                && let Some(reign) = &mut self.reign
+                && let Some(leadership) = &mut self.leadership
             {
-                tracing::warn!(pause_ms = pause.as_millis() as u64, "stood still; nobody is missed for that");
-                reign.membership.excuse(pause);
+                tracing::warn!(
+                    pause_ms = pause.as_millis() as u64,
+                    "event loop stalled; extending heartbeats"
+                );
+                leadership.membership.excuse(pause);
             }
             match command {
                 Some(command) => self.handle(command).await,
@@ -126,26 +137,26 @@ impl<B: StateBackend> Leader<B> {
         }
     }
 
-    /// Begins and ends reigns as the role says.
+    /// Begins and ends leaderships as the role says.
     async fn follow_role(&mut self) {
         let role = self.role.borrow_and_update().clone();
         let now = Instant::now();
-        let held = self.reign.as_ref().map(|reign| reign.term);
+        let held = self.leadership.as_ref().map(|leadership| leadership.term);
         match role {
             Role::Leader { term, .. } if held == Some(term) => {
-                // The renewal is late, and the term may be over for everybody else.
+                // The renewal is late, and the term may be over for all others.
                 if !role.leads(now) {
                     tracing::warn!(term, "the lead was not renewed in time");
                     self.give_up(term).await;
                 }
             }
             Role::Leader { term, .. } => {
-                self.reign = None;
+                self.leadership = None;
                 if role.leads(now) && self.ended_term != Some(term) {
                     self.begin(term).await;
                 }
             }
-            Role::Follower { .. } => self.reign = None,
+            Role::Follower { .. } => self.leadership = None,
         }
     }
 
@@ -166,7 +177,7 @@ impl<B: StateBackend> Leader<B> {
         let mut membership = Membership::new(self.settings.heartbeat_interval, self.settings.slow_start);
         tracing::info!(term, workers = records.len(), "took over the members");
         membership.restore(records, load_of, self.now());
-        self.reign = Some(Reign { term, membership, published_version: 0, has_new_loads: false });
+        self.leadership = Some(Leadership { term, membership, published_version: 0, has_new_loads: false });
         self.settle().await;
     }
 
@@ -175,41 +186,41 @@ impl<B: StateBackend> Leader<B> {
         let is_leader = self.role.borrow().leads(Instant::now());
         match command {
             Command::Register(request, reply) => {
-                let outcome = self.reign.as_mut().filter(|_| is_leader).map(|reign| {
-                    reign.has_new_loads = true;
-                    reign.membership.register(request.worker, request.load, request.state, now)
+                let outcome = self.leadership.as_mut().filter(|_| is_leader).map(|leadership| {
+                    leadership.has_new_loads = true;
+                    leadership.membership.register(request.worker, request.load, request.state, now)
                 });
                 self.answer(outcome, reply).await;
             }
             Command::Heartbeat(request, reply) => {
-                let outcome = self.reign.as_mut().filter(|_| is_leader).map(|reign| {
+                let outcome = self.leadership.as_mut().filter(|_| is_leader).map(|leadership| {
                     metrics::heartbeat();
-                    reign.has_new_loads = true;
-                    reign.membership.heartbeat(&request.id, request.epoch, request.load, now)
+                    leadership.has_new_loads = true;
+                    leadership.membership.heartbeat(&request.id, request.epoch, request.load, now)
                 });
                 self.answer(outcome, reply).await;
             }
             Command::Deregister(request, reply) => {
-                let outcome = self.reign.as_mut().filter(|_| is_leader).map(|reign| {
-                    reign.membership.deregister(&request.id, request.epoch, now);
+                let outcome = self.leadership.as_mut().filter(|_| is_leader).map(|leadership| {
+                    leadership.membership.deregister(&request.id, request.epoch, now);
                     Ok(())
                 });
                 self.answer(outcome, reply).await;
             }
             Command::Drain(id, reply) => {
-                let reign = self.reign.as_mut().filter(|_| is_leader);
-                let outcome = reign.map(|reign| reign.membership.drain(&id, now));
+                let leadership = self.leadership.as_mut().filter(|_| is_leader);
+                let outcome = leadership.map(|leadership| leadership.membership.drain(&id, now));
                 self.answer(outcome, reply).await;
             }
         }
     }
 
     /// Settles what a command did, then answers it; `None`: this is no leader.
-    async fn answer<T>(&mut self, outcome: Option<Result<T, Refusal>>, reply: Reply<T>) {
+    async fn answer<T>(&mut self, outcome: Option<Result<T, MembershipError>>, reply: Reply<T>) {
         self.settle().await;
-        let answer = match (outcome, &self.reign) {
-            (Some(Ok(value)), Some(reign)) => Ok((value, reign.term)),
-            (Some(Err(refusal)), Some(_)) => Err(CommandError::Refused(refusal)),
+        let answer = match (outcome, &self.leadership) {
+            (Some(Ok(value)), Some(leadership)) => Ok((value, leadership.term)),
+            (Some(Err(error)), Some(_)) => Err(CommandError::Refused(error)),
             _ => Err(CommandError::NotLeader),
         };
         // A caller that is gone asks again.
@@ -218,17 +229,17 @@ impl<B: StateBackend> Leader<B> {
 
     async fn advance(&mut self) {
         let now = self.now();
-        if let Some(reign) = &mut self.reign {
-            reign.membership.advance(now);
+        if let Some(leadership) = &mut self.leadership {
+            leadership.membership.advance(now);
         }
         self.settle().await;
     }
 
     /// Writes down and publishes what changed.
     async fn settle(&mut self) {
-        let Some(reign) = &mut self.reign else { return };
-        let changes = reign.membership.take_changes();
-        let term = reign.term;
+        let Some(leadership) = &mut self.leadership else { return };
+        let changes = leadership.membership.take_changes();
+        let term = leadership.term;
         if !changes.is_empty()
             && let Err(error) = self.backend.write(term, &changes).await
         {
@@ -239,38 +250,38 @@ impl<B: StateBackend> Leader<B> {
         for change in &changes {
             report(change);
         }
-        if reign.published_version != reign.membership.version() {
-            reign.published_version = reign.membership.version();
+        if leadership.published_version != leadership.membership.version() {
+            leadership.published_version = leadership.membership.version();
             self.publish();
         }
     }
 
     async fn give_up(&mut self, term: u64) {
-        self.reign = None;
+        self.leadership = None;
         self.ended_term = Some(term);
         self.backend.resign().await;
     }
 
     fn publish_loads(&mut self) {
-        if self.reign.as_ref().is_some_and(|reign| reign.has_new_loads) {
+        if self.leadership.as_ref().is_some_and(|leadership| leadership.has_new_loads) {
             self.publish();
         }
     }
 
     fn publish(&mut self) {
-        let Some(reign) = &mut self.reign else { return };
-        reign.has_new_loads = false;
+        let Some(leadership) = &mut self.leadership else { return };
+        leadership.has_new_loads = false;
         self.publisher.offer(Snapshot {
             incarnation: self.backend.incarnation(),
-            term: reign.term,
-            version: reign.published_version,
+            term: leadership.term,
+            version: leadership.published_version,
             ring: self.settings.ring,
-            members: reign.membership.members(),
+            members: leadership.membership.members(),
         });
     }
 
     fn next_deadline(&self) -> Option<Instant> {
-        let due = self.reign.as_ref()?.membership.next_deadline()?;
+        let due = self.leadership.as_ref()?.membership.next_deadline()?;
         Some(self.origin + due)
     }
 

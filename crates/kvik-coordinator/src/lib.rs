@@ -1,10 +1,10 @@
-//! The coordinator: who the workers are, and the ring that gateways place requests on.
+//! The coordinator: the members, and the ring that gateways place requests on.
 //!
 //! Workers register and send heartbeats; gateways watch the snapshot that comes of it and route by
 //! themselves, so a coordinator that is away stops no request. Parts:
 //!
-//! * `membership`: the members as a state machine that is told the time;
-//! * `state`: who leads and what the next leader must know, in memory or in etcd;
+//! * `membership`: the members as a state machine; the time is an argument;
+//! * `state`: the current leader and what the next one must know, in memory or in etcd;
 //! * `election`, `leader`, `mirror`: the tasks that keep the lead, own the membership while it is
 //!   held, and follow another leader while it is not;
 //! * `publish`: the snapshot held, with its ring; `api`: the calls.
@@ -77,7 +77,7 @@ pub struct Coordinator;
 pub struct Running {
     /// The address that it listens on.
     pub address: SocketAddr,
-    /// The base address that it tells others: `advertise`, else `http://` and [`Running::address`].
+    /// The base address that it advertises: `advertise`, else `http://` and [`Running::address`].
     pub base: String,
 }
 
@@ -123,7 +123,7 @@ impl Coordinator {
             }
         };
         if config.state.backend == StateBackendKind::Embedded {
-            // There is nobody to wait for: the first call finds a leader. An error means that the
+            // There is no election to wait for: the first call finds a leader. An error means that the
             // service ends already.
             let _ = api.publisher.subscribe().wait_for(Option::is_some).await;
         }

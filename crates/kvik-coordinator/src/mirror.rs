@@ -19,7 +19,7 @@ use crate::state::Role;
 /// Pause after a leader's stream broke.
 const RETRY_PAUSE: Duration = Duration::from_millis(250);
 
-/// Mirrors whoever leads until the service drains.
+/// Mirrors the current leader until the service drains.
 pub(crate) async fn run(
     http: HttpClient,
     trust: Arc<Trust>,

@@ -234,7 +234,7 @@ async fn a_worker_that_drains_comes_back_draining_to_a_restarted_coordinator() {
     client.register(&draining).await.unwrap();
     assert_eq!(client.workers().await.unwrap().members[0].state, WorkerState::Draining);
     assert_eq!(client.heartbeat(&beat("a", 1, 0)).await.unwrap().state, WorkerState::Draining);
-    assert_eq!(status(&client.route("seq-1", false).await.unwrap_err()), 503, "nobody takes requests");
+    assert_eq!(status(&client.route("seq-1", false).await.unwrap_err()), 503, "no worker takes requests");
 
     // A worker of an earlier version says nothing of its state and is ready.
     let mut silent = serde_json::to_value(registration("b", 1)).unwrap();

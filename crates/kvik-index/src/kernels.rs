@@ -1,4 +1,4 @@
-//! What the processor can do and the language has no word for.
+//! Intrinsics of the processor, and zeroed memory.
 
 #![expect(unsafe_code, reason = "intrinsics of the processor and memory that is zero already")]
 
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 #[repr(align(64))]
 pub(crate) struct Line(pub(crate) [AtomicU64; 8]);
 
-/// So many lines of zeros, in memory that nobody has touched yet where the allocator has such.
+/// So many lines of zeros, in untouched pages where the allocator has some.
 pub(crate) fn zeroed_lines(n_lines: usize) -> Arc<[Line]> {
     // SAFETY: all bits zero is a value of an atomic number, and a line has nothing else.
     unsafe { Arc::new_zeroed_slice(n_lines).assume_init() }

@@ -1,4 +1,4 @@
-//! The books of a model: who holds what, one for each way in which its engines name blocks.
+//! The books of a model: the holders of its blocks, one book for each way in which its engines name blocks.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub trait Backends: Send + Sync + std::fmt::Debug {
     /// If the server that keeps it refuses.
     fn open(&self, model: &str, keys: &Keys) -> Result<Arc<dyn Backend>>;
 
-    /// The keys of books of `model` that are there already, written by an earlier life or by somebody else.
+    /// The keys of books of `model` that are there already, written by an earlier process or by another one.
     fn known<'a>(&'a self, model: &'a str) -> BoxFuture<'a, Result<Vec<Keys>>>;
 
     /// Notes that there is a book, for [`Self::known`].
@@ -38,7 +38,7 @@ pub struct Book {
     pub keys: Keys,
     /// Where it is kept.
     pub backend: Arc<dyn Backend>,
-    /// Whether whoever starts later finds it.
+    /// Whether processes that start later find it.
     is_announced: AtomicBool,
     /// Sources that feeds of this process have brought and not taken away.
     brought: Mutex<HashSet<SourceName>>,
@@ -110,7 +110,7 @@ impl Books {
         !self.open.read().is_empty()
     }
 
-    /// Makes a book known to whoever starts later, before something is written to it.
+    /// Makes a book known to processes that start later, before anything is written to it.
     pub(crate) async fn announce(&self, book: &Book) -> Result<()> {
         // Relaxed: to do it twice is harmless.
         if !book.is_announced.load(Ordering::Relaxed) {
@@ -189,7 +189,7 @@ impl Book {
         self.is_abandoned.store(was_last, Ordering::Relaxed);
     }
 
-    /// Forgets the sources that no feed has brought, and returns how many these were: an earlier life of this process
+    /// Forgets the sources that no feed has brought, and returns how many these were: an earlier process
     /// knew them. Not for a book that others write to.
     ///
     /// # Errors
@@ -212,7 +212,7 @@ impl Book {
         Ok(unheard.len())
     }
 
-    /// Whether something can be found in it: a prompt need not be hashed for a book that everybody has left. Others may
+    /// Whether something can be found in it: a prompt need not be hashed for a book that all sources have left. Others may
     /// write to one that is shared.
     fn is_fed(&self) -> bool {
         self.backend.kind() != "memory" || !self.is_abandoned.load(Ordering::Relaxed)

@@ -58,7 +58,7 @@ impl Catalog {
         self.models.read().values().cloned().collect()
     }
 
-    /// The books of a model, made if there are none.
+    /// The books of a model, created if missing.
     ///
     /// # Errors
     /// If the name cannot be used or there are too many models.

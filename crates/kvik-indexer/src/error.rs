@@ -3,7 +3,7 @@
 /// Result of this crate's operations.
 pub type Result<T, E = IndexerError> = std::result::Result<T, E>;
 
-/// Why an operation of the index failed. A prompt that nobody has is an answer, not an error.
+/// Why an operation of the index failed. A prompt that no worker has is an answer, not an error.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum IndexerError {

@@ -1,4 +1,4 @@
-//! Where sources deliver what engines say.
+//! Where sources deliver the events of engines.
 
 use std::sync::Arc;
 
@@ -35,7 +35,7 @@ pub enum Naming {
     },
 }
 
-/// What an engine said under one number.
+/// The events that an engine published under one number.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FeedBatch {
     /// The engine's epoch; `None` from engines that have no such thing.
@@ -63,7 +63,7 @@ pub struct Holding {
 
 /// Opens feeds.
 pub trait Feeds: Send + Sync {
-    /// Opens the feed of a worker and rank; whoever had it before is replaced.
+    /// Opens the feed of a worker and rank; an earlier feed of that name is replaced.
     ///
     /// A worker that names blocks in several ways, such as token blocks and chunks of them, has a feed for
     /// each: feeds of one name and different [`Naming::Kvik`] stand side by side, with numbers of their own.
@@ -92,4 +92,12 @@ pub trait Feed: Send + Sync + std::fmt::Debug {
 
     /// The worker is gone: nothing of it is found any more.
     fn close(&self) -> BoxFuture<'_, Result<()>>;
+}
+
+/// Forgets all that is known of a feed's engine: the first batch of an epoch is due again.
+///
+/// # Errors
+/// As [`Feed::replace`].
+pub(crate) async fn forget(feed: &dyn Feed) -> Result<()> {
+    feed.replace(Holding { epoch: None, next_sequence: 0, runs: Vec::new() }).await.map(|_| ())
 }

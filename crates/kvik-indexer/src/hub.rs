@@ -205,7 +205,7 @@ fn client(config: &HubConfig) -> Result<Client> {
     drop(rustls::crypto::ring::default_provider().install_default());
     let builder = Client::builder()
         .user_agent(concat!("kvik/", env!("CARGO_PKG_VERSION")))
-        // Nobody on the way may send on to where anybody can read or change it.
+        // A redirect must not lead to a connection that others can read or change.
         .https_only(config.url.starts_with("https://"))
         .connect_timeout(Duration::from_secs(10))
         .timeout(Duration::from_secs(config.timeout_s));
@@ -247,7 +247,7 @@ fn place(folder: &Path, files: &[(&str, Vec<u8>)]) -> std::io::Result<()> {
         fs::rename(&beside, folder)?;
         File::open(parent)?.sync_all()
     })();
-    // Several processes may share the folder: who comes second finds the files there.
+    // Several processes may share the folder: the second one finds the files there.
     let written = if is_placed(folder) { Ok(()) } else { written };
     drop(fs::remove_dir_all(&beside));
     written

@@ -24,7 +24,7 @@ use crate::error::{IndexerError, Result};
 use crate::grpc::{self, CallGuard, PodScore, PodScores};
 use crate::ingest::Learning;
 use crate::score::{Query, ScorerKind, Scoring, WorkerScore, score_of_nothing, score_workers};
-use crate::shelf::{Shelf, open_shelf};
+use crate::storage::{Storage, open_storage};
 use crate::tasks;
 
 /// Predictions that were held against a worker's report, by `outcome`: `kept`, `short`.
@@ -47,7 +47,7 @@ pub enum Prompt {
 #[derive(Debug)]
 pub struct Indexer {
     catalog: Arc<Catalog>,
-    shelf: Shelf,
+    storage: Storage,
     pool: TokenizersPool,
     has_tokenizer_root: bool,
     scoring: Scoring,
@@ -77,13 +77,13 @@ impl Indexer {
 
     fn run(config: &IndexConfig, shutdown: &Shutdown) -> Result<Arc<Self>> {
         config.validate()?;
-        let shelf = open_shelf(config)?;
+        let storage = open_storage(config)?;
         let learning = Learning {
             seeds: config.hash_seeds.clone().into(),
             own_block_tokens: config.bridge_block_size()?,
             bridge: BridgeConfig::default(),
         };
-        let catalog = Arc::new(Catalog::new(shelf.backends(), learning));
+        let catalog = Arc::new(Catalog::new(storage.backends(), learning));
         let pool = TokenizersPool::try_new(config.pool()?)?;
         let scoring = Scoring {
             weights: config.weights()?,
@@ -92,7 +92,7 @@ impl Indexer {
         };
         let indexer = Arc::new(Self {
             catalog,
-            shelf,
+            storage,
             pool,
             has_tokenizer_root: config.tokenizers.root.is_some(),
             scoring,
@@ -100,7 +100,7 @@ impl Indexer {
             mode: config.tokenizers.mode,
             predictions: Predictions::default(),
         });
-        tasks::start(&indexer, config, shutdown)?;
+        tasks::start(&indexer.storage, &indexer.catalog, config, shutdown)?;
         Ok(indexer)
     }
 
@@ -125,18 +125,14 @@ impl Indexer {
         self.pool.provide(model, tokenizer);
     }
 
-    pub(crate) fn shelf(&self) -> &Shelf {
-        &self.shelf
-    }
-
     /// Where the index is kept: `memory` or `redis`.
     pub fn backend_kind(&self) -> &'static str {
-        self.shelf.kind()
+        self.storage.kind()
     }
 
     /// Counts since the start, by name.
     pub fn counters(&self) -> BTreeMap<String, u64> {
-        let (n_loaded, n_lost) = self.shelf.kept_counts();
+        let (n_loaded, n_lost) = self.storage.kept_counts();
         // Relaxed: counts.
         let counts = [
             ("kept_books_loaded", n_loaded),

@@ -1,8 +1,8 @@
 //! The global KV index as a service: which worker already has how much of this prompt.
 //!
-//! [`sources`] listen to engines and hand what they say to a [`Feed`](feed::Feed), one for each worker and
+//! [`sources`] subscribe to engines and pass their events to a [`Feed`](feed::Feed), one for each worker and
 //! rank. Behind the feeds stand the books of a model: one for each way in which its engines name
-//! blocks, each on a [`Backend`](backend::Backend) that keeps who holds what.
+//! blocks, each on a [`Backend`](backend::Backend) that keeps the holders of every block.
 //!
 //! `docs/index.md` is the design.
 
@@ -21,8 +21,8 @@ mod indexer;
 mod ingest;
 pub mod keys;
 pub mod score;
-mod shelf;
 pub mod sources;
+mod storage;
 mod tasks;
 
 pub use catalog::Catalog;

@@ -1,4 +1,4 @@
-//! What goes on around an index while it lives.
+//! Background tasks of an index.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,35 +10,39 @@ use crate::config::IndexConfig;
 use crate::error::Result;
 use crate::feed::Feeds;
 use crate::hub::fetch_all;
-use crate::indexer::Indexer;
-use crate::shelf::{MemoryShelf, Shelf};
 use crate::sources::engine::EngineSource;
 use crate::sources::kubernetes::KubernetesSource;
+use crate::storage::{MemoryStorage, Storage};
 
-/// How long a worker that only a snapshot knows is kept while nothing is heard of it. Sources try again after 30 s at
+/// How long a worker that only a snapshot knows is kept without an event. Sources try again after 30 s at
 /// most; but an engine that is idle says nothing, and without a replay port what it holds would not be learned again.
 const LONGEST_UNHEARD: Duration = Duration::from_mins(10);
 
 /// Starts everything that a configuration asks for.
-pub(crate) fn start(indexer: &Arc<Indexer>, config: &IndexConfig, shutdown: &Shutdown) -> Result<()> {
-    if let Shelf::Memory(shelf) = indexer.shelf() {
-        for (model, keys) in shelf.kept() {
-            // A list that somebody has changed costs what it names, not the start.
-            let opened = indexer.catalog().open_model(&model).and_then(|books| books.open(&keys));
+pub(crate) fn start(
+    storage: &Storage,
+    catalog: &Arc<Catalog>,
+    config: &IndexConfig,
+    shutdown: &Shutdown,
+) -> Result<()> {
+    if let Storage::Memory(storage) = storage {
+        for (model, keys) in storage.kept() {
+            // A damaged or edited list costs the books that it names, not the start.
+            let opened = catalog.open_model(&model).and_then(|books| books.open(&keys));
             if let Err(error) = opened {
-                shelf.pass_over(&model, &error);
+                storage.skip(&model, &error);
             }
         }
         if config.snapshot_folder.is_some() {
             let interval = Duration::from_secs(config.snapshot_interval_s);
-            shutdown.spawn(keep(Arc::clone(shelf), interval, shutdown.clone()));
-            shutdown.spawn(forget_unheard(Arc::clone(indexer.catalog()), shutdown.clone()));
+            shutdown.spawn(keep(Arc::clone(storage), interval, shutdown.clone()));
+            shutdown.spawn(forget_unheard(Arc::clone(catalog), shutdown.clone()));
         }
     }
     if !config.tokenizers.hub.models.is_empty() {
         shutdown.spawn(fetch_all(config.tokenizers.hub.clone(), shutdown.clone()));
     }
-    let feeds = Arc::clone(indexer.catalog()) as Arc<dyn Feeds>;
+    let feeds = Arc::clone(catalog) as Arc<dyn Feeds>;
     let engines = config.engines.iter().map(|engine| EngineSource::start(engine, Arc::clone(&feeds)));
     let engines = engines.collect::<Result<Vec<_>>>()?;
     let services = config.kubernetes.iter();
@@ -57,8 +61,8 @@ pub(crate) fn start(indexer: &Arc<Indexer>, config: &IndexConfig, shutdown: &Shu
     Ok(())
 }
 
-/// Takes workers out that left while nobody listened: no source will ever say so. It goes on, because a book that the
-/// folder's list has lost is read when somebody first speaks of it.
+/// Removes workers that left while this process was down: no source will announce it. It repeats, because a book that
+/// the folder's list has lost is read when its first event arrives.
 async fn forget_unheard(catalog: Arc<Catalog>, shutdown: Shutdown) {
     loop {
         tokio::select! {
@@ -81,13 +85,13 @@ async fn forget_unheard(catalog: Arc<Catalog>, shutdown: Shutdown) {
 }
 
 /// Writes the books to their folder from time to time, and once more at the end.
-async fn keep(shelf: Arc<MemoryShelf>, interval: Duration, shutdown: Shutdown) {
+async fn keep(storage: Arc<MemoryStorage>, interval: Duration, shutdown: Shutdown) {
     loop {
         let is_last = tokio::select! {
             () = tokio::time::sleep(interval) => false,
             () = shutdown.stopping() => true,
         };
-        let saved = Arc::clone(&shelf);
+        let saved = Arc::clone(&storage);
         match tokio::task::spawn_blocking(move || saved.save()).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => tracing::warn!(%error, "failed to keep the index"),

@@ -2,10 +2,13 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
+#[path = "../../../tests/support/poll.rs"]
+mod poll;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvik_indexer::config::TokenizersConfig;
 use kvik_indexer::hub::HubConfig;
@@ -13,6 +16,7 @@ use kvik_indexer::{IndexConfig, Indexer, Prompt};
 use kvik_runtime::shutdown::Shutdown;
 use kvik_types::TokenId;
 use parking_lot::Mutex;
+use poll::poll;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 
@@ -63,14 +67,8 @@ fn config(url: &str, folder: &Path, token_file: Option<PathBuf>) -> IndexConfig 
 
 /// The tokens of a text, as soon as there is a tokenizer.
 async fn tokens(indexer: &Indexer, model: &str) -> Vec<TokenId> {
-    let start = Instant::now();
-    loop {
-        match indexer.tokenize(model, Prompt::Text(TEXT.to_owned())).await {
-            Ok(tokens) => return tokens,
-            Err(error) => assert!(start.elapsed() < PATIENCE, "{error}"),
-        }
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
+    poll(PATIENCE, "a tokenizer", async || indexer.tokenize(model, Prompt::Text(TEXT.to_owned())).await.ok())
+        .await
 }
 
 #[tokio::test]
@@ -133,11 +131,7 @@ async fn files_that_end_early_or_are_refused_leave_nothing_behind() {
     .await;
     let shutdown = Shutdown::new();
     let indexer = Indexer::start(&config(&hub, folder.path(), None), &shutdown).await.unwrap();
-    let start = Instant::now();
-    while heads.lock().len() < 3 {
-        assert!(start.elapsed() < PATIENCE, "{:?}", heads.lock());
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    poll(PATIENCE, "three requests", async || (heads.lock().len() >= 3).then_some(())).await;
     let error = indexer.tokenize("tiny", Prompt::Text(TEXT.to_owned())).await.unwrap_err();
     assert!(error.to_string().contains("tokenizer.json"), "{error}");
     shutdown.stop();

@@ -11,10 +11,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvik_memory::SocketAddress;
 use kvik_memory::pages::{MapOutcome, PageMapper};
-use kvik_memory::ranks::{
-    RankAddress, RankLeaderOptions, RankMapper, RankPeer, RankWorker, RankWorkerOptions,
-};
+use kvik_memory::ranks::{RankLeaderOptions, RankMapper, RankPeer, RankWorker, RankWorkerOptions};
 use kvik_memory::{Extent, Geometry, PageId};
 
 const N_WARM_UP: usize = 1_000;
@@ -88,6 +87,6 @@ fn measure(world: u32, has_local: bool) -> Result<Vec<Duration>, Failure> {
     Ok(rounds.split_off(N_WARM_UP))
 }
 
-fn address(directory: &Path, rank: u32) -> RankAddress {
-    RankAddress::Path(directory.join(format!("r{rank}")))
+fn address(directory: &Path, rank: u32) -> SocketAddress {
+    SocketAddress::Path(directory.join(format!("r{rank}")))
 }

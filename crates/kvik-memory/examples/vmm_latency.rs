@@ -172,7 +172,7 @@ fn set_read_only(vmm: &dyn Vmm) -> Result<()> {
     is_allowed
 }
 
-/// What the device, not the book, says to a write.
+/// What the device itself, without the checks before it, answers to a write.
 fn write_to_read_only(vmm: &dyn Vmm) -> Result<String> {
     let range = vmm.reserve(UNIT_BYTES, Backdrop::Nothing)?;
     vmm.map(range, create(vmm, UNIT_BYTES)?)?;

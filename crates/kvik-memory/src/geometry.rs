@@ -46,7 +46,7 @@ pub struct Geometry {
 /// How blocks lie on the pages of a region.
 ///
 /// Block `i` lies at `i * block_bytes` in every buffer. A page owns the blocks that lie whole on it; a
-/// block that straddles two pages belongs to nobody. Every page owns at least one block.
+/// block that straddles two pages belongs to none. Every page owns at least one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockGeometry {
     page_bytes: u64,
@@ -112,7 +112,7 @@ impl Extent {
         self.first_page.0 < other.end_page() && other.first_page.0 < self.end_page()
     }
 
-    /// Whether the fields, which anybody can set, hold what the type promises.
+    /// Whether the fields, which are public, hold what the type promises.
     pub fn is_well_formed(&self) -> bool {
         self.n_pages.is_power_of_two()
             && self.n_pages <= MAX_EXTENT_PAGES
@@ -263,7 +263,7 @@ impl BlockGeometry {
         self.capacity_pages
     }
 
-    /// How many block ids there are, those of blocks that belong to nobody included.
+    /// How many block ids there are, those of blocks that belong to no page included.
     pub fn n_blocks(&self) -> u32 {
         self.n_blocks
     }

@@ -10,7 +10,7 @@
 //!
 //! * The ledger never says less than what is held: a grant comes before its memory and goes after it.
 //! * A page id is handed out once until it is freed, and lies inside of the reservation.
-//! * The death of a process at any instruction leaves a book whose sums are right after one reap.
+//! * The death of a process at any instruction leaves a ledger whose sums are right after one reap.
 //! * "Not enough memory" is a value; an error means that something is broken or misused.
 
 pub mod blocks;
@@ -26,7 +26,9 @@ pub mod service;
 pub mod vmm;
 
 mod error;
+mod socket;
 mod wire;
 
 pub use error::{MemoryError, Result};
 pub use geometry::{BlockId, Extent, Geometry, PageId};
+pub use socket::SocketAddress;

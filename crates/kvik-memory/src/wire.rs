@@ -2,6 +2,9 @@
 
 use crate::{MemoryError, Result};
 
+/// Room for the largest frame of any protocol of this crate, which is a page list of the ranks.
+pub(crate) const MAX_FRAME_BYTES: usize = 34 << 10;
+
 /// The bytes that are left of a frame.
 ///
 /// Takes any bytes; fails with [`MemoryError::Invalid`], which names `length_field`, where a field is cut off

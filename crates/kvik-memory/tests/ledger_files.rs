@@ -9,8 +9,8 @@ use std::time::Duration;
 use kvik_memory::MemoryError;
 use kvik_memory::geometry::PageId;
 use kvik_memory::ledger::layout::{LEDGER_BYTES, LEDGER_MAGIC, LEDGER_VERSION};
-use kvik_memory::ledger::{JoinOptions, Ledger, PageState, PageStates, Policy, clean_up};
-use kvik_memory::pages::{Claim, GrantEvents as _, Grants as _, Usage};
+use kvik_memory::ledger::{JoinOptions, Ledger, PageStates, Policy, clean_up};
+use kvik_memory::pages::{Claim, GrantEvents as _, Grants as _, PageState, Usage};
 use proptest::prelude::*;
 
 mod ledger_support;

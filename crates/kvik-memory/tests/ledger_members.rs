@@ -6,10 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvik_memory::geometry::PageId;
-use kvik_memory::ledger::{
-    Deletion, JoinOptions, LimitStatus, PageState, PageStates, Policy, clean_up, list_devices,
-};
-use kvik_memory::pages::{Claim, Event, GrantEvents as _, Grants as _, Shortage, Usage};
+use kvik_memory::ledger::{Deletion, JoinOptions, LimitStatus, PageStates, Policy, clean_up, list_devices};
+use kvik_memory::pages::{Claim, Event, GrantEvents as _, Grants as _, PageState, Shortage, Usage};
 use kvik_memory::vmm::MemoryInfo;
 
 mod ledger_support;

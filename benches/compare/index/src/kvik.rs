@@ -73,7 +73,7 @@ pub fn measure(work: &Workload, queries: &[Vec<BlockKey>], n_threads: usize) -> 
 
 /// An index with all workers, and the numbers of their next batches.
 fn new_index(n_threads: usize) -> Result<(HolderIndex, Vec<(SourceId, u64)>)> {
-    let mut index = HolderIndex::new(IndexConfig { salt: 0x5eed, n_threads, ..IndexConfig::default() });
+    let mut index = HolderIndex::new(IndexConfig { hash_seed: 0x5eed, n_threads, ..IndexConfig::default() });
     let add = |worker| Ok((index.add_source(&format!("worker-{worker}"), 0)?, 0));
     let sources = (0..N_WORKERS).map(add).collect::<Result<_>>()?;
     Ok((index, sources))

@@ -8,7 +8,7 @@ use kvik_proto::openai::{ErrorBody, ErrorDetail};
 use kvik_runtime::http::RequestBodyError;
 
 use crate::leader::CommandError;
-use crate::membership::Refusal;
+use crate::membership::MembershipError;
 
 /// Why a call was not answered as asked.
 #[derive(Debug)]
@@ -64,15 +64,15 @@ impl ApiError {
         };
         match error {
             CommandError::NotLeader => Self::no_leader(),
-            CommandError::Refused(Refusal::Unknown) => {
+            CommandError::Refused(MembershipError::Unknown) => {
                 refused(StatusCode::NOT_FOUND, "unknown_worker", format!("worker `{id}` is not registered"))
             }
-            CommandError::Refused(Refusal::StaleEpoch { registered }) => refused(
+            CommandError::Refused(MembershipError::StaleEpoch { registered }) => refused(
                 StatusCode::CONFLICT,
                 "stale_epoch",
                 format!("worker `{id}` is registered with epoch {registered}; allowed: a later one"),
             ),
-            CommandError::Refused(Refusal::AddressTaken { registered }) => refused(
+            CommandError::Refused(MembershipError::AddressTaken { registered }) => refused(
                 StatusCode::CONFLICT,
                 "address_taken",
                 format!(

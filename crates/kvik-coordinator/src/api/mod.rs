@@ -3,7 +3,7 @@
 //! Any coordinator can be asked. Reads are answered from the snapshot held, which a follower has
 //! from its leader. Writes that reach a follower are passed on to the leader and its answer is
 //! passed back, so a client needs to follow no redirects and to know no leader. A write that was
-//! passed on once is not passed on again: between two leaders nobody must run in a circle. Without
+//! passed on once is not passed on again: two coordinators that take each other for the leader must not pass it back and forth. Without
 //! a leader a write is answered with 503 and `Retry-After`.
 
 mod error;

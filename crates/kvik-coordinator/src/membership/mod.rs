@@ -1,4 +1,4 @@
-//! Who the workers are: a state machine that is told the time.
+//! The members as a state machine; the time is an argument of its calls.
 //!
 //! Life of a member:
 //!
@@ -10,7 +10,7 @@
 //!
 //! Slow start: a member whose caches are cold must not take its whole share of the keys at once. It
 //! starts with a tenth of its weight and reaches all of it in nine equal steps over the slow start.
-//! That is pointless where nobody is warm: a member that joins while no other one has been there for
+//! That is pointless where no member is warm: a member that joins while no other one has been there for
 //! a whole slow start has its full weight at once. So do the first members of an empty ring, and
 //! all of them when they come back to a coordinator that was restarted.
 //!
@@ -61,7 +61,7 @@ pub(crate) enum Change {
 
 /// Why a call changed nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Refusal {
+pub(crate) enum MembershipError {
     /// There is no such member; it has to register.
     Unknown,
     /// A later life of the worker is registered.
@@ -126,15 +126,15 @@ impl Membership {
         load: WorkerLoad,
         state: WorkerState,
         now: Duration,
-    ) -> Result<(), Refusal> {
+    ) -> Result<(), MembershipError> {
         self.advance(now);
         if let Some(entry) = self.members.get_mut(&worker.id) {
             if worker.epoch < entry.worker.epoch {
-                return Err(Refusal::StaleEpoch { registered: entry.worker.epoch });
+                return Err(MembershipError::StaleEpoch { registered: entry.worker.epoch });
             }
             if worker.epoch == entry.worker.epoch {
                 if worker.address != entry.worker.address {
-                    return Err(Refusal::AddressTaken { registered: entry.worker.address.clone() });
+                    return Err(MembershipError::AddressTaken { registered: entry.worker.address.clone() });
                 }
                 // The answer to the first call was lost, or the worker corrects what it said.
                 (entry.last_seen, entry.load) = (now, load);
@@ -175,13 +175,13 @@ impl Membership {
         epoch: u64,
         load: WorkerLoad,
         now: Duration,
-    ) -> Result<WorkerState, Refusal> {
+    ) -> Result<WorkerState, MembershipError> {
         self.advance(now);
-        let entry = self.members.get_mut(id).ok_or(Refusal::Unknown)?;
+        let entry = self.members.get_mut(id).ok_or(MembershipError::Unknown)?;
         match epoch.cmp(&entry.worker.epoch) {
-            std::cmp::Ordering::Less => Err(Refusal::StaleEpoch { registered: entry.worker.epoch }),
+            std::cmp::Ordering::Less => Err(MembershipError::StaleEpoch { registered: entry.worker.epoch }),
             // A later life that has not registered.
-            std::cmp::Ordering::Greater => Err(Refusal::Unknown),
+            std::cmp::Ordering::Greater => Err(MembershipError::Unknown),
             std::cmp::Ordering::Equal => {
                 (entry.last_seen, entry.load) = (now, load);
                 Ok(entry.state)
@@ -198,9 +198,9 @@ impl Membership {
         }
     }
 
-    pub(crate) fn drain(&mut self, id: &str, now: Duration) -> Result<(), Refusal> {
+    pub(crate) fn drain(&mut self, id: &str, now: Duration) -> Result<(), MembershipError> {
         self.advance(now);
-        let entry = self.members.get_mut(id).ok_or(Refusal::Unknown)?;
+        let entry = self.members.get_mut(id).ok_or(MembershipError::Unknown)?;
         if entry.state != WorkerState::Draining {
             entry.state = WorkerState::Draining;
             let record = entry.record(now);
@@ -232,7 +232,7 @@ impl Membership {
         self.version += u64::from(is_stepped);
     }
 
-    /// Gives every member the time back in which nobody could be heard, because this process stood
+    /// Extends every member's deadline by the time in which no heartbeat could arrive, because this process stood
     /// still.
     pub(crate) fn excuse(&mut self, pause: Duration) {
         for entry in self.members.values_mut() {

@@ -40,8 +40,8 @@ fn weight(membership: &Membership, id: &str) -> f64 {
 fn a_later_life_replaces_an_earlier_one_and_not_the_reverse() {
     let mut membership = membership();
     join(&mut membership, "a", 2, ms(0));
-    let refusal = membership.register(worker("a", 1), WorkerLoad::default(), WorkerState::Ready, ms(1));
-    assert_eq!(refusal, Err(Refusal::StaleEpoch { registered: 2 }));
+    let error = membership.register(worker("a", 1), WorkerLoad::default(), WorkerState::Ready, ms(1));
+    assert_eq!(error, Err(MembershipError::StaleEpoch { registered: 2 }));
     membership.drain("a", ms(2)).unwrap();
     join(&mut membership, "a", 3, ms(3));
     let members = membership.members();
@@ -53,8 +53,8 @@ fn two_processes_with_one_name_and_epoch_are_told_apart_by_their_address() {
     let mut membership = membership();
     join(&mut membership, "a", 1, ms(0));
     let other = WorkerInfo { address: "http://other:8082".to_owned(), ..worker("a", 1) };
-    let refusal = membership.register(other, WorkerLoad::default(), WorkerState::Ready, ms(1));
-    assert_eq!(refusal, Err(Refusal::AddressTaken { registered: "http://a:8082".to_owned() }));
+    let error = membership.register(other, WorkerLoad::default(), WorkerState::Ready, ms(1));
+    assert_eq!(error, Err(MembershipError::AddressTaken { registered: "http://a:8082".to_owned() }));
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn a_member_expires_after_three_missed_heartbeats() {
     membership.advance(ms(3001));
     assert_eq!(ids(&membership), ["b"]);
     assert_eq!(membership.take_changes(), [Change::Expire("a".to_owned())]);
-    assert_eq!(membership.heartbeat("a", 1, WorkerLoad::default(), ms(3001)), Err(Refusal::Unknown));
+    assert_eq!(membership.heartbeat("a", 1, WorkerLoad::default(), ms(3001)), Err(MembershipError::Unknown));
 }
 
 #[test]
@@ -115,8 +115,8 @@ fn a_heartbeat_of_another_life_is_refused() {
     let mut membership = membership();
     join(&mut membership, "a", 5, ms(0));
     let stale = membership.heartbeat("a", 4, WorkerLoad::default(), ms(1));
-    assert_eq!(stale, Err(Refusal::StaleEpoch { registered: 5 }));
-    assert_eq!(membership.heartbeat("a", 6, WorkerLoad::default(), ms(1)), Err(Refusal::Unknown));
+    assert_eq!(stale, Err(MembershipError::StaleEpoch { registered: 5 }));
+    assert_eq!(membership.heartbeat("a", 6, WorkerLoad::default(), ms(1)), Err(MembershipError::Unknown));
 }
 
 #[test]
@@ -146,7 +146,7 @@ fn the_first_members_have_their_full_weight_and_a_later_one_rises_to_it() {
         alive(&mut membership, &["a", "b"], ms(second * 1000));
     }
     join(&mut membership, "c", 1, ms(9000));
-    assert_eq!(membership.next_deadline(), Some(ms(10_000)), "the next step, before anybody expires");
+    assert_eq!(membership.next_deadline(), Some(ms(10_000)), "the next step, before any member expires");
     let mut seen = vec![weight(&membership, "c")];
     let version = membership.version();
     for second in 10..=18 {
@@ -330,7 +330,7 @@ proptest! {
             }
             let members = membership.members();
             let states: BTreeMap<_, _> = members.into_iter().map(|member| (member.worker.id, member.state)).collect();
-            prop_assert_eq!(&states, &written, "what is written down is who the members are");
+            prop_assert_eq!(&states, &written, "the written records are the members");
             prop_assert!(membership.next_deadline().is_none_or(|deadline| now < deadline));
         }
     }

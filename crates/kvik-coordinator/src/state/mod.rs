@@ -1,8 +1,8 @@
-//! State backends: who leads, and what the next leader must know.
+//! State backends: the current leader, and what the next one must know.
 //!
 //! Only the leader changes the membership. A term is one life of a leader; terms rise, and a backend
 //! refuses the writes of a term that is over, so that a leader that was paused cannot undo what its
-//! successor did. What is written down is who the members are; heartbeats, loads and versions are
+//! successor did. The members are written down; heartbeats, loads and versions are
 //! in the leader's memory and come again by themselves.
 
 mod embedded;
@@ -27,7 +27,7 @@ pub(crate) enum Role {
         /// When the lead ends unless it is renewed; `None`: never.
         until: Option<Instant>,
     },
-    /// Another one does, or nobody.
+    /// Another coordinator does, or none.
     Follower {
         /// The leader's base address, if there is a leader.
         leader: Option<String>,
@@ -53,7 +53,7 @@ pub(crate) trait StateBackend: Debug + Send + Sync + 'static {
     /// Time between two calls of [`StateBackend::elect`] in this role.
     fn elect_interval(&self, role: &Role) -> Duration;
 
-    /// Renews the lead or tries to get it; tells who leads. A lead that was lost or given up comes
+    /// Renews the lead or tries to get it; returns the role. A lead that was lost or given up comes
     /// back only under a higher term.
     fn elect(&self) -> impl Future<Output = Result<Role, StateError>> + Send;
 
@@ -61,7 +61,7 @@ pub(crate) trait StateBackend: Debug + Send + Sync + 'static {
     /// its term are refused.
     fn resign(&self) -> impl Future<Output = ()> + Send;
 
-    /// Reads who the members are, as leader of `term`.
+    /// Reads the members, as leader of `term`.
     fn load(&self, term: u64) -> impl Future<Output = Result<Vec<Record>, StateError>> + Send;
 
     /// Writes changes down, as leader of `term`. The caller MUST give up the lead if this fails,

@@ -1,5 +1,8 @@
 //! What the tests share.
 
+#[path = "../../../../tests/support/poll.rs"]
+pub(crate) mod poll;
+
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -10,6 +13,8 @@ use kvik_proto::coordinator::{
     HeartbeatRequest, RegisterRequest, Snapshot, WorkerInfo, WorkerLoad, WorkerState,
 };
 use serde_json::Value;
+
+use poll::poll;
 
 pub(crate) fn http() -> HttpClient {
     http_client(&TlsClientConfig::default()).unwrap()
@@ -67,18 +72,12 @@ pub(crate) async fn call(method: &str, url: &str, body: &str) -> Result<(u16, Va
     Ok((status, serde_json::from_str(&text).unwrap_or(Value::String(text))))
 }
 
-/// Asks again and again until there is an answer; returns it and how long it took.
-pub(crate) async fn eventually<T, F: Future<Output = Option<T>>>(
+/// Asks until there is an answer; returns it and how long it took.
+pub(crate) async fn eventually<T>(
     within: Duration,
     what: &str,
-    mut ask: impl FnMut() -> F,
+    ask: impl AsyncFnMut() -> Option<T>,
 ) -> (T, Duration) {
     let began = Instant::now();
-    loop {
-        if let Some(answer) = ask().await {
-            return (answer, began.elapsed());
-        }
-        assert!(began.elapsed() < within, "{what}: not within {within:?}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    (poll(within, what, ask).await, began.elapsed())
 }

@@ -6,8 +6,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
-use super::BlockKey;
 use super::sets::SetRef;
+use super::types::BlockKey;
 use crate::kernels::{zeroed_half_words, zeroed_words};
 
 /// Entries of an extent: 400 KiB, so that cleaning one is well below a millisecond of memory traffic
@@ -85,7 +85,7 @@ impl Extent {
         }
     }
 
-    /// The set of an entry. Acquire: whoever sees it sees the entry's key and the set's members.
+    /// The set of an entry. Acquire: a reader that sees it sees the entry's key and the set's members.
     pub(super) fn set(&self, offset: usize) -> SetRef {
         SetRef(self.sets[offset].load(Acquire))
     }

@@ -6,8 +6,8 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use super::park::{Park, Parked};
-use super::{BlockKey, Event, N_TIERS, Tier};
+use super::pending::{PendingEvent, PendingEvents};
+use super::types::{BlockKey, Event, N_TIERS, Tier};
 
 /// The chain whose keys the index uses.
 pub trait OwnChain {
@@ -79,16 +79,16 @@ pub struct BridgeConfig {
     /// engine still has last.
     pub max_blocks: usize,
     /// Bytes of events that wait for their parent; default 16 MiB.
-    pub max_parked_bytes: usize,
+    pub max_pending_bytes: usize,
 }
 
 /// What a bridge did not translate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BridgeCounters {
     /// Events that had to wait for their parent.
-    pub events_parked: u64,
+    pub events_pending: u64,
     /// Waiting events that were dropped for space or by a clear.
-    pub parked_dropped: u64,
+    pub pending_dropped: u64,
     /// Events whose tokens do not fit their keys.
     pub events_malformed: u64,
     /// Blocks named without tokens that are not known.
@@ -108,7 +108,7 @@ pub struct Bridge {
     parts: HashMap<BlockKey, Box<[BlockKey]>>,
     /// Engine blocks in the order in which they may leave.
     order: VecDeque<BlockKey>,
-    park: Park,
+    pending: PendingEvents,
     /// Raised by a clear: counts of earlier lives are zero.
     lives: [u32; N_TIERS],
     counters: BridgeCounters,
@@ -138,7 +138,7 @@ struct Block {
 
 impl Default for BridgeConfig {
     fn default() -> Self {
-        Self { max_blocks: 1_000_000, max_parked_bytes: 16 << 20 }
+        Self { max_blocks: 1_000_000, max_pending_bytes: 16 << 20 }
     }
 }
 
@@ -161,7 +161,7 @@ impl Bridge {
             blocks: HashMap::new(),
             parts: HashMap::new(),
             order: VecDeque::new(),
-            park: Park::new(config.max_parked_bytes),
+            pending: PendingEvents::new(config.max_pending_bytes),
             lives: [1; N_TIERS],
             counters: BridgeCounters::default(),
         }
@@ -178,8 +178,8 @@ impl Bridge {
     }
 
     /// How many events wait for their parent.
-    pub fn n_parked(&self) -> usize {
-        self.park.len()
+    pub fn n_pending(&self) -> usize {
+        self.pending.len()
     }
 
     /// Our keys that overlap an engine block.
@@ -206,9 +206,10 @@ impl Bridge {
                 match parent {
                     Some(parent) if !self.blocks.contains_key(&parent) && !self.knows_all(keys) => {
                         let (keys, tokens) = (keys.to_vec(), tokens.to_vec());
-                        self.counters.events_parked += 1;
-                        let event = Parked { parent, tier, keys, tokens, block_tokens, removed: Vec::new() };
-                        self.counters.parked_dropped += self.park.park(event);
+                        self.counters.events_pending += 1;
+                        let event =
+                            PendingEvent { parent, tier, keys, tokens, block_tokens, removed: Vec::new() };
+                        self.counters.pending_dropped += self.pending.add(event);
                     }
                     _ => self.store(Stored { tier, parent, keys, tokens, block_tokens }, chain, out),
                 }
@@ -220,7 +221,7 @@ impl Bridge {
                         *life = life.wrapping_add(1);
                     }
                 }
-                self.counters.parked_dropped += self.park.clear(tier);
+                self.counters.pending_dropped += self.pending.clear(tier);
                 out.push(OwnRun::Cleared { tier });
             }
         }
@@ -248,8 +249,8 @@ impl Bridge {
         self.store_run(event, chain, out);
         let mut arrived: VecDeque<BlockKey> = event.keys.iter().copied().collect();
         while let Some(parent) = arrived.pop_front() {
-            for child in self.park.take_children(parent) {
-                let Parked { tier, keys, tokens, block_tokens, removed, .. } = child;
+            for child in self.pending.take_children(parent) {
+                let PendingEvent { tier, keys, tokens, block_tokens, removed, .. } = child;
                 let run = Stored { tier, parent: Some(parent), keys: &keys, tokens: &tokens, block_tokens };
                 self.store_run(run, chain, out);
                 self.remove(tier, &removed, out);
@@ -348,7 +349,7 @@ impl Bridge {
         let mut removed = Vec::new();
         for key in keys {
             match self.count(*key, tier) {
-                0 if self.park.remove(*key, tier) => {}
+                0 if self.pending.remove(*key, tier) => {}
                 0 => self.counters.removals_unknown += 1,
                 count => {
                     if let Some(block) = self.blocks.get_mut(key) {

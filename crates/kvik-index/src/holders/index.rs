@@ -6,19 +6,19 @@ use std::sync::atomic::AtomicBool;
 use arc_swap::ArcSwap;
 
 use super::arena::{Arena, EntryIndex};
-use super::grace::{Freed, Grace, Root};
-use super::group::Group;
+use super::bulk::Bulk;
+use super::hash_key::HashKey;
 use super::lookup::{HolderReader, Shared};
 use super::ordering::{Gap, Ordering, Verdict};
-use super::replace::Replacements;
-use super::salt::Salt;
+use super::reclaim::{Freed, Reclaimer, Root};
+use super::replacements::Replacements;
 use super::sets::{SetRef, Sets};
 use super::sources::{SourceName, Sources};
-use super::space::Sweep;
+use super::sweep::Sweep;
 use super::table::{Probe, Table};
-use super::{Batch, Event, IndexConfig, IndexError, SourceId, Tier};
+use super::types::{self, Batch, Event, IndexConfig, IndexError, SourceId, Tier};
 
-/// The most threads that take up blocks: a few keep the memory busy.
+/// The most threads that store blocks: a few keep the memory busy.
 const MAX_THREADS: usize = 16;
 
 /// The writer of the global KV index.
@@ -28,15 +28,15 @@ const MAX_THREADS: usize = 16;
 #[derive(Debug)]
 pub struct HolderIndex {
     pub(super) config: IndexConfig,
-    pub(super) salt: Salt,
+    pub(super) hash_key: HashKey,
     pub(super) shared: Arc<Shared>,
-    pub(super) grace: Grace,
+    pub(super) reclaimer: Reclaimer,
     pub(super) table: Table,
     pub(super) arena: Arena,
     pub(super) sets: Sets,
     pub(super) sources: Sources,
     pub(super) sweep: Option<Sweep>,
-    pub(super) group: Group,
+    pub(super) bulk: Bulk,
     pub(super) replacements: Replacements,
     /// Sources that are gone and whose holders are not swept yet.
     pub(super) gone_sources: Vec<u32>,
@@ -59,7 +59,7 @@ pub struct Counters {
     pub batches_early: u64,
     /// Batches dropped because their epoch is over.
     pub batches_old_epoch: u64,
-    /// Batches dropped because nobody knows their source.
+    /// Batches dropped because their source is unknown.
     pub batches_unknown_source: u64,
     /// Restarts seen, told by an epoch or by a sequence that fell back.
     pub restarts: u64,
@@ -106,9 +106,9 @@ pub struct HolderStats {
 
 impl HolderIndex {
     /// The longest name of a worker.
-    pub const MAX_NAME_BYTES: usize = 512;
+    pub const MAX_NAME_BYTES: usize = types::MAX_NAME_BYTES;
     /// The most sources there can be: each may have a holder in every tier.
-    pub const MAX_SOURCES: usize = 8191;
+    pub const MAX_SOURCES: usize = types::MAX_SOURCES;
     /// The smallest budget: a few extents and the fixed tables.
     pub const MIN_BUDGET_BYTES: u64 = 8 << 20;
 
@@ -117,33 +117,33 @@ impl HolderIndex {
         config.budget_bytes = config.budget_bytes.max(Self::MIN_BUDGET_BYTES);
         config.max_sources = config.max_sources.min(Self::MAX_SOURCES);
         config.n_threads = config.n_threads.clamp(1, MAX_THREADS);
-        let salt = Salt::new(config.salt);
-        let (table, arena, mut sets) = (Table::new(), Arena::new(), Sets::new(salt));
+        let hash_key = HashKey::new(config.hash_seed);
+        let (table, arena, mut sets) = (Table::new(), Arena::new(), Sets::new(hash_key));
         let sources = Sources::new(config.max_sources);
         let root = Root {
             directory: Arc::new(table.published()),
             extents: Arc::new(arena.published()),
             sets: Arc::new(sets.published()),
         };
-        let grace = Grace::new(root);
+        let reclaimer = Reclaimer::new(root);
         let shared = Arc::new(Shared {
-            root: ArcSwap::new(Arc::clone(grace.current())),
+            root: ArcSwap::new(Arc::clone(reclaimer.current())),
             roll: Arc::clone(&sources.roll),
             names: ArcSwap::from_pointee(Vec::new()),
-            salt,
+            hash_key,
             wants_marks: AtomicBool::new(false),
         });
         Self {
             config,
-            salt,
+            hash_key,
             shared,
-            grace,
+            reclaimer,
             table,
             arena,
             sets,
             sources,
             sweep: None,
-            group: Group::new(salt),
+            bulk: Bulk::new(hash_key),
             replacements: Replacements::default(),
             gone_sources: Vec::new(),
             shrink_at: 0,
@@ -173,7 +173,7 @@ impl HolderIndex {
             n_interned_sets: self.sets.n_interned(),
             n_sources: self.sources.by_name.len(),
             n_retired_holders: self.n_retired(),
-            n_waiting: self.grace.n_waiting(),
+            n_waiting: self.reclaimer.n_waiting(),
         }
     }
 
@@ -214,7 +214,7 @@ impl HolderIndex {
         self.sources.by_name.get(&name).copied().map(SourceId)
     }
 
-    /// Takes a source out with all it holds, in constant time; false if there is none.
+    /// Takes a source out with all it holds, in constant time; false if there is no such source.
     ///
     /// Batches of it that are still under way are dropped and counted.
     pub fn remove_source(&mut self, source: SourceId) -> bool {
@@ -244,8 +244,8 @@ impl HolderIndex {
     /// Applies a batch if it is the one that is due.
     #[must_use = "a gap is the caller's to close"]
     pub fn apply(&mut self, batch: &Batch<'_>) -> Verdict {
-        let verdict = if Self::is_group(batch.events) {
-            self.in_group(|index| index.apply_one(batch))
+        let verdict = if Self::is_bulk(batch.events) {
+            self.in_bulk(|index| index.apply_one(batch))
         } else {
             self.apply_one(batch)
         };
@@ -267,7 +267,7 @@ impl HolderIndex {
         let changed_gap = entry.ordering.gap != gap;
         if judgment.forget {
             self.counters.restarts += 1;
-            self.end_group();
+            self.end_bulk();
             self.sources.forget(batch.source);
         } else if changed_gap && judgment.verdict != Verdict::Applied {
             self.sources.show(batch.source);
@@ -282,7 +282,7 @@ impl HolderIndex {
                     self.apply_event(batch.source, event);
                 }
                 if changed_gap {
-                    self.end_group();
+                    self.end_bulk();
                     self.sources.show(batch.source);
                 }
             }
@@ -322,7 +322,7 @@ impl HolderIndex {
                 }
             }
             Event::Cleared { tier } => {
-                self.end_group();
+                self.end_bulk();
                 match tier {
                     None => self.sources.forget(source),
                     Some(tier) => self.clear_tier(source, tier),
@@ -354,14 +354,14 @@ impl HolderIndex {
 
     /// A holder that no reader sees yet.
     pub(super) fn open_holder(&mut self, source: SourceId, tier: Tier) -> Option<u16> {
-        let opened = self.sources.open_holder(source, tier, self.salt);
+        let opened = self.sources.open_holder(source, tier, self.hash_key);
         if opened.is_some() {
             return opened;
         }
         // All numbers are in use or wait for a sweep: do that now.
-        self.end_group();
+        self.end_bulk();
         self.sweep_all();
-        self.sources.open_holder(source, tier, self.salt)
+        self.sources.open_holder(source, tier, self.hash_key)
     }
 
     /// Gives an entry another set, and takes it out of the table if that is empty.
@@ -370,14 +370,14 @@ impl HolderIndex {
         self.arena.put_set(index, new);
         self.sets.release(old, 1);
         if !new.is_live() {
-            self.table.delete(self.salt.tag(key), index);
+            self.table.delete(self.hash_key.tag(key), index);
         }
     }
 
     /// The entry of a key and its set.
     #[inline]
     pub(super) fn find_entry(&self, key: u64) -> Option<(EntryIndex, SetRef)> {
-        let Probe::Found { index, .. } = self.probe(self.salt.tag(key), key) else { return None };
+        let Probe::Found { index, .. } = self.probe(self.hash_key.tag(key), key) else { return None };
         Some((index, self.arena.entry(index)?.1))
     }
 
@@ -400,10 +400,10 @@ impl HolderIndex {
 
     pub(super) fn collect_freed(&mut self) {
         for set in self.sets.unreferenced.drain(..) {
-            self.grace.free(Freed::Set(set));
+            self.reclaimer.free(Freed::Set(set));
         }
-        self.grace.advance(&self.shared.root);
-        while let Some(freed) = self.grace.reclaim() {
+        self.reclaimer.advance(&self.shared.root);
+        while let Some(freed) = self.reclaimer.reclaim() {
             match freed {
                 Freed::Set(set) => self.sets.recycle(set),
                 Freed::Holder(holder) => self.sources.free_holders.push(holder),
@@ -414,25 +414,25 @@ impl HolderIndex {
     }
 
     pub(super) fn publish_directory(&mut self) {
-        let root = Root::clone(self.grace.current());
+        let root = Root::clone(self.reclaimer.current());
         self.publish(Root { directory: Arc::new(self.table.published()), ..root });
     }
 
     pub(super) fn publish_extents(&mut self) {
-        let root = Root::clone(self.grace.current());
+        let root = Root::clone(self.reclaimer.current());
         self.publish(Root { extents: Arc::new(self.arena.published()), ..root });
     }
 
     pub(super) fn publish_grown_sets(&mut self) {
         if self.sets.grown {
-            let root = Root::clone(self.grace.current());
+            let root = Root::clone(self.reclaimer.current());
             let sets = Arc::new(self.sets.published());
             self.publish(Root { sets, ..root });
         }
     }
 
     fn publish(&mut self, root: Root) {
-        self.grace.publish(&self.shared.root, root);
+        self.reclaimer.publish(&self.shared.root, root);
     }
 
     pub(super) fn publish_names(&self) {

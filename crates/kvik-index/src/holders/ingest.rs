@@ -5,9 +5,10 @@
 //! are anywhere in memory; they are asked for some keys ahead, so that their misses overlap.
 
 use super::arena::EntryIndex;
+use super::index::HolderIndex;
 use super::sets::SetRef;
 use super::table::Probe;
-use super::{BlockKey, Event, HolderIndex, SourceId};
+use super::types::{BlockKey, Event, SourceId};
 
 /// Keys whose lines of the table are on their way at a time: some more than a core waits for at once, so that it
 /// always does.
@@ -19,7 +20,7 @@ const MAX_EVENTS_AHEAD: usize = 256;
 #[derive(Debug)]
 struct Store {
     holder: u16,
-    /// Whether new blocks wait for the end of a group.
+    /// Whether new blocks wait for the end of a bulk store.
     puts_off: bool,
     /// Blocks that the source may still get.
     n_allowed: u64,
@@ -45,7 +46,7 @@ impl HolderIndex {
         for event in events.iter().take(MAX_EVENTS_AHEAD) {
             if let Event::Stored { keys: [first, ..], .. } | Event::Removed { keys: [first, ..], .. } = event
             {
-                self.table.prefetch(self.salt.tag(first.0));
+                self.table.prefetch(self.hash_key.tag(first.0));
             }
         }
     }
@@ -58,21 +59,21 @@ impl HolderIndex {
         parent: Option<BlockKey>,
         keys: &[BlockKey],
     ) {
-        // Within a group nothing is put off that the source's bound might refuse.
-        let mut puts_off = self.group.has_room(keys.len(), self.n_allowed(source, holder));
+        // Within a bulk store nothing is put off that the source's bound might refuse.
+        let mut puts_off = self.bulk.has_room(keys.len(), self.n_allowed(source, holder));
         if !puts_off {
-            self.end_group();
-            puts_off = self.group.has_room(keys.len(), self.n_allowed(source, holder));
+            self.end_bulk();
+            puts_off = self.bulk.has_room(keys.len(), self.n_allowed(source, holder));
         }
-        let in_group = parent.filter(|_| puts_off).and_then(|parent| self.end_of_last_event(parent));
-        let previous = in_group.or_else(|| self.arena.last_if(parent?.0));
+        let in_bulk = parent.filter(|_| puts_off).and_then(|parent| self.end_of_last_event(parent));
+        let previous = in_bulk.or_else(|| self.arena.last_if(parent?.0));
         let n_allowed = self.n_allowed(source, holder);
         let mut store = Store { holder, puts_off, n_allowed, n_stored: 0, previous, n_asked: 0 };
         let mut rest = keys;
         while !rest.is_empty() {
             // First of all: it may move entries, empty slots of the table and forget sets.
             if self.arena.tail_is_full() {
-                self.extend_group();
+                self.extend_bulk();
             }
             let n_done = self.store_some(&mut store, rest);
             rest = &rest[n_done..];
@@ -95,26 +96,26 @@ impl HolderIndex {
         let beside = store.previous.and_then(|index| self.arena.entry_behind(index, key));
         match beside {
             Some((index, set)) if set.is_live() => return self.add_to_run(store, index, set, keys),
-            Some((index, SetRef::EMPTY)) if store.puts_off && self.is_in_group(index) => {
+            Some((index, SetRef::EMPTY)) if store.puts_off && self.is_in_bulk(index) => {
                 return store.done(index, self.share_run(store.holder, index, keys));
             }
             _ => {}
         }
-        if store.puts_off && store.previous.is_some_and(|index| self.is_last_of_group(index)) {
+        if store.puts_off && store.previous.is_some_and(|index| self.is_last_of_bulk(index)) {
             self.put_off(store.holder, keys, false);
             return keys.len();
         }
         // A dead entry with this key at this place comes back to life: the run stays whole.
         let revived = beside.filter(|(_, set)| *set == SetRef::EMPTY).map(|(index, _)| index);
-        let tag = self.salt.tag(key);
+        let tag = self.hash_key.tag(key);
         match self.probe(tag, key) {
             Probe::Found { index, .. } => {
                 let set = self.arena.entry(index).map_or(SetRef::EMPTY, |(_, set)| set);
                 self.add_to_run(store, index, set, keys)
             }
-            // Always, so that a group has no other entries between its own.
+            // Always, so that a bulk store has no other entries between its own.
             Probe::Absent { .. } if store.puts_off && revived.is_none() => {
-                if let Some(index) = self.start_in_group(keys[0]) {
+                if let Some(index) = self.start_in_bulk(keys[0]) {
                     return store.done(index, self.share_run(store.holder, index, keys));
                 }
                 self.put_off(store.holder, keys, self.starts_run(store));
@@ -172,7 +173,7 @@ impl HolderIndex {
     ) -> u64 {
         if self.sets.contains(set, holder) {
             self.arena.set_repeated(first, n_alike);
-            self.sources.with_repeats(holder, |repeats| repeats.add_run(first, n_alike));
+            self.sources.with_store_counts(holder, |store_counts| store_counts.add_run(first, n_alike));
             self.counters.blocks_repeated += n_alike as u64;
             return 0;
         }
@@ -199,7 +200,7 @@ impl HolderIndex {
         let mut n_asked = 0;
         for (at, &BlockKey(key)) in keys.iter().enumerate() {
             n_asked = self.prefetch_ahead(&keys[at..], n_asked).saturating_sub(1);
-            if self.end_group_of(keys[at]) {
+            if self.end_bulk_of(keys[at]) {
                 change = (SetRef::EMPTY, SetRef::EMPTY);
             }
             let beside = previous.and_then(|index| self.arena.entry_behind(index, key));
@@ -218,7 +219,8 @@ impl HolderIndex {
                 self.publish_grown_sets();
             }
             if self.arena.may_be_repeated(index)
-                && self.sources.with_repeats(holder, |repeats| repeats.take_one(index)) == Some(true)
+                && self.sources.with_store_counts(holder, |store_counts| store_counts.take_one(index))
+                    == Some(true)
             {
                 self.sets.release_if_unused(change.1);
                 change = (SetRef::EMPTY, SetRef::EMPTY);
@@ -236,7 +238,7 @@ impl HolderIndex {
     fn prefetch_ahead(&self, keys: &[BlockKey], n_asked: usize) -> usize {
         let n_ahead = KEYS_AHEAD.min(keys.len());
         for key in keys.get(n_asked..n_ahead).unwrap_or_default() {
-            self.table.prefetch(self.salt.tag(key.0));
+            self.table.prefetch(self.hash_key.tag(key.0));
         }
         n_ahead.max(n_asked)
     }

@@ -3,10 +3,13 @@
 use std::sync::Arc;
 
 use super::arena::EntryIndex;
-use super::grace::Root;
+use super::index::HolderIndex;
+use super::lookup::HolderReader;
 use super::ordering::Gap;
+use super::reclaim::Root;
 use super::sets::{SetRef, for_each_interned};
-use super::{BlockKey, HolderIndex, HolderReader, SourceId, SourceName};
+use super::sources::SourceName;
+use super::types::{BlockKey, SourceId};
 
 /// Lines of the table that a page looks at before it ends: about 300 000 entries, some ten milliseconds.
 const MAX_PAGE_LINES: usize = 1 << 16;
@@ -75,7 +78,7 @@ impl HolderReader {
     ///
     /// It takes no lock and looks at a bounded part of the index, so a page may have fewer blocks than `limit`, or
     /// none, although more follow. Over all pages, a block that the source has throughout is listed exactly once, and
-    /// no block is listed twice. The order depends on [`IndexConfig::salt`](super::IndexConfig::salt). Two keys with
+    /// no block is listed twice. The order depends on [`IndexConfig::hash_key`](super::IndexConfig::hash_key). Two keys with
     /// one place in the order, which has 64 bits, are on one page even if that exceeds the limit.
     pub fn blocks_of(&self, source: SourceId, from: Option<u64>, limit: usize) -> BlockPage {
         let from = from.unwrap_or(0);
@@ -150,7 +153,7 @@ impl HolderReader {
             }
             if cache.1 != 0 {
                 let key = extent.key(index.offset());
-                found.push((self.shared.salt.mix(key), BlockKey(key), cache.1));
+                found.push((self.shared.hash_key.mix(key), BlockKey(key), cache.1));
             }
         });
         (!is_stale).then_some(walked)
@@ -207,7 +210,7 @@ impl HolderIndex {
                 if !self.sets.contains(set, holder) {
                     continue;
                 }
-                self.take_repeats(holder, index);
+                self.take_store_counts(holder, index);
                 self.sources.count(holder, -1);
                 n_leaving += 1;
             }

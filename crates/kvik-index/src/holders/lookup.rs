@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use arc_swap::ArcSwap;
 
 use super::arena::{EXTENT_ENTRIES, EntryIndex, Extent};
-use super::grace::Root;
+use super::hash_key::HashKey;
 use super::matches::{LookupOptions, Matches, Walk};
-use super::salt::Salt;
+use super::reclaim::Root;
 use super::sets::{SetRef, for_each_interned};
 use super::sources::{Roll, SourceName};
-use super::{BlockKey, SourceId};
+use super::types::{BlockKey, SourceId};
 
 /// Keys whose table lines are asked for at a time where a prompt lies in small pieces.
 const TOUCH_GROUP: usize = 8;
@@ -30,7 +30,7 @@ pub(super) struct Shared {
     pub(super) root: ArcSwap<Root>,
     pub(super) roll: Arc<Roll>,
     pub(super) names: ArcSwap<Vec<Option<Arc<SourceName>>>>,
-    pub(super) salt: Salt,
+    pub(super) hash_key: HashKey,
     /// The budget comes near: lookups mark where they ended.
     pub(super) wants_marks: AtomicBool,
 }
@@ -132,7 +132,7 @@ impl HolderReader {
     fn touch(&self, root: &Root, keys: &[BlockKey], at: usize) -> usize {
         let end = (at + TOUCH_GROUP).min(keys.len());
         for key in &keys[at..end] {
-            root.directory.prefetch(self.shared.salt.tag(key.0));
+            root.directory.prefetch(self.shared.hash_key.tag(key.0));
         }
         end
     }
@@ -141,7 +141,7 @@ impl HolderReader {
     fn find<'a>(&self, root: &'a Root, key: u64) -> Found<'a> {
         let mut found = None;
         let mut is_stale = false;
-        let index = root.directory.find(self.shared.salt.tag(key), |index: EntryIndex| {
+        let index = root.directory.find(self.shared.hash_key.tag(key), |index: EntryIndex| {
             let Some(Some(extent)) = root.extents.get(index.slot()) else {
                 is_stale = true;
                 return true;

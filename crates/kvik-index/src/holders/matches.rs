@@ -1,8 +1,8 @@
 //! The answer to a lookup: how much of the prompt each source has, tier by tier.
 
-use super::score::{Scorer, TierOrder, TierWeights};
 use super::sources::LiveHolder;
-use super::{N_TIERS, SourceId, Tier};
+use super::tiers::TierOrder;
+use super::types::{N_TIERS, SourceId, Tier};
 
 const NO_ROW: u32 = u32::MAX;
 
@@ -64,11 +64,6 @@ pub struct Matches {
 }
 
 impl<'a> LookupOptions<'a> {
-    /// What a scorer with these weights needs.
-    pub fn for_scorer(scorer: Scorer, weights: &TierWeights) -> Self {
-        Self { walk: scorer.walk(), only: None, order: weights.order() }
-    }
-
     /// The same for some sources only.
     #[must_use]
     pub fn only(self, sources: &'a SourceSet) -> Self {
@@ -236,7 +231,7 @@ impl Matches {
         self.was_abandoned = true;
     }
 
-    /// Notes that nobody has the next block.
+    /// Notes that no source has the next block.
     pub(super) fn end_prefix(&mut self) {
         self.active.clear();
         self.is_start = false;

@@ -3,29 +3,10 @@
 //! The new blocks get holders that no reader sees. The last step makes them visible and retires the old ones: readers
 //! see either all of the old or all of the new.
 
+use super::index::HolderIndex;
 use super::ordering::{Gap, Ordering};
-use super::{BlockKey, HolderIndex, N_TIERS, SourceId, Tier};
-
-/// A replacement that has begun.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ReplacementId(u64);
-
-/// What a source will hold.
-#[derive(Debug)]
-pub(super) struct Replacement {
-    id: ReplacementId,
-    pub(super) source: SourceId,
-    epoch: Option<u64>,
-    next: u64,
-    holders: [Option<u16>; N_TIERS],
-}
-
-/// The replacements in progress: few, mostly none.
-#[derive(Debug, Default)]
-pub(super) struct Replacements {
-    list: Vec<Replacement>,
-    n_begun: u64,
-}
+use super::replacements::{Replacement, ReplacementId};
+use super::types::{BlockKey, N_TIERS, SourceId, Tier};
 
 impl HolderIndex {
     /// Replaces all that is known of a source by what the source says it holds, as of just before the
@@ -39,7 +20,7 @@ impl HolderIndex {
         runs: impl IntoIterator<Item = (Tier, &'a [BlockKey])>,
     ) -> bool {
         let Some(id) = self.begin_replace(source, epoch, next) else { return false };
-        self.in_group(|index| {
+        self.in_bulk(|index| {
             for (tier, keys) in runs {
                 index.store_replacing(id, tier, None, keys);
             }
@@ -73,7 +54,7 @@ impl HolderIndex {
         id: ReplacementId,
         runs: impl IntoIterator<Item = (Tier, Option<BlockKey>, &'a [BlockKey])>,
     ) -> bool {
-        let is_known = self.in_group(|index| {
+        let is_known = self.in_bulk(|index| {
             runs.into_iter().all(|(tier, parent, keys)| index.store_replacing(id, tier, parent, keys))
         });
         self.settle();

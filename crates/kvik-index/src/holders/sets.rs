@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use super::salt::Salt;
+use super::hash_key::HashKey;
 
 /// Holder numbers are below this: two fit beside the flag.
 pub(super) const MAX_HOLDERS: usize = (1 << HOLDER_BITS) - 1;
@@ -39,7 +39,7 @@ pub(super) struct Sets {
     chunks: SetChunks,
     n_references: Vec<Vec<u32>>,
     free: Vec<Vec<u32>>,
-    interned: HashMap<Box<[u16]>, SetRef, Salt>,
+    interned: HashMap<Box<[u16]>, SetRef, HashKey>,
     scratch: Members,
     n_chunk_words: u64,
     n_interned_members: u64,
@@ -106,12 +106,12 @@ pub(super) fn for_each_interned(chunks: &SetChunks, set: SetRef, mut take: impl 
 }
 
 impl Sets {
-    pub(super) fn new(salt: Salt) -> Self {
+    pub(super) fn new(hash_key: HashKey) -> Self {
         Self {
             chunks: vec![Vec::new(); N_CLASSES],
             n_references: vec![vec![0; FIRST_INDEX as usize]; N_CLASSES],
             free: vec![Vec::new(); N_CLASSES],
-            interned: HashMap::with_hasher(salt),
+            interned: HashMap::with_hasher(hash_key),
             scratch: Vec::new(),
             n_chunk_words: 0,
             n_interned_members: 0,

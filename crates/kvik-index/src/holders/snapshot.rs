@@ -10,12 +10,13 @@ use std::sync::Arc;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::arena::{EXTENT_BYTES, EXTENT_ENTRIES, EntryIndex};
-use super::grace::Root;
+use super::index::HolderIndex;
 use super::ordering::{Gap, Ordering};
+use super::reclaim::Root;
 use super::sets::{MAX_HOLDERS, SetRef};
 use super::sources::SourceName;
 use super::table::Table;
-use super::{HolderIndex, IndexConfig, IndexError, SourceId, Tier};
+use super::types::{IndexConfig, IndexError, SourceId, Tier};
 
 const MAGIC: [u8; 8] = *b"KVIKHIDX";
 const VERSION: u32 = 1;
@@ -53,7 +54,7 @@ impl HolderIndex {
             if let Some(holder) = holder {
                 holder_numbers[number] = holders.len() as u16;
                 holders.push(holder);
-                n_repeats += holder.repeats.n_entries();
+                n_repeats += holder.store_counts.n_entries();
             }
         }
         let (set_numbers, sets) = self.number_sets(&holder_numbers);
@@ -106,7 +107,7 @@ impl HolderIndex {
             out.bytes(&(word | if starts_run { STARTS_RUN } else { 0 }).to_le_bytes())
         })?;
         for (number, holder) in holders.iter().enumerate() {
-            for (index, count) in holder.repeats.iter() {
+            for (index, count) in holder.store_counts.iter() {
                 let key = self.arena.entry(index).map_or(0, |(key, _)| key);
                 out.bytes(&(number as u16).to_le_bytes())?;
                 out.bytes(&key.to_le_bytes())?;
@@ -178,7 +179,7 @@ impl HolderIndex {
             return bad("bytes are left over");
         }
         index.publish_names();
-        index.grace.publish(
+        index.reclaimer.publish(
             &index.shared.root,
             Root {
                 directory: Arc::new(index.table.published()),
@@ -260,7 +261,7 @@ impl HolderIndex {
             return bad("a holder is of no source or no tier");
         };
         let generation = self.sources.get(SourceId(source)).map_or(0, |source| source.generation);
-        let holder = self.sources.open_holder(SourceId(source), tier, self.salt);
+        let holder = self.sources.open_holder(SourceId(source), tier, self.hash_key);
         if let Some(holder) = holder {
             self.sources.show_holder(holder, generation);
         }
@@ -336,11 +337,11 @@ impl HolderIndex {
         Ok(())
     }
 
-    /// Lets the table take up all entries.
+    /// Inserts all entries into the table.
     fn load_table(&mut self) -> Result<(), IndexError> {
         let places: Vec<EntryIndex> =
             self.arena.sealed.iter().chain(&self.arena.tail).map(|slot| EntryIndex::new(*slot, 0)).collect();
-        let absorbed = self.table.absorb_many(&self.arena, &places, self.salt, self.config.n_threads);
+        let absorbed = self.table.absorb_many(&self.arena, &places, self.hash_key, self.config.n_threads);
         if absorbed.n_twins > 0 { bad("a key is there twice") } else { Ok(()) }
     }
 
@@ -350,7 +351,7 @@ impl HolderIndex {
             return bad("a repetition is of no holder");
         }
         self.arena.set_repeated(index, 1);
-        self.sources.with_repeats(holder, |repeats| repeats.add(index, count));
+        self.sources.with_store_counts(holder, |store_counts| store_counts.add(index, count));
         Ok(())
     }
 }

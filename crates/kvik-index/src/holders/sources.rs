@@ -1,4 +1,4 @@
-//! Who holds blocks: sources, their holders and their generations.
+//! Sources of events, their holders and their generations.
 //!
 //! A holder counts only while its generation is that of its source. So one store of a source's
 //! generation takes everything it held out of every answer; the bits are swept later.
@@ -7,11 +7,11 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
 
+use super::hash_key::HashKey;
 use super::ordering::Ordering;
-use super::repeats::Repeats;
-use super::salt::Salt;
 use super::sets::MAX_HOLDERS;
-use super::{N_TIERS, SourceId, Tier};
+use super::store_counts::StoreCounts;
+use super::types::{N_TIERS, SourceId, Tier};
 
 const PRESENT: u64 = 1;
 const UNSURE: u64 = 2;
@@ -29,7 +29,7 @@ pub struct SourceName {
 /// What readers know of holders and sources.
 #[derive(Debug)]
 pub(super) struct Roll {
-    /// Generation, source and tier of a holder; 0 if there is none.
+    /// Generation, source and tier of a holder; 0 if there is no such holder.
     holders: Box<[AtomicU64]>,
     /// Generation and flags of a source.
     sources: Box<[AtomicU64]>,
@@ -63,7 +63,7 @@ pub(super) struct Holder {
     /// Whether its blocks count as blocks of its source; not while it belongs to a replacement.
     is_shown: bool,
     /// Blocks that were stored more than once.
-    pub(super) repeats: Repeats,
+    pub(super) store_counts: StoreCounts,
 }
 
 /// The writer's side.
@@ -92,7 +92,7 @@ impl Roll {
     /// The source and tier of a holder, unless its time is over.
     #[inline]
     pub(super) fn live(&self, holder: u16) -> Option<LiveHolder> {
-        // Acquire on both: a holder is written before its source takes up its generation.
+        // Acquire on both: a holder is written before its source switches to its generation.
         let word = self.holders.get(usize::from(holder))?.load(Acquire);
         let source = (word as u32) >> 8;
         let state = self.sources.get(source as usize)?.load(Acquire);
@@ -192,7 +192,7 @@ impl Sources {
     }
 
     /// Makes a holder of a free number. No reader sees it before [`Self::show_holder`].
-    pub(super) fn open_holder(&mut self, source: SourceId, tier: Tier, salt: Salt) -> Option<u16> {
+    pub(super) fn open_holder(&mut self, source: SourceId, tier: Tier, hash_key: HashKey) -> Option<u16> {
         let number = match self.free_holders.pop() {
             Some(number) => number,
             None if self.holders.len() < MAX_HOLDERS => {
@@ -201,8 +201,8 @@ impl Sources {
             }
             None => return None,
         };
-        let repeats = Repeats::new(salt);
-        let holder = Holder { source: source.0, tier, n_blocks: 0, is_shown: false, repeats };
+        let store_counts = StoreCounts::new(hash_key);
+        let holder = Holder { source: source.0, tier, n_blocks: 0, is_shown: false, store_counts };
         self.holders[usize::from(number)] = Some(holder);
         Some(number)
     }
@@ -220,7 +220,7 @@ impl Sources {
     pub(super) fn retire(&mut self, holder: u16) {
         self.roll.put_holder(holder, 0);
         if let Some(old) = self.holders.get_mut(usize::from(holder)).and_then(Option::take) {
-            self.repeat_bytes -= old.repeats.bytes();
+            self.repeat_bytes -= old.store_counts.bytes();
         }
         self.retired_bits[usize::from(holder) / 64] |= 1 << (holder % 64);
         self.retired.push(holder);
@@ -253,15 +253,15 @@ impl Sources {
     }
 
     /// Changes the repetitions of a holder; `None` if there is no such holder.
-    pub(super) fn with_repeats<T>(
+    pub(super) fn with_store_counts<T>(
         &mut self,
         holder: u16,
-        change: impl FnOnce(&mut Repeats) -> T,
+        change: impl FnOnce(&mut StoreCounts) -> T,
     ) -> Option<T> {
-        let repeats = &mut self.holders.get_mut(usize::from(holder))?.as_mut()?.repeats;
-        let n_bytes_before = repeats.bytes();
-        let changed = change(repeats);
-        self.repeat_bytes = self.repeat_bytes + repeats.bytes() - n_bytes_before;
+        let store_counts = &mut self.holders.get_mut(usize::from(holder))?.as_mut()?.store_counts;
+        let n_bytes_before = store_counts.bytes();
+        let changed = change(store_counts);
+        self.repeat_bytes = self.repeat_bytes + store_counts.bytes() - n_bytes_before;
         Some(changed)
     }
 }

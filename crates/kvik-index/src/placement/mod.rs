@@ -1,4 +1,4 @@
-//! Which member takes a request when it is known who has how much of its prompt.
+//! Which member takes a request when it is known how much of its prompt each member has.
 //!
 //! [`choose`] minimizes what the request costs on a member:
 //!
@@ -13,7 +13,7 @@
 //!
 //! Only members that stay within their bound with the request are asked, the bound being that of
 //! [`ring::choose`] and the request weighing what is left of it on that member. So a prefix
-//! that everybody wants spreads: when its holder is full, the next best holder takes the request, and a member
+//! that many requests share spreads: when its holder is full, the next best holder takes the request, and a member
 //! that has nothing of it if that is cheaper. If no member has room, the cheapest of all usable ones takes it.
 //! Of equally cheap members the first clockwise from the key is taken. If no usable member has
 //! anything of the prompt, the choice is exactly that of the ring.
@@ -26,8 +26,8 @@ use crate::ring::{self, Bounds, Choice, Loads, Reason, Ring};
 
 /// How much a token in a member's queue counts, beside a token that is computed anew.
 ///
-/// A token of the queue delays this request only: somebody computes it in any case. A token that is computed anew
-/// delays this request and everyone who waits behind it. A member that is busy a part `u` of the time has
+/// A token of the queue delays this request only: it is computed in any case. A token that is computed anew
+/// delays this request and all that wait behind it. A member that is busy a part `u` of the time has
 /// `u / (1 - u)` requests waiting in the mean (as a queue with one server and random arrivals has), so a token of the
 /// queue counts `1 / (1 + u / (1 - u)) = 1 - u` of the other. The value is that of a fleet that is busy three quarters
 /// of the time, for which fleets are planned. With 1 each request would go where its own first token
@@ -46,7 +46,7 @@ pub const NAMED_FLOOR_TOKENS: u64 = 32_768;
 pub struct Request<'a> {
     /// Where it lies on the ring, which decides between members that are equally good.
     ///
-    /// The best key is the first block that no member has: prompts that share a beginning which everybody has
+    /// The best key is the first block that no member has: prompts that share a beginning that all members have
     /// then spread over all members, and gateways that see the same prompt at a time agree.
     pub key: &'a [u8],
     /// Tokens that it keeps a member busy with that has nothing of its prompt.

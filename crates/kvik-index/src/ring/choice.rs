@@ -110,7 +110,7 @@ pub fn choose(
     decide(ring, key, &bounds, usable, |_| {})
 }
 
-/// Does what [`choose`] does and tells why.
+/// Does what [`choose`] does and returns the reasons.
 pub fn explain(
     ring: &Ring,
     key: &[u8],

@@ -144,7 +144,7 @@ impl Ring {
         self.hash.position(key)
     }
 
-    /// Visits the distinct members clockwise from `key`: first its owner, then who would own it if
+    /// Visits the distinct members clockwise from `key`: first its owner, then the member that would own it if
     /// the ones before did not exist. Members without a virtual node are not visited.
     ///
     /// Does not allocate for up to 64 members.

@@ -148,9 +148,9 @@ fn children_wait_for_their_parent_and_forget_what_was_removed_meanwhile() {
     bridge.translate(&part(6, 8, Some(engine[5])), &chain, &mut out);
     bridge.translate(&part(4, 6, Some(engine[3])), &chain, &mut out);
     bridge.translate(&BridgeEvent::Removed { tier, keys: &engine[6..7] }, &chain, &mut out);
-    assert_eq!((out.len(), bridge.n_parked()), (0, 2));
+    assert_eq!((out.len(), bridge.n_pending()), (0, 2));
     bridge.translate(&part(0, 4, None), &chain, &mut out);
-    assert_eq!(bridge.n_parked(), 0);
+    assert_eq!(bridge.n_pending(), 0);
     let mut held = Held::default();
     held.apply(&out);
     let expected = own.iter().enumerate().filter(|(at, _)| *at != 6).map(|(_, key)| *key).collect();
@@ -161,7 +161,7 @@ fn children_wait_for_their_parent_and_forget_what_was_removed_meanwhile() {
 #[test]
 fn the_park_and_the_memory_of_a_bridge_are_bounded() {
     let chain = Chain(16);
-    let config = BridgeConfig { max_blocks: 100, max_parked_bytes: 10_000 };
+    let config = BridgeConfig { max_blocks: 100, max_pending_bytes: 10_000 };
     let mut bridge = Bridge::new(config);
     let mut out = Vec::new();
     let tokens: Vec<u32> = (0..16).collect();
@@ -172,8 +172,8 @@ fn the_park_and_the_memory_of_a_bridge_are_bounded() {
             BridgeEvent::Stored { tier: Tier::Gpu, parent, keys: &keys, tokens: &tokens, block_tokens: 16 };
         bridge.translate(&event, &chain, &mut out);
     }
-    assert!(bridge.n_parked() < 100);
-    assert_eq!(bridge.counters().parked_dropped + bridge.n_parked() as u64, 10_000);
+    assert!(bridge.n_pending() < 100);
+    assert_eq!(bridge.counters().pending_dropped + bridge.n_pending() as u64, 10_000);
     let mut held = Held::default();
     for number in 0..1000_u32 {
         let (tokens, engine) = prompt(number + 1, 64, 16);

@@ -137,9 +137,9 @@ proptest! {
     fn a_group_of_batches_leaves_what_its_batches_leave_one_after_the_other(
         groups in vec(vec((0..4_usize, vec(changes(), 0..4), 0..20_u32), 1..12), 1..8),
         max_blocks_per_source in prop_oneof![Just(1_u64 << 32), 20..200_u64],
-        salt in any::<u64>(),
+        hash_seed in any::<u64>(),
     ) {
-        let config = IndexConfig { salt, max_blocks_per_source, ..IndexConfig::default() };
+        let config = IndexConfig { hash_seed, max_blocks_per_source, ..IndexConfig::default() };
         let mut twins = Twins::new(config, 4);
         let mut state = [(1_u64, 0_u64); 4];
         for group in groups {
@@ -182,7 +182,7 @@ proptest! {
 fn large_groups_on_several_threads_score_as_a_naive_map() {
     // Enough for threads, for pages that split, and for extents that are opened within a group.
     let mut random = Random(11);
-    let mut twins = Twins::new(IndexConfig { n_threads: 3, salt: 3, ..IndexConfig::default() }, 3);
+    let mut twins = Twins::new(IndexConfig { n_threads: 3, hash_seed: 3, ..IndexConfig::default() }, 3);
     let mut next = [0; 3];
     let family = |number: u64, from: u64, to: u64| keys((from..to).map(|at| (number + 1) << 24 | at));
     for round in 0..6_u64 {

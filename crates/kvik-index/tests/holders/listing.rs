@@ -8,7 +8,7 @@ use crate::support::{Feed, keys, list, removed, stored};
 
 #[test]
 fn blocks_that_stay_are_listed_exactly_once_while_others_come_and_go() {
-    let mut feed = Feed::new(IndexConfig { salt: 7, ..IndexConfig::default() }, 2);
+    let mut feed = Feed::new(IndexConfig { hash_seed: 7, ..IndexConfig::default() }, 2);
     let source = feed.sources[0];
     let staying = keys((0..3_000).map(|block| 1 << 40 | block));
     // Every second one is stored among blocks that leave, so that it moves when its extent is cleaned.

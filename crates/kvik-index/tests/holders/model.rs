@@ -58,7 +58,7 @@ struct World {
 
 impl World {
     fn new(seed: u64) -> Self {
-        let mut index = HolderIndex::new(IndexConfig { salt: seed, ..IndexConfig::default() });
+        let mut index = HolderIndex::new(IndexConfig { hash_seed: seed, ..IndexConfig::default() });
         let engine = |rank| Engine {
             source: index.add_source("w", rank).unwrap(),
             epoch: 1,

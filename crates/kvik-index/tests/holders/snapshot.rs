@@ -46,7 +46,8 @@ fn a_loaded_index_answers_and_goes_on_as_the_one_that_was_written() {
         model.forget(feed.sources[2]);
         let bytes = written(&mut feed.index);
         let mut loaded =
-            HolderIndex::from_snapshot(IndexConfig { salt: 99, ..IndexConfig::default() }, &bytes).unwrap();
+            HolderIndex::from_snapshot(IndexConfig { hash_seed: 99, ..IndexConfig::default() }, &bytes)
+                .unwrap();
         assert_eq!(loaded.stats().n_holdings, feed.index.stats().n_holdings);
         assert_eq!(loaded.stats().n_blocks, feed.index.stats().n_blocks);
         // Ids are given anew; names tell who is who.

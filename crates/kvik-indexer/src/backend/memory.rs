@@ -33,7 +33,7 @@ thread_local! {
 
 /// A book in memory.
 ///
-/// Changes wait for each other, and batches that have waited are applied together; lookups wait for nobody.
+/// Changes wait for each other, and batches that have waited are applied together; lookups never wait.
 #[derive(Debug)]
 pub struct MemoryBackend {
     index: Mutex<HolderIndex>,
@@ -73,7 +73,7 @@ impl MemoryBackend {
         replace_file(path, &bytes).map_err(|error| file_error("write a snapshot", path, &error))
     }
 
-    /// Cleans up about so many entries; true while more is to be done. For whoever has time.
+    /// Cleans up about so many entries; true while more is to be done. For a caller with spare time.
     pub fn maintain(&self, n_entries: usize) -> bool {
         self.index.lock().maintain(n_entries)
     }
@@ -115,7 +115,10 @@ impl MemoryBackend {
         let ticket = self.queue.add(source, batch);
         self.queue.apply_all(&mut self.index.lock());
         let operation = "apply a batch";
-        let lost = || IndexerError::Unavailable { operation, reason: "whoever applied it failed".to_owned() };
+        let lost = || IndexerError::Unavailable {
+            operation,
+            reason: "the thread that applied it failed".to_owned(),
+        };
         ticket.take().unwrap_or_else(|| Err(lost()))
     }
 

@@ -18,7 +18,7 @@ pub struct KeyedBatch<'a> {
     /// Whether it comes from a replay.
     pub replayed: bool,
     /// When the engine published it, Unix time in seconds, by the engine's clock. Where several gateways
-    /// write one book, it tells a restart (the number falls, the time rises) from a batch that another
+    /// write one book, it distinguishes a restart (the number falls, the time rises) from a batch that another
     /// gateway was faster with (both fall).
     pub published_s: f64,
     /// What happened, in order.

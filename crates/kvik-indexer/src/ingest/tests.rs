@@ -13,7 +13,7 @@ use crate::book::Backends;
 
 const BLOCK_TOKENS: usize = 4;
 
-/// A book in memory whose writes fail as often as they are told to.
+/// A book in memory whose next writes fail, a given number of them.
 #[derive(Debug)]
 struct Flaky {
     inner: MemoryBackend,
@@ -21,7 +21,7 @@ struct Flaky {
 }
 
 #[derive(Debug, Default)]
-struct FlakyShelf {
+struct FlakyStorage {
     failures: Arc<AtomicU32>,
 }
 
@@ -95,7 +95,7 @@ impl Backend for Flaky {
     }
 }
 
-impl Backends for FlakyShelf {
+impl Backends for FlakyStorage {
     fn open(&self, _: &str, _: &Keys) -> Result<Arc<dyn Backend>> {
         let inner = MemoryBackend::new(HolderConfig::default());
         Ok(Arc::new(Flaky { inner, failures: Arc::clone(&self.failures) }))
@@ -111,9 +111,9 @@ impl Backends for FlakyShelf {
 }
 
 fn feed() -> (ModelFeed, Arc<Books>, Arc<AtomicU32>) {
-    let shelf = FlakyShelf::default();
-    let failures = Arc::clone(&shelf.failures);
-    let books = Arc::new(Books::new("m", Arc::new(shelf)));
+    let storage = FlakyStorage::default();
+    let failures = Arc::clone(&storage.failures);
+    let books = Arc::new(Books::new("m", Arc::new(storage)));
     let learning = Learning {
         seeds: Arc::new([]),
         own_block_tokens: BlockSize::try_new(BLOCK_TOKENS).unwrap(),

@@ -68,7 +68,7 @@ impl Keys {
         match &self.kind {
             KeyKind::Vllm { algorithm, seed } => {
                 let seed = seed.as_deref().map_or(VllmSeed::Default, VllmSeed::Text);
-                // A chain that cannot be computed has no keys: the prompt is nobody's.
+                // A chain that cannot be computed has no keys: no worker matches the prompt.
                 if let Ok(chain) = VllmChain::try_new(*algorithm, self.block_tokens, seed) {
                     extend_vllm(chain, tokens, salt, keys);
                 }

@@ -1,4 +1,4 @@
-//! Who tells the index what: engines over `ZeroMQ`, workers of kvik over HTTP.
+//! Sources of events: engines over `ZeroMQ`, workers of kvik over HTTP.
 
 pub mod engine;
 pub mod kubernetes;

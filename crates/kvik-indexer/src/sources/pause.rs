@@ -3,7 +3,7 @@
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::time::Duration;
 
-/// Pauses that double up to a bound, each shortened at random by up to a half, so that many who lost one
+/// Pauses that double up to a bound, each shortened at random by up to a half, so that many clients that lost one
 /// server do not come back together.
 #[derive(Debug, Clone)]
 pub(super) struct Pauses {

@@ -44,7 +44,7 @@ const MAX_OLD_EPOCHS: u32 = 2;
 pub struct FollowedWorker {
     /// Where it is, such as `http://host:8082`.
     pub address: String,
-    /// Its id; who answers under another one is not listened to.
+    /// Its id; a process that answers under another id is ignored.
     pub worker: String,
     /// The model that it serves.
     pub model: String,
@@ -140,7 +140,7 @@ impl Follower {
                 return;
             }
             let FollowedWorker { worker, address, .. } = &self.followed;
-            // A worker that drains ends its stream; and of several failures in a row the first one tells all.
+            // A worker that drains ends its stream; and of several failures in a row only the first is logged.
             if self.pauses.is_first() && !matches!(reason, Break::Ended) {
                 tracing::warn!(%worker, %address, %reason, "stopped listening to a worker; it is tried again");
             } else {
@@ -216,7 +216,7 @@ impl Follower {
             let (Some(epoch), Some(sequence)) = feed.position().await? else { return Ok(None) };
             due = match due {
                 None => Some((epoch, sequence)),
-                // To who is ahead, what comes again is a duplicate.
+                // To a feed that is ahead, a repeated batch is a duplicate.
                 Some((of, before)) if of == epoch => Some((of, before.min(sequence))),
                 Some(_) => return Ok(None),
             };
@@ -243,7 +243,7 @@ impl Follower {
         }
     }
 
-    /// Checks who speaks and opens its feeds.
+    /// Checks the worker's identity and opens its feeds.
     async fn greet(&mut self, hello: &Hello, resume: Option<(u64, u64)>) -> Result<(), Break> {
         let Hello { worker, model, groups, .. } = hello;
         if *worker != self.followed.worker || *model != self.followed.model {

@@ -9,6 +9,7 @@ use kvik_indexer::backend::redis::{RedisBackend, RedisOptions};
 
 use crate::conformance::key;
 use crate::model::name;
+use crate::poll::poll;
 use crate::redis::{batch, open, patient, prefix, stored};
 use crate::server::RedisServer;
 
@@ -43,11 +44,8 @@ async fn assert_away(backend: &RedisBackend) {
 
 /// Waits until a lookup gets an answer.
 pub(crate) async fn until_it_answers(backend: &RedisBackend) {
-    let begin = Instant::now();
-    while let Err(error) = backend.lookup(&[key(1)], Walk::Prefix).await {
-        assert!(begin.elapsed() < Duration::from_secs(30), "{error}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    let lookup = async || backend.lookup(&[key(1)], Walk::Prefix).await.ok();
+    poll(Duration::from_secs(30), "an answer of the server", lookup).await;
 }
 
 /// A book on a server, and a worker that has block 1 in it.

@@ -7,6 +7,8 @@ mod conformance;
 mod faults;
 mod memory;
 mod model;
+#[path = "../../../../tests/support/poll.rs"]
+mod poll;
 mod redis;
 #[path = "../../../../tests/support/redis.rs"]
 mod server;

@@ -2,6 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a helper that cannot go on fails its test")]
 
+#[path = "../../../../tests/support/poll.rs"]
+mod poll;
 mod support;
 
 use std::collections::BTreeSet;
@@ -12,7 +14,8 @@ use kvik_proto::client::{TlsClientConfig, WorkerClient, http_client};
 use kvik_proto::kv_stream::{Frame, KvBatch, KvChange, KvKey, KvTier, SnapshotPart};
 use kvik_runtime::shutdown::Shutdown;
 use kvik_worker::{Running, StoreConfig, Worker, WorkerConfig};
-use support::{FakeWorker, Following, Recorded, group, hello, until};
+use poll::poll;
+use support::{FakeWorker, Following, PATIENCE, Recorded, group, hello, until};
 
 async fn start(folder: &std::path::Path, listen: &str) -> (Running, Shutdown) {
     let nvme = Some(format!("{}:256MiB", folder.display()));
@@ -56,17 +59,15 @@ async fn truth(running: &Running, group: u32) -> BTreeSet<(Tier, u64)> {
 
 /// Waits until the feeds say what the worker holds.
 async fn settle(running: &Running, following: &Following) -> [Recorded; 2] {
-    loop {
+    poll(PATIENCE, "feeds that hold what the worker holds", async || {
         let expected = [truth(running, 0).await, truth(running, 1).await];
         let told = [16, 256].map(|block_tokens| following.feeds.recorded(block_tokens).unwrap_or_default());
-        if [&told[0].held, &told[1].held] == [&expected[0], &expected[1]]
+        let is_settled = [&told[0].held, &told[1].held] == [&expected[0], &expected[1]]
             && !expected[1].is_empty()
-            && told[0].due == told[1].due
-        {
-            return told;
-        }
-        tokio::time::sleep(std::time::Duration::from_millis(2)).await;
-    }
+            && told[0].due == told[1].due;
+        is_settled.then_some(told)
+    })
+    .await
 }
 
 fn stored(sequence: u64, keys: &[u64]) -> Frame {

@@ -20,6 +20,11 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
+use crate::poll::poll;
+
+/// Longer than any wait takes on a busy machine.
+pub(crate) const PATIENCE: Duration = Duration::from_mins(1);
+
 /// Opens feeds that write down what they are told.
 #[derive(Debug, Default)]
 pub(crate) struct RecordingFeeds {
@@ -70,15 +75,7 @@ impl RecordingFeeds {
 
 /// Waits until there is something.
 pub(crate) async fn until<T>(look: impl Fn() -> Option<T>) -> T {
-    let looking = async {
-        loop {
-            if let Some(found) = look() {
-                return found;
-            }
-            tokio::time::sleep(Duration::from_millis(2)).await;
-        }
-    };
-    tokio::time::timeout(Duration::from_mins(1), looking).await.expect("it comes in time")
+    poll(PATIENCE, "what is looked for", async || look()).await
 }
 
 impl Feeds for RecordingFeeds {

@@ -149,9 +149,10 @@ async fn a_replay_of_garbage_or_of_nothing_ends_and_the_live_stream_goes_on() {
     let mut router = Peer::shake_hands(stream, b"ROUTER").await;
     router.receive().await.unwrap();
     let shapes: [&[&[u8]]; 4] = [&[b""], &[b"", b"1", b"2", b"3", b"4"], &[b"", TOPIC, b"1", b""], &[b"x"]];
+    let mut pace = tokio::time::interval(Duration::from_millis(1));
     let flood = async {
         while router.stream.write_all(&shapes.map(message).concat()).await.is_ok() {
-            tokio::time::sleep(Duration::from_millis(1)).await;
+            pace.tick().await;
         }
     };
     tokio::time::timeout(PATIENCE, flood).await.unwrap();

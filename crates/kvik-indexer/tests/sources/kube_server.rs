@@ -8,7 +8,7 @@ mod port;
 use std::net::{IpAddr, UdpSocket};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
 use etcd::etcd_command;
@@ -21,6 +21,7 @@ use tempfile::TempDir;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
+use crate::poll::{poll, poll_for};
 use crate::support::PATIENCE;
 
 /// Time to start: it writes hundreds of objects of its own first.
@@ -162,25 +163,20 @@ impl KubeServer {
         let is_counted = |line: &str| {
             line.starts_with(name) && labels.iter().all(|label| line.contains(label)) && !line.ends_with(" 0")
         };
-        let begin = Instant::now();
-        while !self.metrics().await.lines().any(is_counted) {
-            assert!(begin.elapsed() < PATIENCE, "{name} {labels:?} is never counted");
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+        let what = format!("a count of {name} {labels:?}");
+        poll(PATIENCE, &what, async || self.metrics().await.lines().any(is_counted).then_some(())).await;
     }
 
     /// Waits until an endpoint of some slice is as wanted.
     pub(crate) async fn until_slices(&self, what: &str, is_so: impl Fn(&Value) -> bool) {
-        let begin = Instant::now();
-        loop {
+        poll(PATIENCE, what, async || {
             let (_, list) = self.call(Method::GET, &slices_path(""), None).await.unwrap();
             let mut slices = list["items"].as_array().unwrap().iter();
-            if slices.any(|slice| slice["endpoints"].as_array().is_some_and(|all| all.iter().any(&is_so))) {
-                return;
-            }
-            assert!(begin.elapsed() < PATIENCE, "{what}: {list}");
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+            let is_so =
+                |slice: &Value| slice["endpoints"].as_array().is_some_and(|all| all.iter().any(&is_so));
+            slices.any(is_so).then_some(())
+        })
+        .await;
     }
 
     /// Lets etcd forget all versions but the last one.
@@ -236,13 +232,15 @@ impl KubeServer {
     }
 
     async fn wait_until_ready(&mut self) {
-        let begin = Instant::now();
-        while !matches!(self.call(Method::GET, "/readyz", None).await, Some((StatusCode::OK, _))) {
-            let log = || std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default();
+        let path = self.folder.path().join("log");
+        let log = || std::fs::read_to_string(&path).unwrap_or_default();
+        let is_ready = poll_for(START, async || {
+            let answer = self.call(Method::GET, "/readyz", None).await;
             assert!(self.process.try_wait().unwrap().is_none(), "kube-apiserver has ended: {}", log());
-            assert!(begin.elapsed() < START, "kube-apiserver does not become ready: {}", log());
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
+            matches!(answer, Some((StatusCode::OK, _))).then_some(())
+        });
+        let is_ready = is_ready.await.is_some();
+        assert!(is_ready, "kube-apiserver does not become ready: {}", log());
     }
 }
 

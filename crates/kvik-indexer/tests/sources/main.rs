@@ -13,4 +13,7 @@ mod kubernetes_pods;
 #[cfg(feature = "kubernetes-tests")]
 mod kubernetes_server;
 mod peer;
+#[cfg(feature = "kubernetes-tests")]
+#[path = "../../../../tests/support/poll.rs"]
+mod poll;
 mod support;

@@ -12,7 +12,7 @@
 //! * A page with a block in limbo is not given back, since a kernel may still read or write it.
 
 mod allocator;
-mod book;
+mod tracker;
 
 #[cfg(test)]
 mod tests;

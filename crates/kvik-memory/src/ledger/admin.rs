@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::book::{bytes, now_ms};
+use super::checked::{bytes, now_ms};
 use super::handle::Ledger;
 use super::ipc;
 use super::layout::{GROUP_KEPT, LEDGER_MAGIC, NOTICE_TRIM};
@@ -173,7 +173,7 @@ pub fn list_devices(dir: &Path) -> Result<Vec<String>> {
     Ok(devices)
 }
 
-/// Cleans up the ledgers and files in `dir`: reaps the dead, removes what nobody uses.
+/// Cleans up the ledgers and files in `dir`: reaps dead members, removes unused files.
 ///
 /// Files that are not ours, or that cannot be proved unused, are left alone.
 pub fn clean_up(dir: &Path) -> Result<Cleanup> {
@@ -372,7 +372,7 @@ impl Ledger {
         Ok(members.map(|(_, slot)| slot.notify(NOTICE_TRIM)).count())
     }
 
-    /// Reaps the dead and removes what nobody uses, the ledger itself if it is empty.
+    /// Reaps dead members and removes unused files, the ledger itself if it is empty.
     pub fn clean_up(&self) -> Result<Cleanup> {
         let exclusive = self.exclusive()?;
         let n_reaped = self.reap_exclusive(&exclusive)?;
@@ -394,7 +394,7 @@ impl Ledger {
     /// Sets the budget by what the device has: `utilization` of its memory, less what others than the
     /// members of this ledger use. Returns the budget.
     ///
-    /// Memory that is granted and not yet mapped is not taken for somebody else's.
+    /// Memory that is granted and not yet mapped is not counted as another's.
     pub fn reconcile(&self, memory: MemoryInfo, utilization: f64) -> Result<u64> {
         if !(0.0..=1.0).contains(&utilization) {
             return Err(MemoryError::Invalid {

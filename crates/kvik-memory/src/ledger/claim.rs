@@ -1,9 +1,9 @@
 //! Claim, verify, confirm: how grants are taken without a lock.
 //!
-//! A claimant first writes what it wants into its own word, then looks at everybody's. Between the
+//! A claimant first writes what it wants into its own word, then looks at all words. Between the
 //! two stands a sequentially consistent fence, so of two claimants at the same time the one whose
 //! fence is later sees the other. What a claimant sees as pending it counts as held: so the sum of what
-//! is confirmed never exceeds a limit, whatever the order and wherever somebody is stopped or killed.
+//! is confirmed never exceeds a limit, whatever the order and wherever a process is stopped or killed.
 //!
 //! The protocol is written over [`Word`], so that a model checker can run exactly this code.
 
@@ -19,7 +19,7 @@ pub trait Word {
     /// Reads the word; what was written before it was written is visible afterwards.
     fn load(&self) -> u64;
 
-    /// Writes `value`; what was written before is visible to who reads it.
+    /// Writes `value`; what was written before is visible to its reader.
     fn store(&self, value: u64);
 
     /// Writes `new` if the word is `current`; says whether it was.
@@ -35,7 +35,7 @@ pub trait Word {
 /// What a claim needs to see.
 ///
 /// The implementation reads each word anew on every call.
-pub trait GrantBook {
+pub trait GrantTable {
     /// The words' type.
     type Word: Word;
 
@@ -86,10 +86,10 @@ enum Verdict {
 /// Takes `n_units` for `slot`, or nothing.
 ///
 /// The caller owns the slot and makes one claim at a time on it.
-pub fn claim<B: GrantBook>(book: &B, slot: usize, n_units: u32) -> Outcome {
+pub fn claim<B: GrantTable>(table: &B, slot: usize, n_units: u32) -> Outcome {
     let mut attempt = 0;
     loop {
-        match try_claim(book, slot, n_units) {
+        match try_claim(table, slot, n_units) {
             Verdict::Fits => return Outcome::Granted,
             Verdict::Full(outcome) => return outcome,
             Verdict::Contended(outcome) => {
@@ -118,8 +118,8 @@ pub fn give_back<W: Word>(word: &W, n_units: u32) -> u32 {
     }
 }
 
-fn try_claim<B: GrantBook>(book: &B, slot: usize, n_units: u32) -> Verdict {
-    let word = book.grant(slot);
+fn try_claim<B: GrantTable>(table: &B, slot: usize, n_units: u32) -> Verdict {
+    let word = table.grant(slot);
     let before_packed = word.load();
     let before = Grant::unpack(before_packed);
     let Some(confirmed) = before.confirmed.checked_add(n_units) else {
@@ -131,7 +131,7 @@ fn try_claim<B: GrantBook>(book: &B, slot: usize, n_units: u32) -> Verdict {
     }
     steps::step();
     B::Word::fence();
-    let verdict = verify(book, slot, n_units);
+    let verdict = verify(table, slot, n_units);
     steps::step();
     let after = match verdict {
         Verdict::Fits => Grant { confirmed, pending: 0 },
@@ -145,23 +145,23 @@ fn try_claim<B: GrantBook>(book: &B, slot: usize, n_units: u32) -> Verdict {
 }
 
 /// Compares what would be held with the limits.
-fn verify<B: GrantBook>(book: &B, slot: usize, n_units: u32) -> Verdict {
-    let own_group = book.group(slot);
+fn verify<B: GrantTable>(table: &B, slot: usize, n_units: u32) -> Verdict {
+    let own_group = table.group(slot);
     let mut device = Sum::default();
     let mut group = Sum::default();
-    for other in 0..book.n_slots() {
-        let mut grant = Grant::unpack(book.grant(other).load());
+    for other in 0..table.n_slots() {
+        let mut grant = Grant::unpack(table.grant(other).load());
         if other == slot {
             grant.pending = 0;
         }
         device.add(grant);
-        if other == slot || book.group(other) == own_group {
+        if other == slot || table.group(other) == own_group {
             group.add(grant);
         }
     }
     let n_units = u64::from(n_units);
-    let limit_units = book.limit_units(own_group);
-    let budget_units = book.budget_units();
+    let limit_units = table.limit_units(own_group);
+    let budget_units = table.budget_units();
     if group.confirmed + n_units > limit_units {
         Verdict::Full(Outcome::GroupLimit)
     } else if device.confirmed + n_units > budget_units {
@@ -175,7 +175,7 @@ fn verify<B: GrantBook>(book: &B, slot: usize, n_units: u32) -> Verdict {
     }
 }
 
-/// Cannot overflow: a book has far fewer than 2^32 slots of less than 2^32 units.
+/// Cannot overflow: a table has far fewer than 2^32 slots of less than 2^32 units.
 #[derive(Default)]
 struct Sum {
     confirmed: u64,

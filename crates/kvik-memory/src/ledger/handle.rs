@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 
-use super::claim::GrantBook as _;
+use super::claim::GrantTable as _;
 use super::ipc;
 use super::layout::{
     GROUP_FREE, GROUP_OPEN, LEDGER_BYTES, LEDGER_MAGIC, LEDGER_VERSION, LedgerLayout, N_GROUPS, N_SLOTS,
@@ -25,7 +25,7 @@ use crate::{MemoryError, Result};
 /// Where ledgers are unless a setting says otherwise: memory that all processes of a machine share.
 pub const DEFAULT_DIR: &str = "/dev/shm";
 
-/// Held for a few system calls by who changes groups or files.
+/// Held for a few system calls by a process that changes groups or files.
 const ADMIN_BYTE: usize = 2 * N_SLOTS;
 
 /// Which ledger to open.
@@ -40,7 +40,7 @@ pub struct LedgerOptions {
     pub budget_bytes: Option<u64>,
 }
 
-/// The shared book of grants of one device.
+/// The shared table of grants of one device.
 #[derive(Debug, Clone)]
 pub struct Ledger {
     shared: Arc<Shared>,
@@ -66,12 +66,12 @@ struct FileId {
     inode: u64,
 }
 
-/// What happens to a ledger of another version that nobody uses.
+/// What happens to an unused ledger of another version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stale {
     /// A new one takes its place.
     Replace,
-    /// It is refused and left alone: who only looks must not lose what an operator set.
+    /// It is refused and left alone: a read-only tool must not lose what an operator set.
     Refuse,
 }
 
@@ -101,7 +101,7 @@ impl LedgerOptions {
 impl Ledger {
     /// Opens the ledger of a device, and creates it if there is none.
     ///
-    /// A ledger of another version that nobody uses is replaced. Fails where its files are not ours,
+    /// An unused ledger of another version is replaced. Fails where its files are not ours,
     /// are in use by another version, cannot be opened safely, or do not fit.
     pub fn open(options: &LedgerOptions) -> Result<Self> {
         Self::open_as(options, Stale::Replace)
@@ -217,7 +217,7 @@ impl Ledger {
 
     /// What all members together may hold.
     pub fn budget_bytes(&self) -> u64 {
-        super::book::bytes(self.layout().budget_units())
+        super::checked::bytes(self.layout().budget_units())
     }
 
     pub(super) fn layout(&self) -> &LedgerLayout {
@@ -229,7 +229,7 @@ impl Ledger {
         self.shared.life.check()
     }
 
-    /// Takes the right to change groups and files; waits a bounded time for who has it.
+    /// Takes the right to change groups and files; waits a bounded time for its holder.
     pub(super) fn exclusive(&self) -> Result<Exclusive<'_>> {
         self.check_life()?;
         let lock = self.shared.lock.lock();
@@ -249,7 +249,7 @@ impl Ledger {
 
     /// Opens a description of the lock file for the owner of a slot.
     ///
-    /// The caller holds `exclusive`, so the path leads to the file that everybody uses.
+    /// The caller holds `exclusive`, so the path leads to the file that all processes use.
     pub(super) fn owner_lock(&self, _exclusive: &Exclusive<'_>) -> Result<LockFile> {
         LockFile::open(&lock_path(self.dir(), self.device()))
     }

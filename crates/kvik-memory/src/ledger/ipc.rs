@@ -1,8 +1,8 @@
-//! The files of one IPC name: what existing tools read and write, and the lock that says who uses it.
+//! The files of one IPC name: what existing tools read and write, and the lock that its users hold.
 //!
 //! The first 24 bytes are `total`, `used` and `prealloc` in bytes. Tools set a limit by writing
 //! `total`. To tell their write from ours, ours is announced in `intent_total` before and noted in
-//! `published_total` afterwards: a `total` that is neither was written by somebody else.
+//! `published_total` afterwards: a `total` that is neither was written by a tool.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,9 +18,9 @@ const IPC_MAGIC: u64 = u64::from_le_bytes(*b"KVIKIPC\0");
 const IPC_VERSION: u64 = 1;
 const LOCK_MAGIC: u64 = u64::from_le_bytes(*b"KVIKLOCK");
 
-/// Read-locked by every member for its life; who write-locks it is alone.
+/// Read-locked by every member for its life; a write lock proves that there are no others.
 const BYTE_USERS: usize = 0;
-/// Write-locked for a few stores by who writes `total`.
+/// Write-locked for a few stores by the process that writes `total`.
 const BYTE_WRITER: usize = 1;
 
 #[derive(Debug)]
@@ -63,11 +63,6 @@ pub(super) fn ipc_lock_path(dir: &Path, ipc_name: &str) -> PathBuf {
     dir.join(format!("{ipc_name}_lock"))
 }
 
-/// The path of page file `number` of `ipc_name`.
-pub(super) fn page_file_path(dir: &Path, ipc_name: &str, number: u32) -> PathBuf {
-    dir.join(format!("{ipc_name}_page_{number}"))
-}
-
 /// Removes the files of `ipc_name` that are ours, if no live process uses them; says which.
 pub(super) fn remove_unused(dir: &Path, ipc_name: &str) -> Result<Vec<PathBuf>> {
     let lock_path = ipc_lock_path(dir, ipc_name);
@@ -92,7 +87,7 @@ pub(super) fn remove_unused(dir: &Path, ipc_name: &str) -> Result<Vec<PathBuf>> 
         removed.push(path);
     }
     steps::step();
-    // The lock goes last: who finds it gone after locking it starts over.
+    // The lock goes last: a process that finds it gone after locking it starts over.
     if is_lock_file(&lock_path)? {
         segment::unlink(&lock_path)?;
         removed.push(lock_path);
@@ -138,7 +133,7 @@ impl IpcFile {
     fn hold(lock_path: &Path) -> Result<LockFile> {
         loop {
             let lock = LockFile::open(lock_path)?;
-            // Whoever removes the files holds the lock for a few system calls.
+            // A process that removes the files holds the lock for a few system calls.
             lock.lock(BYTE_USERS, 1, LockKind::Shared)?;
             if !lock.is_current()? {
                 continue;
@@ -170,7 +165,7 @@ impl IpcFile {
             }
             let is_alone = lock.try_lock(BYTE_USERS, 1, LockKind::Exclusive)?;
             if is_alone {
-                // Left behind by who is dead: its limit and counts mean nothing any more.
+                // Left behind by dead processes: its limit and counts are stale.
                 segment::unlink(path)?;
             }
             let has_our_shape = words[4] == IPC_VERSION && n_bytes == IPC_BYTES as u64;

@@ -1,7 +1,7 @@
 //! How a ledger lies in its segment.
 //!
 //! Every field is an atomic, so every bit pattern is a value and two processes may look at it at the
-//! same time. Nothing that is read here may be trusted: `book.rs` checks what it takes out.
+//! same time. Nothing that is read here may be trusted: `table.rs` checks what it takes out.
 
 use std::mem::{offset_of, size_of};
 use std::sync::atomic::{AtomicU32, AtomicU64};
@@ -87,14 +87,14 @@ pub struct GroupLayout {
     pub max_units: AtomicU64,
     /// Its weight when memory is scarce.
     pub weight: AtomicU64,
-    /// Higher goes first among those who wait.
+    /// Higher goes first among waiting claims.
     pub priority: AtomicU64,
     /// Advances with every change of the policy that names a revision.
     pub revision: AtomicU64,
     reserved: [AtomicU64; 2],
 }
 
-/// A group entry that nobody uses.
+/// An unused group entry.
 pub const GROUP_FREE: u64 = 0;
 /// A group that goes with its last member.
 pub const GROUP_OPEN: u64 = 1;
@@ -162,7 +162,7 @@ pub struct CounterLayout {
     pub wait_started_ms: AtomicU64,
 }
 
-/// A slot that nobody owns.
+/// A slot without an owner.
 pub const SLOT_FREE: u64 = 0;
 /// A slot whose owner is still writing it.
 pub const SLOT_JOINING: u64 = 1;

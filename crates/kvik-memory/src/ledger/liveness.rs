@@ -1,4 +1,4 @@
-//! Who is alive: locks that the kernel drops with their owner, and what a fork does to them.
+//! Liveness: locks that the kernel drops with their owner, and what a fork does to them.
 //!
 //! A lock belongs to an open file description, so it lives until the last descriptor of it is closed.
 //! A forked child has copies of all descriptors: a child that kept them would keep a dead parent's
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use super::segment::{self, segment_error};
 use crate::{MemoryError, Result};
 
-/// How long somebody may hold a lock that is only ever held for a few system calls.
+/// How long a process may hold a lock that is only ever held for a few system calls.
 const LOCK_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How often a lock that is taken is tried again.
@@ -176,7 +176,7 @@ impl LockFile {
         segment::is_same_file(self.as_fd(), &self.path)
     }
 
-    /// Locks `n_bytes` from `first`, or says that somebody else has them; zero means to the end.
+    /// Locks `n_bytes` from `first`, or says that another process has them; zero means to the end.
     pub(super) fn try_lock(&self, first: usize, n_bytes: usize, kind: LockKind) -> Result<bool> {
         let kind = match kind {
             LockKind::Shared => libc::F_RDLCK,
@@ -190,7 +190,7 @@ impl LockFile {
         }
     }
 
-    /// Locks `n_bytes` from `first`, and waits a bounded time for who has them.
+    /// Locks `n_bytes` from `first`, and waits a bounded time for their holder.
     pub(super) fn lock(&self, first: usize, n_bytes: usize, kind: LockKind) -> Result<()> {
         let deadline = Instant::now() + LOCK_PATIENCE;
         while !self.try_lock(first, n_bytes, kind)? {
@@ -210,7 +210,7 @@ impl LockFile {
         }
     }
 
-    /// Whether somebody else has a lock on byte `first`.
+    /// Whether another process has a lock on byte `first`.
     pub(super) fn is_locked_by_other(&self, first: usize) -> Result<bool> {
         let mut range = lock_range(libc::F_WRLCK, first, 1);
         self.control(libc::F_OFD_GETLK, &mut range)
@@ -243,7 +243,7 @@ impl Drop for LockFile {
         }
         DESCRIPTORS.with(|list| {
             list.retain(|&descriptor| descriptor != self.descriptor);
-            // SAFETY: `open` made this descriptor for `self` alone, and nobody uses it afterwards.
+            // SAFETY: `open` made this descriptor for `self` alone, and it is not used afterwards.
             unsafe { libc::close(self.descriptor) };
         });
     }

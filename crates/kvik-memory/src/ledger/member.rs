@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::book::{WAIT_COUNTS_MS, bytes, now_ms, sleep_on, wake};
-use super::claim::{self, GrantBook as _, Outcome};
+use super::checked::{WAIT_COUNTS_MS, bytes, now_ms, sleep_on, wake};
+use super::claim::{self, GrantTable as _, Outcome};
 use super::handle::{Exclusive, Ledger};
 use super::ipc::IpcFile;
 use super::layout::{
@@ -22,7 +22,7 @@ use crate::geometry::UNIT_BYTES;
 use crate::pages::{Claim, Event, GrantEvents, Grants, Shortage, Usage};
 use crate::{MemoryError, Result};
 
-/// The longest sleep: what nobody announces (a death, a limit written by an old tool) is seen then.
+/// The longest sleep: what is not announced (a death, a limit written by an old tool) is seen then.
 const MAX_SLEEP: Duration = Duration::from_millis(100);
 
 /// How an engine joins a ledger.
@@ -162,7 +162,7 @@ impl Member {
                 self.stop_waiting();
                 return Ok(claim);
             }
-            // The ticket is written, so whoever returns memory from here on advances the event.
+            // The ticket is written, so a process that returns memory from here on advances the event.
             self.sync_limit();
             sleep_on(event, seen, n_left.min(MAX_SLEEP));
         }
@@ -204,7 +204,7 @@ impl Member {
     /// The caller holds `writing`.
     fn try_claim(&self, n_units: u32) -> Result<Claim> {
         let layout = self.ledger.layout();
-        // Without anybody else waiting there is nobody to be fair to.
+        // Without another waiting claim there is nothing to be fair about.
         if layout.does_other_wait(self.slot)
             && let Admission::Denied { shortage, .. } = admit(&layout.situation(), self.slot, n_units.into())
         {
@@ -216,12 +216,12 @@ impl Member {
             Outcome::DeviceFull => Ok(Claim::Denied(Shortage::DeviceFull)),
             Outcome::Lost => Err(MemoryError::ForeignSegment {
                 path: self.ledger.dir().join(format!("kvik_{}", self.ledger.device())),
-                reason: format!("somebody else wrote the grant of slot {}", self.slot),
+                reason: format!("another process wrote the grant of slot {}", self.slot),
             }),
         }
     }
 
-    /// Queues for `n_units` and asks those who hold them above their share.
+    /// Queues for `n_units` and asks the members that hold them above their share.
     fn wait_for(&self, n_units: u64) {
         let layout = self.ledger.layout();
         let slot = self.words();
@@ -399,7 +399,7 @@ impl GrantEvents for Member {
                 return Event::Timeout;
             }
             sleep_on(&self.words().event, seen, n_left.min(MAX_SLEEP));
-            // A death wakes nobody: who waits looks for it.
+            // A death wakes no waiter: waiters look for it.
             if self.words().wait_ticket.load(Ordering::Relaxed) != 0 {
                 self.ledger.reap_in_passing();
             }
@@ -425,7 +425,7 @@ impl Drop for Member {
         steps::step();
         self.ledger.clear_slot(self.words());
         steps::step();
-        // Tools must not see the numbers of who is gone.
+        // Tools must not see the numbers of a member that is gone.
         self.publish_group_usage();
         self.ipc = None;
         match exclusive {

@@ -3,11 +3,11 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::ipc::page_file_path;
 use super::layout::SharedWords;
 use super::liveness::Life;
 use super::segment::{self, Segment, segment_error};
 use crate::geometry::PageId;
+use crate::pages::PageState;
 use crate::{MemoryError, Result};
 
 const PAGE_MAGIC: u64 = u64::from_le_bytes(*b"KVIKPAGE");
@@ -16,20 +16,6 @@ const PAGES_PER_WORD: u32 = 32;
 
 /// How many page files one name can have at a time: the slots of a few devices.
 const MAX_PAGE_FILES: u32 = 4096;
-
-/// What a page is doing.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub enum PageState {
-    /// Nothing is behind it.
-    Unmapped = 0,
-    /// It is mapped and free.
-    Parked = 1,
-    /// It is in use.
-    Used = 2,
-    /// It could not be unmapped and is never used again.
-    Quarantined = 3,
-}
 
 /// How many pages are in which state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -66,6 +52,11 @@ struct PageHeader {
 
 // SAFETY: repr(C), atomics only.
 unsafe impl SharedWords for PageHeader {}
+
+/// The path of page file `number` of `ipc_name`.
+pub(super) fn page_file_path(dir: &Path, ipc_name: &str, number: u32) -> PathBuf {
+    dir.join(format!("{ipc_name}_page_{number}"))
+}
 
 /// Whether `path` is a page file of ours, or one that its maker did not finish.
 pub(super) fn is_page_file(path: &Path) -> bool {

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use super::book::bytes;
+use super::checked::bytes;
 use super::layout::GroupLayout;
 use crate::geometry::UNIT_BYTES;
 use crate::{MemoryError, Result};
@@ -16,7 +16,7 @@ pub struct Policy {
     pub max_bytes: Option<u64>,
     /// Its weight when memory is scarce, 1 or more; default 1.
     pub weight: u32,
-    /// Higher is served first among those who wait; default 0.
+    /// Higher is served first among waiting claims; default 0.
     pub priority: u32,
 }
 

@@ -29,7 +29,7 @@ pub(super) struct Segment<T> {
     start: PhantomData<T>,
 }
 
-/// Who made the file that [`open_or_create`] returns.
+/// Whether [`open_or_create`] created the file that it returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Origin {
     /// This call did.
@@ -46,7 +46,7 @@ pub(super) fn segment_error(action: &'static str, path: &Path, source: impl Into
 /// Opens the file at `path` for reading and writing; `None` if there is none.
 ///
 /// Fails on symbolic links, on anything that is not a plain file, and on files that another user owns
-/// or can open: their contents could be changed under us by somebody who may not.
+/// or can open: their contents could be changed by a user without the right.
 pub(super) fn open(path: &Path) -> Result<Option<OwnedFd>> {
     let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
     match rustix::fs::open(path, flags, Mode::empty()) {
@@ -68,7 +68,7 @@ pub(super) fn create(path: &Path) -> Result<Option<OwnedFd>> {
 
 /// Opens the file at `path`, or creates it.
 pub(super) fn open_or_create(path: &Path) -> Result<(OwnedFd, Origin)> {
-    // A file can come and go between the two calls; whoever does that ten times does it on purpose.
+    // A file can come and go between the two calls; ten times in a row is an attack.
     for _ in 0..10 {
         if let Some(file) = open(path)? {
             return Ok((file, Origin::Found));

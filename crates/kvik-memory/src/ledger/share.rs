@@ -1,8 +1,8 @@
-//! Who is entitled to how much, and who goes next: arithmetic only.
+//! Entitlements and the order of waiting claims: arithmetic only.
 //!
 //! Entitlements are weighted max-min: as if water rose in vessels as wide as the groups' weights, each
 //! of which starts at its guaranteed minimum and is closed at its demand or its limit. Memory that
-//! nobody is entitled to and waits for goes to whoever asks.
+//! no waiting claim is entitled to goes to the next claim.
 
 use crate::pages::Shortage;
 
@@ -28,7 +28,7 @@ pub struct GroupShare {
     pub max_units: u64,
     /// Its weight when memory is scarce.
     pub weight: u32,
-    /// Higher goes first among those who wait.
+    /// Higher goes first among waiting claims.
     pub priority: u32,
 }
 
@@ -70,7 +70,7 @@ pub struct Situation {
 /// A request to give memory back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ask {
-    /// Who is asked.
+    /// The member that is asked.
     pub slot: usize,
     /// For how much.
     pub n_units: u64,
@@ -85,7 +85,7 @@ pub enum Admission {
     Denied {
         /// Why.
         shortage: Shortage,
-        /// Who holds above its share what the claimant is entitled to.
+        /// The members that hold, above their shares, what the claimant is entitled to.
         asks: Vec<Ask>,
     },
 }
@@ -97,7 +97,7 @@ const LEVEL_SHIFT: u32 = 32;
 ///
 /// Nobody gets more than it wants or may have. Everybody gets `min_units` of what it wants if all
 /// minimums fit together; if not, the minimums are split by weight. Either all is given out or
-/// everybody has what it wants and may have.
+/// every group has what it wants and may have.
 pub fn entitlements(budget_units: u64, demands: &[Demand]) -> Vec<u64> {
     let caps: Vec<u64> = demands.iter().map(|demand| demand.wanted_units.min(demand.max_units)).collect();
     let floors: Vec<u64> =
@@ -152,7 +152,7 @@ fn fill(budget_units: u64, floors: &[u64], caps: &[u64], weights: &[u32]) -> Vec
 ///
 /// Claims that their group is entitled to are served by priority, then by ticket: what the ones before
 /// wait for is kept for them, so small claims cannot starve a large one. A claim beyond the
-/// entitlement takes what nobody entitled waits for.
+/// entitlement takes what no entitled claim waits for.
 pub fn admit(situation: &Situation, slot: usize, n_units: u64) -> Admission {
     let Some(claimant) = situation.members.iter().find(|member| member.slot == slot) else {
         return Admission::Denied { shortage: Shortage::DeviceFull, asks: Vec::new() };
@@ -235,7 +235,7 @@ impl Situation {
 
     /// What each group is entitled to, if `slot` wants `n_units` more.
     ///
-    /// A group wants what it uses and what its members wait for; parked pages are for whoever needs
+    /// A group wants what it uses and what its members wait for; parked pages are for any group that needs
     /// them.
     pub fn group_entitlements(&self, slot: usize, n_units: u64) -> Vec<u64> {
         let mut demands: Vec<Demand> = self
@@ -275,7 +275,7 @@ impl Situation {
         asks
     }
 
-    /// All who wait and the claimant, first served first. A claimant without a ticket is last of its
+    /// All waiting claims and the claimant, first served first. A claimant without a ticket is last of its
     /// priority.
     fn queue(&self, slot: usize, n_units: u64) -> Vec<Waiter> {
         let mut queue: Vec<Waiter> = self
@@ -321,9 +321,9 @@ impl Situation {
         asks
     }
 
-    /// Splits a request to a group over its members: parked pages first, then who holds most.
+    /// Splits a request to a group over its members: parked pages first, then the member that holds most.
     ///
-    /// Returns what nobody could be asked for.
+    /// Returns the part that no member could be asked for.
     fn ask_members(&self, group: usize, except: usize, n_units: u64, asks: &mut Vec<Ask>) -> u64 {
         let mut members: Vec<&MemberShare> = self
             .members

@@ -1,11 +1,11 @@
-//! The page allocator: the book of pages, the grants behind it and the mapper below it.
+//! The page allocator: the tracker of pages, the grants behind it and the mapper below it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::book::{Admission, PageBook};
+use super::tracker::{Admission, PageTracker};
 use super::{
     Claim, Grants, MapOutcome, PageCounters, PageMapper, PageObserver, PageSettings, PagesOutcome, Shortage,
     Usage,
@@ -30,10 +30,10 @@ pub struct PageAllocator {
     page_cost_bytes: u64,
     low_watermark_pages: u32,
     high_watermark_pages: u32,
-    book: Mutex<PageBook>,
+    tracker: Mutex<PageTracker>,
     /// Told whenever a transition ends.
     transition_ended: Condvar,
-    /// Copy of the number of parked pages for those who only want a hint.
+    /// Copy of the number of parked pages for callers that only need a hint.
     n_parked_hint: AtomicU32,
 }
 
@@ -65,7 +65,10 @@ impl PageAllocator {
             page_cost_bytes: mapper.geometry().page_cost_bytes(),
             low_watermark_pages: settings.low_watermark_pages,
             high_watermark_pages: settings.high_watermark_pages,
-            book: Mutex::new(PageBook::new(capacity_pages, settings.limit_pages.unwrap_or(capacity_pages))),
+            tracker: Mutex::new(PageTracker::new(
+                capacity_pages,
+                settings.limit_pages.unwrap_or(capacity_pages),
+            )),
             transition_ended: Condvar::new(),
             n_parked_hint: AtomicU32::new(0),
             mapper,
@@ -75,7 +78,7 @@ impl PageAllocator {
 
     /// Tells `observer` of the state of pages, from now on and forever.
     pub fn set_observer(&self, observer: Arc<dyn PageObserver>) {
-        self.book.lock().set_observer(observer);
+        self.tracker.lock().set_observer(observer);
     }
 
     /// Physical bytes behind one page id.
@@ -103,50 +106,50 @@ impl PageAllocator {
     /// Parked pages come first; what is missing is granted and mapped. Fails where a grant or a mapping
     /// is broken, not where there is too little; either way nothing is taken.
     pub fn alloc(&self, n_pages: u32, pages: &mut Vec<PageId>) -> Result<PagesOutcome> {
-        let mut book = self.book.lock();
+        let mut tracker = self.tracker.lock();
         loop {
-            let n_missing = match book.admit(n_pages) {
+            let n_missing = match tracker.admit(n_pages) {
                 Admission::Grow(0) => {
-                    book.take_parked(n_pages, pages);
-                    self.publish(&book);
+                    tracker.take_parked(n_pages, pages);
+                    self.publish(&tracker);
                     return Ok(PagesOutcome::Allocated);
                 }
                 Admission::Grow(n_missing) => n_missing,
-                Admission::Short(shortage) if book.n_in_transition() == 0 => {
+                Admission::Short(shortage) if tracker.n_in_transition() == 0 => {
                     return Ok(PagesOutcome::NoMemory(shortage));
                 }
                 Admission::Short(_) => {
-                    self.transition_ended.wait(&mut book);
+                    self.transition_ended.wait(&mut tracker);
                     continue;
                 }
             };
             let n_before = pages.len();
-            book.take_parked(n_pages - n_missing, pages);
+            tracker.take_parked(n_pages - n_missing, pages);
             // The claim is judged by what is used: parked pages that are about to be count already.
-            self.publish(&book);
-            let n_to_map = self.n_to_map(&book, n_missing);
-            let extents = book.begin_map(n_to_map);
-            let mut growth = self.grow(&mut book, &extents);
+            self.publish(&tracker);
+            let n_to_map = self.n_to_map(&tracker, n_missing);
+            let extents = tracker.begin_map(n_to_map);
+            let mut growth = self.grow(&mut tracker, &extents);
             if let Ok(PagesOutcome::NoMemory(_)) = growth
                 && n_missing < n_to_map
             {
-                let extents = book.begin_map(n_missing);
-                growth = self.grow(&mut book, &extents);
+                let extents = tracker.begin_map(n_missing);
+                growth = self.grow(&mut tracker, &extents);
             }
             if let Ok(PagesOutcome::Allocated) = growth {
                 // They were parked under this lock.
-                book.take_parked(n_missing, pages);
-                self.publish(&book);
+                tracker.take_parked(n_missing, pages);
+                self.publish(&tracker);
                 return growth;
             }
             for page in pages.drain(n_before..) {
-                book.park(page);
+                tracker.park(page);
             }
-            self.publish(&book);
+            self.publish(&tracker);
             match growth {
                 // What others freed, unmapped or gave up in the meantime may do.
-                Ok(_) if book.admit(n_pages) == Admission::Grow(0) => {}
-                Ok(_) if book.n_in_transition() > 0 => self.transition_ended.wait(&mut book),
+                Ok(_) if tracker.admit(n_pages) == Admission::Grow(0) => {}
+                Ok(_) if tracker.n_in_transition() > 0 => self.transition_ended.wait(&mut tracker),
                 _ => return growth,
             }
         }
@@ -156,28 +159,28 @@ impl PageAllocator {
     ///
     /// Fails where it is in use or in quarantine, or where a grant or a mapping is broken.
     pub fn alloc_page(&self, page: PageId) -> Result<PagesOutcome> {
-        let mut book = self.book.lock();
-        while book.n_in_transition() > 0 {
-            self.transition_ended.wait(&mut book);
+        let mut tracker = self.tracker.lock();
+        while tracker.n_in_transition() > 0 {
+            self.transition_ended.wait(&mut tracker);
         }
-        if book.n_usable() == 0 {
+        if tracker.n_usable() == 0 {
             return Ok(PagesOutcome::NoMemory(Shortage::GroupLimit));
         }
-        if !book.is_parked(page) {
-            let Some(extent) = book.begin_map_page(page) else {
+        if !tracker.is_parked(page) {
+            let Some(extent) = tracker.begin_map_page(page) else {
                 return Err(MemoryError::Invalid {
                     field: "page",
                     value: page.to_string(),
                     allowed: "a page that is not in use".to_owned(),
                 });
             };
-            let growth = self.grow(&mut book, &[extent]);
+            let growth = self.grow(&mut tracker, &[extent]);
             if !matches!(growth, Ok(PagesOutcome::Allocated)) {
                 return growth;
             }
         }
-        book.unpark(page);
-        self.publish(&book);
+        tracker.unpark(page);
+        self.publish(&tracker);
         Ok(PagesOutcome::Allocated)
     }
 
@@ -193,13 +196,13 @@ impl PageAllocator {
     /// Parks `pages` without a call to the mapper, for callers that hold a lock; the caller calls
     /// [`settle`](Self::settle) after it.
     pub(crate) fn park(&self, pages: &[PageId]) -> Result<()> {
-        let mut book = self.book.lock();
+        let mut tracker = self.tracker.lock();
         for (n_parked, &page) in pages.iter().enumerate() {
-            if book.park(page) {
+            if tracker.park(page) {
                 continue;
             }
             for &page in &pages[..n_parked] {
-                book.unpark(page);
+                tracker.unpark(page);
             }
             return Err(MemoryError::Invalid {
                 field: "page",
@@ -207,7 +210,7 @@ impl PageAllocator {
                 allowed: "a page that is in use, once".to_owned(),
             });
         }
-        self.publish(&book);
+        self.publish(&tracker);
         Ok(())
     }
 
@@ -215,7 +218,7 @@ impl PageAllocator {
     pub fn settle(&self) -> u32 {
         let mut n_unmapped = 0;
         loop {
-            let n_over = self.book.lock().n_over_limit();
+            let n_over = self.tracker.lock().n_over_limit();
             if n_over == 0 {
                 return n_unmapped;
             }
@@ -247,31 +250,31 @@ impl PageAllocator {
     ///
     /// Ids are bits of the reservation, so a limit above it is the reservation itself.
     pub fn resize(&self, limit_pages: u32) {
-        self.book.lock().set_limit_pages(limit_pages);
+        self.tracker.lock().set_limit_pages(limit_pages);
         self.settle();
     }
 
     /// Maps pages until `low_watermark_pages` are parked, as far as limit and grants allow.
     ///
-    /// Nothing is prepared where nothing is missing, or where somebody else maps at the moment.
+    /// Nothing is prepared where nothing is missing, or where another thread maps at the moment.
     pub fn prepare(&self) -> Result<PagesOutcome> {
-        let mut book = self.book.lock();
-        let n_wanted = self.low_watermark_pages.saturating_sub(book.n_parked());
-        if n_wanted == 0 || book.n_in_transition() > 0 {
+        let mut tracker = self.tracker.lock();
+        let n_wanted = self.low_watermark_pages.saturating_sub(tracker.n_parked());
+        if n_wanted == 0 || tracker.n_in_transition() > 0 {
             return Ok(PagesOutcome::Allocated);
         }
-        let n_growable = self.n_growable(&book);
+        let n_growable = self.n_growable(&tracker);
         if n_growable == 0 {
             return Ok(PagesOutcome::NoMemory(Shortage::GroupLimit));
         }
-        let extents = book.begin_map(n_wanted.min(n_growable));
-        self.grow(&mut book, &extents)
+        let extents = tracker.begin_map(n_wanted.min(n_growable));
+        self.grow(&mut tracker, &extents)
     }
 
     /// How many pages [`alloc`](Self::alloc) would give now; asks the grants, never the device.
     pub fn available_pages(&self) -> u32 {
-        let book = self.book.lock();
-        (book.n_parked() + self.n_growable(&book)).min(book.n_usable())
+        let tracker = self.tracker.lock();
+        (tracker.n_parked() + self.n_growable(&tracker)).min(tracker.n_usable())
     }
 
     /// Parked pages, read without the lock: a hint that may be out of date.
@@ -282,36 +285,36 @@ impl PageAllocator {
 
     /// A consistent snapshot of the counts.
     pub fn counters(&self) -> PageCounters {
-        self.book.lock().counters()
+        self.tracker.lock().counters()
     }
 
     /// Bytes with a grant.
     pub fn held_bytes(&self) -> u64 {
-        u64::from(self.book.lock().n_held()) * self.page_cost_bytes
+        u64::from(self.tracker.lock().n_held()) * self.page_cost_bytes
     }
 
     /// One transaction of unmapping; `None` if no extent is parked as a whole.
     fn trim_extents(&self, n_pages: u32) -> Option<u32> {
-        let mut book = self.book.lock();
-        let extents = book.begin_unmap(n_pages);
+        let mut tracker = self.tracker.lock();
+        let extents = tracker.begin_unmap(n_pages);
         if extents.is_empty() {
             return None;
         }
-        self.publish(&book);
-        let stuck = MutexGuard::unlocked(&mut book, || self.unmap(&extents));
-        book.finish_unmap(&extents, &stuck);
-        self.end_transition(&book);
+        self.publish(&tracker);
+        let stuck = MutexGuard::unlocked(&mut tracker, || self.unmap(&extents));
+        tracker.finish_unmap(&extents, &stuck);
+        self.end_transition(&tracker);
         Some(n_pages_of(&extents) - n_pages_of(&stuck))
     }
 
     /// How many pages to map where `n_missing` are needed.
     ///
     /// A large pool grows in large extents: the driver maps and unmaps them at the price of small ones.
-    /// What is not needed at once is parked, within the high watermark and what nobody else holds.
-    fn n_to_map(&self, book: &PageBook, n_missing: u32) -> u32 {
-        let n_spare = self.high_watermark_pages.saturating_sub(book.n_parked());
-        let n_most = n_missing.saturating_add(n_spare).min(self.n_growable(book));
-        let mut n_extent_pages = (book.n_held() / GROWTH_SHARE).clamp(1, MAX_EXTENT_PAGES);
+    /// What is not needed at once is parked, within the high watermark and what no other member holds.
+    fn n_to_map(&self, tracker: &PageTracker, n_missing: u32) -> u32 {
+        let n_spare = self.high_watermark_pages.saturating_sub(tracker.n_parked());
+        let n_most = n_missing.saturating_add(n_spare).min(self.n_growable(tracker));
+        let mut n_extent_pages = (tracker.n_held() / GROWTH_SHARE).clamp(1, MAX_EXTENT_PAGES);
         n_extent_pages = 1 << n_extent_pages.ilog2();
         while 1 < n_extent_pages {
             let n_rounded = n_missing.next_multiple_of(n_extent_pages);
@@ -323,31 +326,31 @@ impl PageAllocator {
         n_missing
     }
 
-    fn n_growable(&self, book: &PageBook) -> u32 {
-        let held_bytes = u64::from(book.n_held()) * self.page_cost_bytes;
+    fn n_growable(&self, tracker: &PageTracker) -> u32 {
+        let held_bytes = u64::from(tracker.n_held()) * self.page_cost_bytes;
         let n_claimable = self.grants.claimable_bytes().saturating_sub(held_bytes) / self.page_cost_bytes;
-        book.n_growable().min(u32::try_from(n_claimable).unwrap_or(u32::MAX))
+        tracker.n_growable().min(u32::try_from(n_claimable).unwrap_or(u32::MAX))
     }
 
     /// Maps extents that are in transition, without the lock; their pages are parked then, or unmapped
     /// again but for what is stuck.
-    fn grow(&self, book: &mut MutexGuard<'_, PageBook>, extents: &[Extent]) -> Result<PagesOutcome> {
-        let growth = MutexGuard::unlocked(book, || self.claim_and_map(extents));
+    fn grow(&self, tracker: &mut MutexGuard<'_, PageTracker>, extents: &[Extent]) -> Result<PagesOutcome> {
+        let growth = MutexGuard::unlocked(tracker, || self.claim_and_map(extents));
         let answer = match growth {
             Growth::Mapped => {
-                book.finish_map(extents);
+                tracker.finish_map(extents);
                 Ok(PagesOutcome::Allocated)
             }
             Growth::Short(shortage) => {
-                book.abort_map(extents, &[]);
+                tracker.abort_map(extents, &[]);
                 Ok(PagesOutcome::NoMemory(shortage))
             }
             Growth::Failed { error, stuck } => {
-                book.abort_map(extents, &stuck);
+                tracker.abort_map(extents, &stuck);
                 Err(error)
             }
         };
-        self.end_transition(book);
+        self.end_transition(tracker);
         answer
     }
 
@@ -388,23 +391,23 @@ impl PageAllocator {
         }
     }
 
-    fn end_transition(&self, book: &PageBook) {
-        self.publish(book);
+    fn end_transition(&self, tracker: &PageTracker) {
+        self.publish(tracker);
         self.transition_ended.notify_all();
     }
 
-    fn publish(&self, book: &PageBook) {
-        self.n_parked_hint.store(book.n_parked(), Ordering::Relaxed);
+    fn publish(&self, tracker: &PageTracker) {
+        self.n_parked_hint.store(tracker.n_parked(), Ordering::Relaxed);
         self.grants.publish(Usage {
-            used_bytes: u64::from(book.n_used() + book.n_quarantined()) * self.page_cost_bytes,
-            parked_bytes: u64::from(book.n_parked()) * self.page_cost_bytes,
+            used_bytes: u64::from(tracker.n_used() + tracker.n_quarantined()) * self.page_cost_bytes,
+            parked_bytes: u64::from(tracker.n_parked()) * self.page_cost_bytes,
         });
     }
 }
 
 impl Drop for PageAllocator {
     fn drop(&mut self) {
-        let extents = self.book.get_mut().begin_unmap_everything();
+        let extents = self.tracker.get_mut().begin_unmap_everything();
         if !extents.is_empty() {
             self.unmap(&extents);
         }

@@ -32,7 +32,7 @@ impl Bitmap {
         self.levels[0][word_idx as usize]
     }
 
-    /// Whether `index` is a member; an integer at or above the bound is none.
+    /// Whether `index` is a member; an integer at or above the bound is not.
     pub(crate) fn contains(&self, index: u32) -> bool {
         self.levels[0].get(index as usize / 64).is_some_and(|word| word >> (index % 64) & 1 == 1)
     }

@@ -7,7 +7,7 @@ use parking_lot::{Condvar, Mutex};
 use super::{Claim, Event, GrantEvents, Grants, Shortage, Usage};
 use crate::Result;
 
-/// Grants out of a budget that belongs to one pool, and that somebody in the process may move.
+/// Grants out of a budget that belongs to one pool, and that the process may change.
 #[derive(Debug)]
 pub struct FixedGrants {
     state: Mutex<State>,

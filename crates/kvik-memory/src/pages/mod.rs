@@ -10,22 +10,21 @@
 //! * Each id is in exactly one state: unmapped, parked, used, quarantined, or in transition while the
 //!   mapper works on it. The states are bitmaps over the reservation, so no id exists twice.
 //! * The grants held equal the pages that are not unmapped.
-//! * The mapper is never called with the lock held: a slow driver call stops nobody who is served
+//! * The mapper is never called with the lock held: a slow driver call does not delay callers that are served
 //!   from parked pages.
 
 use std::fmt;
 use std::time::Duration;
 
 use crate::geometry::{Extent, Geometry, PageId};
-use crate::ledger::PageState;
 use crate::{MemoryError, Result};
 
 pub(crate) mod bitmap;
 
 mod allocator;
-mod book;
 mod fixed;
 mod runs;
+mod tracker;
 
 #[cfg(test)]
 pub(crate) mod fake;
@@ -68,6 +67,20 @@ pub enum MapOutcome {
     },
 }
 
+/// What a page is doing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub enum PageState {
+    /// Nothing is behind it.
+    Unmapped = 0,
+    /// It is mapped and free.
+    Parked = 1,
+    /// It is in use.
+    Used = 2,
+    /// It could not be unmapped and is never used again.
+    Quarantined = 3,
+}
+
 /// Takes and returns grants of physical memory, in bytes that are multiples of
 /// [`UNIT_BYTES`](crate::geometry::UNIT_BYTES).
 pub trait Grants: Send + Sync + fmt::Debug {
@@ -91,7 +104,7 @@ pub trait Grants: Send + Sync + fmt::Debug {
     /// Publishes counts for tools; must be cheap, since it is called on every allocation.
     fn publish(&self, usage: Usage);
 
-    /// Tells that nobody waits any more for a claim that was denied; does nothing by default.
+    /// Ends the wait for a claim that was denied; does nothing by default.
     fn stop_waiting(&self) {}
 }
 

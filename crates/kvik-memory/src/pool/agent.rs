@@ -10,7 +10,7 @@ use crate::pages::{Event, PageAllocator, PagesOutcome};
 /// How long the agent sleeps when nothing is to be done.
 const IDLE_SLEEP: Duration = Duration::from_secs(1);
 
-/// How long a request of others holds: who still waits asks again.
+/// How long a request of others holds: a waiter asks again.
 const REQUEST_HOLDS_FOR: Duration = Duration::from_secs(2);
 
 /// What the agent has in mind.
@@ -30,7 +30,7 @@ pub(super) fn run(shared: &Shared) {
     agent.keep_in_order();
     while !shared.is_stopping.load(Ordering::SeqCst) {
         let event = shared.events.wait(agent.sleep());
-        // Before the look at the pages: who changes them after it wakes the agent again.
+        // Before the look at the pages: a thread that changes them after it wakes the agent again.
         shared.is_poked.store(false, Ordering::SeqCst);
         match event {
             Event::LimitChanged => {
@@ -156,7 +156,7 @@ impl Agent<'_> {
         let can_prepare = match self.pages().prepare() {
             Ok(PagesOutcome::Allocated) => true,
             Ok(PagesOutcome::NoMemory(_)) => {
-                // These pages are for later: nobody is to give anything up for them.
+                // These pages are for later: others give nothing up for them.
                 self.shared.grants.stop_waiting();
                 false
             }

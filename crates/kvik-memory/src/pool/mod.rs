@@ -30,7 +30,7 @@ mod tests;
 
 pub use open::PoolOptions;
 
-/// How often who waits for memory asks again, so that the ledger knows that it still waits.
+/// How often a waiter for memory asks again, so that the ledger knows that it still waits.
 ///
 /// It forgets after a second.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(250);
@@ -96,7 +96,7 @@ pub struct KvPool {
     region: Option<Arc<Region>>,
     shared: Arc<Shared>,
     agent: Option<JoinHandle<()>>,
-    /// Who may release the memory: not a forked child.
+    /// Which process may release the memory: not a forked child.
     owner_pid: u32,
 }
 
@@ -111,7 +111,7 @@ pub(crate) struct Shared {
     is_stopping: AtomicBool,
     /// Whether the agent was woken and did not look yet.
     is_poked: AtomicBool,
-    /// Whether the agent wants to know of pages that are freed: somebody waits for them.
+    /// Whether the agent wants to know of pages that are freed: a claim waits for them.
     wants_freed_pages: AtomicBool,
     /// Whether preparing pages has a chance: it is in vain after a denial until something moves.
     can_prepare: AtomicBool,
@@ -274,7 +274,7 @@ impl KvPool {
         self.shared.blocks.trim()
     }
 
-    /// Frees everything but the null block: the caller knows that nobody uses any of it.
+    /// Frees everything but the null block: the caller knows that all of it is unused.
     pub fn reset(&self) {
         self.shared.blocks.reset();
         self.shared.after_free();
@@ -286,7 +286,7 @@ impl KvPool {
     }
 
     /// Sets what is called, by the agent, when parked pages are not enough for what others are entitled
-    /// to: the engine frees as much as it can of the bytes it is told, now or later.
+    /// to: the engine frees as much as it can of the bytes named, now or later.
     ///
     /// The callback may free blocks; it must not wait for memory.
     pub fn set_reclaim_callback(&self, callback: impl Fn(u64) + Send + Sync + 'static) {
@@ -345,7 +345,7 @@ impl Shared {
         }
     }
 
-    /// Wakes who waits for blocks, and the agent where others wait for pages.
+    /// Wakes waiters for blocks, and the agent where others wait for pages.
     fn after_free(&self) {
         self.waiters.notify();
         // Set by the agent before it looked at the pages last; a free that it did not see comes after.

@@ -6,8 +6,8 @@ use super::overhead::OverheadGrants;
 use super::{KvPool, PoolParts, PoolSettings};
 use crate::Result;
 use crate::geometry::{Geometry, PageId};
-use crate::ledger::{Member, PageState, PageStates};
-use crate::pages::{Claim, FixedGrants, GrantEvents, Grants, PageObserver};
+use crate::ledger::{Member, PageStates};
+use crate::pages::{Claim, FixedGrants, GrantEvents, Grants, PageObserver, PageState};
 use crate::region::{Guard, Region};
 use crate::vmm::Vmm;
 
@@ -41,7 +41,7 @@ impl KvPool {
 
     /// Opens a pool on `vmm` whose memory `grants` grants and whose agent listens to `events`.
     ///
-    /// For who keeps other memory under the same grants and answers for it in
+    /// For an owner that keeps other memory under the same grants and answers for it in
     /// [`claimable_bytes`](Grants::claimable_bytes).
     pub fn open_with(
         vmm: Arc<dyn Vmm>,

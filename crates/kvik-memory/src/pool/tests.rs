@@ -300,7 +300,7 @@ fn a_pool_that_goes_takes_its_agent_and_its_memory_with_it() {
     take(&pool, 7);
     drop(pool);
     assert_eq!((mapper.n_pages(), grants.held_bytes()), (0, 0));
-    assert_eq!(Arc::strong_count(&mapper), 1, "nobody is left who could map");
+    assert_eq!(Arc::strong_count(&mapper), 1, "no owner is left that could map");
 }
 
 #[test]

@@ -5,10 +5,10 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
-/// Who sleeps for capacity.
+/// Threads that sleep until there is capacity.
 ///
-/// Telling costs a load where nobody waits. A waiter joins before it tries, and whoever frees does so
-/// under a lock that the try takes too, so either the try sees what was freed or the one who freed sees
+/// Waking costs a load where no thread waits. A waiter joins before it tries, and a thread that frees does so
+/// under a lock that the try takes too, so either the try sees what was freed or the thread that freed sees
 /// the waiter.
 #[derive(Debug, Default)]
 pub(super) struct Waiters {

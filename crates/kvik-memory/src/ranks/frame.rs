@@ -32,6 +32,8 @@ pub const MAX_DETAIL_BYTES: usize = 512;
 /// The largest frame of either kind.
 pub const MAX_FRAME_BYTES: usize = REPLY_HEADER_BYTES + MAX_FRAME_EXTENTS * EXTENT_BYTES + MAX_DETAIL_BYTES;
 
+const _: () = assert!(MAX_FRAME_BYTES <= crate::wire::MAX_FRAME_BYTES);
+
 const REQUEST_MAGIC: [u8; 4] = *b"KVRQ";
 const REPLY_MAGIC: [u8; 4] = *b"KVRA";
 const REPLY_HEADER_BYTES: usize = 36;

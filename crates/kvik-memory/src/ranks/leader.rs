@@ -10,10 +10,10 @@ use self::exchange::{Conclusion, Script};
 use self::remote::Remote;
 use super::frame::{Kind, Reply, Status, is_aligned};
 use super::participant::{Identity, Participant};
-use super::socket::{FrameBuffer, Owner, RankAddress};
 use super::worker::new_life;
 use crate::geometry::{Extent, Geometry};
 use crate::pages::{MapOutcome, PageMapper};
+use crate::socket::{FrameBuffer, Owner, SocketAddress};
 use crate::{MemoryError, Result};
 
 mod exchange;
@@ -25,7 +25,7 @@ pub struct RankPeer {
     /// Which rank it is.
     pub rank: u32,
     /// Where its worker listens.
-    pub address: RankAddress,
+    pub address: SocketAddress,
     /// The shape of its region. Stages of a pipeline may have other numbers of layers and so of
     /// buffers; the number of pages is the same on all ranks.
     pub geometry: Geometry,
@@ -210,7 +210,7 @@ impl Ranks {
         Ok(())
     }
 
-    /// A rank that is lost now is told to undo the transaction when it is found again.
+    /// A rank that is lost now gets the order to undo the transaction when it is found again.
     fn note_unresolved(&mut self, transaction: u64) {
         for remote in self.remotes.iter_mut().filter(|remote| !remote.is_connected()) {
             remote.set_unresolved(transaction);

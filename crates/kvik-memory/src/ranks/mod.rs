@@ -1,6 +1,6 @@
 //! One pool spread over the processes of a tensor- or pipeline-parallel group.
 //!
-//! The scheduler's process is the **leader**: it keeps the books of pages and blocks. Every **rank** has
+//! The scheduler's process is the **leader**: it keeps the state of all pages and blocks. Every **rank** has
 //! a region on its own device, and all regions have the same extents mapped. [`RankMapper`] is the
 //! leader's [`PageMapper`](crate::pages::PageMapper): it takes a map or unmap to all ranks in two
 //! phases. [`RankWorker`] serves a rank's region in the rank's process. A rank in the leader's own process
@@ -28,9 +28,7 @@ pub mod frame;
 
 mod leader;
 mod participant;
-pub(crate) mod socket;
 mod worker;
 
 pub use leader::{RankLeaderOptions, RankMapper, RankPeer};
-pub use socket::RankAddress;
 pub use worker::{RankWorker, RankWorkerOptions};

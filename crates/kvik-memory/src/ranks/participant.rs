@@ -353,7 +353,7 @@ impl Participant {
         Answer::left(left)
     }
 
-    /// Unmaps what the caller has taken out of the books; what stays is stuck.
+    /// Unmaps extents that the caller no longer counts; those that stay mapped are stuck.
     fn unmap(&mut self, extents: &[Extent]) -> Vec<Extent> {
         if extents.is_empty() {
             return Vec::new();

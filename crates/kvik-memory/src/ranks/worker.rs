@@ -10,8 +10,8 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::frame::{Body, Op, Reply, Request, Status};
 use super::participant::{Answer, Identity, Participant};
-use super::socket::{Connection, FrameBuffer, Listener, RankAddress, is_readable, wait_ready};
 use crate::pages::PageMapper;
+use crate::socket::{Connection, FrameBuffer, Listener, SocketAddress, is_readable, wait_ready};
 use crate::{MemoryError, Result};
 
 /// How long the worker waits after it could not accept, so that a lack of descriptors costs no core.
@@ -27,7 +27,7 @@ pub struct RankWorkerOptions {
     /// The group of caches; a process with several regions has one worker for each.
     pub group: u32,
     /// Where to listen.
-    pub address: RankAddress,
+    pub address: SocketAddress,
 }
 
 /// Serves one rank's region to the leader of its group, on a thread of its own.
@@ -48,7 +48,7 @@ struct Server {
     /// Which life of the rank this is; never 0.
     instance: u64,
     leader: Option<Connection>,
-    /// Who has connected and not said who it is; the next one takes its place.
+    /// A connection without a greeting so far; the next one replaces it.
     candidate: Option<Connection>,
     buffer: FrameBuffer,
 }
@@ -68,7 +68,7 @@ enum Turn {
 impl RankWorker {
     /// Listens, and serves `mapper` from then on.
     ///
-    /// The mapper has nothing mapped and nobody else uses it. Fails with [`MemoryError::Rank`] where
+    /// The mapper has nothing mapped and no other user. Fails with [`MemoryError::Rank`] where
     /// the address cannot be listened at, or is not safe from other users.
     pub fn start(options: &RankWorkerOptions, mapper: Arc<dyn PageMapper>) -> Result<Self> {
         let &RankWorkerOptions { rank, world, group, ref address } = options;
@@ -169,7 +169,7 @@ impl Server {
         send_reply(leader, &reply)
     }
 
-    /// Reads the greeting of who wants to be the leader; [`Turn::Idle`] is the only case in which it stays.
+    /// Reads the greeting of a process that wants to be the leader; [`Turn::Idle`] is the only case in which it stays.
     fn serve_candidate(&mut self) -> Turn {
         let Some(candidate) = &self.candidate else {
             return Turn::Idle;
@@ -244,7 +244,7 @@ fn refuse_unreadable(error: &MemoryError, instance: u64) -> Reply {
 fn send_reply(connection: &Connection, reply: &Reply) -> Turn {
     match connection.send(&reply.encode()) {
         Ok(true) => Turn::Served,
-        // A leader has one request at a time: who does not read its answers is none.
+        // A leader has one request at a time: a peer that does not read its answers is not a leader.
         Ok(false) => Turn::Ended,
         Err(error) => {
             tracing::info!(%error, "could not answer");

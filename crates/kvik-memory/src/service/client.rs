@@ -10,14 +10,14 @@ use rustix::event::{PollFd, PollFlags};
 use super::frame::{DeviceStanding, FromServer, Notice, Outcome, Reply, Request, RequestBody, Standing};
 use crate::ledger::Policy;
 use crate::pages::Claim;
-use crate::ranks::RankAddress;
-use crate::ranks::socket::{Connection, FrameBuffer, wait_ready};
+use crate::socket::SocketAddress;
+use crate::socket::{Connection, FrameBuffer, wait_ready};
 use crate::{MemoryError, Result};
 
 /// How long a request that does not wait for memory may take.
 const REPLY_WITHIN: Duration = Duration::from_secs(10);
 
-/// Who opens a session.
+/// How a session is opened.
 #[derive(Debug, Clone)]
 pub struct SessionOptions {
     /// The group; empty for the server's own.
@@ -45,7 +45,7 @@ pub struct MemoryClient {
 impl MemoryClient {
     /// Connects to the server at `socket` and opens a session.
     pub fn connect(socket: &Path, options: &SessionOptions) -> Result<Self> {
-        let connection = Connection::open(&RankAddress::Path(socket.to_owned())).map_err(|source| {
+        let connection = Connection::open(&SocketAddress::Path(socket.to_owned())).map_err(|source| {
             MemoryError::Segment { action: "connect to", path: socket.to_owned(), source }
         })?;
         let mut client = Self {
@@ -114,7 +114,7 @@ impl MemoryClient {
             match self.receive(deadline)? {
                 None => return Ok(None),
                 Some(FromServer::Notice(notice)) => self.notices.push_back(notice),
-                Some(FromServer::Reply(_)) => return Err(self.broken("an answer that nobody asked for")),
+                Some(FromServer::Reply(_)) => return Err(self.broken("an answer to no request")),
             }
         }
         Ok(self.notices.pop_front())

@@ -141,7 +141,7 @@ pub struct DeviceStanding {
     pub group_held_bytes: u64,
 }
 
-/// What a client is told unasked.
+/// A message to a client without a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Notice {
     /// Others wait for memory that this client holds above its share; they ask again while they wait.

@@ -2,8 +2,8 @@
 //!
 //! A [`MemoryServer`] listens at a unix socket. A process that connects and opens a session is a member of
 //! the ledger like any engine: it claims grants before it creates memory and gives them back after it
-//! released it, under the same limits and shares, and is told when others need what it holds.
-//! [`MemoryClient`] is the other end in Rust; [`frame`] has the bytes for everybody else.
+//! released it, under the same limits and shares, and gets notices when others need what it holds.
+//! [`MemoryClient`] is the other end in Rust; [`frame`] has the bytes for other languages.
 //!
 //! # Protocol
 //!
@@ -17,7 +17,7 @@
 //! * Grants belong to the connection: when it ends, whatever the reason, all go back at once.
 //! * Only processes of the server's user are served; the socket lies in a folder that only it can enter.
 //! * Bytes from a client never cause a panic, and a frame that cannot be read ends only its connection.
-//! * A client that does not read loses its session; nobody waits for it.
+//! * A client that does not read loses its session; the server does not wait for it.
 
 pub mod frame;
 

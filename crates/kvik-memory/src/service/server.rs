@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::session::{self, House};
+use super::session::{self, ServerState};
 use crate::ledger::Ledger;
-use crate::ranks::RankAddress;
-use crate::ranks::socket::{Connection, Listener, is_readable, wait_ready};
+use crate::socket::SocketAddress;
+use crate::socket::{Connection, Listener, is_readable, wait_ready};
 use crate::{MemoryError, Result};
 
 /// The most connections: a ledger has 64 slots, and some more may wait to be told so.
@@ -22,7 +22,7 @@ const MAX_CONNECTIONS: usize = 128;
 /// How long the server waits after it could not accept, so that a lack of descriptors costs no core.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 
-/// How often ended sessions are looked after while nobody connects.
+/// How often ended sessions are looked after while no client connects.
 const SWEEP_EVERY: Duration = Duration::from_secs(1);
 
 /// Where a [`MemoryServer`] listens, and for whom.
@@ -40,12 +40,12 @@ pub struct MemoryServerOptions {
 pub struct MemoryServer {
     socket: PathBuf,
     listener: Arc<Listener>,
-    house: Arc<House>,
+    server: Arc<ServerState>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// A session's thread, and the connection that ends it.
-struct Guest {
+struct SessionThread {
     connection: Arc<Connection>,
     thread: JoinHandle<()>,
 }
@@ -69,18 +69,18 @@ impl MemoryServer {
             path: options.socket.clone(),
             source,
         };
-        let address = RankAddress::Path(options.socket.clone());
+        let address = SocketAddress::Path(options.socket.clone());
         let listener = Arc::new(Listener::open(&address).map_err(failed)?);
         let default_ipc_name = options.default_ipc_name.clone();
-        let house = Arc::new(House { ledger, default_ipc_name, is_stopping: AtomicBool::new(false) });
+        let server = Arc::new(ServerState { ledger, default_ipc_name, is_stopping: AtomicBool::new(false) });
         let thread = thread::Builder::new()
             .name("kvik-memory".to_owned())
             .spawn({
-                let (listener, house) = (Arc::clone(&listener), Arc::clone(&house));
-                move || accept_all(&listener, &house)
+                let (listener, server) = (Arc::clone(&listener), Arc::clone(&server));
+                move || accept_all(&listener, &server)
             })
             .map_err(failed)?;
-        Ok(Self { socket: options.socket.clone(), listener, house, thread: Some(thread) })
+        Ok(Self { socket: options.socket.clone(), listener, server, thread: Some(thread) })
     }
 
     /// Where it listens.
@@ -91,7 +91,7 @@ impl MemoryServer {
 
 impl Drop for MemoryServer {
     fn drop(&mut self) {
-        self.house.is_stopping.store(true, Ordering::SeqCst);
+        self.server.is_stopping.store(true, Ordering::SeqCst);
         self.listener.close();
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
@@ -102,31 +102,31 @@ impl Drop for MemoryServer {
 }
 
 /// Accepts until the listener is closed, then ends all sessions.
-fn accept_all(listener: &Listener, house: &Arc<House>) {
-    let mut guests: Vec<Guest> = Vec::new();
+fn accept_all(listener: &Listener, server: &Arc<ServerState>) {
+    let mut sessions: Vec<SessionThread> = Vec::new();
     loop {
         let mut descriptors = [PollFd::new(listener, PollFlags::IN)];
         let waited = wait_ready(&mut descriptors, Some(Instant::now() + SWEEP_EVERY));
         let is_closed = waited.is_err() || descriptors[0].revents().contains(PollFlags::HUP);
-        if is_closed || house.is_stopping.load(Ordering::SeqCst) {
+        if is_closed || server.is_stopping.load(Ordering::SeqCst) {
             break;
         }
-        for guest in guests.extract_if(.., |guest| guest.thread.is_finished()) {
-            join(guest);
+        for session in sessions.extract_if(.., |session| session.thread.is_finished()) {
+            join(session);
         }
         if is_readable(&descriptors[0])
             && let Some(connection) = accept(listener)
         {
-            if guests.len() < MAX_CONNECTIONS {
-                guests.extend(welcome(connection, house));
+            if sessions.len() < MAX_CONNECTIONS {
+                sessions.extend(start_session(connection, server));
             } else {
-                tracing::warn!(n_connections = guests.len(), "refused a connection: there are too many");
+                tracing::warn!(n_connections = sessions.len(), "refused a connection: there are too many");
             }
         }
     }
-    for guest in guests {
-        guest.connection.close();
-        join(guest);
+    for session in sessions {
+        session.connection.close();
+        join(session);
     }
 }
 
@@ -145,18 +145,18 @@ fn accept(listener: &Listener) -> Option<Connection> {
     }
 }
 
-fn welcome(connection: Connection, house: &Arc<House>) -> Option<Guest> {
+fn start_session(connection: Connection, server: &Arc<ServerState>) -> Option<SessionThread> {
     let connection = Arc::new(connection);
     let thread = thread::Builder::new().name("kvik-session".to_owned()).spawn({
-        let (connection, house) = (Arc::clone(&connection), Arc::clone(house));
+        let (connection, server) = (Arc::clone(&connection), Arc::clone(server));
         move || {
-            session::serve(&house, &connection);
-            // The client sees the end at once, whoever else still has the descriptor.
+            session::serve(&server, &connection);
+            // The client sees the end at once, even if another process has the descriptor.
             connection.close();
         }
     });
     match thread {
-        Ok(thread) => Some(Guest { connection, thread }),
+        Ok(thread) => Some(SessionThread { connection, thread }),
         Err(error) => {
             tracing::warn!(%error, "refused a connection: there is no thread for it");
             None
@@ -164,8 +164,8 @@ fn welcome(connection: Connection, house: &Arc<House>) -> Option<Guest> {
     }
 }
 
-fn join(guest: Guest) {
-    if guest.thread.join().is_err() {
+fn join(session: SessionThread) {
+    if session.thread.join().is_err() {
         tracing::error!("the thread of a session panicked");
     }
 }

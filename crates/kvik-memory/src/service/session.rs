@@ -13,7 +13,7 @@ use super::frame::{DeviceStanding, Notice, Outcome, Reply, Request, RequestBody,
 use crate::geometry::UNIT_BYTES;
 use crate::ledger::{JoinOptions, Ledger, LimitStatus, Member};
 use crate::pages::{Claim, Event, GrantEvents as _, Grants as _, Shortage, Usage};
-use crate::ranks::socket::{Connection, FrameBuffer, is_readable, wait_ready};
+use crate::socket::{Connection, FrameBuffer, is_readable, wait_ready};
 use crate::{MemoryError, Result};
 
 /// How long a connection may take to open its session.
@@ -28,7 +28,7 @@ const LISTEN_FOR: Duration = Duration::from_secs(1);
 
 /// What sessions of one server share.
 #[derive(Debug)]
-pub(super) struct House {
+pub(super) struct ServerState {
     pub(super) ledger: Ledger,
     /// The group of sessions that name none.
     pub(super) default_ipc_name: Option<String>,
@@ -37,7 +37,7 @@ pub(super) struct House {
 
 /// A connection and what it holds.
 struct Session<'a> {
-    house: &'a House,
+    server: &'a ServerState,
     connection: &'a Connection,
     member: &'a Member,
     inbox: &'a Inbox,
@@ -52,28 +52,28 @@ struct WaitingClaim {
     shortage: Shortage,
 }
 
-/// What the ledger tells a session, until its thread has time for it.
+/// Notices of the ledger for a session, until its thread handles them.
 #[derive(Debug)]
 struct Inbox {
     /// Readable when there is something new.
-    bell: OwnedFd,
-    news: Mutex<News>,
+    wakeup: OwnedFd,
+    pending: Mutex<PendingNotices>,
     is_closed: AtomicBool,
 }
 
 #[derive(Debug, Default)]
-struct News {
+struct PendingNotices {
     limit_changed: bool,
     reclaim_bytes: u64,
 }
 
 /// Serves `connection` to its end.
-pub(super) fn serve(house: &House, connection: &Connection) {
-    match open(house, connection) {
+pub(super) fn serve(server: &ServerState, connection: &Connection) {
+    match open(server, connection) {
         Ok(Some(member)) => {
             let label = format!("{} in slot {}", member.ipc_name(), member.slot());
             tracing::info!(session = label, "a session is open");
-            let end = run(house, connection, &member);
+            let end = run(server, connection, &member);
             let n_bytes = member.held_bytes();
             // Its grants go back with it.
             drop(member);
@@ -85,20 +85,20 @@ pub(super) fn serve(house: &House, connection: &Connection) {
 }
 
 /// Reads the first request and joins the ledger; `None` where it was refused.
-fn open(house: &House, connection: &Connection) -> io::Result<Option<Member>> {
+fn open(server: &ServerState, connection: &Connection) -> io::Result<Option<Member>> {
     let mut buffer = FrameBuffer::new();
     let mut descriptors = [PollFd::new(connection, PollFlags::IN)];
     if !wait_ready(&mut descriptors, Some(Instant::now() + OPEN_WITHIN))? {
-        return Err(io::Error::new(io::ErrorKind::TimedOut, "it did not say who it is"));
+        return Err(io::Error::new(io::ErrorKind::TimedOut, "no request to open a session"));
     }
     let Some(frame) = connection.receive(&mut buffer)? else { return Ok(None) };
     let (number, joined) = match Request::decode(frame) {
         Ok(Request { number, body: RequestBody::Open { ipc_name, label, policy } }) => {
-            let ipc_name = match &house.default_ipc_name {
+            let ipc_name = match &server.default_ipc_name {
                 Some(default) if ipc_name.is_empty() => default.clone(),
                 _ => ipc_name,
             };
-            (number, house.ledger.join(&JoinOptions { ipc_name, label, policy }))
+            (number, server.ledger.join(&JoinOptions { ipc_name, label, policy }))
         }
         Ok(Request { number, .. }) => {
             let first = MemoryError::Invalid {
@@ -123,12 +123,12 @@ fn open(house: &House, connection: &Connection) -> io::Result<Option<Member>> {
 }
 
 /// Serves an open session; returns why it ended.
-fn run(house: &House, connection: &Connection, member: &Member) -> io::Error {
-    let bell = match eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK) {
-        Ok(bell) => bell,
+fn run(server: &ServerState, connection: &Connection, member: &Member) -> io::Error {
+    let wakeup = match eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK) {
+        Ok(wakeup) => wakeup,
         Err(error) => return error.into(),
     };
-    let inbox = Inbox { bell, news: Mutex::default(), is_closed: AtomicBool::new(false) };
+    let inbox = Inbox { wakeup, pending: Mutex::default(), is_closed: AtomicBool::new(false) };
     thread::scope(|scope| {
         let listener = thread::Builder::new()
             .name("kvik-grants".to_owned())
@@ -136,7 +136,7 @@ fn run(house: &House, connection: &Connection, member: &Member) -> io::Error {
         if let Err(error) = listener {
             return error;
         }
-        let mut session = Session { house, connection, member, inbox: &inbox, waiting: None };
+        let mut session = Session { server, connection, member, inbox: &inbox, waiting: None };
         let end = session.serve();
         inbox.is_closed.store(true, Ordering::SeqCst);
         member.interrupt();
@@ -166,14 +166,14 @@ impl Session<'_> {
             None => None,
         };
         let mut descriptors =
-            [PollFd::new(self.connection, PollFlags::IN), PollFd::new(&self.inbox.bell, PollFlags::IN)];
+            [PollFd::new(self.connection, PollFlags::IN), PollFd::new(&self.inbox.wakeup, PollFlags::IN)];
         wait_ready(&mut descriptors, deadline)?;
-        if self.house.is_stopping.load(Ordering::SeqCst) {
+        if self.server.is_stopping.load(Ordering::SeqCst) {
             return Err(io::Error::other("the server stops"));
         }
         if is_readable(&descriptors[1]) {
             // It counts; only that it rang matters.
-            let _ = rustix::io::read(&self.inbox.bell, &mut [0_u8; 8]);
+            let _ = rustix::io::read(&self.inbox.wakeup, &mut [0_u8; 8]);
         }
         if !is_readable(&descriptors[0]) {
             return Ok(());
@@ -210,7 +210,7 @@ impl Session<'_> {
                 Ok(Some(Outcome::GivenBack))
             }
             RequestBody::Stats => {
-                let snapshot = self.house.ledger.snapshot()?;
+                let snapshot = self.server.ledger.snapshot()?;
                 let group = snapshot.groups.iter().find(|group| group.ipc_name == self.member.ipc_name());
                 Ok(Some(Outcome::Stats(DeviceStanding {
                     budget_bytes: snapshot.budget_bytes,
@@ -219,7 +219,7 @@ impl Session<'_> {
                 })))
             }
             &RequestBody::SetLimit { limit_bytes } => {
-                let change = self.house.ledger.set_limit(self.member.ipc_name(), limit_bytes, None)?;
+                let change = self.server.ledger.set_limit(self.member.ipc_name(), limit_bytes, None)?;
                 match change.status {
                     LimitStatus::Applied | LimitStatus::Deferred => Ok(Some(Outcome::LimitSet)),
                     status => {
@@ -276,20 +276,20 @@ impl Session<'_> {
 
     /// Tells the client what the ledger wants; `false` where it had no room for it.
     fn tell_news(&self) -> io::Result<bool> {
-        let mut news = self.inbox.news.lock();
-        if news.limit_changed {
+        let mut pending = self.inbox.pending.lock();
+        if pending.limit_changed {
             let notice = Notice::Limit { limit_bytes: self.member.limit_bytes() };
             if !self.connection.send(&notice.encode())? {
                 return Ok(false);
             }
-            news.limit_changed = false;
+            pending.limit_changed = false;
         }
         // What went back in the meantime need not be asked for.
-        let n_bytes = news.reclaim_bytes.min(self.member.held_bytes());
+        let n_bytes = pending.reclaim_bytes.min(self.member.held_bytes());
         if n_bytes > 0 && !self.connection.send(&Notice::Reclaim { n_bytes }.encode())? {
             return Ok(false);
         }
-        news.reclaim_bytes = 0;
+        pending.reclaim_bytes = 0;
         Ok(true)
     }
 
@@ -315,17 +315,17 @@ impl Inbox {
                 Event::CapacityReturned => {}
                 Event::LimitChanged => {
                     let excess_bytes = member.held_bytes().saturating_sub(member.claimable_bytes());
-                    let mut news = self.news.lock();
-                    news.limit_changed = true;
-                    news.reclaim_bytes = news.reclaim_bytes.max(excess_bytes);
+                    let mut pending = self.pending.lock();
+                    pending.limit_changed = true;
+                    pending.reclaim_bytes = pending.reclaim_bytes.max(excess_bytes);
                 }
                 Event::ReclaimRequested { n_bytes } => {
-                    let mut news = self.news.lock();
-                    news.reclaim_bytes = news.reclaim_bytes.max(n_bytes);
+                    let mut pending = self.pending.lock();
+                    pending.reclaim_bytes = pending.reclaim_bytes.max(n_bytes);
                 }
             }
-            // Any number rings; a bell that cannot be rung rings already.
-            let _ = rustix::io::write(&self.bell, &1_u64.to_le_bytes());
+            // Any number rings; a wakeup that cannot be rung rings already.
+            let _ = rustix::io::write(&self.wakeup, &1_u64.to_le_bytes());
         }
     }
 }
@@ -338,7 +338,7 @@ fn standing(member: &Member) -> Standing {
     }
 }
 
-/// Sends a reply; a client that has no room for it does not read, and is none.
+/// Sends a reply; a client that has no room for it does not read and loses its session.
 fn send(connection: &Connection, frame: &[u8]) -> io::Result<()> {
     if connection.send(frame)? {
         Ok(())

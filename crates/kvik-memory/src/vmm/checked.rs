@@ -6,14 +6,14 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use parking_lot::Mutex;
 use tracing::warn;
 
-use super::book::Book;
+use super::address_space::AddressSpace;
 use super::{Access, Backdrop, Created, Fence, MemoryInfo, PhysicalHandle, Stream, VirtualRange, Vmm};
 use crate::{MemoryError, Result};
 
 /// The bare calls of a backend.
 ///
 /// Arguments are in order when a method is called: [`CheckedVmm`] is the only caller, and gives its driver
-/// to nobody. A method that fails has changed nothing, as far as the driver can tell.
+/// to no request. A method that fails has changed nothing, as far as the driver can tell.
 pub trait Driver: Send + Sync + fmt::Debug {
     /// Physical memory as the driver names it.
     type Memory: Send + Sync + fmt::Debug;
@@ -75,19 +75,19 @@ pub trait Driver: Send + Sync + fmt::Debug {
 
 /// [`Vmm`] over a driver.
 ///
-/// The book is locked during a driver call: what was checked is still true when the driver is asked.
+/// The address space is locked during a driver call: what was checked is still true when the driver is asked.
 /// Dropping it gives everything back that is still held.
 #[derive(Debug)]
 pub struct CheckedVmm<D: Driver> {
     driver: D,
-    book: Mutex<Book<D::Memory>>,
+    space: Mutex<AddressSpace<D::Memory>>,
 }
 
 impl<D: Driver> CheckedVmm<D> {
     /// Virtual memory over `driver`.
     pub fn new(driver: D) -> Self {
-        let book = Mutex::new(Book::new(driver.granularity_bytes()));
-        Self { driver, book }
+        let space = Mutex::new(AddressSpace::new(driver.granularity_bytes()));
+        Self { driver, space }
     }
 
     /// The driver, for what only its backend can do.
@@ -97,14 +97,14 @@ impl<D: Driver> CheckedVmm<D> {
 
     /// Looks at memory as the driver names it; it cannot be released meanwhile.
     pub(super) fn look_at<T>(&self, handle: PhysicalHandle, look: impl FnOnce(&D::Memory) -> T) -> Result<T> {
-        Ok(look(self.book.lock().find(handle)?))
+        Ok(look(self.space.lock().find(handle)?))
     }
 
     fn create_memory(&self, n_bytes: u64, is_exportable: bool) -> Result<Created> {
-        let mut book = self.book.lock();
-        book.check_size(n_bytes)?;
+        let mut space = self.space.lock();
+        space.check_size(n_bytes)?;
         Ok(match self.driver.create(n_bytes, is_exportable)? {
-            Some(memory) => Created::Memory(book.enter_memory(memory, n_bytes, is_exportable)),
+            Some(memory) => Created::Memory(space.enter_memory(memory, n_bytes, is_exportable)),
             None => Created::NoMemory,
         })
     }
@@ -124,8 +124,8 @@ impl<D: Driver> Vmm for CheckedVmm<D> {
     }
 
     fn reserve(&self, n_bytes: u64, backdrop: Backdrop) -> Result<VirtualRange> {
-        let mut book = self.book.lock();
-        book.check_size(n_bytes)?;
+        let mut space = self.space.lock();
+        space.check_size(n_bytes)?;
         if backdrop == Backdrop::Zeros && !self.driver.has_zeros_backdrop() {
             return Err(MemoryError::Invalid {
                 field: "backdrop",
@@ -134,15 +134,15 @@ impl<D: Driver> Vmm for CheckedVmm<D> {
             });
         }
         let range = VirtualRange { address: self.driver.reserve(n_bytes, backdrop)?, n_bytes };
-        book.enter_reservation(range, backdrop);
+        space.enter_reservation(range, backdrop);
         Ok(range)
     }
 
     fn free_reservation(&self, range: VirtualRange) -> Result<()> {
-        let mut book = self.book.lock();
-        book.check_free_reservation(range)?;
+        let mut space = self.space.lock();
+        space.check_free_reservation(range)?;
         self.driver.free_reservation(range)?;
-        book.strike_reservation(range);
+        space.strike_reservation(range);
         Ok(())
     }
 
@@ -155,44 +155,44 @@ impl<D: Driver> Vmm for CheckedVmm<D> {
     }
 
     fn release(&self, handle: PhysicalHandle) -> Result<()> {
-        let mut book = self.book.lock();
-        self.driver.release(book.check_release(handle)?)?;
-        book.strike_memory(handle);
+        let mut space = self.space.lock();
+        self.driver.release(space.check_release(handle)?)?;
+        space.strike_memory(handle);
         Ok(())
     }
 
     fn map(&self, range: VirtualRange, handle: PhysicalHandle) -> Result<()> {
-        let mut book = self.book.lock();
-        self.driver.map(range, book.check_map(range, handle)?)?;
-        book.enter_mapping(range, handle);
+        let mut space = self.space.lock();
+        self.driver.map(range, space.check_map(range, handle)?)?;
+        space.enter_mapping(range, handle);
         Ok(())
     }
 
     fn set_access(&self, range: VirtualRange, access: Access) -> Result<()> {
-        let mut book = self.book.lock();
-        book.check_run(range)?;
+        let mut space = self.space.lock();
+        space.check_run(range)?;
         self.driver.set_access(range, access)?;
-        book.enter_access(range, access);
+        space.enter_access(range, access);
         Ok(())
     }
 
     fn unmap(&self, range: VirtualRange) -> Result<()> {
-        let mut book = self.book.lock();
-        let backdrop = book.check_run(range)?;
+        let mut space = self.space.lock();
+        let backdrop = space.check_run(range)?;
         self.driver.unmap(range, backdrop)?;
-        book.strike_mappings(range);
+        space.strike_mappings(range);
         Ok(())
     }
 
     fn export(&self, handle: PhysicalHandle) -> Result<OwnedFd> {
-        self.driver.export(self.book.lock().check_export(handle)?)
+        self.driver.export(self.space.lock().check_export(handle)?)
     }
 
     fn import(&self, descriptor: BorrowedFd<'_>, n_bytes: u64) -> Result<PhysicalHandle> {
-        let mut book = self.book.lock();
-        book.check_size(n_bytes)?;
+        let mut space = self.space.lock();
+        space.check_size(n_bytes)?;
         let memory = self.driver.import(descriptor, n_bytes)?;
-        Ok(book.enter_memory(memory, n_bytes, true))
+        Ok(space.enter_memory(memory, n_bytes, true))
     }
 
     fn memory_info(&self) -> Result<MemoryInfo> {
@@ -208,20 +208,20 @@ impl<D: Driver> Vmm for CheckedVmm<D> {
     }
 
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result<()> {
-        let book = self.book.lock();
-        book.check_access(address, bytes.len() as u64, Access::ReadOnly)?;
+        let space = self.space.lock();
+        space.check_access(address, bytes.len() as u64, Access::ReadOnly)?;
         self.driver.read(address, bytes)
     }
 
     fn write(&self, address: u64, bytes: &[u8]) -> Result<()> {
-        let book = self.book.lock();
-        book.check_access(address, bytes.len() as u64, Access::ReadWrite)?;
+        let space = self.space.lock();
+        space.check_access(address, bytes.len() as u64, Access::ReadWrite)?;
         self.driver.write(address, bytes)
     }
 
     fn fill(&self, range: VirtualRange, byte: u8) -> Result<()> {
-        let book = self.book.lock();
-        book.check_access(range.address, range.n_bytes, Access::ReadWrite)?;
+        let space = self.space.lock();
+        space.check_access(range.address, range.n_bytes, Access::ReadWrite)?;
         self.driver.fill(range, byte)
     }
 }
@@ -229,18 +229,18 @@ impl<D: Driver> Vmm for CheckedVmm<D> {
 impl<D: Driver> Drop for CheckedVmm<D> {
     fn drop(&mut self) {
         let device = self.driver.device_name();
-        let book = self.book.get_mut();
-        for (range, backdrop) in book.mappings() {
+        let space = self.space.get_mut();
+        for (range, backdrop) in space.mappings() {
             if let Err(error) = self.driver.unmap(range, backdrop) {
                 warn!(device, %range, %error, "could not unmap on close");
             }
         }
-        for memory in book.memories() {
+        for memory in space.memories() {
             if let Err(error) = self.driver.release(memory) {
                 warn!(device, %error, "could not release memory on close");
             }
         }
-        for range in book.reservations() {
+        for range in space.reservations() {
             if let Err(error) = self.driver.free_reservation(range) {
                 warn!(device, %range, %error, "could not free addresses on close");
             }

@@ -99,7 +99,7 @@ impl Fault {
 }
 
 impl FaultyVmm {
-    /// `inner`, until it is told to fail.
+    /// `inner`, until a failure is ordered.
     pub fn new(inner: Arc<dyn Vmm>) -> Self {
         Self { inner, state: Mutex::default() }
     }

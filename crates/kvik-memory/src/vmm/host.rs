@@ -116,7 +116,7 @@ impl Driver for HostDriver {
         let head = VirtualRange { address: start, n_bytes: address - start };
         let tail = VirtualRange { address: address + n_bytes, n_bytes: UNIT_BYTES - head.n_bytes };
         for margin in [head, tail].into_iter().filter(|margin| margin.n_bytes != 0) {
-            // SAFETY: both lie in the mapping just made, outside of what is returned; nobody knows them.
+            // SAFETY: both lie in the mapping just made, outside of what is returned and not known elsewhere.
             let trimmed = unsafe { munmap(pointer(margin.address), margin.n_bytes as usize) };
             if let Err(error) = trimmed {
                 // Addresses without memory remain taken, no more.
@@ -128,7 +128,7 @@ impl Driver for HostDriver {
 
     fn free_reservation(&self, range: VirtualRange) -> Result<()> {
         // SAFETY: the range is a whole reservation with nothing mapped in it; the caller promised that
-        // nobody uses its addresses.
+        // its addresses are unused.
         unsafe { munmap(pointer(range.address), range.n_bytes as usize) }
             .map_err(|errno| device_error("munmap", errno))
     }
@@ -198,7 +198,7 @@ impl Driver for HostDriver {
 
     fn unmap(&self, range: VirtualRange, backdrop: Backdrop) -> Result<()> {
         let flags = backdrop_flags() | MapFlags::FIXED;
-        // SAFETY: the range is a run of whole mappings of this driver, and the caller promised that nobody
+        // SAFETY: the range is a run of whole mappings of this driver, and the caller promised that nothing
         // uses it. The backdrop takes their place in one step, so no other thread can get the addresses.
         let replaced = unsafe {
             mmap_anonymous(pointer(range.address), range.n_bytes as usize, protection_of(backdrop), flags)
@@ -218,7 +218,7 @@ impl Driver for HostDriver {
 
     fn import(&self, descriptor: BorrowedFd<'_>, n_bytes: u64) -> Result<HostMemory> {
         let stat = fstat(descriptor).map_err(|errno| device_error("fstat", errno))?;
-        // A mapping past the end of a file kills who touches it.
+        // A touch of a mapping past the end of a file kills the process.
         if u64::try_from(stat.st_size).unwrap_or(0) < n_bytes {
             return Err(MemoryError::Invalid {
                 field: "n_bytes",

@@ -1,6 +1,6 @@
 //! Virtual memory of a device: reserve addresses, create physical memory, map one behind the other.
 //!
-//! [`Vmm`] is the seam. [`CheckedVmm`] implements it over a [`Driver`]: it keeps the book of
+//! [`Vmm`] is the seam. [`CheckedVmm`] implements it over a [`Driver`]: it keeps the space of
 //! reservations, mappings and handles and refuses misuse before the driver sees it, so every backend
 //! answers the same mistake with the same error. Backends: [`host`], memory of this process, and
 //! [`cuda`], the driver's. [`faulty`] is a decorator that fails on request.
@@ -9,7 +9,7 @@
 //!
 //! * A mapping lies whole inside of one reservation, overlaps no other, and is unmapped whole.
 //! * Memory is released only when nothing maps it, addresses are freed only when nothing is mapped there.
-//! * A call that failed has changed nothing in the book.
+//! * A call that failed has changed nothing in the space.
 
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -20,7 +20,7 @@ pub mod cuda;
 pub mod faulty;
 pub mod host;
 
-mod book;
+mod address_space;
 mod checked;
 
 pub use checked::{CheckedVmm, Driver};
@@ -28,7 +28,7 @@ pub use checked::{CheckedVmm, Driver};
 /// Virtual memory of one device.
 ///
 /// Sizes and addresses are multiples of [`granularity_bytes`](Self::granularity_bytes). Every method can
-/// be called by any thread. The caller of [`unmap`](Self::unmap) makes sure that nobody, kernels on the
+/// be called by any thread. The caller of [`unmap`](Self::unmap) makes sure that nothing, kernels on the
 /// device included, uses the range.
 pub trait Vmm: Send + Sync + fmt::Debug {
     /// The device as the ledger names it: `host0`, `GPU-<uuid>`.
@@ -57,7 +57,7 @@ pub trait Vmm: Send + Sync + fmt::Debug {
     /// Gives memory back that is not mapped anywhere.
     fn release(&self, handle: PhysicalHandle) -> Result<()>;
 
-    /// Maps the first `range.n_bytes` of the memory; nobody may touch it before
+    /// Maps the first `range.n_bytes` of the memory; it must not be touched before
     /// [`set_access`](Self::set_access).
     ///
     /// Memory may be mapped several times. A driver may refuse a range smaller than the memory, with
@@ -71,7 +71,7 @@ pub trait Vmm: Send + Sync + fmt::Debug {
 
     /// Unmaps a run of whole mappings; the backdrop is behind it when this returns.
     ///
-    /// A failure leaves the run mapped in the book, in an unknown state on the device.
+    /// A failure leaves the run mapped in the space, in an unknown state on the device.
     fn unmap(&self, range: VirtualRange) -> Result<()>;
 
     /// A descriptor through which another process can [`import`](Self::import) the memory.
@@ -153,7 +153,7 @@ pub enum Backdrop {
 /// The memory of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryInfo {
-    /// Bytes that nobody has.
+    /// Free bytes.
     pub free_bytes: u64,
     /// All bytes.
     pub total_bytes: u64,

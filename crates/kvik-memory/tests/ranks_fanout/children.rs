@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
+use kvik_memory::SocketAddress;
 use kvik_memory::pages::{MapOutcome, PageMapper};
-use kvik_memory::ranks::RankAddress;
 use kvik_memory::ranks::frame::{Body, Greeting, Request};
 use rustix::net::SocketAddrUnix;
 use rustix::process::{Pid, Signal, WaitOptions};
@@ -111,7 +111,7 @@ fn be_a_stranger(name: &Path) {
     // SAFETY: the call takes a number and changes only the credentials of this process.
     assert_eq!(unsafe { libc::setuid(NOBODY) }, 0);
     let mut expected = peer(0, PathBuf::new());
-    expected.address = RankAddress::Abstract(name.to_owned());
+    expected.address = SocketAddress::Abstract(name.to_owned());
     let refused = try_leader(None, vec![expected], PATIENCE).unwrap_err().to_string();
     assert!(refused.contains("the peer is user 0"), "{refused}");
     let socket =

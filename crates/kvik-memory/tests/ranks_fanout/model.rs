@@ -1,4 +1,4 @@
-//! Random transactions with random failures: all ranks have what the leader's book says.
+//! Random transactions with random failures: all ranks have what the leader's model says.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -28,14 +28,14 @@ impl Random {
     }
 }
 
-/// The leader's book: what is mapped, and what is never used again.
+/// The leader's model: what is mapped, and what is never used again.
 #[derive(Default)]
-struct Book {
+struct Expected {
     mapped: BTreeMap<u32, u32>,
     quarantined: BTreeSet<u32>,
 }
 
-impl Book {
+impl Expected {
     fn is_free(&self, extent: Extent) -> bool {
         let pages = extent.first_page.0..extent.first_page.0 + extent.n_pages;
         let is_mapped = |page| {
@@ -52,12 +52,12 @@ impl Book {
 
     fn choose_free(&self, random: &mut Random) -> Vec<Extent> {
         let mut chosen: Vec<Extent> = Vec::new();
-        let mut book = Self { mapped: self.mapped.clone(), quarantined: self.quarantined.clone() };
+        let mut expected = Self { mapped: self.mapped.clone(), quarantined: self.quarantined.clone() };
         for _ in 0..=random.below(4) {
             let n_pages = 1 << random.below(6);
             let extent = Extent { first_page: PageId(random.below(1 << 11) as u32 * n_pages), n_pages };
-            if book.is_free(extent) {
-                book.mapped.insert(extent.first_page.0, n_pages);
+            if expected.is_free(extent) {
+                expected.mapped.insert(extent.first_page.0, n_pages);
                 chosen.push(extent);
             }
         }
@@ -69,7 +69,7 @@ impl Book {
         all.filter(|_| random.one_in(4)).collect()
     }
 
-    /// Every rank has what is in the book and nothing else that could be used.
+    /// Every rank has what is in the expected and nothing else that could be used.
     fn check(&self, ranks: &[Arc<FakeMapper>], step: usize) {
         let expected: Vec<(u32, u32)> =
             self.mapped.iter().map(|(&first, &n_pages)| (first, n_pages)).collect();
@@ -111,11 +111,12 @@ fn a_thousand_random_transactions_leave_all_ranks_equal_to_the_book() {
         leader(Some(&ranks[0]), (1..N_RANKS).map(|rank| peer(rank as u32, path("front", rank))).collect());
 
     let mut random = Random(20_261_115);
-    let mut book = Book::default();
+    let mut expected = Expected::default();
     let (mut n_mapped, mut n_failed) = (0, 0);
     for step in 0..N_TRANSACTIONS {
         let is_map = random.below(5) < 3;
-        let extents = if is_map { book.choose_free(&mut random) } else { book.choose_mapped(&mut random) };
+        let extents =
+            if is_map { expected.choose_free(&mut random) } else { expected.choose_mapped(&mut random) };
         let mut expected_fault = None;
         if random.one_in(4) && !extents.is_empty() {
             let faults = [MapFault::NoMemory, MapFault::Failed, MapFault::FailedStuck];
@@ -138,7 +139,9 @@ fn a_thousand_random_transactions_leave_all_ranks_equal_to_the_book() {
                 MapOutcome::Mapped => {
                     n_mapped += 1;
                     assert!(expected_fault.is_none(), "transaction {step} hid {expected_fault:?}");
-                    book.mapped.extend(extents.iter().map(|extent| (extent.first_page.0, extent.n_pages)));
+                    expected
+                        .mapped
+                        .extend(extents.iter().map(|extent| (extent.first_page.0, extent.n_pages)));
                 }
                 MapOutcome::NoMemory => {
                     assert_eq!(expected_fault, Some(MapFault::NoMemory), "transaction {step}");
@@ -148,23 +151,23 @@ fn a_thousand_random_transactions_leave_all_ranks_equal_to_the_book() {
                     assert!(stuck.iter().all(|extent| extents.contains(extent)));
                     // One rank at most is stuck with one extent, and one with its stubborn one.
                     assert!(stuck.len() <= 2 || extents.len() == stuck.len(), "{stuck:?} of {extents:?}");
-                    book.quarantine(&stuck);
+                    expected.quarantine(&stuck);
                 }
             }
         } else {
             let left = mapper.unmap(&extents);
             assert!(left.len() <= 1, "one extent was stubborn, not {left:?}");
             for extent in &extents {
-                book.mapped.remove(&extent.first_page.0);
+                expected.mapped.remove(&extent.first_page.0);
             }
-            book.quarantine(&left);
+            expected.quarantine(&left);
         }
         for rank in 0..N_RANKS {
             ranks[rank].set_map_fault(None);
             ranks[rank].set_stubborn(&[]);
             *incidents[rank].lock() = None;
         }
-        book.check(&ranks, step);
+        expected.check(&ranks, step);
     }
     assert!(
         N_TRANSACTIONS / 4 < n_mapped && N_TRANSACTIONS / 50 < n_failed,

@@ -7,10 +7,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvik_memory::SocketAddress;
 use kvik_memory::pages::{MapOutcome, PageMapper};
-use kvik_memory::ranks::{
-    RankAddress, RankLeaderOptions, RankMapper, RankPeer, RankWorker, RankWorkerOptions,
-};
+use kvik_memory::ranks::{RankLeaderOptions, RankMapper, RankPeer, RankWorker, RankWorkerOptions};
 use kvik_memory::{Extent, Geometry, MemoryError, PageId};
 use parking_lot::Mutex;
 
@@ -127,11 +126,11 @@ pub(crate) fn scratch_directory() -> tempfile::TempDir {
 }
 
 pub(crate) fn peer(rank: u32, path: PathBuf) -> RankPeer {
-    RankPeer { rank, address: RankAddress::Path(path), geometry: geometry() }
+    RankPeer { rank, address: SocketAddress::Path(path), geometry: geometry() }
 }
 
 pub(crate) fn worker(rank: u32, world: u32, path: PathBuf, mapper: &Arc<FakeMapper>) -> RankWorker {
-    let options = RankWorkerOptions { rank, world, group: 0, address: RankAddress::Path(path) };
+    let options = RankWorkerOptions { rank, world, group: 0, address: SocketAddress::Path(path) };
     RankWorker::start(&options, Arc::clone(mapper) as Arc<dyn PageMapper>).unwrap()
 }
 

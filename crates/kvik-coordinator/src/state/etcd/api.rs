@@ -32,7 +32,7 @@ pub(super) struct EtcdApi {
     http: HttpClient,
     endpoints: Vec<String>,
     credentials: Option<Credentials>,
-    /// Of the credentials; none before the first call and after a refusal.
+    /// Of the credentials; `None` before the first call and after an answer that refused it.
     token: Mutex<Option<HeaderValue>>,
     /// The endpoint that answered last.
     preferred: AtomicUsize,
@@ -52,9 +52,9 @@ enum Failure {
     Other(String),
 }
 
-/// A lease that etcd granted.
+/// A session: a lease of etcd, which ends unless it is renewed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-pub(super) struct Lease {
+pub(super) struct EtcdSession {
     #[serde(rename = "ID", deserialize_with = "number")]
     pub(super) id: i64,
     /// Seconds it lives from now; 0 if it is over.
@@ -69,8 +69,8 @@ pub(super) struct KeyValue {
     pub(super) value: Vec<u8>,
     #[serde(default, deserialize_with = "number", alias = "createRevision")]
     pub(super) create_revision: i64,
-    #[serde(default, deserialize_with = "number")]
-    pub(super) lease: i64,
+    #[serde(default, deserialize_with = "number", rename = "lease")]
+    pub(super) session: i64,
 }
 
 /// The answer to a transaction.
@@ -132,20 +132,20 @@ impl EtcdApi {
         }
     }
 
-    pub(super) async fn grant(&self, ttl_s: u64) -> Result<Lease, StateError> {
+    pub(super) async fn grant(&self, ttl_s: u64) -> Result<EtcdSession, StateError> {
         self.call("/v3/lease/grant", &json!({ "TTL": ttl_s.to_string() })).await
     }
 
-    /// Renews a lease; its `ttl_s` is 0 if it was over.
-    pub(super) async fn keep_alive(&self, lease: i64) -> Result<Lease, StateError> {
-        let answer: Streamed<Lease> =
-            self.call("/v3/lease/keepalive", &json!({ "ID": lease.to_string() })).await?;
+    /// Renews a session; its `ttl_s` is 0 if it was over.
+    pub(super) async fn keep_alive(&self, session: i64) -> Result<EtcdSession, StateError> {
+        let answer: Streamed<EtcdSession> =
+            self.call("/v3/lease/keepalive", &json!({ "ID": session.to_string() })).await?;
         Ok(answer.result)
     }
 
-    /// Ends a lease and removes its keys.
-    pub(super) async fn revoke(&self, lease: i64) -> Result<(), StateError> {
-        self.call("/v3/lease/revoke", &json!({ "ID": lease.to_string() })).await.map(|_: Value| ())
+    /// Ends a session and removes its keys.
+    pub(super) async fn revoke(&self, session: i64) -> Result<(), StateError> {
+        self.call("/v3/lease/revoke", &json!({ "ID": session.to_string() })).await.map(|_: Value| ())
     }
 
     pub(super) async fn get(&self, key: &str) -> Result<Option<KeyValue>, StateError> {
@@ -305,9 +305,9 @@ impl TxnAnswer {
     }
 }
 
-/// The operation that puts a key under a lease.
-pub(super) fn put(key: &str, value: &[u8], lease: i64) -> Value {
-    json!({ "request_put": { "key": encode(key), "value": STANDARD.encode(value), "lease": lease.to_string() } })
+/// The operation that puts a key under a session.
+pub(super) fn put(key: &str, value: &[u8], session: i64) -> Value {
+    json!({ "request_put": { "key": encode(key), "value": STANDARD.encode(value), "lease": session.to_string() } })
 }
 
 /// The operation that removes a key.
@@ -336,12 +336,12 @@ mod tests {
 
     #[test]
     fn answers_are_read_as_etcd_writes_them() {
-        let lease: Streamed<Lease> = serde_json::from_str(
+        let session: Streamed<EtcdSession> = serde_json::from_str(
             r#"{"result":{"header":{"revision":"3","raft_term":"2"},"ID":"4111120007746366469","TTL":"2"}}"#,
         )
         .unwrap();
-        assert_eq!(lease.result, Lease { id: 4_111_120_007_746_366_469, ttl_s: 2 });
-        let over: Streamed<Lease> = serde_json::from_str(r#"{"result":{"ID":"7"}}"#).unwrap();
+        assert_eq!(session.result, EtcdSession { id: 4_111_120_007_746_366_469, ttl_s: 2 });
+        let over: Streamed<EtcdSession> = serde_json::from_str(r#"{"result":{"ID":"7"}}"#).unwrap();
         assert_eq!(over.result.ttl_s, 0);
 
         let txn: TxnAnswer = serde_json::from_str(
@@ -352,7 +352,7 @@ mod tests {
         assert!(!txn.succeeded);
         let key_value = txn.into_key_value().unwrap();
         assert_eq!(
-            (key_value.value.as_slice(), key_value.create_revision, key_value.lease),
+            (key_value.value.as_slice(), key_value.create_revision, key_value.session),
             (&b"hello"[..], 2, 41)
         );
     }

@@ -2,18 +2,18 @@
 //!
 //! Under the prefix lie two kinds of keys:
 //!
-//! | key | value | lease |
+//! | key | value | session |
 //! |---|---|---|
-//! | `/leader` | the leader's base address | `lease_ttl_s`, renewed four times in it |
+//! | `/leader` | the leader's base address | `session_ttl_s`, renewed four times in it |
 //! | `/workers/<id>` | a member | [`RECORD_TTL_S`], renewed with the other one |
 //!
 //! Whoever creates `/leader` leads, and the revision at which it was created is the term: it rises
 //! with every leader and everything the leader writes depends on it. The leader counts its time from
 //! before it asked for the renewal, so it stops before etcd gives the lead to another one.
 //!
-//! Members hang on a lease so that nothing stays behind when all coordinators are gone for good. It
-//! is long because it must outlive any change of leaders; who missed heartbeats is the leader's to
-//! say. A new leader puts all members under a lease of its own.
+//! Members hang on a session so that nothing stays behind when all coordinators are gone for good. It
+//! is long because it must outlive any change of leaders; which member missed heartbeats is the leader's to
+//! say. A new leader puts all members under a session of its own.
 
 mod api;
 
@@ -34,7 +34,7 @@ use crate::membership::{Change, Record};
 /// Time that members are kept while no coordinator lives, in seconds: longer than a rollout of all
 /// coordinators takes.
 const RECORD_TTL_S: u64 = 300;
-/// Time between two looks at a leader by those who would follow it.
+/// Time between two looks of a follower at the leader's key.
 const FOLLOWER_INTERVAL: Duration = Duration::from_millis(250);
 /// Changes in one transaction; etcd takes 128 operations by default.
 const MAX_TXN_CHANGES: usize = 100;
@@ -46,28 +46,28 @@ pub(crate) struct EtcdState {
     leader_key: String,
     /// With a slash at the end.
     workers_prefix: String,
-    lease_ttl_s: u64,
+    session_ttl_s: u64,
     /// Base address of this coordinator.
     address: String,
-    session: Mutex<Option<Session>>,
-    /// The leases of a campaign whose end is not known; locked while a campaign runs.
+    lead: Mutex<Option<Lead>>,
+    /// The sessions of a campaign whose end is not known; locked while a campaign runs.
     candidacy: tokio::sync::Mutex<Option<Candidacy>>,
 }
 
-/// The leases of a campaign. While they live, the leader's key may have been created with them.
+/// The sessions of a campaign. While they live, the leader's key may have been created with them.
 #[derive(Debug, Clone, Copy)]
 struct Candidacy {
-    lease: i64,
-    records_lease: i64,
+    session: i64,
+    records_session: i64,
 }
 
 /// A lead that is held.
 #[derive(Debug, Clone, Copy)]
-struct Session {
+struct Lead {
     /// Creation revision of the leader's key.
     term: i64,
-    lease: i64,
-    records_lease: i64,
+    session: i64,
+    records_session: i64,
 }
 
 /// A member as it is written down.
@@ -89,7 +89,7 @@ impl EtcdState {
     /// If the file with the password cannot be read.
     pub(crate) fn new(http: HttpClient, config: &EtcdConfig, address: String) -> Result<Self> {
         // Several tries fit into the time of a lead.
-        let timeout = Duration::from_secs(config.lease_ttl_s) / 3;
+        let timeout = Duration::from_secs(config.session_ttl_s) / 3;
         let credentials = match (&config.username, &config.password_file) {
             (Some(name), Some(path)) => {
                 let password = std::fs::read_to_string(path)
@@ -103,28 +103,28 @@ impl EtcdState {
             api: EtcdApi::new(http, &config.endpoints, credentials, timeout),
             leader_key: format!("{}/leader", config.prefix),
             workers_prefix: format!("{}/workers/", config.prefix),
-            lease_ttl_s: config.lease_ttl_s,
+            session_ttl_s: config.session_ttl_s,
             address,
-            session: Mutex::new(None),
+            lead: Mutex::new(None),
             candidacy: tokio::sync::Mutex::default(),
         })
     }
 
     /// Renews the lead; `None` if it is lost.
-    async fn renew(&self, session: Session) -> Result<Option<Role>, StateError> {
+    async fn renew(&self, lead: Lead) -> Result<Option<Role>, StateError> {
         let sent = Instant::now();
-        let lease = self.api.keep_alive(session.lease).await?;
-        let records = self.api.keep_alive(session.records_lease).await?;
-        // A lease that lives is not enough: somebody may have removed the key by hand.
+        let session = self.api.keep_alive(lead.session).await?;
+        let records = self.api.keep_alive(lead.records_session).await?;
+        // A session that lives is not enough: the key may have been removed by hand.
         let key = self.api.get(&self.leader_key).await?;
-        let is_ours = key.is_some_and(|key| key.create_revision == session.term);
-        if lease.ttl_s == 0 || records.ttl_s == 0 || !is_ours {
+        let is_ours = key.is_some_and(|key| key.create_revision == lead.term);
+        if session.ttl_s == 0 || records.ttl_s == 0 || !is_ours {
             return Ok(None);
         }
-        Ok(Some(self.leader(session, sent)))
+        Ok(Some(self.leader(lead, sent)))
     }
 
-    /// Tries to become leader. A campaign that failed or was dropped may have created the leader's key; its leases are
+    /// Tries to become leader. A campaign that failed or was dropped may have created the leader's key; its sessions are
     /// revoked by the next one or by [`StateBackend::resign`].
     async fn campaign(&self) -> Result<Role, StateError> {
         let mut candidacy = self.candidacy.lock().await;
@@ -133,17 +133,17 @@ impl EtcdState {
             return Ok(self.follower(&key.value));
         }
         let sent = Instant::now();
-        let lease = self.api.grant(self.lease_ttl_s).await?;
-        let records_lease = self.api.grant(RECORD_TTL_S).await?;
-        *candidacy = Some(Candidacy { lease: lease.id, records_lease: records_lease.id });
-        let create = api::put(&self.leader_key, self.address.as_bytes(), lease.id);
+        let session = self.api.grant(self.session_ttl_s).await?;
+        let records_session = self.api.grant(RECORD_TTL_S).await?;
+        *candidacy = Some(Candidacy { session: session.id, records_session: records_session.id });
+        let create = api::put(&self.leader_key, self.address.as_bytes(), session.id);
         let answer = self.api.txn_if_created_at(&self.leader_key, 0, &[create]).await?;
         let (term, value) = if answer.succeeded {
             (answer.revision(), Vec::new())
         } else {
-            // A lost answer to a try that succeeded looks like a failure: the key has our lease.
+            // A lost answer to a try that succeeded looks like a failure: the key has our session.
             match answer.into_key_value() {
-                Some(key) if key.lease == lease.id => (key.create_revision, Vec::new()),
+                Some(key) if key.session == session.id => (key.create_revision, Vec::new()),
                 Some(key) => (0, key.value),
                 None => (0, Vec::new()),
             }
@@ -152,25 +152,25 @@ impl EtcdState {
             self.withdraw(&mut candidacy).await;
             return Ok(self.follower(&value));
         }
-        let session = Session { term, lease: lease.id, records_lease: records_lease.id };
-        *self.session.lock() = Some(session);
+        let lead = Lead { term, session: session.id, records_session: records_session.id };
+        *self.lead.lock() = Some(lead);
         *candidacy = None;
-        Ok(self.leader(session, sent))
+        Ok(self.leader(lead, sent))
     }
 
-    /// Ends the leases of a campaign, and with them the leader's key if it was created. They are forgotten only then, so
+    /// Ends the sessions of a campaign, and with them the leader's key if it was created. They are forgotten only then, so
     /// that a call that is dropped meanwhile loses nothing.
     async fn withdraw(&self, candidacy: &mut Option<Candidacy>) {
-        if let Some(Candidacy { lease, records_lease }) = *candidacy {
-            self.release(lease).await;
-            self.release(records_lease).await;
+        if let Some(Candidacy { session, records_session }) = *candidacy {
+            self.release(session).await;
+            self.release(records_session).await;
             *candidacy = None;
         }
     }
 
-    fn leader(&self, session: Session, sent: Instant) -> Role {
-        let until = sent + Duration::from_secs(self.lease_ttl_s);
-        Role::Leader { term: session.term as u64, until: Some(until) }
+    fn leader(&self, lead: Lead, sent: Instant) -> Role {
+        let until = sent + Duration::from_secs(self.session_ttl_s);
+        Role::Leader { term: lead.term as u64, until: Some(until) }
     }
 
     fn follower(&self, leader: &[u8]) -> Role {
@@ -180,19 +180,23 @@ impl EtcdState {
         Role::Follower { leader: is_other.then_some(leader) }
     }
 
-    /// Ends a lease; one that cannot be ended runs out by itself.
-    async fn release(&self, lease: i64) {
-        if let Err(error) = self.api.revoke(lease).await {
-            tracing::debug!(%error, "failed to revoke a lease");
+    /// Ends a session; one that cannot be ended runs out by itself.
+    async fn release(&self, session: i64) {
+        if let Err(error) = self.api.revoke(session).await {
+            tracing::debug!(%error, "failed to revoke a session");
         }
     }
 
-    fn operation(&self, change: &Change, records_lease: i64) -> Result<serde_json::Value, StateError> {
+    fn operation(&self, change: &Change, records_session: i64) -> Result<serde_json::Value, StateError> {
         match change {
             Change::Put(record) => {
                 let stored = serde_json::to_vec(&StoredRecord::from_record(record, unix_ms()))
                     .map_err(|error| StateError::Unavailable(format!("write a member: {error}")))?;
-                Ok(api::put(&format!("{}{}", self.workers_prefix, record.worker.id), &stored, records_lease))
+                Ok(api::put(
+                    &format!("{}{}", self.workers_prefix, record.worker.id),
+                    &stored,
+                    records_session,
+                ))
             }
             Change::Delete(id) | Change::Expire(id) => {
                 Ok(api::delete(&format!("{}{id}", self.workers_prefix)))
@@ -208,15 +212,15 @@ impl StateBackend for EtcdState {
 
     fn elect_interval(&self, role: &Role) -> Duration {
         match role {
-            Role::Leader { .. } => Duration::from_secs(self.lease_ttl_s) / 4,
+            Role::Leader { .. } => Duration::from_secs(self.session_ttl_s) / 4,
             Role::Follower { .. } => FOLLOWER_INTERVAL,
         }
     }
 
     async fn elect(&self) -> Result<Role, StateError> {
-        let session = *self.session.lock();
-        if let Some(session) = session {
-            match self.renew(session).await? {
+        let lead = *self.lead.lock();
+        if let Some(lead) = lead {
+            match self.renew(lead).await? {
                 Some(role) => return Ok(role),
                 None => self.resign().await,
             }
@@ -225,10 +229,10 @@ impl StateBackend for EtcdState {
     }
 
     async fn resign(&self) {
-        let session = self.session.lock().take();
+        let lead = self.lead.lock().take();
         // The members stay: the next leader takes them over.
-        if let Some(session) = session {
-            self.release(session.lease).await;
+        if let Some(lead) = lead {
+            self.release(lead.session).await;
         }
         // A campaign that runs ends by itself; one that was dropped has left its lock.
         if let Ok(mut candidacy) = self.candidacy.try_lock() {
@@ -251,15 +255,15 @@ impl StateBackend for EtcdState {
     }
 
     async fn write(&self, term: u64, changes: &[Change]) -> Result<(), StateError> {
-        let session = *self.session.lock();
-        let Some(session) = session.filter(|session| session.term as u64 == term) else {
+        let lead = *self.lead.lock();
+        let Some(lead) = lead.filter(|lead| lead.term as u64 == term) else {
             return Err(StateError::Fenced);
         };
         for changes in changes.chunks(MAX_TXN_CHANGES) {
             let operations = last_of_each_member(changes)
-                .map(|change| self.operation(change, session.records_lease))
+                .map(|change| self.operation(change, lead.records_session))
                 .collect::<Result<Vec<_>, _>>()?;
-            let answer = self.api.txn_if_created_at(&self.leader_key, session.term, &operations).await?;
+            let answer = self.api.txn_if_created_at(&self.leader_key, lead.term, &operations).await?;
             if !answer.succeeded {
                 return Err(StateError::Fenced);
             }

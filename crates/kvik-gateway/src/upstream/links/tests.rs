@@ -93,7 +93,7 @@ async fn a_connection_that_the_worker_closed_meanwhile_is_replaced() {
         // The end must have arrived; a request that crosses it fails like any other.
         let is_open = || links.idle.lock().last_mut().is_some_and(|(link, _)| link.is_idle());
         while is_open() {
-            tokio::time::sleep(Duration::from_millis(1)).await;
+            tokio::task::yield_now().await;
         }
     }
 }

@@ -19,7 +19,7 @@ use self::page::{MAX_PAGE_SLOTS, MIN_PAGE_SLOTS, Page, PageState, slot_word, slo
 use self::section::Section;
 use self::threads::share_out;
 use super::arena::{Arena, EntryIndex};
-use super::salt::Salt;
+use super::hash_key::HashKey;
 use crate::kernels::prefetch;
 
 const MAX_DIRECTORY_BITS: u32 = 18;
@@ -135,11 +135,11 @@ impl Table {
 
     /// Enters all entries from each of `places` on to the end of its extent, one after the other. An entry whose key is
     /// there already, at another entry, is left out and marked as moved.
-    pub(super) fn absorb_few(&mut self, arena: &Arena, places: &[EntryIndex], salt: Salt) -> Absorbed {
+    pub(super) fn absorb_few(&mut self, arena: &Arena, places: &[EntryIndex], hash_key: HashKey) -> Absorbed {
         let mut absorbed = Absorbed::default();
         for place in places {
             arena.for_each_key(*place, arena.n_entries_from(*place), |index, key| {
-                let tag = salt.tag(key);
+                let tag = hash_key.tag(key);
                 match self.probe(tag, |other| arena.have_one_key(other, index)) {
                     Probe::Absent { page, slot } => absorbed.has_grown |= self.insert(page, slot, tag, index),
                     Probe::Found { index: other, .. } if other != index => {
@@ -158,7 +158,7 @@ impl Table {
         &mut self,
         arena: &Arena,
         places: &[EntryIndex],
-        salt: Salt,
+        hash_key: HashKey,
         n_threads: usize,
     ) -> Absorbed {
         let parts = share_out(pieces(arena, places, n_threads), n_threads, |pieces| {
@@ -168,7 +168,7 @@ impl Table {
             let mut words: Vec<Vec<u64>> = (0..N_SECTIONS).map(|_| Vec::with_capacity(per_section)).collect();
             for (first, n_entries) in pieces {
                 arena.for_each_key(first, n_entries, |index, key| {
-                    let tag = salt.tag(key);
+                    let tag = hash_key.tag(key);
                     words[section_of(tag)].push(slot_word(tag, index));
                 });
             }

@@ -89,7 +89,7 @@ impl Page {
             while hits != 0 {
                 let lane = hits.trailing_zeros() as usize;
                 hits &= hits - 1;
-                // Acquire: pairs with the release of whoever filled the slot, which may be another one by now.
+                // Acquire: pairs with the release by which the slot was filled, which may be another one by now.
                 let word = line[lane].load(Acquire);
                 let (found_tag, index) = parts_of(word);
                 if found_tag == tag && word > DELETED && accept(index) {
@@ -185,7 +185,7 @@ impl PageState {
         let slot = self.page.slot(slot);
         self.n_live += 1;
         self.n_taken += usize::from(slot.load(Relaxed) != DELETED);
-        // Release: whoever finds the entry through this slot sees its key and set.
+        // Release: a reader that finds the entry through this slot sees its key and set.
         slot.store(word, Release);
     }
 

@@ -1,8 +1,8 @@
-//! Batches that wait for a book while somebody else changes it.
+//! Batches that wait for a book while another thread changes it.
 //!
 //! Whoever gets the book next applies all that wait, as one group, which is faster than one after the other. Invariant:
 //! a batch leaves the queue only by a thread that has the book, and has its verdict when that thread gives the
-//! book back. So whoever has entered a batch and then gets the book finds the batch in the queue or its verdict.
+//! book back. So a thread that has queued a batch and then gets the book finds the batch in the queue or its verdict.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use super::super::KeyedBatch;
 use super::{MAINTAINED_ENTRIES, source_id};
 use crate::error::Result;
 
-/// What became of a batch, once somebody has applied it.
+/// What became of a batch, once it is applied.
 #[derive(Debug, Default)]
 pub(super) struct Ticket(Arc<Mutex<Option<Result<Verdict>>>>);
 

@@ -17,10 +17,10 @@
 //! * Every change and every lookup is one script in one round trip; its keys are named, so a cluster refuses
 //!   it as a whole while their slot is moving, and nothing is half done. A batch or replacement of more than
 //!   4096 blocks is several calls. How far a batch has come is part of the source's record, so each part
-//!   counts once, whoever delivers it, and the number of the batch is done with the last one. A replacement
-//!   is stored under pending holders that nobody counts until its last call.
+//!   counts once, whichever gateway delivers it, and the number of the batch is done with the last one. A replacement
+//!   is stored under pending holders that do not count until its last call.
 //! * All gateways may deliver all batches: the scripts judge epochs and numbers as the in-memory index does.
-//!   An engine without epochs is told to have restarted if the number falls and the time of publishing rises;
+//!   An engine without epochs counts as restarted if the number falls and the time of publishing rises;
 //!   if only the number falls, another gateway was faster. A batch that is not behind and was published
 //!   before the last one that was applied is of an earlier life. A replayed batch is the engine's own answer
 //!   and is not held against the clock.
@@ -77,6 +77,8 @@ static LOOKUP: LazyLock<Script> =
 const MAX_OVERTAKINGS: usize = 64;
 /// Keys of one page of a scan.
 const SCAN_PAGE: usize = 1000;
+/// Keys that the server looks at in a call at least, even for a small page.
+const MIN_SCAN_PAGE: usize = 100;
 /// Calls to the server that a page of blocks takes at most: the server may have many keys beside the book's.
 const MAX_PAGE_SCANS: usize = 100;
 
@@ -309,7 +311,11 @@ impl RedisBackend {
         let mut n_scans = 0;
         loop {
             let mut scan = redis::cmd("SCAN");
-            scan.arg(cursor).arg("MATCH").arg(&pattern).arg("COUNT").arg(SCAN_PAGE.min(limit.max(1)));
+            scan.arg(cursor)
+                .arg("MATCH")
+                .arg(&pattern)
+                .arg("COUNT")
+                .arg(limit.clamp(MIN_SCAN_PAGE, SCAN_PAGE));
             let page = self.client.command(OPERATION, time_limit, &scan, &self.keys.register).await?;
             let (next_cursor, names) =
                 <(u64, Vec<Vec<u8>>)>::from_redis_value(page).map_err(|_| misunderstood(OPERATION))?;

@@ -2,7 +2,7 @@
 
 use kvik_index::holders::{BlockKey, Event, Tier};
 
-/// Keys of one call: a few milliseconds of the server's time, in which it serves nobody else.
+/// Keys of one call: a few milliseconds of the server's time, in which it serves no other client.
 pub(super) const MAX_CALL_KEYS: usize = 4096;
 
 const OPERATION_BYTES: usize = 6;

@@ -55,7 +55,7 @@ pub(super) fn source_bytes(source: &SourceName) -> Vec<u8> {
     [source.rank.to_be_bytes().as_slice(), source.worker.as_bytes()].concat()
 }
 
-/// The source of a name; `None` if somebody else wrote it.
+/// The source of a name; `None` if it is not one that kvik wrote.
 pub(super) fn source_name(bytes: &[u8]) -> Option<SourceName> {
     let (rank, worker) = bytes.split_first_chunk::<4>()?;
     let worker = std::str::from_utf8(worker).ok()?.into();

@@ -105,7 +105,7 @@ impl Default for EngineLimits {
 }
 
 impl EngineConfig {
-    /// Checks it, for whoever wants to know before it is used.
+    /// Checks it before it is used.
     ///
     /// # Errors
     /// [`IndexerError::Invalid`] with the first field that cannot be used.

@@ -11,10 +11,9 @@ use tracing::{debug, info, warn};
 use super::config::Target;
 use super::message::{Backlog, Message, Unusable};
 use super::metrics::Tallies;
-use super::replay::forget;
 use super::slots::{Life, Mark, Replayed, Round, Slots};
 use crate::error::{IndexerError, Result};
-use crate::feed::{FeedBatch, FeedName, Feeds};
+use crate::feed::{FeedBatch, FeedName, Feeds, forget};
 use crate::sources::pause::Pauses;
 use crate::sources::zmq::{Connection, SocketType, ZmtpError};
 
@@ -241,7 +240,7 @@ impl Listener {
                 Replayed::Take => {}
                 Replayed::BeginLife => {
                     is_restart = true;
-                    // A number that falls is a restart to the feed too, and to others who write the same book.
+                    // A number that falls is a restart to the feed too, and to other gateways that write the same book.
                     if slot.feed.position().await?.1.is_none_or(|due| sequence < due) {
                         replayed = false;
                     } else {

@@ -50,7 +50,7 @@ pub struct EngineCounters {
     pub skipped_gaps: u64,
 }
 
-/// A count for people who ask this source, and the same for the process' metrics.
+/// A count of this source, and the same in the metrics of the process.
 pub(super) struct Tally {
     count: AtomicU64,
     metric: Counter,

@@ -9,7 +9,7 @@ use super::listener::{Listener, Live, Offer, Via};
 use super::message::{Answer, Message};
 use super::slots::{Life, Round};
 use crate::error::Result;
-use crate::feed::{Feed, FeedName, Holding};
+use crate::feed::{FeedName, forget};
 use crate::sources::zmq::{Connection, SocketType, ZmtpError};
 
 /// How a round ended.
@@ -164,9 +164,4 @@ impl Listener {
         }
         ending
     }
-}
-
-/// Makes the first batch of a life the one that is due, with nothing known.
-pub(super) async fn forget(feed: &dyn Feed) -> Result<()> {
-    feed.replace(Holding { epoch: None, next_sequence: 0, runs: Vec::new() }).await.map(|_| ())
 }

@@ -101,7 +101,7 @@ impl Slots {
         self.by_name.remove(name);
     }
 
-    /// A connection begins: until a replay shows it, nobody knows whether the engine has been restarted.
+    /// A connection begins: until a replay shows it, it is not known whether the engine has been restarted.
     pub(super) fn begin_connection(&mut self) {
         for slot in self.by_name.values_mut() {
             slot.last_live = None;

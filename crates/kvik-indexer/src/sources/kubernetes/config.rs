@@ -97,7 +97,7 @@ impl Default for KubernetesConfig {
 }
 
 impl KubernetesConfig {
-    /// Checks it, for whoever wants to know before it is used.
+    /// Checks it before it is used.
     ///
     /// # Errors
     /// [`IndexerError::Invalid`] with the first field that cannot be used.

@@ -2,7 +2,7 @@
 //!
 //! The slices are listed once and then watched: `GET /apis/discovery.k8s.io/v1/namespaces/{ns}/endpointslices`, then
 //! the same with `watch=1` from the version of the list on, which answers with a JSON object a line for each change.
-//! The server ends a watch after some minutes and it is taken up again from the last version, which bookmarks keep
+//! The server ends a watch after some minutes and it resumes from the last version, which bookmarks keep
 //! young; a version that the server no longer knows (410) asks for a new list. While the API server is away, all
 //! engines stay as they are.
 //!

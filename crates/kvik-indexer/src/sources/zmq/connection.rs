@@ -190,7 +190,7 @@ impl Connection {
         if !self.has_heartbeats {
             return self.exchange().await;
         }
-        // The exchange is looked at before the clock, so time in which nobody listened does not count
+        // The exchange is looked at before the clock, so time in which this task was not polled does not count
         // against the peer.
         if let Ok(exchanged) = tokio::time::timeout_at(self.silent_at, self.exchange()).await {
             return exchanged;

@@ -25,7 +25,7 @@ impl Endpoint {
     pub(in crate::sources) const ALLOWED: &'static str =
         "tcp://host:port, tcp://[address]:port or ipc:///path";
 
-    /// Reads an address; `None` if it is none. A wildcard (`tcp://*:5557`) is where an engine listens and
+    /// Reads an address; `None` if it is not an address. A wildcard (`tcp://*:5557`) is where an engine listens and
     /// nothing to connect to.
     pub(in crate::sources) fn parse(text: &str) -> Option<Self> {
         if let Some(path) = text.strip_prefix("ipc://") {

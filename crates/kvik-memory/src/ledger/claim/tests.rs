@@ -6,7 +6,7 @@ use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64 as LoomWord, Ordering};
 use loom::thread;
 
-use super::{Grant, GrantBook, Outcome, Word, claim, give_back, try_claim};
+use super::{Grant, GrantTable, Outcome, Word, claim, give_back, try_claim};
 
 impl Word for LoomWord {
     fn load(&self) -> u64 {
@@ -30,14 +30,14 @@ impl Word for LoomWord {
     }
 }
 
-struct ModelBook {
+struct ModelTable {
     grants: Vec<LoomWord>,
     groups: Vec<u64>,
     budget_units: u64,
     limit_units: u64,
 }
 
-impl ModelBook {
+impl ModelTable {
     fn new(groups: &[u64], budget_units: u64, limit_units: u64) -> Arc<Self> {
         let grants = groups.iter().map(|_| LoomWord::new(0)).collect();
         Arc::new(Self { grants, groups: groups.to_vec(), budget_units, limit_units })
@@ -48,7 +48,7 @@ impl ModelBook {
     }
 }
 
-impl GrantBook for ModelBook {
+impl GrantTable for ModelTable {
     type Word = LoomWord;
 
     fn n_slots(&self) -> usize {
@@ -73,8 +73,8 @@ impl GrantBook for ModelBook {
 }
 
 /// One attempt without retries keeps the state space small; `claim` only repeats it.
-fn attempt(book: &ModelBook, slot: usize, n_units: u32) -> bool {
-    matches!(try_claim(book, slot, n_units), super::Verdict::Fits)
+fn attempt(table: &ModelTable, slot: usize, n_units: u32) -> bool {
+    matches!(try_claim(table, slot, n_units), super::Verdict::Fits)
 }
 
 fn model(preemption_bound: Option<usize>, test: impl Fn() + Sync + Send + 'static) {
@@ -87,17 +87,21 @@ fn model(preemption_bound: Option<usize>, test: impl Fn() + Sync + Send + 'stati
 fn two_claims_never_exceed_the_budget_in_any_order() {
     static N_BOTH_DENIED: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
     model(None, || {
-        let book = ModelBook::new(&[0, 1], 3, 3);
-        let peer = Arc::clone(&book);
+        let table = ModelTable::new(&[0, 1], 3, 3);
+        let peer = Arc::clone(&table);
         let other = thread::spawn(move || attempt(&peer, 1, 2));
-        let mine = attempt(&book, 0, 2);
+        let mine = attempt(&table, 0, 2);
         let theirs = other.join().unwrap();
         assert!(!(mine && theirs), "4 of 3 units are held");
-        assert_eq!(book.confirmed(0), if mine { 2 } else { 0 });
-        assert_eq!(book.confirmed(1), if theirs { 2 } else { 0 });
+        assert_eq!(table.confirmed(0), if mine { 2 } else { 0 });
+        assert_eq!(table.confirmed(1), if theirs { 2 } else { 0 });
         if !mine && !theirs {
             N_BOTH_DENIED.fetch_add(1, StdOrdering::Relaxed);
-            assert_eq!(claim(&*book, 0, 2), Outcome::Granted, "who fits alone is granted on a retry");
+            assert_eq!(
+                claim(&*table, 0, 2),
+                Outcome::Granted,
+                "a claim that fits alone is granted on a retry"
+            );
         }
     });
     assert!(N_BOTH_DENIED.load(StdOrdering::Relaxed) > 0, "the model never made two claims see each other");
@@ -106,32 +110,32 @@ fn two_claims_never_exceed_the_budget_in_any_order() {
 #[test]
 fn two_members_of_a_group_never_exceed_its_limit() {
     model(None, || {
-        let book = ModelBook::new(&[7, 7], 100, 3);
-        let peer = Arc::clone(&book);
+        let table = ModelTable::new(&[7, 7], 100, 3);
+        let peer = Arc::clone(&table);
         let other = thread::spawn(move || attempt(&peer, 1, 2));
-        let mine = attempt(&book, 0, 2);
+        let mine = attempt(&table, 0, 2);
         let theirs = other.join().unwrap();
         assert!(!(mine && theirs));
-        assert!(book.confirmed(0) + book.confirmed(1) <= 3);
+        assert!(table.confirmed(0) + table.confirmed(1) <= 3);
     });
 }
 
 #[test]
 fn three_claims_never_exceed_the_budget() {
     model(Some(3), || {
-        let book = ModelBook::new(&[0, 1, 2], 4, 4);
+        let table = ModelTable::new(&[0, 1, 2], 4, 4);
         let peers: Vec<_> = [1, 2]
             .map(|slot| {
-                let book = Arc::clone(&book);
-                thread::spawn(move || attempt(&book, slot, 2))
+                let table = Arc::clone(&table);
+                thread::spawn(move || attempt(&table, slot, 2))
             })
             .into_iter()
             .collect();
-        let mut n_granted = u64::from(attempt(&book, 0, 2));
+        let mut n_granted = u64::from(attempt(&table, 0, 2));
         for peer in peers {
             n_granted += u64::from(peer.join().unwrap());
         }
-        let sum: u64 = (0..3).map(|slot| book.confirmed(slot)).sum();
+        let sum: u64 = (0..3).map(|slot| table.confirmed(slot)).sum();
         assert_eq!(sum, 2 * n_granted);
         assert!(sum <= 4, "{sum} of 4 units are held");
     });
@@ -140,71 +144,71 @@ fn three_claims_never_exceed_the_budget() {
 #[test]
 fn a_release_during_a_claim_frees_only_what_was_released() {
     model(None, || {
-        let book = ModelBook::new(&[0, 1], 4, 4);
-        assert_eq!(claim(&*book, 1, 3), Outcome::Granted);
-        let peer = Arc::clone(&book);
+        let table = ModelTable::new(&[0, 1], 4, 4);
+        assert_eq!(claim(&*table, 1, 3), Outcome::Granted);
+        let peer = Arc::clone(&table);
         let other = thread::spawn(move || assert_eq!(give_back(&peer.grants[1], 2), 2));
-        let mine = attempt(&book, 0, 3);
+        let mine = attempt(&table, 0, 3);
         // Whatever it saw, the units it took were free when it confirmed.
         if mine {
-            assert_eq!(book.confirmed(1), 1);
+            assert_eq!(table.confirmed(1), 1);
         }
         other.join().unwrap();
-        assert!(mine || attempt(&book, 0, 3), "what was released can be claimed");
-        assert_eq!(book.confirmed(0) + book.confirmed(1), 4);
+        assert!(mine || attempt(&table, 0, 3), "what was released can be claimed");
+        assert_eq!(table.confirmed(0) + table.confirmed(1), 4);
     });
 }
 
 #[test]
 fn a_reap_during_two_claims_returns_the_dead_ones_units_once() {
     model(Some(3), || {
-        let book = ModelBook::new(&[0, 1, 2], 4, 4);
+        let table = ModelTable::new(&[0, 1, 2], 4, 4);
         // The dead one was killed between claim and confirmation.
-        Word::store(&book.grants[2], Grant { confirmed: 2, pending: 2 }.pack());
+        Word::store(&table.grants[2], Grant { confirmed: 2, pending: 2 }.pack());
         let reaper = {
-            let book = Arc::clone(&book);
-            thread::spawn(move || Word::store(&book.grants[2], 0))
+            let table = Arc::clone(&table);
+            thread::spawn(move || Word::store(&table.grants[2], 0))
         };
         let other = {
-            let book = Arc::clone(&book);
-            thread::spawn(move || attempt(&book, 1, 3))
+            let table = Arc::clone(&table);
+            thread::spawn(move || attempt(&table, 1, 3))
         };
-        let mine = attempt(&book, 0, 3);
+        let mine = attempt(&table, 0, 3);
         let theirs = other.join().unwrap();
         reaper.join().unwrap();
         assert!(!(mine && theirs));
         if !mine && !theirs {
-            assert_eq!(claim(&*book, 0, 3), Outcome::Granted);
+            assert_eq!(claim(&*table, 0, 3), Outcome::Granted);
         }
-        assert_eq!(book.confirmed(0) + book.confirmed(1), 3);
+        assert_eq!(table.confirmed(0) + table.confirmed(1), 3);
     });
 }
 
 #[test]
 fn a_claim_that_is_stopped_half_way_counts_and_stops_nobody() {
     model(None, || {
-        let book = ModelBook::new(&[0, 1], 4, 4);
-        Word::store(&book.grants[1], Grant { confirmed: 0, pending: 2 }.pack());
-        assert_eq!(claim(&*book, 0, 3), Outcome::DeviceFull);
-        assert_eq!(claim(&*book, 0, 2), Outcome::Granted);
+        let table = ModelTable::new(&[0, 1], 4, 4);
+        Word::store(&table.grants[1], Grant { confirmed: 0, pending: 2 }.pack());
+        assert_eq!(claim(&*table, 0, 3), Outcome::DeviceFull);
+        assert_eq!(claim(&*table, 0, 2), Outcome::Granted);
     });
 }
 
 #[test]
 fn a_slot_that_somebody_else_wrote_is_lost_and_not_granted() {
     model(None, || {
-        let book = ModelBook::new(&[0], 4, 4);
-        let peer = Arc::clone(&book);
+        let table = ModelTable::new(&[0], 4, 4);
+        let peer = Arc::clone(&table);
         let intruder = thread::spawn(move || {
             let word = &peer.grants[0];
             let packed = Word::load(word);
             word.replace(packed, Grant { confirmed: 9, pending: 9 }.pack())
         });
-        let outcome = claim(&*book, 0, 1);
+        let outcome = claim(&*table, 0, 1);
         intruder.join().unwrap();
         assert!(matches!(outcome, Outcome::Granted | Outcome::Lost | Outcome::DeviceFull));
         if outcome == Outcome::Lost {
-            assert_eq!(book.confirmed(0), 9, "the other's word is left as it is");
+            assert_eq!(table.confirmed(0), 9, "the other's word is left as it is");
         }
     });
 }

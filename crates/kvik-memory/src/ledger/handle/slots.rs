@@ -3,13 +3,13 @@
 use std::sync::atomic::Ordering;
 
 use super::{Exclusive, Ledger};
-use crate::ledger::book::now_ms;
+use crate::ledger::checked::now_ms;
 use crate::ledger::layout::{GroupLayout, N_SLOTS, SlotLayout};
 use crate::ledger::liveness::{LockFile, LockKind, ProcessIdentity};
-use crate::ledger::{ipc, page_states, segment, steps};
+use crate::ledger::{page_states, segment, steps};
 use crate::{MemoryError, Result};
 
-/// Bytes `0..N_SLOTS` of the lock file belong to the owners of the slots. These belong to who writes a
+/// Bytes `0..N_SLOTS` of the lock file belong to the owners of the slots. These belong to the process that writes a
 /// slot that it does not own: a joiner before it does, a reaper afterwards.
 const FIRST_WRITER_BYTE: usize = N_SLOTS;
 
@@ -36,7 +36,7 @@ impl Ledger {
         Ok(n_reaped)
     }
 
-    /// As [`reap`](Self::reap) for who has other things to do: waits for nobody.
+    /// As [`reap`](Self::reap) without waiting for a lock.
     pub(in crate::ledger) fn reap_in_passing(&self) -> usize {
         let Some(lock) = self.shared.lock.try_lock() else { return 0 };
         let now = now_ms();
@@ -55,7 +55,7 @@ impl Ledger {
         })
     }
 
-    /// As [`reap`](Self::reap) for who has the right already.
+    /// As [`reap`](Self::reap) for a caller that has the right already.
     pub(in crate::ledger) fn reap_exclusive(&self, exclusive: &Exclusive<'_>) -> Result<usize> {
         self.reap_with(&exclusive.lock, Evidence::LocksAndPids)
     }
@@ -80,7 +80,7 @@ impl Ledger {
     }
 
     fn reap_slot(&self, lock: &LockFile, index: usize, slot: &SlotLayout) -> Result<bool> {
-        // With the writer's byte nobody joins here, so what the slot says about its owner stays true.
+        // With the writer's byte no process joins here, so what the slot says about its owner stays true.
         if !lock.try_lock(FIRST_WRITER_BYTE + index, 1, LockKind::Exclusive)? {
             return Ok(false);
         }
@@ -99,14 +99,14 @@ impl Ledger {
 
     /// Removes the page file of a slot and makes it free.
     ///
-    /// The caller owns the slot, or has proved its owner dead and keeps everybody else out.
+    /// The caller owns the slot, or has proved its owner dead and keeps all others out.
     pub(in crate::ledger) fn clear_slot(&self, slot: &SlotLayout) {
         let number = slot.page_file.load(Ordering::Acquire);
         let group = self.layout().group_at(slot.group.load(Ordering::Acquire));
         if number != 0
             && let Some(name) = group.and_then(GroupLayout::name_if_used)
         {
-            let path = ipc::page_file_path(self.dir(), &name, number - 1);
+            let path = page_states::page_file_path(self.dir(), &name, number - 1);
             if page_states::is_page_file(&path) {
                 // A page file that stays is removed with the others of its group.
                 let _ = segment::unlink(&path);
@@ -149,7 +149,7 @@ impl Ledger {
 }
 
 impl SlotLayout {
-    /// Who owns the slot, by its own account.
+    /// The owner of the slot, as it wrote itself.
     pub(in crate::ledger) fn identity(&self) -> ProcessIdentity {
         ProcessIdentity {
             pid: self.pid.load(Ordering::Acquire),

@@ -216,7 +216,7 @@ proptest! {
             };
             n_releases += 1;
             prop_assert!(n_releases <= 3 * weights.len(), "starved: {situation:?}");
-            // Those asked give back; then everybody else tries to be faster.
+            // Those asked give back; then all others try to be faster.
             for ask in asks {
                 situation.members[ask.slot].held_units -= ask.n_units;
             }

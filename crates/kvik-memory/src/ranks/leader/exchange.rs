@@ -8,7 +8,7 @@ use super::remote::Remote;
 use crate::geometry::Extent;
 use crate::ranks::frame::{Body, Kind, MAX_FRAME_EXTENTS, Reply, Request, Status};
 use crate::ranks::participant::Participant;
-use crate::ranks::socket::{FrameBuffer, wait_ready};
+use crate::socket::{FrameBuffer, wait_ready};
 
 /// A request with its bytes, which are the same for all ranks.
 #[derive(Debug)]

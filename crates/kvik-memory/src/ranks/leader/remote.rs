@@ -8,7 +8,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use super::RankPeer;
 use crate::ranks::frame::{Body, Greeting, Kind, Reply, Request, Status};
-use crate::ranks::socket::{Connection, FrameBuffer, wait_ready};
+use crate::socket::{Connection, FrameBuffer, wait_ready};
 use crate::{MemoryError, Result};
 
 /// How long a rank that was lost may take to greet again.

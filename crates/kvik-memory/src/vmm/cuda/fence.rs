@@ -35,7 +35,7 @@ impl EventFence {
         let fence = Self { context, event };
         let current = fence.context.enter()?;
         let stream = ptr::with_exposed_provenance_mut(stream.0 as usize);
-        // SAFETY: the event is alive, and so is the stream: who made the value promised it.
+        // SAFETY: the event is alive, and so is the stream, as its maker promised.
         check("cuEventRecord", unsafe { sys::cuEventRecord(fence.event, stream) })?;
         drop(current);
         Ok(fence)

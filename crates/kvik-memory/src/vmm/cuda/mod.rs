@@ -71,8 +71,8 @@ impl CudaVmm {
 
     /// The memory's `CUmemGenericAllocationHandle`, for an engine that maps it by itself.
     ///
-    /// It is the driver's until [`release`](super::Vmm::release); the book does not see such mappings, so
-    /// whoever releases the memory has undone them.
+    /// It is the driver's until [`release`](super::Vmm::release); the space does not see such mappings, so
+    /// the code that releases the memory has undone them.
     pub fn raw_handle(&self, handle: PhysicalHandle) -> Result<u64> {
         self.look_at(handle, |memory| memory.0)
     }
@@ -145,7 +145,7 @@ impl Driver for CudaDriver {
 
     fn release(&self, memory: &CudaMemory) -> Result<()> {
         let _current = self.context.enter()?;
-        // SAFETY: the handle is the driver's and is released once: success strikes it from the book.
+        // SAFETY: the handle is the driver's and is released once: success strikes it from the space.
         check("cuMemRelease", unsafe { sys::cuMemRelease(memory.0) })
     }
 
@@ -170,7 +170,7 @@ impl Driver for CudaDriver {
 
     fn unmap(&self, range: VirtualRange, _backdrop: Backdrop) -> Result<()> {
         let _current = self.context.enter()?;
-        // SAFETY: the range is a run of whole mappings, and the caller promised that nobody uses it.
+        // SAFETY: the range is a run of whole mappings, and the caller promised that it is unused.
         check("cuMemUnmap", unsafe { sys::cuMemUnmap(range.address, range.n_bytes as usize) })
     }
 
@@ -192,7 +192,7 @@ impl Driver for CudaDriver {
                 reason: "the driver gave no descriptor".to_owned(),
             });
         }
-        // SAFETY: the driver has just opened it for us; nobody else knows it.
+        // SAFETY: the driver has just opened it for us and not known elsewhere.
         Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
     }
 

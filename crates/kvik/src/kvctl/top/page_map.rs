@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use kvik_memory::PageId;
-use kvik_memory::ledger::{PageCounts, PageState, PageStates};
+use kvik_memory::ledger::{PageCounts, PageStates};
+use kvik_memory::pages::PageState;
 
 use super::rows::RowKey;
 use crate::folder::Reading;

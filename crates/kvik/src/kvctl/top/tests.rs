@@ -1,6 +1,7 @@
 use std::time::Duration;
 
-use kvik_memory::ledger::{DeviceSnapshot, GroupSnapshot, MemberSnapshot, PageState, Policy};
+use kvik_memory::ledger::{DeviceSnapshot, GroupSnapshot, MemberSnapshot, Policy};
+use kvik_memory::pages::PageState;
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};

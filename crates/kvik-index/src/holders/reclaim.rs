@@ -29,7 +29,7 @@ pub(super) enum Freed {
 
 /// Publishes roots and keeps freed numbers until every reader that started before has ended.
 #[derive(Debug)]
-pub(super) struct Grace {
+pub(super) struct Reclaimer {
     current: Arc<Root>,
     generation: u64,
     /// Roots that were replaced, with their generation, oldest first.
@@ -38,7 +38,7 @@ pub(super) struct Grace {
     waiting: VecDeque<(u64, Freed)>,
 }
 
-impl Grace {
+impl Reclaimer {
     pub(super) fn new(root: Root) -> Self {
         Self { current: Arc::new(root), generation: 0, replaced: VecDeque::new(), waiting: VecDeque::new() }
     }

@@ -1,15 +1,16 @@
-//! Space: sweeping what no longer counts, cleaning what is sparse, evicting what is over the budget.
+//! Compaction: sweeping what no longer counts, cleaning what is sparse, evicting what is over the budget.
 //!
 //! Extents are filled like a log. An extent with many dead entries is cleaned: what lives is copied to
 //! the tail, in order, and the extent is dropped as a whole. Every new extent pays for a bounded amount
-//! of this, so memory stays bounded even if nobody calls [`HolderIndex::maintain`].
+//! of this, so memory stays bounded even without calls of [`HolderIndex::maintain`].
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::HolderIndex;
 use super::arena::{EXTENT_BYTES, EXTENT_ENTRIES, EntryIndex};
-use super::grace::Freed;
+use super::index::HolderIndex;
+use super::reclaim::Freed;
 use super::sets::SetRef;
+use super::sweep::Sweep;
 use super::table::Probe;
 
 /// Extents whose marks eviction respects before it takes the next one whole.
@@ -17,21 +18,6 @@ const MAX_SECOND_CHANCES: usize = 8;
 
 /// Bytes of the table for each entry, at most: eight in a page that is at least three eighths full.
 const TABLE_BYTES_PER_ENTRY: u64 = 22;
-
-/// A pass over all extents that takes the bits of some holders out.
-#[derive(Debug)]
-pub(super) struct Sweep {
-    /// Holders whose bits are gone when the pass ends.
-    holders: Vec<u16>,
-    /// Sources whose holders those were.
-    sources: Vec<u32>,
-    /// Extents still to visit; what is written later is clean.
-    slots: Vec<u32>,
-    /// Entries of the last of them that are done.
-    offset: usize,
-    /// The last change of a set.
-    change: (SetRef, SetRef),
-}
 
 impl HolderIndex {
     /// Does about so many entries' worth of cleaning up; true while more is to be done.
@@ -50,7 +36,7 @@ impl HolderIndex {
         let is_tight = self.shrink_pages(n_entries);
         self.collect_freed();
         self.keep_budget();
-        !is_clean || !is_tight || self.n_retired() > 0 || self.grace.n_waiting() > 0
+        !is_clean || !is_tight || self.n_retired() > 0 || self.reclaimer.n_waiting() > 0
     }
 
     /// All bytes that the index has allocated.
@@ -111,8 +97,8 @@ impl HolderIndex {
     fn bytes_beside_entries(&self) -> u64 {
         self.sets.bytes()
             + self.sources.bytes()
-            + self.grace.bytes()
-            + self.group.bytes()
+            + self.reclaimer.bytes()
+            + self.bulk.bytes()
             + size_of::<Self>() as u64
     }
 
@@ -171,9 +157,9 @@ impl HolderIndex {
             if !set.is_live() {
                 continue;
             }
-            let tag = self.salt.tag(key);
+            let tag = self.hash_key.tag(key);
             let Probe::Found { page, slot: table_slot, .. } = self.probe(tag, key) else { continue };
-            // Whoever is moved is swept too, so that a sweep in progress need not look at it again.
+            // An entry that moves is swept too, so that a sweep in progress need not look at it again.
             let kept = self.without_retired(set, &mut change);
             if !kept.is_live() {
                 self.put_entry_set(from, key, set, kept);
@@ -186,7 +172,7 @@ impl HolderIndex {
                 return;
             };
             starts_run = false;
-            self.move_repeats(kept, from, to);
+            self.move_store_counts(kept, from, to);
             // The new place first, then the way to it, then the end of the old one: a reader finds one of them.
             self.table.redirect(page, table_slot, tag, to);
             self.arena.put_set(from, SetRef::MOVED);
@@ -195,31 +181,31 @@ impl HolderIndex {
         }
         self.arena.close_extent(slot);
         self.publish_extents();
-        self.grace.free(Freed::Extent(slot));
+        self.reclaimer.free(Freed::Extent(slot));
     }
 
     /// Lets the repetitions of an entry follow it to its new place.
-    fn move_repeats(&mut self, set: SetRef, from: EntryIndex, to: EntryIndex) {
+    fn move_store_counts(&mut self, set: SetRef, from: EntryIndex, to: EntryIndex) {
         if !self.arena.may_be_repeated(from) {
             return;
         }
         let mut members = Vec::new();
         self.sets.members(set, &mut members);
         for holder in members {
-            let n_times = self.take_repeats(holder, from);
+            let n_times = self.take_store_counts(holder, from);
             if n_times > 0 {
                 self.arena.set_repeated(to, 1);
-                self.sources.with_repeats(holder, |repeats| repeats.add(to, n_times));
+                self.sources.with_store_counts(holder, |store_counts| store_counts.add(to, n_times));
             }
         }
     }
 
     /// Takes all repetitions of an entry away from a holder and says how many there were.
-    pub(super) fn take_repeats(&mut self, holder: u16, index: EntryIndex) -> u32 {
+    pub(super) fn take_store_counts(&mut self, holder: u16, index: EntryIndex) -> u32 {
         if !self.arena.may_be_repeated(index) {
             return 0;
         }
-        self.sources.with_repeats(holder, |repeats| repeats.take_all(index)).unwrap_or(0)
+        self.sources.with_store_counts(holder, |store_counts| store_counts.take_all(index)).unwrap_or(0)
     }
 
     /// Takes the next extent of the clock: runs leave from their tails up to the last mark of a reader.
@@ -254,7 +240,7 @@ impl HolderIndex {
         self.sets.members(set, &mut members);
         for holder in members {
             self.sources.count(holder, -1);
-            self.take_repeats(holder, index);
+            self.take_store_counts(holder, index);
             self.counters.blocks_evicted += u64::from(!self.sources.is_retired(holder));
         }
         self.put_entry_set(index, key, set, SetRef::EMPTY);
@@ -298,10 +284,10 @@ impl HolderIndex {
         }
         for holder in sweep.holders {
             self.sources.swept(holder);
-            self.grace.free(Freed::Holder(holder));
+            self.reclaimer.free(Freed::Holder(holder));
         }
         for source in sweep.sources {
-            self.grace.free(Freed::Source(source));
+            self.reclaimer.free(Freed::Source(source));
         }
     }
 

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::{Access, Backdrop, PhysicalHandle, VirtualRange};
 use crate::{MemoryError, Result};
 
-/// The book of one device in this process; `M` is the driver's word for physical memory.
+/// The space of one device in this process; `M` is the driver's word for physical memory.
 #[derive(Debug)]
-pub(super) struct Book<M> {
+pub(super) struct AddressSpace<M> {
     granularity_bytes: u64,
     reservations: BTreeMap<u64, Reservation>,
     memories: HashMap<PhysicalHandle, Memory<M>>,
@@ -36,7 +36,7 @@ struct Memory<M> {
     is_exportable: bool,
 }
 
-impl<M> Book<M> {
+impl<M> AddressSpace<M> {
     pub(super) fn new(granularity_bytes: u64) -> Self {
         Self { granularity_bytes, reservations: BTreeMap::new(), memories: HashMap::new() }
     }

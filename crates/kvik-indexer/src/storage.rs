@@ -1,4 +1,4 @@
-//! Where books stand: in memory, with a folder that keeps them over a restart, or on a server.
+//! Storage of books: in memory, with a folder that keeps them over a restart, or on a server.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -28,40 +28,40 @@ const KEPT_BOOKS: &str = "kvik_index_kept_books_total";
 
 /// Books in memory.
 #[derive(Debug)]
-pub(crate) struct MemoryShelf {
+pub(crate) struct MemoryStorage {
     max_book_bytes: u64,
     max_worker_blocks: u64,
     folder: Option<PathBuf>,
-    books: Mutex<Vec<ShelvedBook>>,
-    /// Books of the folder that were taken up, and that could not be.
+    books: Mutex<Vec<StoredBook>>,
+    /// Books of the folder that were loaded, and that could not be loaded.
     n_loaded: AtomicU64,
     n_lost: AtomicU64,
 }
 
 /// Books on a server.
 #[derive(Debug)]
-pub(crate) struct RedisShelf {
+pub(crate) struct RedisStorage {
     client: Arc<RedisClient>,
     options: RedisOptions,
 }
 
 #[derive(Debug, Clone)]
-struct ShelvedBook {
+struct StoredBook {
     title: Title,
     backend: Arc<MemoryBackend>,
 }
 
-/// What tells books apart.
+/// The identity of a book.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Title {
     model: String,
     keys: String,
 }
 
-/// The shelf that a configuration asks for.
-pub(crate) fn open_shelf(config: &IndexConfig) -> Result<Shelf> {
+/// Opens the storage that a configuration names.
+pub(crate) fn open_storage(config: &IndexConfig) -> Result<Storage> {
     Ok(match config.redis_url()? {
-        None => Shelf::Memory(Arc::new(MemoryShelf {
+        None => Storage::Memory(Arc::new(MemoryStorage {
             max_book_bytes: config.max_book_bytes,
             max_worker_blocks: config.max_worker_blocks,
             folder: config.snapshot_folder.clone(),
@@ -72,23 +72,23 @@ pub(crate) fn open_shelf(config: &IndexConfig) -> Result<Shelf> {
         Some(url) => {
             let options = config.redis_options();
             let client = Arc::new(RedisClient::new(&url, &options)?);
-            Shelf::Redis(Arc::new(RedisShelf { client, options }))
+            Storage::Redis(Arc::new(RedisStorage { client, options }))
         }
     })
 }
 
 /// One of the two.
 #[derive(Debug, Clone)]
-pub(crate) enum Shelf {
-    Memory(Arc<MemoryShelf>),
-    Redis(Arc<RedisShelf>),
+pub(crate) enum Storage {
+    Memory(Arc<MemoryStorage>),
+    Redis(Arc<RedisStorage>),
 }
 
-impl Shelf {
+impl Storage {
     pub(crate) fn backends(&self) -> Arc<dyn Backends> {
         match self {
-            Self::Memory(shelf) => Arc::clone(shelf) as Arc<dyn Backends>,
-            Self::Redis(shelf) => Arc::clone(shelf) as Arc<dyn Backends>,
+            Self::Memory(storage) => Arc::clone(storage) as Arc<dyn Backends>,
+            Self::Redis(storage) => Arc::clone(storage) as Arc<dyn Backends>,
         }
     }
 
@@ -99,16 +99,16 @@ impl Shelf {
         }
     }
 
-    /// Books of the snapshot folder that were taken up and that could not be, since the start.
+    /// Books of the snapshot folder that were loaded, and that could not be loaded, since the start.
     pub(crate) fn kept_counts(&self) -> (u64, u64) {
         match self {
-            Self::Memory(shelf) => shelf.kept_counts(),
+            Self::Memory(storage) => storage.kept_counts(),
             Self::Redis(_) => (0, 0),
         }
     }
 }
 
-impl MemoryShelf {
+impl MemoryStorage {
     /// The books that the folder keeps, by model; none where there is no folder.
     pub(crate) fn kept(&self) -> Vec<(String, Keys)> {
         let Some(folder) = &self.folder else { return Vec::new() };
@@ -126,13 +126,13 @@ impl MemoryShelf {
         };
         let kept = |entry: Json| {
             let named = entry.to_string();
-            Self::read_entry(folder, entry).inspect_err(|reason| self.pass_over(&named, reason)).ok()
+            Self::read_entry(folder, entry).inspect_err(|reason| self.skip(&named, reason)).ok()
         };
         entries.into_iter().filter_map(kept).collect()
     }
 
-    /// Notes that a book of the folder's list is not taken up.
-    pub(crate) fn pass_over(&self, book: &str, reason: &dyn std::fmt::Display) {
+    /// Notes that a book of the folder's list is skipped.
+    pub(crate) fn skip(&self, book: &str, reason: &dyn std::fmt::Display) {
         tracing::warn!(%book, %reason, "starting without a book of the snapshot folder");
         self.note_lost();
     }
@@ -199,20 +199,20 @@ impl MemoryShelf {
     }
 }
 
-impl Backends for MemoryShelf {
+impl Backends for MemoryStorage {
     fn open(&self, model: &str, keys: &Keys) -> Result<Arc<dyn Backend>> {
         let title = Title { model: model.to_owned(), keys: keys.id() };
         let config = HolderConfig {
             budget_bytes: self.max_book_bytes,
             max_blocks_per_source: self.max_worker_blocks,
-            salt: random_number(),
+            hash_seed: random_number(),
             block_tokens: keys.block_tokens.get() as u32,
             key_mode: xxh3_64(title.keys.as_bytes()) as u32,
             ..HolderConfig::default()
         };
         let backend = self.load(&title, config).unwrap_or_else(|| MemoryBackend::new(config));
         let backend = Arc::new(backend);
-        self.books.lock().push(ShelvedBook { title, backend: Arc::clone(&backend) });
+        self.books.lock().push(StoredBook { title, backend: Arc::clone(&backend) });
         Ok(backend)
     }
 
@@ -226,7 +226,7 @@ impl Backends for MemoryShelf {
     }
 }
 
-impl Backends for RedisShelf {
+impl Backends for RedisStorage {
     fn open(&self, model: &str, keys: &Keys) -> Result<Arc<dyn Backend>> {
         Ok(Arc::new(RedisBackend::new(Arc::clone(&self.client), &self.options, model, &keys.id())))
     }
@@ -250,7 +250,7 @@ impl Title {
     }
 }
 
-/// A number that nobody outside knows.
+/// A number that an outsider cannot guess.
 fn random_number() -> u64 {
     use std::hash::{BuildHasher as _, RandomState};
     RandomState::new().hash_one(0)

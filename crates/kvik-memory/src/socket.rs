@@ -1,4 +1,4 @@
-//! Sockets between leader and ranks: addresses, who may connect, and frames in and out.
+//! Sockets between processes of one user: addresses, the check of the peer's user, and frames in and out.
 
 use std::fmt;
 use std::fs::{DirBuilder, File};
@@ -17,15 +17,15 @@ use rustix::net::{
     bind, connect, listen, recv, send, shutdown, socket_with,
 };
 
-use super::frame::MAX_FRAME_BYTES;
+use crate::wire::MAX_FRAME_BYTES;
 
-/// Leaders that may wait to be refused; there is one in ordinary operation.
+/// Connections that may wait to be accepted; in ordinary operation there are few.
 const BACKLOG: i32 = 16;
 
-/// Where a rank listens.
+/// Where a process listens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum RankAddress {
+pub enum SocketAddress {
     /// A socket file, in a directory that only this user can enter.
     Path(PathBuf),
     /// A name in the abstract namespace, which goes with its process.
@@ -34,7 +34,7 @@ pub enum RankAddress {
     Abstract(String),
 }
 
-/// A rank's open ear; closing it removes its file.
+/// A listening socket; closing it removes its file.
 #[derive(Debug)]
 pub(crate) struct Listener {
     socket: OwnedFd,
@@ -56,7 +56,7 @@ pub(crate) struct Owner {
     pid: u32,
 }
 
-impl fmt::Display for RankAddress {
+impl fmt::Display for SocketAddress {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Path(path) => path.display().fmt(formatter),
@@ -65,9 +65,9 @@ impl fmt::Display for RankAddress {
     }
 }
 
-// === impl RankAddress ===
+// === impl SocketAddress ===
 
-impl RankAddress {
+impl SocketAddress {
     fn socket_address(&self) -> io::Result<SocketAddrUnix> {
         let address = match self {
             Self::Path(path) => SocketAddrUnix::new(path.as_path()),
@@ -86,10 +86,10 @@ impl Listener {
     ///
     /// The directory of a file is made with mode 0700 if it is missing. Fails where the directory
     /// belongs to another user or others can enter it, or where a live process listens already.
-    pub(crate) fn open(address: &RankAddress) -> io::Result<Self> {
+    pub(crate) fn open(address: &SocketAddress) -> io::Result<Self> {
         let socket_address = address.socket_address()?;
         let socket = new_socket()?;
-        let RankAddress::Path(path) = address else {
+        let SocketAddress::Path(path) = address else {
             bind(&socket, &socket_address)?;
             listen(&socket, BACKLOG)?;
             return Ok(Self { socket, file: None, owner: Owner::this_process() });
@@ -114,7 +114,7 @@ impl Listener {
         Ok(listener)
     }
 
-    /// Takes a waiting connection; `None` where there is none, or who called is gone.
+    /// Takes a waiting connection; `None` where there is none, or where the caller is gone.
     ///
     /// Fails with `PermissionDenied` where the peer is another user.
     pub(crate) fn accept(&self) -> io::Result<Option<Connection>> {
@@ -125,7 +125,7 @@ impl Listener {
         }
     }
 
-    /// Makes everybody who waits for this socket return; no connection is taken after that.
+    /// Wakes all threads that wait for this socket; no connection is accepted after that.
     pub(crate) fn close(&self) {
         // It can only fail for a socket that is closed already.
         let _ = shutdown(&self.socket, Shutdown::Both);
@@ -148,7 +148,7 @@ impl Drop for Listener {
         };
         let is_ours = std::fs::symlink_metadata(&path).is_ok_and(|metadata| metadata.ino() == inode);
         if is_ours {
-            // A file that stays is replaced by the next who listens here.
+            // A file that stays is replaced by the next process that listens here.
             let _ = std::fs::remove_file(&path);
         }
     }
@@ -158,7 +158,7 @@ impl Drop for Listener {
 
 impl Connection {
     /// Connects to a rank, without waiting.
-    pub(crate) fn open(address: &RankAddress) -> io::Result<Self> {
+    pub(crate) fn open(address: &SocketAddress) -> io::Result<Self> {
         let socket = new_socket()?;
         connect(&socket, &address.socket_address()?)?;
         Self::from_same_user(socket)

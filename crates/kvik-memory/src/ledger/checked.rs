@@ -1,11 +1,11 @@
-//! What a ledger's words mean: reading them with checks, and waking who must know.
+//! What a ledger's words mean: reading them with checks, and waking waiters.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use rustix::thread::futex::{self, Timespec};
 
-use super::claim::{Grant, GrantBook};
+use super::claim::{Grant, GrantTable};
 use super::layout::{
     GROUP_FREE, GroupLayout, LedgerLayout, N_SLOTS, NOTICE_CAPACITY, NOTICE_LIMIT, SLOT_FREE, SlotLayout,
 };
@@ -15,7 +15,7 @@ use crate::geometry::UNIT_BYTES;
 
 /// How long a denied claim keeps its place in the queue without being tried again.
 ///
-/// A process that is stopped while it waits stops nobody for longer than this.
+/// A process that is stopped while it waits delays others for no longer than this.
 pub(super) const WAIT_COUNTS_MS: u64 = 1000;
 
 /// Milliseconds on the clock that all processes of a machine share.
@@ -26,7 +26,7 @@ pub(super) fn now_ms() -> u64 {
     now.tv_sec.unsigned_abs() * 1000 + now.tv_nsec.unsigned_abs() / 1_000_000
 }
 
-/// Sleeps until `event` is not `seen` any more, somebody wakes it, or `timeout` is over.
+/// Sleeps until `event` is not `seen` any more, it is woken, or `timeout` is over.
 pub(super) fn sleep_on(event: &AtomicU32, seen: u32, timeout: Duration) {
     let timeout =
         Timespec { tv_sec: timeout.as_secs().min(3600) as i64, tv_nsec: timeout.subsec_nanos().into() };
@@ -34,7 +34,7 @@ pub(super) fn sleep_on(event: &AtomicU32, seen: u32, timeout: Duration) {
     let _ = futex::wait(event, futex::Flags::empty(), seen, Some(&timeout));
 }
 
-/// Advances `event` and wakes all who sleep on it.
+/// Advances `event` and wakes all its sleepers.
 pub(super) fn wake(event: &AtomicU32) {
     event.fetch_add(1, Ordering::SeqCst);
     // Fails only for an address that is not mapped.
@@ -46,7 +46,7 @@ pub(super) fn bytes(n_units: u64) -> u64 {
     n_units.saturating_mul(UNIT_BYTES)
 }
 
-impl GrantBook for LedgerLayout {
+impl GrantTable for LedgerLayout {
     type Word = AtomicU64;
 
     fn n_slots(&self) -> usize {
@@ -107,7 +107,7 @@ impl LedgerLayout {
         self.slots[..self.n_slots()].iter().map(|slot| slot.grant().held_units()).sum()
     }
 
-    /// Whether somebody other than `slot` has a wait that counts.
+    /// Whether a slot other than `slot` has a wait that counts.
     pub(super) fn does_other_wait(&self, slot: usize) -> bool {
         let mut now = None;
         let slots = self.slots[..self.n_slots()].iter().enumerate();
@@ -139,7 +139,7 @@ impl LedgerLayout {
         Situation { budget_units: self.budget_units(), groups, members }
     }
 
-    /// Tells all who wait that memory came back.
+    /// Wakes all waiters because memory came back.
     pub(super) fn announce_capacity(&self) {
         self.header.capacity_event.fetch_add(1, Ordering::SeqCst);
         let mut does_anybody_wait = false;
@@ -149,7 +149,7 @@ impl LedgerLayout {
                 slot.notify(NOTICE_CAPACITY);
             }
         }
-        // Who began to wait after this look reads the advanced event before it sleeps.
+        // A waiter that begins after this look reads the advanced event before it sleeps.
         if does_anybody_wait {
             wake(&self.header.capacity_event);
         }
@@ -193,7 +193,7 @@ impl GroupLayout {
 }
 
 impl SlotLayout {
-    /// Whether somebody owns the slot or left something in it.
+    /// Whether the slot has an owner or what an owner left.
     pub(super) fn is_taken(&self) -> bool {
         self.state.load(Ordering::Acquire) != SLOT_FREE || self.grant.load(Ordering::Acquire) != 0
     }

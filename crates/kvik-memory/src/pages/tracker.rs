@@ -4,9 +4,8 @@ use std::sync::Arc;
 
 use super::bitmap::Bitmap;
 use super::runs::UnmappedRuns;
-use super::{PageCounters, PageObserver, Shortage};
+use super::{PageCounters, PageObserver, PageState, Shortage};
 use crate::geometry::{Extent, PageId};
-use crate::ledger::PageState;
 
 /// Which pages are unmapped, parked, used, quarantined or in transition.
 ///
@@ -14,7 +13,7 @@ use crate::ledger::PageState;
 /// whole. An extent lies within one word of the bitmaps, since it is aligned and at most 32 pages, so
 /// every question about it is one mask.
 #[derive(Debug)]
-pub(super) struct PageBook {
+pub(super) struct PageTracker {
     capacity_pages: u32,
     limit_pages: u32,
     unmapped: UnmappedRuns,
@@ -71,7 +70,7 @@ fn lowest_bits(bits: u64, n: u32) -> u64 {
     bits & !rest
 }
 
-impl PageBook {
+impl PageTracker {
     /// All pages unmapped.
     pub(super) fn new(capacity_pages: u32, limit_pages: u32) -> Self {
         Self {

@@ -1,22 +1,22 @@
-//! Hashing with a secret, so that keys chosen by somebody outside do not collide by design.
+//! Hashing with a secret, so that an outsider cannot choose keys that collide.
 
 use std::hash::{BuildHasher, Hasher};
 
 /// A secret number and the mixing that uses it.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Salt {
+pub(super) struct HashKey {
     first: u64,
     second: u64,
 }
 
 /// Collects what is hashed word by word.
 #[derive(Debug)]
-pub(super) struct SaltedHasher {
-    salt: Salt,
+pub(super) struct KeyedHasher {
+    hash_key: HashKey,
     state: u64,
 }
 
-impl Salt {
+impl HashKey {
     pub(super) fn new(secret: u64) -> Self {
         // Odd constants with about as many ones as zeros; the secret moves both factors.
         let first = secret ^ 0xa076_1d64_78bd_642f;
@@ -34,17 +34,17 @@ impl Salt {
     }
 }
 
-impl BuildHasher for Salt {
-    type Hasher = SaltedHasher;
+impl BuildHasher for HashKey {
+    type Hasher = KeyedHasher;
 
-    fn build_hasher(&self) -> SaltedHasher {
-        SaltedHasher { salt: *self, state: self.second }
+    fn build_hasher(&self) -> KeyedHasher {
+        KeyedHasher { hash_key: *self, state: self.second }
     }
 }
 
-impl Hasher for SaltedHasher {
+impl Hasher for KeyedHasher {
     fn finish(&self) -> u64 {
-        self.salt.mix(self.state)
+        self.hash_key.mix(self.state)
     }
 
     fn write(&mut self, bytes: &[u8]) {
@@ -60,7 +60,7 @@ impl Hasher for SaltedHasher {
     }
 
     fn write_u64(&mut self, word: u64) {
-        self.state = self.salt.mix(self.state.rotate_left(23) ^ word);
+        self.state = self.hash_key.mix(self.state.rotate_left(23) ^ word);
     }
 }
 

@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 
 use super::arena::EntryIndex;
-use super::salt::Salt;
+use super::hash_key::HashKey;
 
 /// Entries of a group: few enough that a single repeated block does not take much.
 const GROUP_ENTRIES: u32 = 8;
@@ -15,14 +15,14 @@ type Counts = [u32; GROUP_ENTRIES as usize];
 
 /// The repetitions of one holder: how many removals each of its entries outlives.
 #[derive(Debug)]
-pub(super) struct Repeats {
-    groups: HashMap<u32, Counts, Salt>,
+pub(super) struct StoreCounts {
+    groups: HashMap<u32, Counts, HashKey>,
     n_entries: u64,
 }
 
-impl Repeats {
-    pub(super) fn new(salt: Salt) -> Self {
-        Self { groups: HashMap::with_hasher(salt), n_entries: 0 }
+impl StoreCounts {
+    pub(super) fn new(hash_key: HashKey) -> Self {
+        Self { groups: HashMap::with_hasher(hash_key), n_entries: 0 }
     }
 
     /// Entries with a repetition.
@@ -60,7 +60,7 @@ impl Repeats {
         *count = count.saturating_add(n_times);
     }
 
-    /// Takes one repetition of an entry away; false if there is none.
+    /// Takes one repetition of an entry away; false if it has no repetition.
     pub(super) fn take_one(&mut self, index: EntryIndex) -> bool {
         let Some(counts) = self.groups.get_mut(&(index.0 / GROUP_ENTRIES)) else { return false };
         match &mut counts[(index.0 % GROUP_ENTRIES) as usize] {
@@ -115,27 +115,27 @@ mod tests {
 
     #[test]
     fn counts_of_neighbors_are_kept_apart() {
-        let mut repeats = Repeats::new(Salt::new(1));
-        repeats.add_run(EntryIndex(5), 20);
-        repeats.add_run(EntryIndex(7), 2);
-        repeats.add(EntryIndex(40), 3);
-        let mut all: Vec<(u32, u32)> = repeats.iter().map(|(index, count)| (index.0, count)).collect();
+        let mut store_counts = StoreCounts::new(HashKey::new(1));
+        store_counts.add_run(EntryIndex(5), 20);
+        store_counts.add_run(EntryIndex(7), 2);
+        store_counts.add(EntryIndex(40), 3);
+        let mut all: Vec<(u32, u32)> = store_counts.iter().map(|(index, count)| (index.0, count)).collect();
         all.sort_unstable();
         let expected = (5..25).map(|at| (at, if at == 7 || at == 8 { 2 } else { 1 })).chain([(40, 3)]);
         assert_eq!(all, expected.collect::<Vec<_>>());
-        assert_eq!(repeats.n_entries(), 21);
+        assert_eq!(store_counts.n_entries(), 21);
     }
 
     #[test]
     fn what_is_taken_away_takes_no_memory() {
-        let mut repeats = Repeats::new(Salt::new(1));
-        repeats.add_run(EntryIndex(0), 1000);
-        assert_eq!((repeats.take_all(EntryIndex(3)), repeats.take_all(EntryIndex(3))), (1, 0));
-        assert!(!repeats.take_one(EntryIndex(3)));
+        let mut store_counts = StoreCounts::new(HashKey::new(1));
+        store_counts.add_run(EntryIndex(0), 1000);
+        assert_eq!((store_counts.take_all(EntryIndex(3)), store_counts.take_all(EntryIndex(3))), (1, 0));
+        assert!(!store_counts.take_one(EntryIndex(3)));
         for at in (0..1000).filter(|at| *at != 3) {
-            assert!(repeats.take_one(EntryIndex(at)), "{at}");
+            assert!(store_counts.take_one(EntryIndex(at)), "{at}");
         }
-        assert!(!repeats.take_one(EntryIndex(0)));
-        assert_eq!((repeats.n_entries(), repeats.bytes()), (0, 0));
+        assert!(!store_counts.take_one(EntryIndex(0)));
+        assert_eq!((store_counts.n_entries(), store_counts.bytes()), (0, 0));
     }
 }

@@ -15,7 +15,7 @@ const NOWHERE: u32 = u32::MAX;
 
 /// Which blocks are free and which pages have room.
 #[derive(Debug)]
-pub(super) struct BlockBook {
+pub(super) struct BlockTracker {
     geometry: BlockGeometry,
     min_blocks_per_page: u32,
     words_per_page: usize,
@@ -59,7 +59,7 @@ pub(super) enum Mark {
     Limbo,
 }
 
-impl BlockBook {
+impl BlockTracker {
     /// No page held.
     pub(super) fn new(geometry: BlockGeometry) -> Self {
         let n_pages = geometry.capacity_pages();
