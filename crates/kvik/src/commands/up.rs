@@ -98,7 +98,8 @@ fn has_store_settings(arguments: &UpArguments, file: Option<&Path>) -> anyhow::R
 }
 
 fn default_ram_bytes() -> u64 {
-    let n_free_bytes = machine::available_memory_bytes().unwrap_or(0).min(kvik_memory::machine::memory_bytes());
+    let n_free_bytes =
+        machine::available_memory_bytes().unwrap_or(0).min(kvik_memory::machine::memory_bytes());
     (n_free_bytes / RAM_SHARE).clamp(*RAM_BYTES.start(), *RAM_BYTES.end())
 }
 
