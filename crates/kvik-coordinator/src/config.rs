@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use kvik_index::ring::MAX_VIRTUAL_NODES;
 use kvik_proto::coordinator::RingConfig;
-use kvik_runtime::http::TlsServerConfig;
+use kvik_runtime::http::{InvalidLimit, ListenLimits, TlsServerConfig};
 use kvik_runtime::tls::TlsClientFiles;
 use serde::{Deserialize, Serialize};
 
@@ -24,6 +24,8 @@ pub struct CoordinatorConfig {
     pub advertise: Option<String>,
     /// TLS towards workers, gateways and the other coordinators. Default: none, plain HTTP.
     pub tls: TlsServerConfig,
+    /// What clients may take of the listener.
+    pub limits: ListenLimits,
     /// TLS of the calls to the other coordinators and to etcd. Default: none, only `http://` works.
     pub peer_tls: TlsClientFiles,
     /// Time between two heartbeats of a worker; one that misses three is gone. Default: 1000 ms.
@@ -85,6 +87,7 @@ impl Default for CoordinatorConfig {
             listen: "127.0.0.1:8081".to_owned(),
             advertise: None,
             tls: TlsServerConfig::default(),
+            limits: ListenLimits::default(),
             peer_tls: TlsClientFiles::default(),
             heartbeat_interval_ms: 1000,
             slow_start_ms: 30_000,
@@ -114,6 +117,9 @@ impl CoordinatorConfig {
     /// # Errors
     /// [`CoordinatorError::InvalidConfig`] for the first value that is not allowed.
     pub fn validate(&self) -> Result<()> {
+        self.limits.validate().map_err(|InvalidLimit { field, value, allowed }| {
+            CoordinatorError::InvalidConfig { field, value, allowed }
+        })?;
         if let Some(advertise) = &self.advertise {
             check(
                 is_base_address(advertise),

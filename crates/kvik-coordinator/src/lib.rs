@@ -124,9 +124,9 @@ impl Coordinator {
             // service ends already.
             let _ = api.publisher.subscribe().wait_for(Option::is_some).await;
         }
-        let (router, server) = (api::router(api), shutdown.clone());
+        let (router, server, limits) = (api::router(api), shutdown.clone(), config.limits.clone());
         shutdown.spawn(async move {
-            serve(listener, router, acceptor, server.draining(), &server).await;
+            serve(listener, router, acceptor, &limits, server.draining(), &server).await;
         });
         tracing::info!(%address, %base, backend = ?config.state.backend, "coordinator listens");
         Ok(Running { address, base })

@@ -285,3 +285,24 @@ async fn health_readiness_and_metrics_are_served() {
     }
     shutdown.finish().await;
 }
+
+#[tokio::test]
+async fn clients_that_send_half_a_head_or_half_a_body_are_let_go() {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let mut config = config();
+    config.limits.header_ms = 200;
+    config.limits.body_ms = 200;
+    let (running, shutdown) = start(config).await;
+    for (sent, answered) in [
+        ("POST /regis", ""),
+        ("POST /register HTTP/1.1\r\nhost: test\r\ncontent-length: 9\r\n\r\n{", "HTTP/1.1 408 "),
+    ] {
+        let mut client = tokio::net::TcpStream::connect(running.address).await.unwrap();
+        client.write_all(sent.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        tokio::time::timeout(PATIENCE, client.read_to_string(&mut answer)).await.unwrap().unwrap();
+        assert!(answer.starts_with(answered), "{answer}");
+        assert_eq!(answer.is_empty(), answered.is_empty(), "{answer}");
+    }
+    shutdown.finish().await;
+}

@@ -1,15 +1,15 @@
 //! The configuration of a gateway.
 //!
 //! Times are in milliseconds and sizes in bytes; the unit is part of a field's name. `listen`,
-//! `tls`, `backend_tls`, `index` and `tracing` take effect at the start only, everything else also at a
-//! reload.
+//! `tls`, `limits`, `backend_tls`, `index` and `tracing` take effect at the start only, everything else also
+//! at a reload.
 
 use std::time::Duration;
 
 use kvik_index::placement::NAMED_FLOOR_TOKENS;
 use kvik_indexer::{IndexConfig, IndexerError};
 use kvik_proto::coordinator::RingConfig;
-use kvik_runtime::http::TlsServerConfig;
+use kvik_runtime::http::{InvalidLimit, ListenLimits, TlsServerConfig};
 use kvik_runtime::telemetry::TracingConfig;
 use kvik_runtime::tls::TlsClientFiles;
 use serde::{Deserialize, Serialize};
@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{GatewayError, Result};
 
 /// Fields that a reload cannot change.
-pub(crate) const FIXED_FIELDS: &[&str] = &["backend_tls.", "index.", "listen", "tls.", "tracing."];
+pub(crate) const FIXED_FIELDS: &[&str] = &["backend_tls.", "index.", "limits.", "listen", "tls.", "tracing."];
 
 /// Everything that can be configured.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -27,6 +27,8 @@ pub struct GatewayConfig {
     pub listen: String,
     /// TLS towards clients. Default: none, plain HTTP.
     pub tls: TlsServerConfig,
+    /// What clients may take of the listener.
+    pub limits: ListenLimits,
     /// Base addresses of the coordinators, tried in turn. Default: none.
     pub coordinators: Vec<String>,
     /// Engines that speak the `OpenAI` API and do not register with a coordinator. Default: none.
@@ -104,13 +106,14 @@ pub struct AdmissionConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TimeoutConfig {
-    /// A whole request; the largest value that a client can ask for with
+    /// A whole request, its answer's last byte included; the largest value that a client can ask for with
     /// `x-request-timeout-ms`. Default: 600 000 ms.
     pub request_ms: u64,
     /// From the request until the head of the answer, for streams; other answers begin only when
     /// they are complete and have the time of the whole request. Default: 60 000 ms.
     pub response_header_ms: u64,
-    /// Silence within a stream, measured coarsely: up to twice this may pass. Default: 120 000 ms.
+    /// Silence within a stream, measured coarsely: up to twice this may pass. A client that does not read for this
+    /// long counts as silent too; `limits.write_stall_ms` holds beside it. Default: 120 000 ms.
     pub stream_idle_ms: u64,
 }
 
@@ -189,6 +192,7 @@ impl Default for GatewayConfig {
         Self {
             listen: "127.0.0.1:8080".to_owned(),
             tls: TlsServerConfig::default(),
+            limits: ListenLimits::default(),
             coordinators: Vec::new(),
             backends: Vec::new(),
             backend_tls: TlsClientFiles::default(),
@@ -267,6 +271,10 @@ impl GatewayConfig {
     /// # Errors
     /// [`GatewayError::InvalidConfig`] names the first field that cannot be used.
     pub fn validate(&self) -> Result<()> {
+        self.limits.validate().map_err(|InvalidLimit { field, value, allowed }| {
+            let (field, allowed) = (field.to_owned(), allowed.to_owned());
+            GatewayError::InvalidConfig { field, value, allowed }
+        })?;
         for (index, url) in self.coordinators.iter().enumerate() {
             check_url(&format!("coordinators[{index}]"), url)?;
         }

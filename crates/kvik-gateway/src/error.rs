@@ -112,6 +112,12 @@ impl Refusal {
         Self::new(StatusCode::TOO_MANY_REQUESTS, "queue_full", body).after(retry_after)
     }
 
+    /// 503: as many bytes of other bodies arrive as may.
+    pub(crate) fn bodies_full() -> Self {
+        let body = ErrorBody::server("too many bytes of requests are arriving; try again later");
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "bodies_full", body).after(1)
+    }
+
     /// 503: the request waited as long as it may.
     pub(crate) fn queue_timeout(retry_after: u64) -> Self {
         let body = ErrorBody::server("the request waited too long for its turn; try again later");

@@ -9,7 +9,7 @@ use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kvik_runtime::http::TlsServerConfig;
+use kvik_runtime::http::{InvalidLimit, ListenLimits, TlsServerConfig};
 use kvik_runtime::telemetry::TracingConfig;
 use kvik_runtime::tls::TlsClientFiles;
 use kvik_types::Dtype;
@@ -77,6 +77,8 @@ pub struct WorkerConfig {
     pub coordinator_backoff_ms: u64,
     /// TLS towards clients. Default: none, plain HTTP.
     pub tls: TlsServerConfig,
+    /// What clients may take of the listener.
+    pub limits: ListenLimits,
     /// TLS towards coordinators. Default: none, only `http://` works.
     pub coordinator_tls: TlsClientFiles,
     /// Where traces go. Default: nowhere.
@@ -108,6 +110,7 @@ impl Default for WorkerConfig {
             weight: 1.0,
             coordinator_backoff_ms: 5000,
             tls: TlsServerConfig::default(),
+            limits: ListenLimits::default(),
             coordinator_tls: TlsClientFiles::default(),
             tracing: TracingConfig::default(),
         }
@@ -121,6 +124,9 @@ impl WorkerConfig {
     /// [`WorkerError::InvalidConfig`] for the first value that is not allowed.
     pub fn validate(&self) -> Result<()> {
         const BASE: &str = "http://host:port or https://host:port";
+        self.limits.validate().map_err(|InvalidLimit { field, value, allowed }| {
+            WorkerError::InvalidConfig { field, value, allowed }
+        })?;
         if let Some(advertise) = &self.advertise {
             check(is_base_address(advertise), "advertise", advertise, BASE)?;
         }

@@ -87,9 +87,10 @@ impl Worker {
             let router = tracer.trace_requests(api::router(Arc::clone(&state)));
             let (shutdown, closing) = (shutdown.clone(), closing.clone());
             let (connections, served) = (connections.clone(), served.clone());
+            let limits = state.config.limits.clone();
             async move {
                 tokio::select! {
-                    () = serve(listener, router, tls, closing.cancelled_owned(), &connections) => {}
+                    () = serve(listener, router, tls, &limits, closing.cancelled_owned(), &connections) => {}
                     () = shutdown.stopping() => {}
                 }
                 connections.finish().await;

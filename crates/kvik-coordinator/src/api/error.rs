@@ -1,9 +1,11 @@
 //! Errors as answers.
 
 use axum::Json;
+use axum::extract::rejection::BytesRejection;
 use axum::response::{IntoResponse, Response};
 use http::{Method, StatusCode, Uri, header};
 use kvik_proto::openai::{ErrorBody, ErrorDetail};
+use kvik_runtime::http::RequestBodyError;
 
 use crate::leader::CommandError;
 use crate::membership::Refusal;
@@ -24,6 +26,17 @@ impl ApiError {
     /// A request that cannot be read.
     pub(super) fn rejected(status: StatusCode, message: impl Into<String>) -> Self {
         Self { status, body: ErrorBody::invalid_request(message, None) }
+    }
+
+    /// A body that cannot be read: 408 if it is slow, 503 if too many others are arriving.
+    pub(super) fn unread(rejection: &BytesRejection) -> Self {
+        match RequestBodyError::find(rejection) {
+            Some(error @ RequestBodyError::Slow) => {
+                Self::rejected(StatusCode::REQUEST_TIMEOUT, error.to_string())
+            }
+            Some(error @ RequestBodyError::NoRoom) => Self::unavailable(error.to_string(), "bodies_full"),
+            _ => Self::rejected(rejection.status(), rejection.body_text()),
+        }
     }
 
     /// Something that cannot be done now: 503. Clients may try again.

@@ -37,7 +37,7 @@ pub(super) async fn register(
     headers: HeaderMap,
     body: Result<Bytes, BytesRejection>,
 ) -> Result<Response, ApiError> {
-    let body = body.map_err(|rejection| ApiError::rejected(rejection.status(), rejection.body_text()))?;
+    let body = body.map_err(|rejection| ApiError::unread(&rejection))?;
     let request: RegisterRequest = parse(&body)?;
     check_worker(&request.worker, api.max_weight)?;
     if let Some(response) = pass_on(&api, &headers, "/register", body).await? {
@@ -53,7 +53,7 @@ pub(super) async fn heartbeat(
     headers: HeaderMap,
     body: Result<Bytes, BytesRejection>,
 ) -> Result<Response, ApiError> {
-    let body = body.map_err(|rejection| ApiError::rejected(rejection.status(), rejection.body_text()))?;
+    let body = body.map_err(|rejection| ApiError::unread(&rejection))?;
     let request: HeartbeatRequest = parse(&body)?;
     if let Some(response) = pass_on(&api, &headers, "/heartbeat", body).await? {
         return Ok(response);
@@ -68,7 +68,7 @@ pub(super) async fn deregister(
     headers: HeaderMap,
     body: Result<Bytes, BytesRejection>,
 ) -> Result<Response, ApiError> {
-    let body = body.map_err(|rejection| ApiError::rejected(rejection.status(), rejection.body_text()))?;
+    let body = body.map_err(|rejection| ApiError::unread(&rejection))?;
     let request: DeregisterRequest = parse(&body)?;
     if let Some(response) = pass_on(&api, &headers, "/deregister", body).await? {
         return Ok(response);

@@ -3,7 +3,8 @@
 //! Frames pass as they come, and only when the client takes them: a slow client slows its worker
 //! down and costs no memory. Events that are there at the same time become one frame, so that a
 //! burst is one write; nothing waits for more to come. The body owns the request's [`Record`]; when
-//! the client goes away the body is dropped, and with it the connection to the worker.
+//! the client goes away the body is dropped, and with it the connection to the worker. A body is not polled
+//! while its client does not read: then the connection's own limits (`AnswerLimits`) end it.
 //!
 //! A stream of events never ends in silence. If the worker breaks off, the client gets one last
 //! event that says so. For that to be an event of its own, half an event at the end of a frame is
@@ -193,6 +194,14 @@ impl<B: Body<Data = Bytes> + Unpin> Body for GuardedBody<B> {
 
     fn size_hint(&self) -> SizeHint {
         if self.events.is_none() { self.inner.size_hint() } else { SizeHint::default() }
+    }
+}
+
+impl<B> Drop for GuardedBody<B> {
+    fn drop(&mut self) {
+        if !self.is_ended && self.clock.deadline <= Instant::now() {
+            self.record.end(Ending::DeadlinePassed);
+        }
     }
 }
 

@@ -17,6 +17,7 @@ use http::uri::Parts;
 use http::{HeaderMap, Method, StatusCode, Uri};
 use http_body_util::{Either, Full};
 use hyper::body::Incoming;
+use kvik_runtime::http::AnswerLimits;
 use tokio::time::Instant;
 
 use crate::answer;
@@ -350,6 +351,8 @@ fn deliver(mut record: Record, route: Route, answer: Answer) -> Response {
     } else {
         axum::body::Body::new(body)
     };
+    // The body has the same times, but is not asked while the client reads nothing.
+    parts.extensions.insert(AnswerLimits { deadline: answer.deadline, max_stall: answer.max_silence });
     Response::from_parts(parts, body)
 }
 

@@ -1,23 +1,20 @@
 //! The body of a request on its way in.
 //!
-//! It is bounded by its announced and by its real length. The memory of long bodies is used again, because
+//! It is bounded by its announced and by its real length; the listener bounds its time and the bytes of all
+//! bodies that arrive. The memory of long bodies is used again, because
 //! an allocator would ask the system for it each time.
 
 use std::cell::RefCell;
 use std::ops::RangeInclusive;
-use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, header};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use hyper::body::Body;
+use kvik_runtime::http::{RequestBodyError, discard};
 use tokio::time::Instant;
 
 use crate::error::Refusal;
-
-/// Time in which the rest of a body that is too large is thrown away: a client that is still
-/// sending reads no answer.
-const DISCARD_TIME: Duration = Duration::from_secs(1);
 
 /// Memory that is taken for a body on the word of its announced length alone; what is longer grows
 /// as it arrives.
@@ -35,7 +32,7 @@ thread_local! {
 
 /// Reads a body of at most `max_bytes`.
 pub(crate) async fn read_body(
-    body: axum::body::Body,
+    mut body: axum::body::Body,
     headers: &HeaderMap,
     max_bytes: usize,
     deadline: Instant,
@@ -43,15 +40,22 @@ pub(crate) async fn read_body(
     let announced =
         headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse::<usize>().ok());
     if announced.is_some_and(|announced| max_bytes < announced) {
-        discard(body, max_bytes).await;
+        discard(&mut body, max_bytes).await;
         return Err(Refusal::too_large(max_bytes));
     }
-    let reading = collect(Limited::new(body, max_bytes), announced.unwrap_or(0));
+    let reading = collect(Limited::new(&mut body, max_bytes), announced.unwrap_or(0));
     match tokio::time::timeout_at(deadline, reading).await {
         Err(_) => Err(Refusal::slow_body()),
         Ok(Ok(body)) => Ok(body),
         Ok(Err(error)) if error.is::<LengthLimitError>() => Err(Refusal::too_large(max_bytes)),
-        Ok(Err(error)) => Err(Refusal::invalid(format!("the body cannot be read: {error}"), None)),
+        Ok(Err(error)) => Err(match RequestBodyError::find(&*error) {
+            Some(RequestBodyError::Slow) => Refusal::slow_body(),
+            Some(RequestBodyError::NoRoom) => {
+                discard(&mut body, max_bytes).await;
+                Refusal::bodies_full()
+            }
+            _ => Refusal::invalid(format!("the body cannot be read: {error}"), None),
+        }),
     }
 }
 
@@ -90,14 +94,6 @@ pub(crate) fn keep_memory(body: Bytes) {
             spare.push(memory);
         }
     });
-}
-
-/// Reads and forgets up to `max_bytes` of a body.
-async fn discard(body: axum::body::Body, max_bytes: usize) {
-    let mut body = Limited::new(body, max_bytes);
-    let reading = async { while let Some(Ok(_)) = body.frame().await {} };
-    // Either way the answer follows.
-    let _ = tokio::time::timeout(DISCARD_TIME, reading).await;
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use kvik_gateway::GatewayConfig;
 use kvik_proto::coordinator::{
     Member, RingConfig, Snapshot, WatchEvent, WorkerInfo, WorkerLoad, WorkerState,
 };
-use kvik_runtime::http::{listen, serve};
+use kvik_runtime::http::{ListenLimits, listen, serve};
 use kvik_runtime::shutdown::Shutdown;
 use tokio::sync::watch;
 
@@ -41,7 +41,9 @@ impl MockCoordinator {
         };
         let router = Router::new().route("/watch", get(events));
         let serving = shutdown.clone();
-        shutdown.spawn(async move { serve(listener, router, None, serving.stopping(), &serving).await });
+        shutdown.spawn(async move {
+            serve(listener, router, None, &ListenLimits::default(), serving.stopping(), &serving).await;
+        });
         Self { address, snapshots, shutdown }
     }
 

@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::BodyExt as _;
+use kvik_gateway::GatewayConfig;
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::{TcpSocket, TcpStream};
 use tokio::task::JoinSet;
 
 use crate::mock::{Behavior, MockWorker};
@@ -71,23 +73,97 @@ async fn a_client_that_leaves_the_queue_leaves_no_place_taken() {
     assert_eq!(gateway.complete(BODY).await.status, 200);
 }
 
+/// Streams without an end.
+fn endless() -> Behavior {
+    Behavior::Endless(Bytes::from([&b"data: "[..], &[b'x'; 10_000], b"\n\n"].concat()))
+}
+
+/// Sends a request over a connection of its own and never reads.
+async fn ask_and_never_read(gateway: &TestGateway) -> TcpStream {
+    let socket = TcpSocket::new_v4().unwrap();
+    // Little that the kernel would take in the client's place.
+    socket.set_recv_buffer_size(4096).unwrap();
+    let address = gateway.running.address();
+    let mut stream = socket.connect(address).await.unwrap();
+    let n_bytes = BODY.len();
+    let request = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-length: {n_bytes}\r\n\r\n{BODY}"
+    );
+    stream.write_all(request.as_bytes()).await.unwrap();
+    stream
+}
+
 #[tokio::test]
 async fn a_client_that_does_not_read_stops_its_worker_and_fills_no_memory() {
     let worker = MockWorker::start("m").await;
-    let gateway = TestGateway::before(&[&worker], |_| {}).await;
-    let frame = [&b"data: "[..], &[b'x'; 10_000], b"\n\n"].concat();
-    worker.behave(Behavior::Endless(Bytes::from(frame)));
+    let gateway = TestGateway::before(&[&worker], |config| config.timeouts.stream_idle_ms = 500).await;
+    worker.behave(endless());
     let response = gateway.open("/v1/completions", &[], BODY).await;
-    let sent = || worker.state.n_sent_bytes.load(Ordering::SeqCst);
-    let before = std::cell::Cell::new(u64::MAX);
-    until("the worker waits for the client", async || {
-        let last = before.replace(sent());
-        tokio::time::sleep(Duration::from_millis(200)).await;
-        last == sent()
+    until("the worker is let go", async || worker.n_cancelled() == 1).await;
+    // What the sockets' buffers of two connections hold, not what the worker could send.
+    let n_sent_bytes = worker.state.n_sent_bytes.load(Ordering::SeqCst);
+    assert!(n_sent_bytes < 64 << 20, "{n_sent_bytes} bytes");
+    until("the load is back", async || gateway.outstanding_tokens() == 0).await;
+    assert_eq!(gateway.breaker(&worker), "closed");
+    drop(response);
+}
+
+/// With as many stalled clients as may run, another one is served once a limit has passed.
+async fn assert_stalled_readers_make_room(change: impl FnOnce(&mut GatewayConfig)) {
+    let worker = MockWorker::start("m").await;
+    let gateway = TestGateway::before(&[&worker], |config| {
+        config.admission.max_running = 4;
+        change(config);
     })
     .await;
-    // What the sockets' buffers of two connections hold, not what the worker could send.
-    assert!(sent() < 64 << 20, "{} bytes", sent());
-    drop(response);
+    worker.behave(endless());
+    let mut stalled = Vec::new();
+    for _ in 0..4 {
+        stalled.push(ask_and_never_read(&gateway).await);
+    }
+    until("the worker has the requests", async || worker.n_seen() == 4).await;
+    worker.behave(Behavior::answer(200, "{}"));
+    assert_eq!(gateway.complete(BODY).await.status, 200);
+    until("all are let go", async || worker.n_cancelled() == 4).await;
+    until("the load is back", async || gateway.outstanding_tokens() == 0).await;
+    assert_eq!(gateway.breaker(&worker), "closed");
+}
+
+#[tokio::test]
+async fn stalled_readers_give_their_permits_back_at_the_request_deadline() {
+    assert_stalled_readers_make_room(|config| config.timeouts.request_ms = 500).await;
+}
+
+#[tokio::test]
+async fn stalled_readers_give_their_permits_back_when_they_have_been_silent() {
+    assert_stalled_readers_make_room(|config| config.timeouts.stream_idle_ms = 500).await;
+}
+
+#[tokio::test]
+async fn stalled_readers_give_their_permits_back_at_the_listeners_limit() {
+    assert_stalled_readers_make_room(|config| config.limits.write_stall_ms = 500).await;
+}
+
+#[tokio::test]
+async fn a_thousand_stalled_readers_leave_the_gateway_serving_others() {
+    const N_STALLED: usize = 1000;
+    kvik_runtime::http::raise_file_limit();
+    let worker = MockWorker::start("m").await;
+    let gateway = TestGateway::before(&[&worker], |config| {
+        assert_eq!(config.admission.max_running, 1024);
+        config.timeouts.request_ms = 3000;
+    })
+    .await;
+    worker.behave(endless());
+    let mut stalled = Vec::new();
+    for _ in 0..N_STALLED {
+        stalled.push(ask_and_never_read(&gateway).await);
+    }
+    until("the worker has the requests", async || worker.n_seen() == N_STALLED).await;
+    worker.behave(Behavior::answer(200, "{}"));
+    for _ in 0..20 {
+        assert_eq!(gateway.complete(BODY).await.status, 200);
+    }
+    until("all are let go", async || worker.n_cancelled() == N_STALLED).await;
     until("the load is back", async || gateway.outstanding_tokens() == 0).await;
 }

@@ -1,6 +1,11 @@
 //! Refusals: keys, sizes, queues, deadlines, nonsense.
 
+use http::Request;
+use http_body_util::Full;
 use kvik_gateway::{ApiKeyConfig, GatewayConfig};
+use kvik_proto::client::{TlsClientConfig, http_client};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 
 use crate::mock::{Behavior, MockWorker};
 use crate::support::{TestGateway, until, whole};
@@ -12,7 +17,6 @@ const SECRET: &str = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf5
 
 #[tokio::test]
 async fn a_refusal_before_the_body_was_read_says_that_the_connection_closes() {
-    use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let worker = MockWorker::start("m").await;
     let key = ApiKeyConfig { name: "me".to_owned(), sha256: SECRET.to_owned() };
     let gateway = TestGateway::before(&[&worker], |config| config.api_keys.push(key)).await;
@@ -138,4 +142,66 @@ async fn without_a_backend_requests_are_unavailable_and_the_gateway_is_not_ready
     assert_eq!(gateway.get("/ready").await.status, 503);
     assert_eq!(gateway.get("/health").await.status, 200);
     assert_eq!(gateway.get("/v1/models").await.json()["data"], serde_json::json!([]));
+}
+
+/// Announces a body and sends a part of it.
+async fn post_part(gateway: &TestGateway, n_announced: usize, n_sent: usize) -> TcpStream {
+    let address = gateway.running.address();
+    let mut connection = TcpStream::connect(address).await.unwrap();
+    let head =
+        format!("POST /v1/completions HTTP/1.1\r\nhost: {address}\r\ncontent-length: {n_announced}\r\n\r\n");
+    connection.write_all(head.as_bytes()).await.unwrap();
+    connection.write_all(&vec![b' '; n_sent]).await.unwrap();
+    connection
+}
+
+#[tokio::test]
+async fn a_body_that_comes_too_slowly_is_refused_before_the_request_deadline() {
+    let worker = MockWorker::start("m").await;
+    let gateway = TestGateway::before(&[&worker], |config| config.limits.body_ms = 100).await;
+    let mut slow = post_part(&gateway, 10, 5).await;
+    let mut answer = String::new();
+    slow.read_to_string(&mut answer).await.unwrap();
+    assert!(answer.starts_with("HTTP/1.1 408 "), "{answer}");
+    assert_eq!(gateway.complete(BODY).await.status, 200);
+}
+
+#[tokio::test]
+async fn bodies_that_arrive_are_bounded_together_and_small_ones_are_served() {
+    let worker = MockWorker::start("m").await;
+    let gateway =
+        TestGateway::before(&[&worker], |config| config.limits.max_body_bytes_in_flight = 1 << 20).await;
+    // More than all may have: one of them is refused, and the others go on to wait for their rest.
+    let mut parts = Vec::new();
+    for _ in 0..4 {
+        parts.push(post_part(&gateway, 8 << 20, 300 << 10).await);
+    }
+    let refused = async |part: &mut TcpStream| {
+        let mut answer = String::new();
+        part.read_to_string(&mut answer).await.map(|_| answer).unwrap_or_default()
+    };
+    let answers = parts.iter_mut().map(|part| Box::pin(refused(part)));
+    let (answer, ..) = futures_util::future::select_all(answers).await;
+    assert!(answer.starts_with("HTTP/1.1 503 ") && answer.contains("\r\nretry-after: 1\r\n"), "{answer}");
+    assert_eq!(gateway.complete(BODY).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_tls_client_that_says_nothing_does_not_hold_a_drain() {
+    let folder = tempfile::tempdir().unwrap();
+    let files = crate::tls::make_files(folder.path());
+    let mut config = GatewayConfig::default();
+    config.tls.certificate = Some(files.certificate);
+    config.tls.key = Some(files.key);
+    let gateway = TestGateway::start(config).await;
+    let address = gateway.running.address();
+    let mut silent = TcpStream::connect(address).await.unwrap();
+    // Accepted after the silent one.
+    let authorities_pem = std::fs::read(&files.authority).unwrap();
+    let http = http_client(&TlsClientConfig { authorities_pem, identity_pem: None }).unwrap();
+    let health = Request::get(format!("https://{address}/health")).body(Full::default()).unwrap();
+    assert_eq!(whole(http.request(health).await.unwrap()).await.status, 200);
+    gateway.shutdown.drain();
+    gateway.running.finished().await;
+    assert_eq!(silent.read(&mut [0; 8]).await.unwrap_or(0), 0);
 }

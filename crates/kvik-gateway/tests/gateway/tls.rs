@@ -9,20 +9,20 @@ use http::Request;
 use http_body_util::Full;
 use kvik_gateway::{BackendConfig, GatewayConfig};
 use kvik_proto::client::{TlsClientConfig, http_client};
-use kvik_runtime::http::{TlsServerConfig, listen, serve, tls_acceptor};
+use kvik_runtime::http::{ListenLimits, TlsServerConfig, listen, serve, tls_acceptor};
 use kvik_runtime::shutdown::Shutdown;
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 
 use crate::support::{TestGateway, until, whole};
 
 /// An authority and a certificate that it signed, as files.
-struct Files {
-    authority: PathBuf,
-    certificate: PathBuf,
-    key: PathBuf,
+pub(crate) struct Files {
+    pub(crate) authority: PathBuf,
+    pub(crate) certificate: PathBuf,
+    pub(crate) key: PathBuf,
 }
 
-fn make_files(folder: &Path) -> Files {
+pub(crate) fn make_files(folder: &Path) -> Files {
     let authority_key = KeyPair::generate().unwrap();
     let mut authority = CertificateParams::new(Vec::new()).unwrap();
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -60,8 +60,9 @@ async fn both_sides_can_be_encrypted_and_the_worker_can_ask_who_calls() {
     let router =
         Router::new().route("/health", get(async || "ok")).route("/v1/completions", post(async || "{}"));
     let (acceptor, serving) = (tls_acceptor(&server).unwrap(), worker_shutdown.clone());
-    worker_shutdown
-        .spawn(async move { serve(listener, router, acceptor, serving.stopping(), &serving).await });
+    worker_shutdown.spawn(async move {
+        serve(listener, router, acceptor, &ListenLimits::default(), serving.stopping(), &serving).await;
+    });
 
     let mut config = GatewayConfig::default();
     let backend = BackendConfig { url: worker, model: Some("m".to_owned()), weight: None };

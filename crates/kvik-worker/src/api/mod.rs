@@ -25,7 +25,6 @@ mod stream;
 mod tokenize;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
@@ -37,14 +36,12 @@ use bytes::Bytes;
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
 use http::{HeaderValue, StatusCode};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
+use kvik_runtime::http::{RequestBodyError, discard};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::error::Refusal;
 use crate::state::WorkerState;
-
-/// Time for a request's body to arrive.
-const BODY_TIMEOUT: Duration = Duration::from_mins(1);
 
 /// The state as handlers get it.
 type Shared = State<Arc<WorkerState>>;
@@ -103,19 +100,25 @@ async fn count_refusals(State(state): Shared, request: Request, next: Next) -> R
     response
 }
 
-/// Reads the body of a request.
+/// Reads the body of a request; the listener bounds its time and the bytes of all bodies that arrive.
 async fn read_body(state: &WorkerState, request: Request) -> Result<Bytes, Refusal> {
     let limit = state.config.body_limit_bytes;
     let length = request.headers().get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok());
     if length.is_some_and(|length: usize| limit < length) {
         return Err(Refusal::too_large(limit));
     }
-    let reading = Limited::new(request.into_body(), limit).collect();
-    match tokio::time::timeout(BODY_TIMEOUT, reading).await {
-        Ok(Ok(body)) => Ok(body.to_bytes()),
-        Ok(Err(error)) if error.is::<LengthLimitError>() => Err(Refusal::too_large(limit)),
-        Ok(Err(_)) => Err(Refusal::invalid("the request's body broke off", None)),
-        Err(_) => Err(Refusal::slow_body()),
+    let mut body = request.into_body();
+    match Limited::new(&mut body, limit).collect().await {
+        Ok(body) => Ok(body.to_bytes()),
+        Err(error) if error.is::<LengthLimitError>() => Err(Refusal::too_large(limit)),
+        Err(error) => Err(match RequestBodyError::find(&*error) {
+            Some(RequestBodyError::Slow) => Refusal::slow_body(),
+            Some(RequestBodyError::NoRoom) => {
+                discard(&mut body, limit).await;
+                Refusal::unavailable("too many bytes of requests are arriving; try again later", 1)
+            }
+            _ => Refusal::invalid("the request's body broke off", None),
+        }),
     }
 }
 

@@ -2,8 +2,10 @@
 
 use http::{Method, StatusCode};
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 
-use crate::support::{config, start, start_with};
+use crate::support::{TestWorker, config, start, start_with};
 
 #[tokio::test]
 async fn bad_parameters_are_refused_with_400_and_their_name() {
@@ -159,5 +161,39 @@ async fn more_than_may_wait_gets_429_and_a_time() {
     drop((running, waiting));
     worker.client.wait_for_stats(|stats| stats.running_sequences + stats.waiting_sequences == 0).await;
     assert_eq!(worker.client.post("/v1/completions", &json!({"prompt": "a"})).await.status, StatusCode::OK);
+    worker.end().await;
+}
+
+/// Announces a body and sends a part of it.
+async fn post_part(worker: &TestWorker, n_announced: usize, n_sent: usize) -> TcpStream {
+    let mut connection = TcpStream::connect(worker.running.address()).await.unwrap();
+    let head = format!("POST /tokenize HTTP/1.1\r\nhost: test\r\ncontent-length: {n_announced}\r\n\r\n");
+    connection.write_all(head.as_bytes()).await.unwrap();
+    connection.write_all(&vec![b' '; n_sent]).await.unwrap();
+    connection
+}
+
+#[tokio::test]
+async fn slow_bodies_get_408_and_too_many_bytes_of_bodies_503() {
+    let mut config = config();
+    config.limits.body_ms = 2000;
+    config.limits.max_body_bytes_in_flight = 1 << 20;
+    let worker = start_with(config).await;
+    let mut parts = Vec::new();
+    for _ in 0..4 {
+        parts.push(post_part(&worker, 8 << 20, 300 << 10).await);
+    }
+    let (mut n_slow, mut n_refused) = (0, 0);
+    for part in &mut parts {
+        let mut answer = String::new();
+        part.read_to_string(&mut answer).await.unwrap();
+        if answer.starts_with("HTTP/1.1 408 ") {
+            n_slow += 1;
+        } else {
+            assert!(answer.starts_with("HTTP/1.1 503 ") && answer.contains("retry-after: 1"), "{answer}");
+            n_refused += 1;
+        }
+    }
+    assert!(0 < n_slow && 0 < n_refused, "{n_slow} slow, {n_refused} refused");
     worker.end().await;
 }

@@ -9,7 +9,7 @@ use http::StatusCode;
 use kvik_proto::coordinator::{
     DeregisterRequest, HeartbeatRequest, HeartbeatResponse, RegisterRequest, RegisterResponse, WorkerState,
 };
-use kvik_runtime::http::{listen, serve};
+use kvik_runtime::http::{ListenLimits, listen, serve};
 use kvik_runtime::shutdown::Shutdown;
 use parking_lot::Mutex;
 use serde_json::json;
@@ -76,7 +76,9 @@ async fn coordinator(
         .route("/deregister", post(deregister))
         .with_state((Arc::clone(&book), sender));
     let server = shutdown.clone();
-    shutdown.spawn(async move { serve(listener, router, None, std::future::pending(), &server).await });
+    shutdown.spawn(async move {
+        serve(listener, router, None, &ListenLimits::default(), std::future::pending(), &server).await;
+    });
     (base, book, told)
 }
 

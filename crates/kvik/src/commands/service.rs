@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::Context;
 use kvik_runtime::RuntimeError;
 use kvik_runtime::config::{Effective, Sources};
+use kvik_runtime::http::raise_file_limit;
 use kvik_runtime::shutdown::Shutdown;
 use kvik_runtime::telemetry::{LogFormat, TelemetryConfig, maintain_metrics, start_logging, start_metrics};
 use serde::Serialize;
@@ -122,6 +123,8 @@ where
         TelemetryConfig { log: arguments.log.clone().unwrap_or_else(|| default_log.to_owned()), log_format };
     start_logging(&telemetry).map_err(|error| InvalidInput(format!("start logging: {error}")))?;
     start_metrics().context("start metrics")?;
+    // Each connection is a file, and the usual limit is far below `limits.max_connections`.
+    raise_file_limit();
     let runtime =
         tokio::runtime::Builder::new_multi_thread().enable_all().build().context("start the runtime")?;
     let shutdown = Shutdown::new();

@@ -46,7 +46,8 @@ async fn start_collector(shutdown: &Shutdown) -> (String, Collected) {
     let base = format!("http://{}", listener.local_addr().unwrap());
     let server = shutdown.clone();
     shutdown.spawn(async move {
-        crate::http::serve(listener, router, None, server.draining(), &server).await;
+        let limits = crate::http::ListenLimits::default();
+        crate::http::serve(listener, router, None, &limits, server.draining(), &server).await;
     });
     (base, collected)
 }

@@ -7,6 +7,8 @@ use tokio::sync::Notify;
 
 use super::*;
 
+mod limits;
+
 const REQUEST: &[u8] = b"GET / HTTP/1.1\r\nhost: test\r\n\r\n";
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -21,11 +23,20 @@ async fn start(
         gate.notified().await;
         peer.to_string()
     };
+    start_with(shutdown, Router::new().route("/", get(handler)), None, ListenLimits::default()).await
+}
+
+async fn start_with(
+    shutdown: &Shutdown,
+    router: Router,
+    tls: Option<TlsAcceptor>,
+    limits: ListenLimits,
+) -> (SocketAddr, tokio::task::JoinHandle<()>) {
     let listener = listen("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    let (router, shutdown) = (Router::new().route("/", get(handler)), shutdown.clone());
+    let shutdown = shutdown.clone();
     let serving = tokio::spawn(async move {
-        serve(listener, router, None, shutdown.draining(), &shutdown).await;
+        serve(listener, router, tls, &limits, shutdown.draining(), &shutdown).await;
     });
     (address, serving)
 }
