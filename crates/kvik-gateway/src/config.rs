@@ -208,8 +208,8 @@ pub struct RoutingConfig {
     /// Time for tokenizing and looking up a prompt; then the ring decides. Default: 50 ms.
     pub max_lookup_ms: u64,
     /// Outstanding tokens up to which a worker of weight 1 keeps its named sequences (`seq_id`), whatever the others
-    /// have to do; beyond that and beyond the bound they move. Default: 32 768, what an engine that computes 10 000
-    /// tokens a second works off in some seconds.
+    /// have to do; beyond that and beyond the bound they move. Default: 98 304, what an engine that computes 10 000
+    /// tokens a second works off in ten seconds.
     pub named_floor_tokens: u64,
 }
 

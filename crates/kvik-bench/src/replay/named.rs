@@ -12,7 +12,7 @@ const N_TURNS: u64 = 8;
 const N_SYSTEM_PROMPTS: u64 = 8;
 /// Mean time between two turns of a conversation, and the time within which all begin, at speed 1.
 const THINK_S: f64 = 30.0;
-const START_S: f64 = 1200.0;
+const START_S: f64 = 4000.0;
 /// Tokens behind the last full block of a prompt.
 const TAIL_TOKENS: u64 = 100;
 

@@ -37,9 +37,9 @@ pub const QUEUE_SHARE: f64 = 0.25;
 /// Outstanding tokens up to which a member of weight 1 keeps its named sequences, where nothing else is configured.
 ///
 /// A move costs the KV of the whole conversation, a stay the wait for what is queued. An engine that computes 10 000 tokens
-/// a second works this off in some seconds; of a fleet that is busy 70 % of the time fewer than one turn in a hundred meets
+/// a second works this off in ten seconds; of a fleet that is busy 70 % of the time fewer than one turn in a hundred meets
 /// a queue as long as that (`kvik bench routing`).
-pub const NAMED_FLOOR_TOKENS: u64 = 32_768;
+pub const NAMED_FLOOR_TOKENS: u64 = 98_304;
 
 /// A request to be placed.
 #[derive(Debug, Clone, Copy)]
