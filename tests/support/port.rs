@@ -4,7 +4,8 @@ use std::fs::{self, File};
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
-use std::sync::Mutex;
+
+use parking_lot::Mutex;
 
 /// Below the ports that the system gives to clients and to servers that ask for any port. One of those could be given
 /// away before the server has it or while it restarts; and a client that connects to one of them before the server
@@ -25,7 +26,7 @@ pub(crate) fn free_port() -> u16 {
         let lock = File::create(folder.join(port.to_string())).unwrap();
         // Such a lock belongs to the open file, so it also keeps out other threads of this process.
         if lock.try_lock().is_ok() && TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok() {
-            HELD.lock().unwrap().push(lock);
+            HELD.lock().push(lock);
             return port;
         }
     }

@@ -88,7 +88,7 @@ fn is_abandoned(path: &Path) -> bool {
     else {
         return false;
     };
-    process == std::process::id() || !Path::new("/proc").join(process.to_string()).exists()
+    process == std::process::id() || !Path::new("/proc").join(process.to_string()).is_dir()
 }
 
 #[cfg(test)]

@@ -7,8 +7,7 @@ use crate::{CpuBackendOptions, GenerateRequest, Model, SamplingParams};
 #[test]
 fn a_block_is_hashed_once_from_the_match_to_the_end_of_its_sequence() {
     let model = Model::bundled().unwrap();
-    let mut backend = CpuBackendOptions::default();
-    backend.n_threads = 1;
+    let backend = CpuBackendOptions { n_threads: 1, ..CpuBackendOptions::default() };
     let mut engine = model.cpu_engine(&backend, EngineOptions::default()).unwrap();
     let mut sampling = SamplingParams::greedy(20);
     sampling.ignore_eos = true;

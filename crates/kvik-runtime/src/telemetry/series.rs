@@ -6,10 +6,11 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use metrics::{Counter, Gauge};
+use parking_lot::{Mutex, MutexGuard};
 
 static REGISTRY: Mutex<Registry> = Mutex::new(Registry { next_number: 0, families: BTreeMap::new() });
 
@@ -111,7 +112,7 @@ pub(super) fn render(text: &mut String) {
 
 fn registry() -> MutexGuard<'static, Registry> {
     // A panic elsewhere leaves the maps as they are.
-    REGISTRY.lock().unwrap_or_else(PoisonError::into_inner)
+    REGISTRY.lock()
 }
 
 #[cfg(test)]

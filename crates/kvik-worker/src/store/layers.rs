@@ -53,13 +53,14 @@ impl LayerLoader {
     /// If the operating system gives none.
     pub(super) fn start(store: &Store) -> Result<Self> {
         let reading = store.clone();
-        Self::start_with(store, Arc::new(move |job, chain, first| read_layers(&reading, job, chain, first)))
+        let read: Arc<Read> = Arc::new(move |job, chain, first| read_layers(&reading, job, chain, first));
+        Self::start_with(store, &read)
     }
 
-    fn start_with(store: &Store, read: Arc<Read>) -> Result<Self> {
+    fn start_with(store: &Store, read: &Arc<Read>) -> Result<Self> {
         let mut loader = Self { store: store.clone(), queue: Arc::default(), threads: Vec::new() };
         for idx in 0..N_THREADS {
-            let (queue, read) = (Arc::clone(&loader.queue), Arc::clone(&read));
+            let (queue, read) = (Arc::clone(&loader.queue), Arc::clone(read));
             let thread = std::thread::Builder::new()
                 .name(format!("kvik-layers-{idx}"))
                 .spawn(move || queue.run(&*read))
@@ -189,7 +190,8 @@ mod tests {
             }
             None
         };
-        (LayerLoader::start_with(&store, Arc::new(read)).unwrap(), release, chains)
+        let read: Arc<Read> = Arc::new(read);
+        (LayerLoader::start_with(&store, &read).unwrap(), release, chains)
     }
 
     #[test]
