@@ -49,7 +49,7 @@ async fn steps_give_what_a_stream_gives() {
     for (n, expected) in [(1, json!(tokens[1])), (2, Value::Null)] {
         let body = json!({"seq_id": "a", "step_index": 1, "n": n});
         let answer = client.ask("/inference/step", &body).await;
-        assert_eq!((&answer["token"], &answer["tokens"]), (&expected, &json!(tokens[1..1 + n])));
+        assert_eq!((&answer["token"], &answer["tokens"]), (&expected, &json!(tokens[1..=n])));
     }
 
     let body = json!({"prompt": PROMPT, "sampling": greedy(20)});
