@@ -6,8 +6,8 @@
 //! thread of clients. Each measurement is warmed up, then its two sides take
 //! turns, round by round, and the medians of the rounds are reported. No log is written.
 
-mod load;
-mod mock;
+pub(crate) mod load;
+pub(crate) mod mock;
 mod relay;
 mod usage;
 
@@ -312,7 +312,7 @@ fn threads_per_role() -> usize {
 }
 
 /// A runtime like that of a service, with threads that can be told from others.
-fn runtime(name: &str) -> anyhow::Result<Runtime> {
+pub(crate) fn runtime(name: &str) -> anyhow::Result<Runtime> {
     Builder::new_multi_thread()
         .worker_threads(threads_per_role())
         .enable_all()

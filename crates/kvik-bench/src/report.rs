@@ -67,6 +67,8 @@ pub struct Baseline {
 pub enum Goal {
     /// The largest value.
     AtMost(f64),
+    /// The smallest value.
+    AtLeast(f64),
     /// The smallest ratio.
     RatioAtLeast(f64),
 }
@@ -95,6 +97,7 @@ impl Measurement {
         let ratio = self.value / baseline.value;
         self.is_reached = goal.map(|goal| match goal {
             Goal::AtMost(largest) => self.value <= largest,
+            Goal::AtLeast(smallest) => smallest <= self.value,
             Goal::RatioAtLeast(smallest) => smallest <= ratio,
         });
         self.ratio = ratio.is_finite().then_some((ratio * 1e4).round() / 1e4);
@@ -110,6 +113,7 @@ impl Measurement {
     pub fn wanted(mut self, goal: Goal) -> Self {
         self.is_reached = match goal {
             Goal::AtMost(largest) => Some(self.value <= largest),
+            Goal::AtLeast(smallest) => Some(smallest <= self.value),
             // There is nothing that it would be a ratio of.
             Goal::RatioAtLeast(_) => None,
         };
@@ -138,7 +142,7 @@ impl Report {
         )?;
         writeln!(output, "  {dimmed}{}{dimmed:#}\n", self.description)?;
 
-        if self.results.iter().any(|result| result.baseline.is_some()) {
+        if self.results.iter().any(|result| result.baseline.is_some() || result.goal.is_some()) {
             return self.comparison().write(output);
         }
         let mut table = Table::new(vec![
@@ -177,15 +181,16 @@ impl Report {
         for result in &self.results {
             let baseline = result.baseline.as_ref();
             let goal = result.goal.map(|goal| match goal {
-                Goal::AtMost(largest) => format!("at most {}", whole(largest)),
+                Goal::AtMost(largest) => format!("at most {}", shown(largest, result.unit)),
+                Goal::AtLeast(smallest) => format!("at least {}", shown(smallest, result.unit)),
                 Goal::RatioAtLeast(smallest) => format!("ratio at least {smallest:.2}"),
             });
             let word = if result.is_reached == Some(true) { "reached" } else { "missed" };
             table.push([
                 result.name.clone(),
-                whole(result.value),
+                shown(result.value, result.unit),
                 result.unit.to_owned(),
-                format!("{} to {}", whole(result.lowest), whole(result.highest)),
+                format!("{} to {}", shown(result.lowest, result.unit), shown(result.highest, result.unit)),
                 baseline.map_or_else(String::new, |known| format!("{} {}", whole(known.value), known.name)),
                 result.ratio.map_or_else(String::new, |ratio| format!("{ratio:.2}")),
                 goal.map_or_else(String::new, |goal| format!("{goal}: {word}")),
@@ -203,6 +208,11 @@ fn median(values: &mut [f64]) -> Option<f64> {
     Some(f64::midpoint(lower, upper))
 }
 
+/// Shares and ratios keep three digits after the point, whatever their size.
+fn shown(value: f64, unit: &str) -> String {
+    if matches!(unit, "ratio" | "share") { format!("{value:.3}") } else { whole(value) }
+}
+
 /// Small values keep a digit after the point.
 fn whole(value: f64) -> String {
     if value.abs() < 100.0 {
@@ -212,9 +222,10 @@ fn whole(value: f64) -> String {
     format!("{sign}{}", grouped(value.abs().round() as u64))
 }
 
-/// To a hundredth: more digits of a speed say nothing.
+/// To a hundredth: more digits of a speed say nothing. Small values, such as shares, keep four digits.
 fn rounded(value: f64) -> f64 {
-    (value * 1e2).round() / 1e2
+    let scale = if value.abs() < 10.0 { 1e4 } else { 1e2 };
+    (value * scale).round() / scale
 }
 
 #[cfg(test)]
@@ -249,5 +260,14 @@ mod tests {
         assert_eq!(compared(16.0, Goal::RatioAtLeast(0.8)).is_reached, Some(true));
         assert_eq!(compared(60.0, Goal::AtMost(60.0)).is_reached, Some(true));
         assert_eq!(compared(-1.0, Goal::AtMost(0.0)).is_reached, Some(true));
+    }
+
+    #[test]
+    fn a_share_just_below_its_goal_misses_it() {
+        let share = |value: f64| {
+            let result = Measurement::from_repeats("x".to_owned(), "share", vec![value]).unwrap();
+            result.wanted(Goal::AtLeast(0.99)).is_reached
+        };
+        assert_eq!([0.985, 0.9899, 0.99, 1.0].map(share), [Some(false), Some(false), Some(true), Some(true)]);
     }
 }

@@ -13,6 +13,8 @@ pub(crate) enum BenchCommand {
     Engine(BenchEngineArguments),
     /// Measure what the gateway costs: requests through it against requests straight to mock workers
     Gateway(BenchGatewayArguments),
+    /// Attack the gateway on loopback and measure what is left for honest clients
+    Edges(BenchEdgesArguments),
     /// Measure elastic memory: blocks, pages, grants, growth, and giving memory back
     Memory(BenchMemoryArguments),
     /// Measure the KV store: each tier beside what its medium gives without it, lookups, and what a hit saves
@@ -77,6 +79,20 @@ pub(crate) struct BenchGatewayArguments {
     pub(crate) requests: u32,
 
     /// Measure a few seconds only, less precisely, over a twentieth of the requests
+    #[arg(long)]
+    pub(crate) quick: bool,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Mock worker, gateway, honest clients and attackers run in this process, on loopback, one attack after the other.
+/// Under a minute. Opens up to ten thousand connections, as many as the limit of open files allows.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct BenchEdgesArguments {
+    /// Measure a few seconds only, less precisely, with a tenth of the attackers
     #[arg(long)]
     pub(crate) quick: bool,
 

@@ -12,9 +12,10 @@ use kvik_bench::sim::{Trace, synthetic::Chats};
 
 use super::{check_kv_blocks, open_model, print_json};
 use crate::cli::bench::{
-    BenchEngineArguments, BenchGatewayArguments, BenchIndexArguments, BenchMemoryArguments,
-    BenchMemoryPeerArguments, BenchRoutingArguments, BenchStoreArguments,
+    BenchEdgesArguments, BenchEngineArguments, BenchGatewayArguments, BenchIndexArguments,
+    BenchMemoryArguments, BenchMemoryPeerArguments, BenchRoutingArguments, BenchStoreArguments,
 };
+use kvik_bench::edges::{Attack, EdgesBench, EdgesBenchOptions};
 use kvik_bench::engine::{EngineBench, EngineBenchOptions};
 use kvik_bench::gateway::{GatewayBench, GatewayBenchOptions, Kind};
 use kvik_bench::index::{self, IndexBench};
@@ -79,6 +80,31 @@ pub(crate) fn gateway(arguments: &BenchGatewayArguments) -> anyhow::Result<()> {
 
     let report = Report {
         bench: "gateway",
+        machine: Machine::detect(),
+        settings: bench.settings(),
+        description: bench.description(),
+        results,
+    };
+    bench.finish();
+    print(&report, arguments.json)
+}
+
+/// Runs `kvik bench edges`.
+pub(crate) fn edges(arguments: &BenchEdgesArguments) -> anyhow::Result<()> {
+    let progress = progress_bar(1 + Attack::ALL.len());
+    progress.set_message("before");
+    let bench = EdgesBench::try_new(EdgesBenchOptions { is_quick: arguments.quick })?;
+    progress.inc(1);
+    let mut results = bench.before();
+    for attack in Attack::ALL {
+        progress.set_message(attack.name());
+        results.extend(bench.measure(attack).with_context(|| format!("attack with {}", attack.name()))?);
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+
+    let report = Report {
+        bench: "edges",
         machine: Machine::detect(),
         settings: bench.settings(),
         description: bench.description(),

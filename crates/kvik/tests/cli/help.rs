@@ -38,6 +38,11 @@ fn help_of_bench_gateway_states_every_default_and_unit() {
 }
 
 #[test]
+fn help_of_bench_edges_states_its_options() {
+    insta::assert_snapshot!(run(["bench", "edges", "--help"]).success());
+}
+
+#[test]
 fn help_of_bench_memory_states_every_default_and_unit() {
     insta::assert_snapshot!(run(["bench", "memory", "--help"]).success());
 }

@@ -4,9 +4,11 @@
 
 mod bad_input;
 mod bad_models;
+mod bench_edges;
 mod bench_engine;
 mod bench_gateway;
 mod bench_memory;
+mod configuration;
 mod demo;
 mod generate;
 mod help;
