@@ -56,7 +56,7 @@ pub(crate) enum Command {
     Bench(BenchCommand),
     /// Run the whole service in one process: gateway, coordinator and workers
     Up(UpArguments),
-    /// Run a load with and without kvik's routing and store, kill a worker half way, and draw what was measured
+    /// Measure a load with and without kvik's routing and store, and draw the result
     Demo(DemoArguments),
     /// Run a worker: the built-in engine behind HTTP
     Worker(WorkerArguments),

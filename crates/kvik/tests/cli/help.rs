@@ -63,16 +63,6 @@ fn help_of_bench_routing_states_every_default_and_unit() {
 }
 
 #[test]
-fn help_of_up_states_every_default_and_unit() {
-    insta::assert_snapshot!(run(["up", "--help"]).success());
-}
-
-#[test]
-fn help_of_demo_states_every_default_and_unit() {
-    insta::assert_snapshot!(run(["demo", "--help"]).success());
-}
-
-#[test]
 fn without_a_command_the_help_is_printed_as_an_error() {
     let answer = run::<&str>([]);
     assert_eq!((answer.exit_code, answer.stdout.as_str()), (Some(2), ""));
