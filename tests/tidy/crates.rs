@@ -29,7 +29,7 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
     ("kvik-tier", &["kvik-types"]),
     ("kvik-index", &[]),
     ("kvik-proto", &["kvik-types"]),
-    ("kvik-runtime", &[]),
+    ("kvik-runtime", &["kvik-types"]),
     ("kvik-tokens", &["kvik-types"]),
     ("kvik-store", &["kvik-types", "kvik-memory", "kvik-tier"]),
     ("kvik-model", &["kvik-types", "kvik-memory", "kvik-tokens"]),
