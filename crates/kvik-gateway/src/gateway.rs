@@ -224,9 +224,10 @@ impl Gateway {
     {
         let gateway = self.clone();
         let shutdown = self.shared.shutdown.clone();
+        // Before the task runs: a change from now on is seen.
+        let mut seen = file.as_deref().and_then(modified);
         self.shared.shutdown.spawn(async move {
             let mut hangup = signal(SignalKind::hangup()).ok();
-            let mut seen = file.as_deref().and_then(modified);
             loop {
                 tokio::select! {
                     () = next_hangup(hangup.as_mut()) => {}

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use kvik_model::BLOCK_TOKENS;
-use kvik_runtime::secret::{Secret, SecretUrl};
+use kvik_runtime::secret::{HIDDEN, Secret, SecretUrl};
 use kvik_store::policy::PolicyKind;
 use kvik_tier::RemoteUrl;
 use kvik_types::ByteSize;
@@ -169,7 +169,9 @@ impl StoreConfig {
         let remote = match remote {
             None => None,
             Some(url) => Some(url.expose().parse::<RemoteUrl>().map_err(|error| {
-                WorkerError::InvalidRemote { url: url.to_string(), reason: error.to_string() }
+                // What is no address may be anything, a password too.
+                let shown = if url.expose().contains("://") { url.to_string() } else { HIDDEN.to_owned() };
+                WorkerError::InvalidRemote { url: shown, reason: error.to_string() }
             })?),
         };
         let mut ram_bytes = self.ram_bytes()?;
