@@ -1,10 +1,11 @@
-//! What the store costs: bytes a second and time a call for each tier, the lookup of a long prompt, and what
-//! a hit saves.
+//! What the store costs: bytes a second and time a call for each tier, the lookup of a long prompt, the proof
+//! of its tokens, and what a hit saves.
 //!
 //! Every tier is measured beside what its medium gives without it, in turns and in one run: memory beside a
 //! plain copy, the disk beside `fio`, Redis beside `redis-benchmark`. Disk and Redis are measured through
 //! the checksums that every user has. A rate comes from batches, times from calls of one chunk.
 
+mod digest;
 mod first_token;
 mod lookup;
 mod programs;
@@ -44,6 +45,8 @@ pub enum Kind {
     Redis,
     /// The lookup of a long prompt.
     Lookup,
+    /// The proof of a prompt's tokens.
+    Digest,
     /// The time to the first token with and without a hit.
     FirstToken,
 }
@@ -62,7 +65,8 @@ struct ScratchFolder(PathBuf);
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Ram, Self::Nvme, Self::Redis, Self::Lookup, Self::FirstToken];
+    pub const ALL: [Self; 6] =
+        [Self::Ram, Self::Nvme, Self::Redis, Self::Lookup, Self::Digest, Self::FirstToken];
 
     /// Shown while it is measured.
     pub fn name(self) -> &'static str {
@@ -71,6 +75,7 @@ impl Kind {
             Self::Nvme => "nvme",
             Self::Redis => "redis",
             Self::Lookup => "lookup",
+            Self::Digest => "digest",
             Self::FirstToken => "first token",
         }
     }
@@ -129,6 +134,7 @@ impl StoreBench {
                 self.measure_redis(&server)
             }
             Kind::Lookup => lookup::measure(self.options.is_quick),
+            Kind::Digest => digest::measure(self.options.is_quick),
             Kind::FirstToken => first_token::measure(&self.folder.0, self.options.is_quick),
         }
     }

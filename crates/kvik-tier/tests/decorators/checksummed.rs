@@ -180,7 +180,8 @@ fn a_forged_length_takes_no_memory() {
     bytes[14..16].copy_from_slice(&1_u16.to_le_bytes());
     bytes[48..56].copy_from_slice(&forged_bytes.to_le_bytes());
     bytes[56..64].copy_from_slice(&forged_bytes.to_le_bytes());
-    bytes[72..88].fill(0);
+    // One section has one checksum.
+    bytes[104..ENVELOPE_BYTES].fill(0);
     let covered_bytes = ENVELOPE_BYTES - 8;
     let own_checksum = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, &bytes[..covered_bytes]);
     bytes[covered_bytes..ENVELOPE_BYTES].copy_from_slice(&own_checksum.to_le_bytes());

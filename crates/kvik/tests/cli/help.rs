@@ -8,6 +8,16 @@ fn help_lists_the_commands_and_the_exit_codes() {
 }
 
 #[test]
+fn help_of_up_states_every_default() {
+    insta::assert_snapshot!(run(["up", "--help"]).success());
+}
+
+#[test]
+fn help_of_demo_states_every_default_and_unit() {
+    insta::assert_snapshot!(run(["demo", "--help"]).success());
+}
+
+#[test]
 fn help_of_generate_states_every_default() {
     insta::assert_snapshot!(run(["generate", "--help"]).success());
 }

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use anstyle::{AnsiColor, Style};
 use kvik_proto::cache::{
     CacheHealth, CacheStats, ClearResponse, LookupResponse, MoveResponse, PinResponse, PrefetchState,
-    PrefetchStatus, StoreResponse, TierReport,
+    PrefetchStatus, StoreResponse, TierOperation, TierReport,
 };
 use serde::Serialize;
 
@@ -79,7 +79,8 @@ impl Answer for Shown<StoreResponse> {
 impl Answer for Shown<CacheHealth> {
     fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
         writeln!(output, "{}", self.0.status)?;
-        write_tiers(&self.0.tiers, output)
+        write_tiers(&self.0.tiers, output)?;
+        write_operations(&self.0.tiers, output)
     }
 }
 
@@ -117,6 +118,32 @@ fn write_tiers(tiers: &[TierReport], output: &mut dyn Write) -> io::Result<()> {
         write!(output, "{tier:<8} {style}{state:<10}{style:#} {chunks:>10} {used:>12} {capacity:>12}")?;
         let gap = if reason.is_some() { "  " } else { "" };
         writeln!(output, "{gap}{}", reason.as_deref().unwrap_or_default())?;
+    }
+    Ok(())
+}
+
+/// What the tiers were asked, where anything counts that.
+fn write_operations(tiers: &[TierReport], output: &mut dyn Write) -> io::Result<()> {
+    let operations: Vec<_> = tiers
+        .iter()
+        .flat_map(|tier| tier.operations.iter().map(move |operation| (tier, operation)))
+        .collect();
+    if operations.is_empty() {
+        return Ok(());
+    }
+    writeln!(
+        output,
+        "{:<8} {:<10} {:>10} {:>12} {:>10} {:>10}  Outcomes",
+        "Tier", "Operation", "Calls", "Bytes", "p50", "p99"
+    )?;
+    for (TierReport { tier, .. }, operation) in operations {
+        let TierOperation { operation, outcomes, bytes, calls, p50_us, p99_us } = operation;
+        let (bytes, [p50, p99]) = (size::long(*bytes), [p50_us, p99_us].map(|micros| format!("{micros} us")));
+        write!(output, "{tier:<8} {operation:<10} {calls:>10} {bytes:>12} {p50:>10} {p99:>10} ")?;
+        for (outcome, count) in outcomes.iter().filter(|(_, count)| **count > 0) {
+            write!(output, " {outcome} {count}")?;
+        }
+        writeln!(output)?;
     }
     Ok(())
 }
