@@ -292,7 +292,9 @@ enum kvik_status kvik_acquire_chunks(struct kvik_pool *pool, size_t n_chunks, ui
 // # Safety
 //
 // chunks is NULL or has n_chunks numbers.
-enum kvik_status kvik_release_chunks(struct kvik_pool *pool, const uint64_t *chunks, size_t n_chunks);
+enum kvik_status kvik_release_chunks(struct kvik_pool *pool,
+                                     const uint64_t *chunks,
+                                     size_t n_chunks);
 
 // Has n_bytes granted, or nothing, before the engine creates that much memory by itself. Rounded up to 2 MiB.
 enum kvik_status kvik_admit(struct kvik_pool *pool, uint64_t n_bytes);
