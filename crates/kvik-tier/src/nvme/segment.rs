@@ -11,8 +11,8 @@ use crate::key::ChunkKey;
 
 /// One life of a segment file, from its header to the last reader after it was emptied.
 ///
-/// Whoever may still read or write the file holds an `Arc` of it: the index for each chunk, and calls for as long
-/// as they run. When the last is gone the file can be used again.
+/// Each possible reader or writer of the file holds an `Arc` of it: the index for each chunk, and calls for as
+/// long as they run. When the last is gone the file can be used again.
 #[derive(Debug)]
 pub(crate) struct Segment {
     pub(crate) file: Arc<SegmentFile>,
