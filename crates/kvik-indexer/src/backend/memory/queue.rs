@@ -1,8 +1,8 @@
 //! Batches that wait for a book while another thread changes it.
 //!
 //! The next thread that gets the book applies all waiting batches as one group, which is faster than one by one.
-//! Invariant: a batch leaves the queue only by a thread that has the book, and has its verdict when that thread gives
-//! the book back. So a thread that has queued a batch and then gets the book finds the batch in the queue or its verdict.
+//! Invariant: a batch leaves the queue only by a thread that has the book, and has its verdict when that thread
+//! gives the book back. So a thread that queues a batch and then gets the book finds the batch or its verdict.
 
 use std::sync::Arc;
 
