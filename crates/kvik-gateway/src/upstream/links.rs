@@ -4,7 +4,8 @@
 //! the answer's head, then as the answer's [`LinkedBody`]: an answer passes from socket to socket
 //! within one poll of one task, all chunks that one read brings can go on together, and a client
 //! that leaves takes the connection with it. One whose answer was read whole goes back and serves
-//! the next request. It is not polled in between; whether the worker has closed it is found out when it is taken.
+//! the next request. It is not polled in between; whether the worker has closed it is found out
+//! when it is taken.
 
 use std::io;
 use std::pin::Pin;

@@ -148,7 +148,7 @@ fn fill(budget_units: u64, floors: &[u64], caps: &[u64], weights: &[u32]) -> Vec
         .collect()
 }
 
-/// Decides whether `slot` may take `n_units` now, and whom it may ask for them otherwise.
+/// Decides whether `slot` may take `n_units` now, and which members it may ask for them otherwise.
 ///
 /// Claims that their group is entitled to are served by priority, then by ticket: what the ones before
 /// wait for is kept for them, so small claims cannot starve a large one. A claim beyond the

@@ -17,7 +17,8 @@ pub(crate) struct SharedSlice<'a, T> {
     owner: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: the pointer stands for an exclusive borrow of a slice of `T`; each access through it promises disjointness.
+// SAFETY: the pointer stands for an exclusive borrow of a slice of `T`; each access
+// through it promises disjointness.
 unsafe impl<T: Send> Send for SharedSlice<'_, T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for SharedSlice<'_, T> {}

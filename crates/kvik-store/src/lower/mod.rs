@@ -66,7 +66,8 @@ impl Lower {
     }
 }
 
-/// Ends the queues of a tier if a thread that works on them panics: waiters are answered, and nothing more is queued.
+/// Ends the queues of a tier if a thread that works on them panics: waiters are answered, and nothing more
+/// is queued.
 pub(crate) struct QueueGuard<'a>(pub(crate) &'a Lower);
 
 impl Drop for QueueGuard<'_> {

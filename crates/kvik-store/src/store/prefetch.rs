@@ -17,7 +17,8 @@ use crate::gather::{Cell, Gather};
 use crate::residents::ResidentPin;
 use crate::tiers::{MAX_TIERS, RAM, TierIdx, TierRanks};
 
-/// A retrieve that is under way. Dropping it gives up the reads that have not begun and that have no other waiter.
+/// A retrieve that is under way. Dropping it gives up the reads that have not begun and that have no other
+/// waiter.
 #[derive(Debug)]
 pub struct Prefetch {
     core: Arc<Core>,

@@ -67,7 +67,7 @@ impl Segment {
 
     /// Blocks of the chunks that the index places here, in bytes.
     ///
-    /// Relaxed: the number chooses whom to reclaim, and a choice that is a little old is as good.
+    /// Relaxed: the number chooses the segment to reclaim, and a choice that is a little old is as good.
     pub(crate) fn live_bytes(&self) -> u64 {
         self.live_bytes.load(Ordering::Relaxed)
     }
