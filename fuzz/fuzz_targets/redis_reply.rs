@@ -1,4 +1,4 @@
-//! Replies of a Redis server that may be anybody.
+//! Replies of an untrusted Redis server.
 
 #![no_main]
 

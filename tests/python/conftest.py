@@ -48,6 +48,6 @@ def running(*flags: str) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def gateway() -> Iterator[str]:
-    """The address of a gateway that takes anybody."""
+    """The address of a gateway that needs no key."""
     with running() as address:
         yield address

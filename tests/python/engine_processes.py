@@ -141,7 +141,7 @@ class Gateway:
         try:
             response = self.send(method, path, text)
         except ConnectionError:
-            # Closed while nobody asked, such as while an engine starts.
+            # Closed while idle, such as while an engine starts.
             self.connection.close()
             response = self.send(method, path, text)
         answer = response.read()

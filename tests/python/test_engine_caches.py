@@ -59,7 +59,7 @@ def test_vllm_blocks_under_pressure_are_known_at_every_step() -> None:
         pytest.param(["--hash", "xxhash"], {"PYTHONHASHSEED": "7"}, "vllm:xxhash:16:7", id="xxhash"),
         pytest.param(["--hash", "xxhash_cbor"], {"PYTHONHASHSEED": "7"}, "vllm:xxhash_cbor:16:7", id="xxhash_cbor"),
         pytest.param([], {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"}, "vllm:sha256:16", id="digests"),
-        # A seed that nobody knows: the index has keys of its own.
+        # A seed that is not known: the index has keys of its own.
         pytest.param(["--hash", "xxhash"], {}, "own:16", id="random"),
         pytest.param(
             ["--hash", "xxhash", "--block-tokens", "32", "--n-blocks", "32"], {}, "own:32", id="random-32"
@@ -120,11 +120,11 @@ def test_sglang_pages_under_pressure_are_known_at_every_step(flags: list[str], k
 
 @pytest.mark.parametrize("driver", ["vllm_blocks.py", "sglang_tree.py"])
 @pytest.mark.parametrize("has_replay", [True, False], ids=["replay", "live-only"])
-def test_blocks_under_a_salt_are_nobody_elses(driver: str, has_replay: bool) -> None:
+def test_blocks_under_a_salt_match_no_plain_prompt(driver: str, has_replay: bool) -> None:
     ports = Ports(has_replay)
     with listening(ports.source()) as gateway, running(driver, ports) as engine:
         if not has_replay:
-            # Whoever publishes before the gateway is there has published in vain.
+            # What is published before the gateway is there is lost.
             eventually(lambda: is_heard(gateway, engine), lambda: "not heard")
         shared, other = list(range(100, 164)), list(range(200, 264))
         engine.serve(shared, salt="tenant")
@@ -172,7 +172,7 @@ def test_a_late_gateway_a_restart_and_a_killed_engine(driver: str, room: list[st
             engine.serve(second[1])
             held = early.compare(engine, [*first, *second])
             assert [n_held > 0 for n_held in held] == [False] * 7 + [True]
-        # As many batches and more than the life before had, all of them before anybody listens again.
+        # As many batches and more than the life before had, all of them before the gateway listens again.
         with listening(ports.source()) as gateway, running(driver, ports, *room) as engine:
             for tokens in first[:4]:
                 engine.serve(tokens)
@@ -180,7 +180,7 @@ def test_a_late_gateway_a_restart_and_a_killed_engine(driver: str, room: list[st
             early.compare(engine, [*first, *second])
 
 
-def test_what_vllm_published_while_nobody_listened_and_no_longer_has_is_not_made_up() -> None:
+def test_what_vllm_published_before_the_gateway_and_no_longer_has_is_not_made_up() -> None:
     ports = Ports()
     load = Load(seed=7)
     prompts = [load.tokens(40, 60) for _ in range(20)]

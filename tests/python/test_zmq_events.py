@@ -65,7 +65,7 @@ class Engine:
         router.close()
 
     def wait_for_subscriber(self) -> None:
-        assert self.live.poll(PATIENCE_S * 1000), "nobody subscribed"
+        assert self.live.poll(PATIENCE_S * 1000), "there was no subscriber"
         assert self.live.recv() == b"\x01kv@"
 
     def keep(self, sequence: int, batch: bytes | None = None) -> bytes:
@@ -196,7 +196,7 @@ def test_an_idle_engine_answers_pings_and_is_kept() -> None:
     limits = {"heartbeat_ms": 50}
     with engine() as publisher, listening(endpoint=publisher.endpoint, limits=limits) as listener:
         publisher.wait_for_subscriber()
-        # Whoever comes back subscribes again.
+        # A listener that comes back subscribes again.
         assert not publisher.live.poll(1500)
         publisher.publish(0)
         listener.until_applied([0])

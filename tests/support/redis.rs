@@ -43,7 +43,7 @@ impl RedisServer {
 
     /// Starts a server with the arguments that `arguments` makes of its port and folder.
     pub(crate) fn start_with(arguments: impl Fn(u16, &Path) -> Vec<String>) -> Self {
-        // Somebody else may take the port before the server does.
+        // Another process may take the port before the server does.
         for _ in 0..5 {
             let folder = tempfile::tempdir().unwrap();
             let port = free_port();
@@ -100,7 +100,7 @@ impl RedisServer {
         assert!(self.wait_until_it_listens(), "redis-server does not start again");
     }
 
-    /// Stops it as a whole: its socket still takes connections and bytes, and nobody answers.
+    /// Stops it as a whole: its socket still takes connections and bytes, and there is no answer.
     pub(crate) fn pause(&self) {
         self.signal(Signal::STOP);
     }
@@ -119,7 +119,7 @@ impl RedisServer {
     }
 
     /// Waits for its word that it listens, or for its end. That something answers at the port would not do:
-    /// it may be the server of somebody who took the port first.
+    /// it may be another server that took the port first.
     fn wait_until_it_listens(&mut self) -> bool {
         let mut listens = false;
         wait_until("redis-server listens or ends", || {

@@ -1,4 +1,4 @@
-//! Rules about packages: who may depend on whom, and what every manifest says.
+//! Rules about packages: which may depend on which, and what every manifest says.
 
 use std::fs;
 

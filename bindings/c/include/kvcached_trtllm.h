@@ -32,7 +32,7 @@ kvcached_ctx_t kvcached_init_trtllm(
     int block_size
 );
 
-/* Closes a context: its blocks are gone and its memory is everybody's. NULL does nothing. */
+/* Closes a context: its blocks are gone and its memory is free for all engines. NULL does nothing. */
 void kvcached_shutdown_trtllm(kvcached_ctx_t ctx);
 
 /*

@@ -193,14 +193,14 @@ enum kvik_status kvik_alloc_block_indices(struct kvik_pool *pool, size_t n_block
 //
 // # Safety
 //
-// blocks is NULL or has n_blocks pointers. Nobody, the device included, uses the blocks.
+// blocks is NULL or has n_blocks pointers. The blocks are no longer used, not even by the device.
 enum kvik_status kvik_free_blocks(struct kvik_pool *pool, void *const *blocks, size_t n_blocks);
 
 // Frees blocks by their indices, as kvik_free_blocks does.
 //
 // # Safety
 //
-// blocks is NULL or has n_blocks numbers. Nobody, the device included, uses the blocks.
+// blocks is NULL or has n_blocks numbers. The blocks are no longer used, not even by the device.
 enum kvik_status kvik_free_block_indices(struct kvik_pool *pool, const uint32_t *blocks, size_t n_blocks);
 
 // Frees blocks when the device has passed event, a CUevent of its primary context. Until then they are in
@@ -209,7 +209,7 @@ enum kvik_status kvik_free_block_indices(struct kvik_pool *pool, const uint32_t 
 //
 // # Safety
 //
-// blocks is NULL or has n_blocks pointers; on CUDA event is NULL or a live event. Nobody uses the blocks
+// blocks is NULL or has n_blocks pointers; on CUDA event is NULL or a live event. The blocks are not used
 // after the event.
 enum kvik_status kvik_free_blocks_after(struct kvik_pool *pool,
                                         void *const *blocks,
@@ -220,7 +220,7 @@ enum kvik_status kvik_free_blocks_after(struct kvik_pool *pool,
 //
 // # Safety
 //
-// blocks is NULL or has n_blocks numbers; on CUDA event is NULL or a live event. Nobody uses the blocks
+// blocks is NULL or has n_blocks numbers; on CUDA event is NULL or a live event. The blocks are not used
 // after the event.
 enum kvik_status kvik_free_block_indices_after(struct kvik_pool *pool,
                                                const uint32_t *blocks,

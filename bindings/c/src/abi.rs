@@ -179,7 +179,7 @@ pub unsafe extern "C" fn kvik_alloc_block_indices(
 ///
 /// # Safety
 ///
-/// blocks is NULL or has n_blocks pointers. Nobody, the device included, uses the blocks.
+/// blocks is NULL or has n_blocks pointers. The blocks are no longer used, not even by the device.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvik_free_blocks(
     pool: *mut kvik_pool,
@@ -194,7 +194,7 @@ pub unsafe extern "C" fn kvik_free_blocks(
 ///
 /// # Safety
 ///
-/// blocks is NULL or has n_blocks numbers. Nobody, the device included, uses the blocks.
+/// blocks is NULL or has n_blocks numbers. The blocks are no longer used, not even by the device.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvik_free_block_indices(
     pool: *mut kvik_pool,
@@ -211,7 +211,7 @@ pub unsafe extern "C" fn kvik_free_block_indices(
 ///
 /// # Safety
 ///
-/// blocks is NULL or has n_blocks pointers; on CUDA event is NULL or a live event. Nobody uses the blocks
+/// blocks is NULL or has n_blocks pointers; on CUDA event is NULL or a live event. The blocks are not used
 /// after the event.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvik_free_blocks_after(
@@ -235,7 +235,7 @@ pub unsafe extern "C" fn kvik_free_blocks_after(
 ///
 /// # Safety
 ///
-/// blocks is NULL or has n_blocks numbers; on CUDA event is NULL or a live event. Nobody uses the blocks
+/// blocks is NULL or has n_blocks numbers; on CUDA event is NULL or a live event. The blocks are not used
 /// after the event.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvik_free_block_indices_after(

@@ -6,7 +6,7 @@ use crate::status::{Failure, kvik_status};
 
 /// Reads the settings that a call does not give.
 ///
-/// Nobody else can: an engine in C has no `kvik-runtime` that would read them for the library.
+/// No other code can: an engine in C has no `kvik-runtime` that would read them for the library.
 pub(crate) fn memory_config() -> Result<MemoryConfig, Failure> {
     let lookup = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
     MemoryConfig::from_lookup(&lookup)

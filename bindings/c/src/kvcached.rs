@@ -50,7 +50,7 @@ pub extern "C" fn kvcached_alloc_block_trtllm(ctx: *mut kvcached_ctx) -> *mut c_
 ///
 /// # Safety
 ///
-/// Nobody, the device included, uses the block.
+/// The block is no longer used, not even by the device.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvcached_free_block_trtllm(ctx: *mut kvcached_ctx, ptr: *mut c_void) {
     // SAFETY: there is one; the caller promised that it is unused.
@@ -80,7 +80,7 @@ pub unsafe extern "C" fn kvcached_alloc_blocks_trtllm(
 ///
 /// # Safety
 ///
-/// ptrs is NULL or has num_blocks pointers. Nobody, the device included, uses the blocks.
+/// ptrs is NULL or has num_blocks pointers. The blocks are no longer used, not even by the device.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvcached_free_blocks_trtllm(
     ctx: *mut kvcached_ctx,

@@ -69,7 +69,7 @@ pub struct GatewayBench {
     relayed: Target,
     shutdown: Shutdown,
     gateway: Runtime,
-    /// Dropped last: nobody is left to ask them then.
+    /// Dropped last: nothing uses them then.
     _others: [Runtime; 2],
 }
 

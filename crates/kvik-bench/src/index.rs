@@ -1,7 +1,7 @@
 //! What the global KV index costs: events in, questions out, bytes, its snapshot, and whether it is exact.
 //!
 //! The fleet is that of [`crate::workload`], one depth after the other. A rate counts events that are applied when
-//! it is taken: in groups of batches, as somebody has them who is behind, and one batch after the other.
+//! it is taken: in groups of batches, as for an index that is behind, and one batch after the other.
 //! `benches/compare/index` measures another index on the same fleet.
 
 mod exactness;

@@ -128,7 +128,7 @@ impl Kind {
     /// All of them.
     pub const ALL: [Self; 5] = [Self::Blocks, Self::Pages, Self::Grants, Self::Extents, Self::Growth];
 
-    /// What is measured, for who waits.
+    /// What is measured, for the progress line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Blocks => "blocks",
@@ -339,7 +339,7 @@ impl MemoryBench {
 
     fn grow_and_free(&self) -> anyhow::Result<GrowthTimes> {
         let mut times = GrowthTimes::default();
-        // Nothing is prepared and nothing trimmed behind the back of who measures.
+        // Nothing is prepared or trimmed in the background of the measurement.
         let settings = PoolSettings {
             is_preallocating: false,
             low_watermark_pages: 0,

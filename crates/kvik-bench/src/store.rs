@@ -229,7 +229,7 @@ fn quantiles(name: &str, mut times_ms: Vec<f64>) -> Vec<Measurement> {
 
 impl Drop for ScratchFolder {
     fn drop(&mut self) {
-        // It is in a folder of scratch data; what is left there harms nobody.
+        // It is in a folder of scratch data; what is left there does no harm.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }

@@ -86,7 +86,7 @@ impl Workload {
         })
     }
 
-    /// The events in groups of about so many blocks, as somebody has them who is behind.
+    /// The events in groups of about so many blocks, as for an index that is behind.
     pub fn stored_groups(&self, n_blocks: usize) -> impl Iterator<Item = Vec<StoredRun<'_>>> {
         let mut runs = self.stored_runs();
         std::iter::from_fn(move || {

@@ -42,7 +42,7 @@ async fn elect(backend: &impl StateBackend, role: &watch::Sender<Role>) {
     }
 }
 
-/// Sets the role. Whoever waits is woken by another role or term, not by a lead that was renewed.
+/// Sets the role. Waiters are woken by another role or term, not by a lead that was renewed.
 fn take(role: &watch::Sender<Role>, new: Role) {
     let is_leader = matches!(new, Role::Leader { .. });
     let is_news = role.send_if_modified(|held| {

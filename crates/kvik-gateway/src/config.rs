@@ -63,7 +63,7 @@ pub struct GatewayConfig {
     /// Whether to listen where other machines can connect without a cluster token or client
     /// certificates. Default: false; the gateway does not start then.
     pub insecure: bool,
-    /// Keys that clients may show. Default: none; everybody may ask.
+    /// Keys that clients may show. Default: none; clients need no key.
     pub api_keys: Vec<ApiKeyConfig>,
     /// Whether the client's `Authorization` header goes on to the worker. Default: false.
     pub forward_authorization: bool,
@@ -202,7 +202,7 @@ pub struct RoutingConfig {
     pub ring: RingConfig,
     /// Whether the worker that has most of a prompt is preferred, as far as the index knows. Default: true.
     pub kv_aware: bool,
-    /// The bound for requests whose prompt somebody has, as `ring.load_factor`, 0 or more. Default: 1; a worker that
+    /// The bound for requests whose prompt a worker has, as `ring.load_factor`, 0 or more. Default: 1; a worker that
     /// has the KV does a request in less time than its tokens say.
     pub kv_load_factor: f64,
     /// Time for tokenizing and looking up a prompt; then the ring decides. Default: 50 ms.

@@ -44,7 +44,7 @@ pub(crate) struct Shared {
     pub(crate) metrics: Metrics,
     pub(crate) tracer: Tracer,
     pub(crate) shutdown: Shutdown,
-    /// Wakes who follows the fleet.
+    /// Wakes the task that follows the fleet.
     pub(crate) members_changed: Notify,
 }
 

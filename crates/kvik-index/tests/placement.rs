@@ -1,4 +1,4 @@
-//! Properties of the choice that knows who has what.
+//! Properties of the choice that knows the holders.
 
 #![expect(clippy::unwrap_used, reason = "a helper that cannot go on fails its test")]
 
@@ -133,7 +133,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(128))]
 
     #[test]
-    fn somebody_usable_is_chosen_whenever_there_is_one(case in cases()) {
+    fn a_usable_member_is_chosen_whenever_there_is_one(case in cases()) {
         let Some(choice) = case.choose() else {
             prop_assert_eq!(case.usable_members().count(), 0);
             return Ok(());
@@ -143,7 +143,7 @@ proptest! {
     }
 
     #[test]
-    fn nobody_passes_its_bound_while_another_has_room(case in cases()) {
+    fn no_member_passes_its_bound_while_another_has_room(case in cases()) {
         let Some(choice) = case.choose() else { return Ok(()) };
         let has_room = case.has_room();
         prop_assert_eq!(has_room[choice.member], has_room.contains(&true));
@@ -166,7 +166,7 @@ proptest! {
     }
 
     #[test]
-    fn who_is_chosen_stays_chosen_if_it_has_more(case in cases(), more in 0.0..10_000.0) {
+    fn the_choice_stays_if_it_has_more(case in cases(), more in 0.0..10_000.0) {
         let Some(choice) = case.choose() else { return Ok(()) };
         prop_assume!(case.usable_members().any(|member| case.matched(member) > 0));
         let mut richer = case.clone();
@@ -175,7 +175,7 @@ proptest! {
     }
 
     #[test]
-    fn who_is_not_chosen_is_not_chosen_with_less(case in cases(), other in any::<prop::sample::Index>(), part in 0.0..1.0) {
+    fn another_member_is_not_chosen_with_less(case in cases(), other in any::<prop::sample::Index>(), part in 0.0..1.0) {
         let Some(choice) = case.choose() else { return Ok(()) };
         let other = other.index(case.weights.len());
         prop_assume!(other != choice.member && case.matched(choice.member) > 0);
@@ -185,14 +185,14 @@ proptest! {
     }
 
     #[test]
-    fn the_reason_says_whether_anybody_has_more(case in cases()) {
+    fn the_reason_says_whether_another_has_more(case in cases()) {
         prop_assume!(case.usable_members().any(|member| case.matched(member) > 0));
         let choice = case.choose().unwrap();
         let most = case.usable_members().map(|member| case.matched(member)).max().unwrap();
         match choice.reason {
             Reason::Holder => prop_assert_eq!(case.matched(choice.member), most),
             Reason::Spread => prop_assert!(case.matched(choice.member) <= most),
-            reason => prop_assert!(false, "{reason:?} although somebody has something"),
+            reason => prop_assert!(false, "{reason:?} although a member has a match"),
         }
     }
 

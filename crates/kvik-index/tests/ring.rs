@@ -124,7 +124,7 @@ fn an_id_that_is_listed_twice_is_refused() {
 }
 
 #[test]
-fn an_empty_ring_chooses_nobody() {
+fn an_empty_ring_chooses_no_member() {
     let ring = Ring::build::<&str>(RingHash::Xxh3, 160, &[]).unwrap();
     let loads = Loads { tokens: &[], weights: &[] };
     assert_eq!(ring.walk(b"key").next(), None);
@@ -140,7 +140,7 @@ fn a_lone_virtual_node_owns_the_circle() {
 }
 
 #[test]
-fn the_explanation_names_who_was_passed_and_why() {
+fn the_explanation_names_the_skipped_members_and_why() {
     let ring = ring_of(RingHash::Xxh3, &workers(4));
     let order: Vec<usize> = ring.walk(b"key").collect();
     let mut tokens = [10, 10, 10, 10];
@@ -233,7 +233,7 @@ proptest! {
     }
 
     #[test]
-    fn a_choice_has_room_or_is_idle_or_nobody_has_room(
+    fn a_choice_has_room_or_is_idle_or_no_member_has_room(
         (members, tokens, usable) in loaded(), key in any::<u64>(), request in 0_u64..10_000, load_factor in 0.0..1.0,
     ) {
         let weights = weights_by_id(&members);
@@ -246,7 +246,7 @@ proptest! {
         );
         let on_ring = |member: usize| usable[member] && weights[member] > 0.0;
         let Some(choice) = explanation.choice else {
-            prop_assert!((0..members.len()).all(|member| !on_ring(member)), "somebody is chosen if one is usable");
+            prop_assert!((0..members.len()).all(|member| !on_ring(member)), "a member is chosen if one is usable");
             return Ok(());
         };
         prop_assert!(on_ring(choice.member));

@@ -2,7 +2,7 @@
 //!
 //! The files of a model are fetched once, beside their place, and appear there as a whole; what is there is not asked for
 //! again, so that a service starts without the hub. Until they are there, prompts of the model are placed without the index.
-//! Nobody outside decides what is fetched: requests cannot name repositories.
+//! Only the configuration decides what is fetched: requests cannot name repositories.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};

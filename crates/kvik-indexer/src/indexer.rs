@@ -1,4 +1,4 @@
-//! The index as a library: a prompt in, who has how much of it out.
+//! The index as a library: a prompt in, how much of it each worker has out.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

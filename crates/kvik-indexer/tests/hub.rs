@@ -110,7 +110,7 @@ async fn a_tokenizer_comes_from_the_hub_once_and_is_there_without_it_afterwards(
     assert_eq!(kept, ["tokenizer.json", "tokenizer_config.json"]);
     assert_eq!(std::fs::read_dir(cache.join("kvik")).unwrap().count(), 1, "nothing is left beside it");
 
-    // Nobody listens there.
+    // Nothing listens there.
     let shutdown = Shutdown::new();
     let mut offline = config("http://127.0.0.1:1", &cache, None);
     offline.tokenizers.models.insert("local".to_owned(), bundled_model());

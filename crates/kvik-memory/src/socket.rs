@@ -30,7 +30,7 @@ pub enum SocketAddress {
     Path(PathBuf),
     /// A name in the abstract namespace, which goes with its process.
     ///
-    /// Anybody in the network namespace may try such a name; the peer's user is checked.
+    /// Any process in the network namespace may try such a name; the peer's user is checked.
     Abstract(String),
 }
 

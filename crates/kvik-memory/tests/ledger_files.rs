@@ -1,5 +1,5 @@
-//! The files of a ledger: who may open them, what happens when they do not fit, and what happens when
-//! they hold something else than expected.
+//! The files of a ledger: which users may open them, what happens when they do not fit, and what happens
+//! when they hold something else than expected.
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
 use std::os::unix::fs::{FileExt as _, PermissionsExt as _, symlink};
@@ -78,15 +78,15 @@ fn what_is_not_a_plain_file_is_refused() {
 }
 
 #[test]
-fn a_file_of_somebody_else_is_refused_and_left_alone() {
+fn a_foreign_file_is_refused_and_left_alone() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("kvik_host0");
-    std::fs::write(&path, b"somebody else's file").unwrap();
+    std::fs::write(&path, b"a foreign file").unwrap();
     make_private(&path);
     let error = Ledger::open(&options(dir.path(), 10)).unwrap_err();
     assert!(matches!(error, MemoryError::ForeignSegment { .. }), "{error:?}");
     assert!(error.to_string().contains(&format!("expected magic {LEDGER_MAGIC:#018x}")), "{error}");
-    assert_eq!(std::fs::read(&path).unwrap(), b"somebody else's file");
+    assert_eq!(std::fs::read(&path).unwrap(), b"a foreign file");
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn a_segment_of_an_old_tool_under_our_name_is_refused_and_left_alone() {
 }
 
 #[test]
-fn another_version_is_refused_while_somebody_uses_it_and_replaced_afterwards() {
+fn another_version_is_refused_while_it_is_used_and_replaced_afterwards() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("kvik_host0");
     let ledger = open_ledger(dir.path(), 10);
@@ -115,23 +115,23 @@ fn another_version_is_refused_while_somebody_uses_it_and_replaced_afterwards() {
     let expected = format!("version {}", LEDGER_VERSION + 1);
     assert!(matches!(error, MemoryError::ForeignSegment { .. }), "{error:?}");
     assert!(error.to_string().contains(&expected), "{error}");
-    assert_eq!(member.held_bytes(), units(3), "who uses it goes on");
+    assert_eq!(member.held_bytes(), units(3), "its member goes on");
     drop(member);
     let error = Ledger::open_existing(dir.path(), "host0").unwrap_err();
-    assert!(error.to_string().contains(&expected), "who only looks replaces nothing: {error}");
+    assert!(error.to_string().contains(&expected), "a reader replaces nothing: {error}");
     let ledger = open_ledger(dir.path(), 20);
     assert_eq!(ledger.budget_bytes(), units(20));
     take(&join(&ledger, "chat"), 20);
 }
 
 #[test]
-fn a_file_that_shrank_is_replaced_when_nobody_uses_it_and_refused_otherwise() {
+fn a_file_that_shrank_is_replaced_when_it_is_unused_and_refused_otherwise() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("kvik_host0");
     drop(open_ledger(dir.path(), 10));
     let file = std::fs::OpenOptions::new().write(true).open(&path).unwrap();
     file.set_len(4096).unwrap();
-    // Somebody of another version holds a slot: any lock on the lock file says so.
+    // A member of another version holds a slot: any lock on the lock file says so.
     let holder =
         std::fs::OpenOptions::new().write(true).read(true).open(dir.path().join("kvik_host0_lock")).unwrap();
     let lock = |kind: libc::c_int| {
@@ -154,7 +154,7 @@ fn a_file_that_shrank_is_replaced_when_nobody_uses_it_and_refused_otherwise() {
 }
 
 #[test]
-fn many_who_create_one_ledger_at_a_time_share_one() {
+fn threads_that_create_one_ledger_at_a_time_share_one() {
     let dir = tempfile::tempdir().unwrap();
     let barrier = std::sync::Barrier::new(8);
     let members: Vec<_> = std::thread::scope(|scope| {

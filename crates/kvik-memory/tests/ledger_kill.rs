@@ -41,7 +41,7 @@ fn main() {
         ("a_waiter_wakes_when_the_holder_is_killed", wake_on_death),
         ("a_forked_child_does_not_keep_the_grants_of_its_parent", fork_keeps_nothing),
         ("a_child_that_no_handler_saw_does_not_keep_the_grants_of_its_parent", clone_keeps_nothing),
-        ("a_stopped_engine_stops_nobody", stopped_engine),
+        ("a_stopped_engine_stops_no_other", stopped_engine),
     ];
     // As in the usual harness, what is not an option selects tests by name.
     let filters: Vec<&String> = arguments.iter().filter(|argument| !argument.starts_with('-')).collect();

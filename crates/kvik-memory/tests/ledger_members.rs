@@ -129,7 +129,7 @@ fn a_waiter_wakes_when_memory_returns() {
             assert!(started.elapsed() < LONG);
             waiter
         });
-        // Who holds it all is asked for what the other one waits for.
+        // The holder of it all is asked for what the other one waits for.
         let Event::ReclaimRequested { n_bytes } = holder.wait(LONG) else { panic!("not asked") };
         assert_eq!(n_bytes, units(4));
         holder.give_back(n_bytes);
@@ -167,12 +167,12 @@ fn a_wait_that_ends_without_memory_gives_its_place_up() {
         waiter.claim_within(units(5), Duration::from_millis(5)).unwrap(),
         Claim::Denied(Shortage::DeviceFull)
     );
-    // Nobody waits any more, so the holder may take the rest although it is above its share.
+    // No member waits any more, so the holder may take the rest although it is above its share.
     take(&holder, 2);
 }
 
 #[test]
-fn who_is_above_its_share_gets_nothing_new_while_another_waits() {
+fn a_holder_above_its_share_gets_nothing_new_while_another_waits() {
     let dir = tempfile::tempdir().unwrap();
     let ledger = open_ledger(dir.path(), 10);
     let (holder, waiter) = (join(&ledger, "first"), join(&ledger, "second"));
@@ -194,7 +194,7 @@ fn a_claim_that_is_not_tried_again_loses_its_reservation() {
     assert_eq!(waiter.claim(units(4)).unwrap(), Claim::Denied(Shortage::DeviceFull));
     assert_eq!(holder.claim(units(2)).unwrap(), Claim::Denied(Shortage::OverShare));
     // As if the waiter were stopped: it does not try again.
-    eventually("the rest goes to who asks", || holder.claim(units(2)).unwrap() == Claim::Granted);
+    eventually("the rest goes to the holder", || holder.claim(units(2)).unwrap() == Claim::Granted);
     assert_eq!(waiter.wait(LONG), Event::CapacityReturned, "it is told all the same");
 }
 

@@ -170,7 +170,7 @@ fn a_region_that_cannot_be_made_leaves_nothing_behind() {
             }
             Err(error) => {
                 assert!(matches!(error, MemoryError::Device { .. }), "{error}");
-                // A failing unmap is the one thing that nobody can clean up after.
+                // A failing unmap is the one thing that cannot be cleaned up.
                 let is_unmap = records.iter().any(|record| record.has_failed && record.call == Call::Unmap);
                 assert_eq!(used_bytes(&*vmm) != 0, is_unmap, "call {k}: {error}");
             }

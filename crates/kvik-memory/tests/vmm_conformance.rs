@@ -99,7 +99,7 @@ fn a_descriptor_with_less_than_was_said_is_not_imported() {
 }
 
 #[test]
-fn a_device_that_nobody_has_is_an_error_and_no_panic() {
+fn a_device_that_does_not_exist_is_an_error_and_no_panic() {
     let error = CudaVmm::open(4096).unwrap_err();
     assert!(matches!(error, MemoryError::NoDevice { .. }), "{error}");
 }

@@ -24,7 +24,7 @@ pub struct Model {
     config: ModelConfig,
     /// Hash of the text that `config` was read from.
     config_hash: u128,
-    /// Hash of that and of the weights, once somebody has asked for it.
+    /// Hash of that and of the weights, computed on first use.
     revision: OnceLock<u128>,
     checkpoint: Checkpoint,
     tokenizer: Arc<Tokenizer>,

@@ -1,4 +1,4 @@
-//! Engines that share memory: what one leaves, another takes, and nobody's answers change.
+//! Engines that share memory: what one leaves, another takes, and no answers change.
 
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
@@ -153,7 +153,7 @@ fn a_request_that_gets_no_memory_fails_alone_and_says_so() {
     let mut first = engine(&model, dir.path(), "group", 1);
     let n_blocks = first.max_blocks();
     fill(&mut first, n_blocks - 64);
-    // The first engine is never asked: nobody runs it.
+    // The first engine never gives back: it does not run.
     let mut second = engine(&model, dir.path(), "group", 1);
     second.submit(request(1, 64, 4)).unwrap();
     let mut events = Vec::new();

@@ -143,7 +143,7 @@ fn sequences_that_wait_for_credits_neither_block_others_nor_lose_their_place() {
         prompts.iter().map(|prompt| generate(&mut fresh, prompt, 5, SubmitOptions::default()).0).collect();
     let mut ids = Vec::new();
     let mut outputs = vec![Vec::new(); 3];
-    // Two blocks of three sequences do not fit: whoever waits is preempted for whoever may advance.
+    // Two blocks of three sequences do not fit: a waiting sequence is preempted for one that may advance.
     for prompt in &prompts {
         let options = SubmitOptions { credits: Some(1), ..SubmitOptions::default() };
         ids.push(engine.submit_with(request(prompt, 5), options).unwrap());
@@ -189,7 +189,7 @@ fn imported_kv_is_found_by_name_alone() {
     let mut source = engine(&model, 64);
     generate(&mut source, &prompt, 2, named("a"));
     let mut kv = source.export_kv("a", 0..model.config().n_layers).unwrap();
-    // Foreign KV that is wrong must reach nobody who did not ask for it.
+    // Foreign KV that is wrong must reach only requests that asked for it.
     kv.layers.iter_mut().for_each(|layer| layer.values.fill(0));
     let mut destination = engine(&model, 64);
     destination.import_kv("a", &kv).unwrap();

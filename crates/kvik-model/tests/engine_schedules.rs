@@ -111,7 +111,7 @@ fn an_admission_tells_the_tokens_that_were_found() {
 }
 
 #[test]
-fn the_oldest_sequence_gets_a_token_in_every_step_whoever_is_preempted() {
+fn the_oldest_sequence_gets_a_token_in_every_step_despite_preemptions() {
     let model = TestModel::fixture("llama_tied_odd_sizes");
     let mut engine = engine(&model, 6, EngineOptions::default());
     let oldest = engine.submit(greedy(vec![1; 10], 30)).unwrap();

@@ -53,7 +53,7 @@ pub struct ScoreResponse {
     pub matched_tokens: BTreeMap<String, u64>,
     /// By worker and tier, where the worker has something: the same by the fastest tier.
     pub matched_by_tier: BTreeMap<String, BTreeMap<String, u64>>,
-    /// The worker with the best score; of equals the first by name. `null` if nobody has anything.
+    /// The worker with the best score; of equals the first by name. `null` if no worker has anything.
     pub best: Option<String>,
 }
 
@@ -86,7 +86,7 @@ pub struct BookStats {
     pub keys: String,
     /// Tokens of a block.
     pub block_tokens: usize,
-    /// Who told what.
+    /// The sources of its events.
     pub sources: Vec<SourceStats>,
 }
 

@@ -23,7 +23,7 @@ use crate::openai::SamplingFields;
 /// One message of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
-    /// Who speaks.
+    /// The role of its author.
     pub role: String,
     /// What is said.
     pub content: String,
@@ -258,7 +258,7 @@ pub struct KvStats {
     pub blocks: usize,
     /// The most blocks that it could have: more than `blocks` where memory is shared with others.
     pub limit_blocks: usize,
-    /// Blocks that nobody holds.
+    /// Blocks without a holder.
     pub free_blocks: usize,
     /// Blocks findable by their hash, held or not.
     pub registered_blocks: usize,

@@ -1,4 +1,4 @@
-//! KV events, read from what a running vLLM 0.32 published and from what nobody should.
+//! KV events, read from what a running vLLM 0.32 published and from malformed bytes.
 
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 

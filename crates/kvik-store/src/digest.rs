@@ -2,7 +2,7 @@
 //!
 //! The name of a chunk is a fast hash that can be made to collide. Its digest is BLAKE3 over the digest before
 //! it and its own tokens, and the first one is over the namespace with the format of the chunks. With a key it
-//! is BLAKE3 in its keyed mode, so that only who has the key can make a chunk that is accepted.
+//! is BLAKE3 in its keyed mode, so that only a holder of the key can make a chunk that is accepted.
 
 use std::fmt;
 

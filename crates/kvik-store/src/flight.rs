@@ -17,8 +17,8 @@ const N_SHARDS: usize = 64;
 
 /// The flights by what they read: a name and the tokens that it must be for.
 ///
-/// A flight is known as long as anybody holds it: who waits for it, and who has what it brought. So a chunk
-/// that is not made resident is still read once for all who want it at a time.
+/// A flight is known as long as a handle exists: of a waiter, or of a reader of what it brought. So a chunk
+/// that is not made resident is still read once for all its readers at a time.
 #[derive(Debug)]
 pub(crate) struct Flights {
     shards: Box<[Mutex<Shard>]>,
@@ -28,7 +28,7 @@ type Shard = HashMap<(ChunkKey, TokenDigest), Weak<Flight>>;
 
 /// One read of what one rank holds of one chunk.
 ///
-/// Queues know it weakly: when nobody waits any more before it begins, it does not begin.
+/// Queues know it weakly: without a waiter, it does not begin.
 #[derive(Debug)]
 pub(crate) struct Flight {
     table: Arc<Flights>,
@@ -39,7 +39,7 @@ pub(crate) struct Flight {
     pub(crate) generation: u64,
     /// Whether it may stay in memory although another chunk has to leave.
     may_displace: AtomicBool,
-    /// Keeps the chunk from being a victim as long as anybody has what the flight brought.
+    /// Keeps the chunk from being a victim as long as a reader has what the flight brought.
     pin: OnceLock<ResidentPin>,
     state: Mutex<State>,
 }
@@ -158,8 +158,8 @@ impl Flight {
         self.generation != self.chain.namespace().generation()
     }
 
-    /// Whether it may stay in memory although another chunk has to leave: anybody who joined may say so. A
-    /// hint, so it is relaxed.
+    /// Whether it may stay in memory although another chunk has to leave: one joined reader that allows it
+    /// is enough. A hint, so it is relaxed.
     pub(crate) fn may_displace(&self) -> bool {
         self.may_displace.load(Ordering::Relaxed)
     }

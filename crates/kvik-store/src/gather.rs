@@ -12,8 +12,8 @@ use crate::flight::{Flight, FlightEnd, FlightWaiter};
 /// The chunks of one retrieve as they arrive.
 ///
 /// It is done when every chunk before the *horizon* is there. The horizon is the end of what was found, and
-/// comes nearer when a chunk is lost: nobody waits for what lies behind a hole, and reads of it that have not
-/// begun are given up.
+/// comes nearer when a chunk is lost: what lies behind a hole is not waited for, and reads of it that have
+/// not begun are given up.
 #[derive(Debug)]
 pub(crate) struct Gather {
     state: Mutex<State>,
@@ -144,7 +144,7 @@ impl Gather {
         Gathered { cells, flights, is_truncated, is_timed_out }
     }
 
-    /// Moves over the chunks that have become complete and tells who waits, without the lock.
+    /// Moves over the chunks that have become complete and wakes the waiters, without the lock.
     fn advance(&self, mut state: parking_lot::MutexGuard<'_, State>) {
         while state.n_arrived < state.horizon && state.cells[state.n_arrived].is_complete() {
             state.n_arrived += 1;

@@ -14,7 +14,7 @@
 //! * What is retrieved under a chain is what was committed for its tokens, byte for byte, or nothing.
 //! * A chunk is found after its last byte is there, and never after its namespace was cleared.
 //! * Memory of a reader is not used again before its lease is gone; nothing is freed by a clock.
-//! * No lock is held while a lower tier is called, and nobody waits for a queue.
+//! * No lock is held while a lower tier is called, and no caller waits for a queue.
 //! * A block is never named as a victim while another resident block hangs on it, or while it is pinned.
 //! * A policy names only blocks that were inserted, and each of them once.
 //!

@@ -36,7 +36,7 @@ impl NamespaceState {
         Self { id, idx, generation: AtomicU64::new(0) }
     }
 
-    /// Acquire and release, so that who reads a new count also sees what was cleared before it.
+    /// Acquire and release, so that a reader of a new count also sees what was cleared before it.
     pub(crate) fn generation(&self) -> u64 {
         self.generation.load(Ordering::Acquire)
     }

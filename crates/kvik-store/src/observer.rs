@@ -25,10 +25,10 @@ pub struct ChunkChange {
 
 /// Observes what changes in the tiers.
 pub trait ChunkObserver: Send + Sync + fmt::Debug {
-    /// Takes changes, in order. What is told is never what was so before.
+    /// Takes changes, in order. Each one differs from the state before it.
     ///
-    /// The store calls it with the lock that made the changes, so that none is told before an earlier one of
-    /// the same chunk. The implementation MUST NOT wait for anybody or call the store.
+    /// The store calls it with the lock that made the changes, so that the changes of one chunk arrive in order.
+    /// The implementation MUST NOT block or call the store.
     fn changed(&self, changes: &[ChunkChange]);
 }
 

@@ -47,7 +47,7 @@ pub struct StoreOptions {
     /// How fast the engine computes KV, in tokens a second: what a hit is worth. Default: 10000.
     pub prefill_tokens_per_s: f64,
     /// What keys the digests that prove a chunk's tokens. Stores with different keys do not read each other's
-    /// chunks. Default: none, digests that everybody can compute.
+    /// chunks. Default: none, digests that need no secret.
     pub digest_key: Option<DigestKey>,
 }
 

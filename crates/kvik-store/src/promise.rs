@@ -37,7 +37,7 @@ pub(crate) fn promise<T>() -> (Promise<T>, Answer<T>) {
 }
 
 impl<T> Promise<T> {
-    /// Whether anybody waits.
+    /// Whether there is a waiter.
     pub(crate) fn is_wanted(&self) -> bool {
         self.shared.strong_count() > 0
     }
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn a_promise_nobody_waits_for_is_not_wanted() {
+    fn a_promise_without_a_waiter_is_not_wanted() {
         let (promise, answer) = promise();
         assert!(promise.is_wanted());
         drop(answer);

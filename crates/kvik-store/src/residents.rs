@@ -25,7 +25,7 @@ pub(crate) struct Residents {
     unplaced_order: VecDeque<BlockId>,
 }
 
-/// The residents of a tier, for who pins some of them.
+/// The residents of a tier, shared with the pins on them.
 pub(crate) type SharedResidents = Arc<Mutex<Residents>>;
 
 /// Keeps a chunk, and all before it, from being victims of a tier.
@@ -151,7 +151,7 @@ impl ResidentPin {
         Some(Self { residents: Arc::clone(residents), id })
     }
 
-    /// Leaves the pin to the caller, who takes it away with [`Residents::unpin`].
+    /// Leaves the pin to the caller, which takes it away with [`Residents::unpin`].
     pub(crate) fn into_id(self) -> BlockId {
         let id = self.id;
         // Taken twice so that the drop of `self` leaves one.

@@ -39,7 +39,7 @@ pub enum TierError {
         action: String,
         /// The client library's words.
         reason: String,
-        /// Whether the same call may succeed later without anybody doing anything.
+        /// Whether the same call may succeed later without intervention.
         is_transient: bool,
     },
 }
@@ -60,7 +60,7 @@ impl TierError {
         Self::Remote { action: action.into(), reason: reason.to_string(), is_transient }
     }
 
-    /// Whether the same call may succeed later without anybody doing anything.
+    /// Whether the same call may succeed later without intervention.
     pub fn is_transient(&self) -> bool {
         match self {
             Self::Invalid { .. } => false,

@@ -26,7 +26,7 @@ pub struct ChunkKey {
 /// A cryptographic digest of the namespace and of all tokens up to a chunk's end: what makes a chunk the right
 /// one beyond its name.
 ///
-/// A chunk is stored with one, and is read only by who asks with the same one: two sequences that somebody
+/// A chunk is stored with one, and is read only with the same one: two sequences that an attacker
 /// constructed to have one [`ChunkKey`] do not get each other's chunks.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TokenDigest(pub [u8; 32]);

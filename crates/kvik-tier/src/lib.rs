@@ -1,7 +1,7 @@
 //! Places that hold chunks of KV, behind one trait.
 //!
 //! A [`Tier`] is a map from [`ChunkKey`] to bytes that are written once and read whole or in ranges. It
-//! works in batches and blocks its caller's thread; who needs many operations at a time brings the threads.
+//! works in batches and blocks its caller's thread; a caller with many operations at a time brings the threads.
 //! A tier decides nothing: when it is full it says so, and its owner chooses what leaves.
 //!
 //! Invariants:

@@ -89,7 +89,7 @@ impl Tally {
     fn note(&self, is_answered: bool, failure: Option<&TierError>, is_write: bool) {
         let mut health = self.health.lock();
         match (is_answered, failure) {
-            // What is asked wrongly says nothing about who is asked.
+            // An invalid call says nothing about the tier's health.
             (false, None | Some(TierError::Invalid { .. })) => {}
             (false, Some(error)) => *health = TierHealth::Down(error.to_string()),
             (true, _) => {

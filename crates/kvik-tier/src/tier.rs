@@ -70,7 +70,7 @@ pub trait Tier: fmt::Debug + Send + Sync {
     /// If the tier cannot be asked; some of the keys may be gone.
     fn delete(&self, keys: &[ChunkKey]) -> Result<usize>;
 
-    /// Calls `visit` with every key that is known here without asking anybody, and its length in bytes.
+    /// Calls `visit` with every key that is known here without I/O, and its length in bytes.
     ///
     /// Local tiers know all of theirs, also those from before a restart, and a disk names them in the order
     /// in which they lie in its log; remote tiers know none.
@@ -82,7 +82,7 @@ pub trait Tier: fmt::Debug + Send + Sync {
     /// If the medium does not confirm.
     fn flush(&self) -> Result<()>;
 
-    /// The tier's counts and state, without asking anybody.
+    /// The tier's counts and state, without I/O.
     fn stat(&self) -> TierStat;
 }
 
@@ -95,7 +95,7 @@ pub trait Heads: Sync {
     fn head_of(&self, item_idx: usize) -> &[u8];
 }
 
-/// Who is told of each item that was read: its index in the batch, and the item.
+/// The callback for each item that was read, with its index in the batch.
 pub type Arrived<'a> = &'a (dyn Fn(usize, &GetItem<'_>) + Sync);
 
 /// What kind of place a tier is.
@@ -129,8 +129,8 @@ pub struct PutItem<'a> {
 
 /// A chunk to be read, or a range of one, and its first bytes with it.
 ///
-/// Who puts something before every chunk reads it here along with the range that it is about: one item is one
-/// lookup, and one request wherever the range begins behind the head.
+/// A caller with a prefix before every chunk reads it here along with the range that it is about: one item is
+/// one lookup, and one request wherever the range begins behind the head.
 #[derive(Debug)]
 pub struct GetItem<'a> {
     /// Its name.
@@ -144,8 +144,8 @@ pub struct GetItem<'a> {
     /// Where the chunk's first bytes go, as many as it has room for; empty where only a range is wanted.
     ///
     /// A hit has filled both it and the buffer, from one stored chunk. Only a tier that needs two requests for
-    /// them may find that the chunk was deleted and stored again in between, which is the same to who gives a
-    /// key one content. With a head, a chunk that is there and too short for what is asked is
+    /// them may find that the chunk was deleted and stored again in between, which makes no difference where a
+    /// key has one content. With a head, a chunk that is there and too short for what is asked is
     /// [`GetOutcome::Corrupt`], never a miss.
     pub head: &'a mut [u8],
     /// Where the bytes from `offset` on go; exactly that many are read.

@@ -285,7 +285,7 @@ fn many_threads_store_read_and_delete_while_segments_move() {
                     let n_bytes = 20_000 + (chunk_idx as usize % 7) * 30_000;
                     let outcome = put(&**tier, chunk_idx, n_bytes);
                     assert!(outcome.is_present(), "chunk {chunk_idx}: {outcome:?}");
-                    // Of a neighbor, who may not be so far, or further.
+                    // Of another thread, which may be behind or ahead.
                     let other_idx = (thread_idx + 1) % 4 * 1000 + round / 2 * 2;
                     let n_other_bytes = 20_000 + (other_idx as usize % 7) * 30_000;
                     n_hits.fetch_add(u64::from(is_hit(&**tier, other_idx, n_other_bytes)), Ordering::Relaxed);

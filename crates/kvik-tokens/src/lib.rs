@@ -1,5 +1,5 @@
 //! Text to tokens and back: tokenizers as Hugging Face has them, chat templates, and what makes both cheap
-//! for somebody who sees many prompts.
+//! for a service that sees many prompts.
 //!
 //! [`Tokenizer`] encodes, decodes and renders conversations; [`TextStream`] turns tokens into text as they
 //! come. [`TokenizersPool`] does the first for many models on threads of its own. [`prefix_store`] knows
@@ -11,7 +11,7 @@
 //!   gets none.
 //! - A hash collision, a changed tokenizer or an evicted prefix is a miss, never other tokens.
 //! - Nothing panics on a model folder, a text or a conversation; a template that never ends is stopped.
-//! - A full queue is told at once; nobody waits for a thread that is not there.
+//! - A full queue is reported at once; no caller waits for a thread that is not there.
 //!
 //! ```
 //! use kvik_tokens::{AddSpecial, Outcome, PoolConfig, TokenizeInput, TokenizeRequest, TokenizersPool};

@@ -14,7 +14,7 @@ const SEED_TAG: &[u8] = b"kvik-cache-salt-1";
 
 /// The `cache_salt` of a request: KV is shared only by requests with the same salt, or by those without one.
 ///
-/// Cloning is cheap. A salt is a secret between those who share it, so `Debug` does not show it.
+/// Cloning is cheap. A salt is a secret of the clients that share it, so `Debug` does not show it.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CacheSalt(Arc<str>);
 

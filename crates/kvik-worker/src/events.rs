@@ -1,4 +1,4 @@
-//! What the engine's thread tells those who wait for a request.
+//! What the engine's thread sends to the waiter of a request.
 
 use std::time::Instant;
 

@@ -4,7 +4,7 @@
 //! tests, debuggers and other schedulers over one that steps sequences and moves their KV.
 //!
 //! Parts, from the inside out:
-//! - `engine_thread` owns the engine on a thread of its own; everybody else sends it commands.
+//! - `engine_thread` owns the engine on a thread of its own; all other parts send it commands.
 //! - `generation` is one request to it: `events` out, credits in, cancelled when dropped.
 //! - `sequences` are outputs that clients advance step by step; `staging` is KV that arrives layer
 //!   by layer.
@@ -12,7 +12,7 @@
 //!   it without losing a request.
 //!
 //! Invariants:
-//! - Nobody waits for a client: an output that is not read pauses after a window of tokens.
+//! - The engine waits for no client: an output that is not read pauses after a window of tokens.
 //! - What a request holds (a place in the queue, blocks, a name) belongs to a guard in its answer's
 //!   body, so that a client that goes away frees it.
 //! - Whatever bytes come in, the answer is a status that names the field; the process goes on.

@@ -155,8 +155,8 @@ impl Registration {
                 Err(error) => self.warn(&error, "failed to send a heartbeat"),
             }
         }
-        // Nobody to be reached: look again soon, because members are forgotten after three
-        // intervals, but not at once.
+        // No coordinator answers: look again soon, because members are forgotten after three intervals,
+        // but not at once.
         self.metrics.registered.set(0.0);
         self.back_off().await;
         Next::HeartbeatAfter(SHORTEST_INTERVAL)

@@ -170,7 +170,7 @@ impl Sequences {
         stepped.engine.finish(Some(stepped.ticket), seq_id, forgets).await
     }
 
-    /// Ends the sequences that nobody has used for `idle`; they stay resident.
+    /// Ends the sequences that were unused for `idle`; they stay resident.
     pub(crate) fn end_idle(&self, idle: Duration) {
         let mut abandoned = Vec::new();
         self.by_id.lock().retain(|_, sequence| {

@@ -1,7 +1,7 @@
 //! KV that arrives layer by layer, until it is whole.
 //!
 //! A sequence's KV is put one layer at a time. It waits here until every layer has the same tokens;
-//! then it goes into the engine at once, so that nobody can continue half a sequence. All that waits
+//! then it goes into the engine at once, so that no request can continue half a sequence. All that waits
 //! is bounded in bytes and in time.
 //!
 //! `replace` gives a layer its KV. Where its tokens differ from those of the layers that wait, the

@@ -60,7 +60,7 @@ pub(crate) enum Command {
     Demo(DemoArguments),
     /// Run a worker: the built-in engine behind HTTP
     Worker(WorkerArguments),
-    /// Run a coordinator: who the workers are
+    /// Run a coordinator: the list of workers
     Coordinator(CoordinatorArguments),
     /// Run a gateway: the address that clients talk to
     Gateway(GatewayArguments),

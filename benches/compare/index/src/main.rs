@@ -7,7 +7,7 @@
 //! tree on one thread. All apply the same events in the same order and answer the same queries.
 //!
 //! `ingest` is drained: from the first event to the moment at which the last one is applied, by the wall clock. kvik gets
-//! groups of batches there, as somebody has them who is behind, and takes them up with as many threads as Dynamo's pool and
+//! groups of batches there, as for an index that is behind, and takes them up with as many threads as Dynamo's pool and
 //! its caller are; `ingest_singly` is one batch after the other on one thread.
 //! `ingest_per_cpu` counts the processor time of all threads instead, so other load on the machine matters less. Dynamo takes
 //! events that own their memory; making them is not counted, freeing them is. `lookup` is one query at a time on the
@@ -85,7 +85,7 @@ pub struct Sample {
     pub checksum: u64,
 }
 
-/// Who is measured.
+/// What is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Contender {
     Kvik,

@@ -47,7 +47,7 @@ fn eventually(what: &str, mut is_true: impl FnMut() -> bool) {
 }
 
 #[test]
-fn the_agent_frees_blocks_when_their_event_is_over_though_nobody_calls() {
+fn the_agent_frees_blocks_when_their_event_is_over_without_a_call() {
     let dir = tempfile::tempdir().unwrap();
     let pool = open(&dir, "agent");
     let blocks = take(&pool, 8);

@@ -45,7 +45,7 @@ static void child(kvik_pool* parents, void* block, const kvik_config* config)
     void* taken[2];
     CHECK(kvik_alloc_blocks(own, 2, taken) == KVIK_OK);
     memset(taken[0], 9, MIB);
-    /* The group is shared with the parent, who holds four of its pages. */
+    /* The group is shared with the parent, which holds four of its pages. */
     CHECK(stats_of(own).claimable_bytes <= 16 * MIB);
     CHECK(kvik_alloc_blocks(parents, 1, &block) == KVIK_ERROR_FORKED);
     CHECK(kvik_close(own) == KVIK_OK);

@@ -16,7 +16,7 @@ struct worker {
     pthread_t thread;
 };
 
-/* Marks its blocks and finds its marks again: nobody else has them. */
+/* Marks its blocks and finds its marks again: no other thread has them. */
 static void* take_and_free(void* argument)
 {
     struct worker* worker = argument;

@@ -125,7 +125,7 @@ impl Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        // What is left of it is a few kilobytes; there is nobody to tell.
+        // What is left of it is a few kilobytes; a failure has no consequence.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }

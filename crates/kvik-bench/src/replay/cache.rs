@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, HashMap};
 pub(super) struct Cache {
     capacity_blocks: usize,
     entries: HashMap<u64, Entry>,
-    /// Blocks that nobody holds, by last use.
+    /// Blocks without a holder, by last use.
     evictable: BTreeMap<u64, u64>,
     /// Rises with every use of a block.
     clock: u64,

@@ -13,7 +13,7 @@ use crate::plot::{Axis, Line, Plot};
 const COLORS: [&str; 8] =
     ["#0072b2", "#e69f00", "#56b4e9", "#cc79a7", "#999999", "#8c6d31", "#d55e00", "#000000"];
 
-/// Who was measured.
+/// What was measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Contender {
     /// A policy.
@@ -25,7 +25,7 @@ pub enum Contender {
 /// What one run of a trace at one capacity came to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Outcome {
-    /// Who was measured.
+    /// What was measured.
     pub contender: Contender,
     /// Size of the cache.
     pub capacity_blocks: usize,

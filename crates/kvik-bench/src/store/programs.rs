@@ -75,7 +75,7 @@ pub(super) struct RedisServer {
 
 impl RedisServer {
     pub(super) fn start(folder: &Path) -> anyhow::Result<Self> {
-        // Free now; if somebody takes it meanwhile, another server answers there or this one ends.
+        // Free now; if another process takes it meanwhile, another server answers there or this one ends.
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         let process = Command::new("redis-server")
             .args(["--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
@@ -185,7 +185,7 @@ impl RedisServer {
 
 impl Drop for RedisServer {
     fn drop(&mut self) {
-        // It is ours and holds nothing that anybody needs.
+        // It is ours and holds no needed data.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }

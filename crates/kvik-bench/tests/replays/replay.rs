@@ -84,7 +84,7 @@ fn every_request_is_placed_and_equal_replays_are_equal() {
 }
 
 #[test]
-fn who_knows_what_workers_have_answers_sooner_and_computes_less() {
+fn placing_by_kv_answers_sooner_and_computes_less() {
     let requests = conversations(60);
     let kv = play(&requests, Policy::Kv, 3.0);
     for policy in [Policy::RoundRobin, Policy::LeastLoaded, Policy::RingByPrefix, Policy::RingBySession] {

@@ -103,7 +103,7 @@ impl Membership {
         Self { heartbeat_interval, slow_start, version: 0, members: BTreeMap::new(), changes: Vec::new() }
     }
 
-    /// Takes over what an earlier leader wrote down. Everybody counts as just heard of.
+    /// Takes over the records of an earlier leader. Every member counts as just seen.
     pub(crate) fn restore(
         &mut self,
         records: Vec<Record>,

@@ -33,7 +33,7 @@ pub(crate) struct BlocksArguments {
     limit: Option<usize>,
 }
 
-/// Who has how much of a prompt.
+/// Which worker has how much of a prompt.
 pub(crate) async fn score(State(shared): State<Arc<Shared>>, request: Request) -> Response {
     match answer_score(&shared, request).await {
         Ok(response) => response,
@@ -91,7 +91,7 @@ async fn answer_score(shared: &Shared, request: Request) -> Result<Response, Ref
 }
 
 fn indexer<'a>(shared: &'a Shared, headers: &HeaderMap) -> Result<&'a Indexer, Refusal> {
-    // A token speaks for the cluster or its administrator, who need no key.
+    // A token stands for the cluster or its administrator; neither needs a key.
     if !shared.trust.is_shown_token(headers) && !shared.view().keys.accepts(headers) {
         return Err(Refusal::unauthorized(WRONG_KEY));
     }

@@ -1,4 +1,4 @@
-//! How many requests run, and who waits.
+//! How many requests run, and which wait.
 //!
 //! A request runs while it holds a [`Permit`]. When all are taken it waits in order of arrival, as
 //! long as few enough others wait and their bodies are small enough together; otherwise it is
@@ -76,7 +76,7 @@ struct ServiceRate {
 // === impl Admission ===
 
 impl Admission {
-    /// Nobody runs and nobody waits.
+    /// Without running and waiting requests.
     pub(crate) fn new(config: &AdmissionConfig, now: Instant) -> Self {
         Self {
             permits: Arc::new(Semaphore::new(config.max_running)),
@@ -88,7 +88,7 @@ impl Admission {
 
     /// Lets a request run that need not wait.
     pub(crate) fn try_admit(self: &Arc<Self>) -> Option<Permit> {
-        // Permits that come back go to those who wait: nobody is overtaken here.
+        // Permits that come back go to waiting requests: none of them is overtaken here.
         let permit = Arc::clone(&self.permits).try_acquire_owned().ok()?;
         Some(Permit { admission: Arc::clone(self), permit: Some(permit) })
     }
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_comes_first_runs_first() {
+    async fn the_first_request_runs_first() {
         let config = config(1, 10);
         let admission = admission(&config);
         let running = admission.admit(1, &config).await.unwrap();

@@ -1,7 +1,7 @@
 //! The budget of retries.
 //!
 //! A fleet that fails must not get its load multiplied by retries: each request that arrives saves
-//! up a part of a retry, and a retry that nobody saved up for is not made.
+//! up a part of a retry, and a retry that was not saved up for is not made.
 
 use parking_lot::Mutex;
 

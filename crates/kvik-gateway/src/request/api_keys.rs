@@ -8,7 +8,7 @@ use subtle::{Choice, ConstantTimeEq as _};
 
 use crate::config::ApiKeyConfig;
 
-/// The keys that are accepted; none: everybody is.
+/// The accepted keys; without any, every request is accepted.
 #[derive(Debug, Default)]
 pub(crate) struct ApiKeys {
     is_required: bool,
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn without_keys_everybody_may_ask() {
+    fn without_keys_every_request_is_accepted() {
         assert!(ApiKeys::default().accepts(&HeaderMap::new()));
     }
 }

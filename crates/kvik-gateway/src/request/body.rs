@@ -64,7 +64,7 @@ pub(crate) async fn read_body(
 async fn collect<B: Body<Data = Bytes> + Unpin>(mut body: B, n_expected: usize) -> Result<Bytes, B::Error> {
     let mut first = Bytes::new();
     let mut joined = BytesMut::new();
-    // A body of known length ends with its last byte, and nobody has to wait for the end itself.
+    // A body of known length ends with its last byte; the end itself need not be waited for.
     while !body.is_end_stream() {
         let Some(frame) = body.frame().await else { break };
         let Ok(data) = frame?.into_data() else { continue };
@@ -82,7 +82,7 @@ async fn collect<B: Body<Data = Bytes> + Unpin>(mut body: B, n_expected: usize) 
     Ok(if joined.is_empty() { first } else { joined.freeze() })
 }
 
-/// Keeps the memory of a long body that nobody reads any more for the next one.
+/// Keeps the memory of a long body without readers for the next one.
 pub(crate) fn keep_memory(body: Bytes) {
     if !SPARE_BYTES.contains(&body.len()) {
         return;
@@ -166,7 +166,7 @@ mod tests {
         let held = first.clone();
         keep_memory(first);
         let second = read(2).await.unwrap();
-        assert_ne!(second.as_ptr(), place, "somebody still reads the first one");
+        assert_ne!(second.as_ptr(), place, "the first one still has a reader");
         drop(second);
         keep_memory(held);
         let third = read(3).await.unwrap();

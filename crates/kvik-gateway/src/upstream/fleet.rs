@@ -7,7 +7,7 @@ use kvik_index::ring::Ring;
 
 use crate::upstream::backend::Backend;
 
-/// All models and who serves them; immutable, replaced as a whole.
+/// All models and the backends that serve them; immutable, replaced as a whole.
 #[derive(Debug, Default)]
 pub(crate) struct Fleet {
     /// By model.

@@ -4,8 +4,8 @@
 //! the answer's head, then as the answer's [`LinkedBody`]: an answer passes from socket to socket
 //! within one poll of one task, all chunks that one read brings can go on together, and a client
 //! that leaves takes the connection with it. One whose answer was read whole goes back and serves
-//! the next request. Nobody polls it in between; whether the worker has closed it is found out when
-//! it is taken.
+//! the next request. It is not polled in between; whether the worker has closed it is found out
+//! when it is taken.
 
 use std::io;
 use std::pin::Pin;
@@ -178,7 +178,7 @@ impl Links {
 impl Link {
     /// Whether it can take a request.
     fn is_idle(&mut self) -> bool {
-        // Nobody waits for it: the task of its last request may be over.
+        // No task waits for it: that of its last request may be over.
         self.bell.state.lock().task = None;
         let mut context = Context::from_waker(&self.waker);
         Pin::new(&mut self.connection).poll(&mut context).is_pending() && self.sender.is_ready()
@@ -291,7 +291,7 @@ impl Body for LinkedBody {
             this.link = None;
         }
         match outcome {
-            // Nobody is left who could send the rest.
+            // Without a link the rest cannot arrive.
             Poll::Pending if this.link.is_none() => {
                 Poll::Ready(Some(Err(io::ErrorKind::ConnectionAborted.into())))
             }

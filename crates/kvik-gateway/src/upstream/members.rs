@@ -1,15 +1,15 @@
-//! Who serves which model.
+//! Which workers serve which model.
 //!
 //! Workers come from the coordinator's snapshots, other engines from the configuration.
 //!
 //! A snapshot of the same incarnation and a lower or equal `(term, version)` than the one held is ignored. A
 //! snapshot of another incarnation, from the coordinator that the gateway follows, counts as one of a new term.
 //! Members that a newer one of the same term lacks have left and are dropped. But a coordinator of a new term may
-//! have lost its memory, and one that lists nobody at all may have been cut off from everybody: the
-//! members that such a snapshot lacks are retained. A retained member keeps its place on the ring
-//! until it is listed again, does not answer `/ready`, or the time for retaining is over, in which
-//! every worker that lives has long registered again. So a coordinator that restarts empty moves no
-//! key, and a worker that is gone leaves within a few seconds.
+//! have lost its memory, and one that lists no members at all may have been cut off from all of them: the members
+//! that such a snapshot lacks are retained. A retained member keeps its place on the ring until it is listed
+//! again, does not answer `/ready`, or the time for retaining is over, in which every worker that lives has long
+//! registered again. So a coordinator that restarts empty moves no key, and a worker that is gone leaves within a
+//! few seconds.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Weak};
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn a_coordinator_that_restarts_empty_moves_nobody() {
+    fn a_coordinator_that_restarts_empty_moves_no_worker() {
         let (mut book, now) = (MemberBook::default(), Instant::now());
         book.apply(snapshot(1, 5, &["a", "b", "c"]), RETAIN, now);
         book.apply(snapshot(2, 1, &[]), RETAIN, now);
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_whose_workers_are_gone_is_known_and_has_nobody() {
+    fn a_model_whose_workers_are_gone_is_known_and_has_no_backend() {
         let (mut book, now) = (MemberBook::default(), Instant::now());
         book.apply(snapshot(1, 1, &["a"]), RETAIN, now);
         assert_eq!(ids(&mut book), ["a"]);

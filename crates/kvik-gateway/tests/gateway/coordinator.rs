@@ -219,11 +219,11 @@ async fn routing_goes_on_without_a_coordinator_and_follows_it_when_it_is_back() 
     for _ in 0..10 {
         assert_eq!(gateway.complete(BODY).await.worker(), owner);
     }
-    // It comes back having forgotten everybody, and hears of them one by one.
+    // It comes back without its members, and they register again one by one.
     let coordinator = MockCoordinator::start(&address, snapshot(2, 1, &[])).await;
     let is_heard = || coordinator.snapshots.receiver_count() > 1;
     until("the gateway is back", async || is_heard()).await;
-    assert_eq!(gateway.complete(BODY).await.worker(), owner, "a coordinator that forgot moves nobody");
+    assert_eq!(gateway.complete(BODY).await.worker(), owner, "a coordinator that forgot moves no key");
     coordinator.publish(snapshot(2, 2, &[&left]));
     assert_eq!(gateway.complete(BODY).await.worker(), owner);
     let mut draining = snapshot(2, 3, &[&left, &right]);
@@ -231,7 +231,7 @@ async fn routing_goes_on_without_a_coordinator_and_follows_it_when_it_is_back() 
     coordinator.publish(draining);
     gateway.wait_until_usable(1).await;
     coordinator.publish(snapshot(2, 4, &[&left]));
-    until("who leaves is dropped", async || n_workers(&gateway) == 1).await;
+    until("a member that leaves is dropped", async || n_workers(&gateway) == 1).await;
     coordinator.stop().await;
 }
 

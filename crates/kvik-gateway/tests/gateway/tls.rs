@@ -46,7 +46,7 @@ pub(crate) fn make_files(folder: &Path) -> Files {
 }
 
 #[tokio::test]
-async fn both_sides_can_be_encrypted_and_the_worker_can_ask_who_calls() {
+async fn both_sides_can_be_encrypted_and_the_worker_can_check_the_client() {
     let folder = tempfile::tempdir().unwrap();
     let files = make_files(folder.path());
     let server = TlsServerConfig {

@@ -162,7 +162,7 @@ impl Sets {
         found
     }
 
-    /// The set with one more holder, which must not be in it. Nobody refers to the result yet.
+    /// The set with one more holder, which must not be in it. The result has no references yet.
     pub(super) fn with(&mut self, set: SetRef, holder: u16) -> SetRef {
         match set.inline() {
             Some((first, second)) if first == second => SetRef::two(first.min(holder), first.max(holder)),
@@ -174,7 +174,7 @@ impl Sets {
         }
     }
 
-    /// The set without the holders that `leaves` names. Nobody refers to the result yet.
+    /// The set without the holders that `leaves` names. The result has no references yet.
     pub(super) fn without(&mut self, set: SetRef, mut leaves: impl FnMut(u16) -> bool) -> SetRef {
         match set.inline() {
             Some((first, second)) => match (leaves(first), leaves(second)) {

@@ -27,7 +27,7 @@ fn the_budget_holds_and_what_is_evicted_is_a_miss() {
 }
 
 #[test]
-fn prompts_that_are_asked_for_stay_and_lose_only_what_nobody_reached() {
+fn prompts_that_are_asked_for_stay_and_lose_only_what_no_lookup_reached() {
     let mut feed = Feed::new(IndexConfig { budget_bytes: BUDGET_BYTES, ..IndexConfig::default() }, 1);
     let hot = run(1 << 30, 100);
     feed.send(0, stored(&hot));

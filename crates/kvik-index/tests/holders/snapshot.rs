@@ -50,7 +50,7 @@ fn a_loaded_index_answers_and_goes_on_as_the_one_that_was_written() {
                 .unwrap();
         assert_eq!(loaded.stats().n_holdings, feed.index.stats().n_holdings);
         assert_eq!(loaded.stats().n_blocks, feed.index.stats().n_blocks);
-        // Ids are given anew; names tell who is who.
+        // Ids are given anew; sources are matched by name.
         let pairs: Vec<(SourceId, SourceId)> = (0..7_u32)
             .filter(|rank| *rank != 2)
             .map(|rank| (feed.sources[rank as usize], loaded.source("worker", rank).unwrap()))

@@ -35,7 +35,7 @@ async fn a_book_is_followed_when_its_slot_moves() {
     cluster.servers[from].cli(&["CLUSTER", "SETSLOT", &slot, "MIGRATING", &to_id]);
     let to_port = cluster.servers[to].port().to_string();
     cluster.servers[from].cli(&["MIGRATE", "127.0.0.1", &to_port, &register, "0", "5000"]);
-    // The register is here and the blocks are there: nobody can judge, and nobody does half of it.
+    // The register and the blocks are on two servers: neither can judge the batch, and neither applies half of it.
     let error = backend.apply(&source, batch(Some(1), 1, &[stored(&keys)])).await.unwrap_err();
     assert!(matches!(error, IndexerError::Unavailable { .. }), "{error}");
     // Names of blocks are bytes that a terminal does not carry.

@@ -141,7 +141,7 @@ async fn a_server_without_memory_refuses_a_batch_as_a_whole() {
 }
 
 #[tokio::test]
-async fn a_server_that_became_a_replica_is_left_for_whom_its_address_leads_to() {
+async fn a_server_that_became_a_replica_is_left_for_the_one_at_its_address() {
     let server = RedisServer::start(&[]);
     let (backend, source) = begin(&server, &patient()).await;
     let n_before = n_connections(&server);

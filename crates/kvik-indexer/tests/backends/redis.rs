@@ -138,7 +138,7 @@ async fn a_batch_that_two_gateways_deliver_counts_once() {
 }
 
 #[tokio::test]
-async fn parts_of_a_batch_count_once_whoever_delivers_them() {
+async fn parts_of_a_batch_count_once_from_any_gateway() {
     let server = RedisServer::start(&[]);
     let gateways = [(); 3].map(|()| open(&server.url(), &patient(), "model"));
     let source = name("worker", 0);
@@ -262,7 +262,7 @@ async fn a_restart_takes_constant_time_and_dead_blocks_leave_when_they_are_met()
     assert_eq!(server.cli(&["DBSIZE"]), "3000", "the lookup stopped at the first block");
     assert!(backend.lookup(&keys[..1000], Walk::All).await.unwrap().is_empty());
     assert_eq!(server.cli(&["DBSIZE"]), "2001");
-    // A store writes only who lives.
+    // A store writes only holders that live.
     backend.apply(&name("a", 0), batch(Some(2), 1, &[stored(&keys[1000..])])).await.unwrap();
     assert_eq!(server.cli(&["EVAL", "return #redis.call('GET', KEYS[1])", "1", &block_name(&server)]), "8");
 }

@@ -115,7 +115,7 @@ async fn an_engine_that_restarts_has_only_what_it_said_since() {
 }
 
 #[tokio::test]
-async fn blocks_of_an_adapter_or_with_a_salt_are_nobodys_plain_prompt() {
+async fn blocks_of_an_adapter_or_with_a_salt_match_no_plain_prompt() {
     for salt in [EngineHash(1), EngineHash(2)] {
         let (indexer, _shutdown) = start(&IndexConfig::default()).await;
         let feed = open(&indexer, "a", Naming::Learned).await;
@@ -168,7 +168,7 @@ async fn a_worker_of_kvik_is_found_by_the_chain_that_it_names_and_leaves_at_once
 }
 
 #[tokio::test]
-async fn names_that_nobody_should_have_are_refused_and_change_nothing() {
+async fn invalid_names_are_refused_and_change_nothing() {
     use kvik_indexer::feed::{FeedName, Feeds as _};
     let (indexer, _shutdown) = start(&IndexConfig::default()).await;
     let long = "x".repeat(1 << 20);

@@ -41,7 +41,7 @@ async fn n_sources(indexer: &Indexer) -> usize {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_worker_that_left_while_nobody_listened_is_forgotten_after_a_while() {
+async fn a_worker_that_left_while_the_index_was_down_is_forgotten_after_a_while() {
     let folder = tempfile::tempdir().unwrap();
     let config = keeping_in(folder.path());
     let tokens = prompt(1, 8);
@@ -157,7 +157,7 @@ async fn a_book_whose_file_is_damaged_costs_that_book() {
 }
 
 #[tokio::test]
-async fn a_list_that_somebody_has_changed_costs_the_entries_that_cannot_be_used() {
+async fn a_list_that_was_edited_costs_the_entries_that_cannot_be_used() {
     let (folder, tokens) = kept_folder().await;
     let path = folder.path().join("books.json");
     let mut list: Vec<Json> = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();

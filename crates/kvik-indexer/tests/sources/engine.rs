@@ -197,7 +197,7 @@ async fn replays_without_a_topic_belong_to_the_topic_that_is_heard() {
     engine.remember(0..3);
     engine.book.lock().has_no_topic = true;
     let (source, recorder, mut publisher) = listen(&engine, &engine.config_with_replay()).await;
-    // Nobody knows whose the first replay is.
+    // The topic of the first replay is unknown.
     recorder.until("the replay is refused", |_| source.counters().refused == 3).await;
     engine.remember(3..4);
     publisher.publish(3).await;

@@ -1,4 +1,4 @@
-//! Engines that nobody should meet.
+//! Engines that misbehave.
 
 use std::time::Duration;
 
@@ -127,7 +127,7 @@ async fn an_endpoint_cannot_speak_for_more_workers_than_it_may() {
     recorder.until("all have come", |_| source.counters().messages == 1000).await;
     recorder.until("all were looked at", |_| source.counters().refused == 997).await;
     assert_eq!(recorder.names().len(), 3);
-    // Those who were first are still heard.
+    // The first workers are still followed.
     peer.send(&[b"kv@pod0@tiny", &1_u64.to_be_bytes(), &stored(1)]).await;
     let name = FeedName { worker: "pod0".to_owned(), ..pod1() };
     recorder.until_applied(&name, &[0, 1]).await;
@@ -201,7 +201,7 @@ async fn a_ping_is_answered_and_a_silent_peer_is_left() {
 }
 
 #[tokio::test]
-async fn a_flood_from_one_engine_waits_for_the_index_and_holds_up_nobody_else() {
+async fn a_flood_from_one_engine_waits_for_the_index_and_blocks_no_other_engine() {
     const N_FLOODED: u64 = 20_000;
     let (loud, quiet) = (Engine::bind().await, Engine::bind().await);
     let recorder = Recorder::default();

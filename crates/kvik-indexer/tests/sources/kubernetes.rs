@@ -131,7 +131,7 @@ async fn a_watch_that_ends_or_breaks_goes_on_from_the_last_version() {
 }
 
 #[tokio::test]
-async fn a_version_that_is_gone_asks_for_a_new_list_and_keeps_who_is_still_there() {
+async fn a_version_that_is_gone_asks_for_a_new_list_and_keeps_what_is_still_there() {
     let server = ApiServer::bind().await;
     let (first, second) = (Engine::bind().await, Engine::bind().await);
     let recorder = Recorder::default();
@@ -272,7 +272,7 @@ async fn over_tls_the_authorities_are_checked_and_the_token_is_the_one_in_the_fi
     };
     let recorder = Recorder::default();
     let _source = KubernetesSource::start(config, recorder.feeds()).unwrap();
-    assert!(accept().await.is_err(), "a server that nobody trusts was talked to");
+    assert!(accept().await.is_err(), "the source talked to an untrusted server");
     std::fs::write(&ca_file, signed.cert.pem()).unwrap();
     let stream = loop {
         // An attempt with the old authorities may be under way.

@@ -73,7 +73,7 @@ impl Engine {
         loop {
             let first = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let Some(port) = first.local_addr().unwrap().port().checked_add(1) else { continue };
-            // Somebody else may have it.
+            // Another process may have it.
             if let Ok(second) = TcpListener::bind(("127.0.0.1", port)).await {
                 return (Self::new(first).await, Self::new(second).await);
             }

@@ -114,7 +114,7 @@ impl Recorder {
                 if condition(self) {
                     return;
                 }
-                // The condition may also be about counters, which notify nobody.
+                // The condition may also be about counters, which send no notification.
                 let _ = tokio::time::timeout(Duration::from_millis(5), changed).await;
             }
         };

@@ -174,7 +174,7 @@ impl BlockAllocator {
             tracker.taken = pages;
             match outcome {
                 Ok(PagesOutcome::Allocated) => {}
-                // Somebody freed enough in the meantime.
+                // Another thread freed enough in the meantime.
                 Ok(PagesOutcome::NoMemory(_)) if n_blocks <= tracker.n_free() => {}
                 Ok(PagesOutcome::NoMemory(shortage)) => {
                     tracker.release_empty_pages(1);

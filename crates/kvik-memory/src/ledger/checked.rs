@@ -208,7 +208,7 @@ impl SlotLayout {
         let ticket = self.wait_ticket.load(Ordering::SeqCst);
         let n_units = self.wanted_units.load(Ordering::Relaxed);
         let expires_ms = self.wait_expires_ms.load(Ordering::Relaxed);
-        // Nobody may reserve its place for longer than the rule allows, whatever is written there.
+        // No member may reserve its place for longer than the rule allows, whatever is written there.
         let counts = (now_ms..=now_ms.saturating_add(WAIT_COUNTS_MS)).contains(&expires_ms);
         (ticket != 0 && n_units != 0 && counts).then_some(Wait { ticket, n_units })
     }

@@ -73,7 +73,7 @@ pub enum Outcome {
     GroupLimit,
     /// The budget of the device is reached, or others are in flight for what is left.
     DeviceFull,
-    /// Somebody else wrote the word, which only its owner may: the slot is lost.
+    /// Another writer changed the word, which only its owner may write: the slot is lost.
     Lost,
 }
 

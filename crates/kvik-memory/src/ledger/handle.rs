@@ -134,7 +134,7 @@ impl Ledger {
                 Ok(ledger)
             }
             Err(error) => {
-                // Nobody has any lock on it: it was made for this attempt, or is as good as new.
+                // If no process has a lock on it, it was made for this attempt, or is as good as new.
                 if lock.try_lock(0, 0, LockKind::Exclusive).unwrap_or(false) {
                     let _ = segment::unlink(&lock_path);
                 }

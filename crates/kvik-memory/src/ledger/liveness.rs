@@ -27,7 +27,7 @@ const LOCK_RETRY: Duration = Duration::from_micros(200);
 pub(super) enum LockKind {
     /// Others may share it.
     Shared,
-    /// Nobody else has it.
+    /// It has one holder.
     Exclusive,
 }
 

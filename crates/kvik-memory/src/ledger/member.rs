@@ -38,7 +38,7 @@ pub struct JoinOptions {
 
 /// One engine's place in a ledger; it leaves when this is dropped.
 ///
-/// Whoever drops it has released all memory that it was granted: its grants go back.
+/// The caller that drops it has released all memory that it was granted: its grants go back.
 #[derive(Debug)]
 pub struct Member {
     ledger: Ledger,

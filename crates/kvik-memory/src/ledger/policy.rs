@@ -50,7 +50,7 @@ impl Policy {
     }
 
     pub(super) fn store(&self, group: &GroupLayout) {
-        // Whoever reads in between sees old and new values mixed, each of which was or is valid.
+        // A concurrent reader sees old and new values mixed, each of which was or is valid.
         group.min_units.store(self.min_bytes / UNIT_BYTES, Ordering::SeqCst);
         let max_units = self.max_bytes.map_or(UNLIMITED_UNITS, |max_bytes| max_bytes / UNIT_BYTES);
         group.max_units.store(max_units, Ordering::SeqCst);

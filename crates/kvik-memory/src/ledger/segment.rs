@@ -155,9 +155,9 @@ fn check_owner(file: &OwnedFd, path: &Path) -> Result<()> {
 impl<T: SharedWords> Segment<T> {
     /// Maps `n_bytes` of `file`.
     ///
-    /// Fails where the file is shorter. Whoever owns the file can still shrink it later, and a process
-    /// that touches the lost part is then killed by the kernel: only its owner can open it, and
-    /// nothing of kvik ever makes a file shorter.
+    /// Fails where the file is shorter. The file's owner can still shrink it later, and a process that
+    /// touches the lost part is then killed by the kernel: only its owner can open it, and nothing of
+    /// kvik ever makes a file shorter.
     pub(super) fn map(file: &OwnedFd, path: &Path, n_bytes: usize) -> Result<Self> {
         let found = length_bytes(file, path)?;
         if n_bytes < size_of::<T>() || found < n_bytes as u64 {

@@ -95,9 +95,9 @@ const LEVEL_SHIFT: u32 = 32;
 
 /// Splits `budget_units` among `demands`.
 ///
-/// Nobody gets more than it wants or may have. Everybody gets `min_units` of what it wants if all
-/// minimums fit together; if not, the minimums are split by weight. Either all is given out or
-/// every group has what it wants and may have.
+/// No group gets more than it wants or may have. Every group gets `min_units` of what it wants if all
+/// minimums fit together; if not, the minimums are split by weight. Either all is given out or every
+/// group has what it wants and may have.
 pub fn entitlements(budget_units: u64, demands: &[Demand]) -> Vec<u64> {
     let caps: Vec<u64> = demands.iter().map(|demand| demand.wanted_units.min(demand.max_units)).collect();
     let floors: Vec<u64> =
@@ -148,7 +148,7 @@ fn fill(budget_units: u64, floors: &[u64], caps: &[u64], weights: &[u32]) -> Vec
         .collect()
 }
 
-/// Decides whether `slot` may take `n_units` now, and whom it may ask for them otherwise.
+/// Decides whether `slot` may take `n_units` now, and which members it may ask for them otherwise.
 ///
 /// Claims that their group is entitled to are served by priority, then by ticket: what the ones before
 /// wait for is kept for them, so small claims cannot starve a large one. A claim beyond the

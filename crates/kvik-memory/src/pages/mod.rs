@@ -167,7 +167,7 @@ pub enum Event {
         /// How much it is asked to give back.
         n_bytes: u64,
     },
-    /// Somebody returned memory, so a claim that was denied may be granted now.
+    /// Memory was returned, so a claim that was denied may be granted now.
     CapacityReturned,
     /// Nothing happened in time.
     Timeout,

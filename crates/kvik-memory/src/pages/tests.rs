@@ -202,7 +202,7 @@ fn preparing_parks_up_to_the_low_watermark_and_never_passes_the_limit() {
 }
 
 #[test]
-fn who_finds_too_little_while_another_unmaps_waits_for_it() {
+fn a_thread_that_finds_too_little_while_another_unmaps_waits_for_it() {
     let (pages, mapper, _) = plain(8);
     let taken = take(&pages, 8);
     pages.free(&taken).unwrap();

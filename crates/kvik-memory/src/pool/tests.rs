@@ -253,7 +253,7 @@ fn a_callback_may_free_blocks() {
 }
 
 #[test]
-fn who_waits_for_blocks_gets_them_when_others_free_them() {
+fn a_waiter_gets_blocks_when_others_free_them() {
     let Setup { pool, .. } = start(settings());
     let taken = take(&pool, 2 * N_PAGES);
     thread::scope(|scope| {
@@ -270,7 +270,7 @@ fn who_waits_for_blocks_gets_them_when_others_free_them() {
 }
 
 #[test]
-fn who_waits_for_blocks_gets_them_when_the_limit_rises() {
+fn a_waiter_gets_blocks_when_the_limit_rises() {
     let Setup { pool, grants, .. } = start(settings());
     grants.set_limit_bytes(0);
     thread::scope(|scope| {
@@ -285,7 +285,7 @@ fn who_waits_for_blocks_gets_them_when_the_limit_rises() {
 }
 
 #[test]
-fn who_waits_in_vain_is_told_at_the_deadline() {
+fn a_wait_in_vain_ends_at_the_deadline() {
     let Setup { pool, grants, .. } = start(settings());
     grants.set_limit_bytes(0);
     let begun = Instant::now();

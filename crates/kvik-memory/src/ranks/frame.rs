@@ -103,7 +103,7 @@ pub enum Kind {
     Unmap,
 }
 
-/// How a leader introduces itself, and whom it expects.
+/// How a leader introduces itself, and the rank that it expects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Greeting {
     /// The life of the leader, which no other leader has.

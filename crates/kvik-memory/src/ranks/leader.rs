@@ -186,7 +186,7 @@ impl Ranks {
             damage.add_undo(committed);
         } else {
             let abort = [script.abort()];
-            // Whoever does not hear it drops the transaction with the connection.
+            // A rank that does not get it drops the transaction with the connection.
             self.run(&abort, 0, deadline_after(self.options.timeout));
             damage.is_all_stuck = true;
         }

@@ -35,7 +35,7 @@ pub(super) struct Identity {
     pub(super) group: u32,
 }
 
-/// What came of a request, without whom and what it answers.
+/// What came of a request, without its addressing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Answer {
     pub(super) status: Status,

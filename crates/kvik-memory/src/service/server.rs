@@ -25,7 +25,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 /// How often ended sessions are looked after while no client connects.
 const SWEEP_EVERY: Duration = Duration::from_secs(1);
 
-/// Where a [`MemoryServer`] listens, and for whom.
+/// Where a [`MemoryServer`] listens, and the default group of its sessions.
 #[derive(Debug, Clone)]
 pub struct MemoryServerOptions {
     /// The socket, in a folder that only this user can enter; the folder is made if it is missing.

@@ -1,4 +1,4 @@
-//! Where ranks listen, and who may connect.
+//! Where ranks listen, and which users may connect.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;

@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal, WaitOptions};
 use crate::proxy::Packets;
 use crate::support::{FakeMapper, PATIENCE, geometry, leader, page, peer, try_leader, worker};
 
-/// Nobody's user, on every distribution.
+/// The id of the user `nobody`, on every distribution.
 const NOBODY: u32 = 65534;
 
 /// What a child does.
@@ -24,7 +24,7 @@ pub(crate) enum Role {
     Rank,
     /// A leader of ranks 0 and 1, at `<path>0` and `<path>1`, that maps page 1, unmaps it, and again.
     Leader,
-    /// Another user who tries to lead and then to speak at an abstract name.
+    /// A process of another user, which tries to lead and then to speak at an abstract name.
     Stranger,
 }
 
@@ -100,7 +100,7 @@ impl Drop for ChildProcess {
 fn lead(path: &Path) {
     let rank_path = |rank: u32| PathBuf::from(format!("{}{rank}", path.display()));
     let mapper = leader(None, vec![peer(0, rank_path(0)), peer(1, rank_path(1))]);
-    // Until somebody kills this process, or its ranks are gone.
+    // Until this process is killed, or its ranks are gone.
     while matches!(mapper.map(&[page(1), page(2)]), MapOutcome::Mapped) {
         mapper.unmap(&[page(1), page(2)]);
     }

@@ -47,7 +47,7 @@ fn a_rank_killed_in_a_map_leaves_nothing_mapped_on_the_others() {
             let (rank, reason, stuck) = rank_failure(group.mapper.map(&[page(1), page(2)]));
             assert_eq!(rank, 1, "{op:?} {act:?}: {reason}");
             assert!(started.elapsed() < Duration::from_secs(10), "the leader waited for a dead rank");
-            assert_eq!(stuck, [page(1), page(2)], "nobody knows what the dead rank had mapped");
+            assert_eq!(stuck, [page(1), page(2)], "it is unknown what the dead rank had mapped");
             assert_eq!(group.local.mapped(), [], "{op:?} {act:?}");
             // From now on nothing is begun, so nothing more is lost.
             let (rank, _, stuck) = rank_failure(group.mapper.map(&[page(3)]));

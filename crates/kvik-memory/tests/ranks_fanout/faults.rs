@@ -1,4 +1,4 @@
-//! Ranks that fail, and connections that break, without anybody's death.
+//! Ranks that fail, and connections that break, while all processes live.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -134,7 +134,7 @@ fn a_panicking_rank_fails_the_map_at_once() {
 }
 
 #[test]
-fn extents_that_no_region_has_are_refused_before_anybody_hears_of_them() {
+fn extents_that_no_region_has_are_refused_before_any_rank_is_asked() {
     let group = group();
     let odd = Extent { n_pages: 3, ..page(0) };
     let outcome = group.mapper.map(&[odd]);
@@ -190,7 +190,7 @@ fn with_one_incident(op: Op, act: Act, use_it: impl FnOnce(&RankMapper, &FakeMap
         is_over = true;
         act
     };
-    let _proxy = Proxy::start(&front, &back, decide, || unreachable!("nobody dies here"));
+    let _proxy = Proxy::start(&front, &back, decide, || unreachable!("no rank dies here"));
     let local = Arc::new(FakeMapper::new());
     let mapper = leader(Some(&local), vec![peer(1, front)]);
     use_it(&mapper, &local, &remote);

@@ -103,7 +103,7 @@ fn a_thousand_random_transactions_leave_all_ranks_equal_to_the_book() {
                 due.map_or(Act::Forward, |(_, act)| act)
             };
             Proxy::start(&path("front", rank), &path("back", rank), decide, || {
-                unreachable!("nobody dies here")
+                unreachable!("no rank dies here")
             })
         })
         .collect();

@@ -1,4 +1,4 @@
-//! A man in the middle who reads every request and does what the test says, at an exact place.
+//! A proxy before a rank: it reads every request and does what the test says, at an exact place.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -21,7 +21,7 @@ pub(crate) enum Act {
     BreakBefore,
     /// The rank has done it, and its reply is lost with the connections.
     BreakAfter,
-    /// The victim dies before the rank gets it; nobody connects here again.
+    /// The victim dies before the rank gets it; no connection is accepted again.
     KillBefore,
     /// The rank has done it and its victim dies before the reply is passed on.
     KillAfter,

@@ -1,4 +1,4 @@
-//! What a rank says to requests, in and out of order, and to who is no leader.
+//! What a rank says to requests, in and out of order, and to peers that are no leader.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -211,7 +211,7 @@ fn a_greeting_that_does_not_fit_is_refused_with_the_reason() {
     let reply = Packets::connect(&path).ask(&Request { group: 2, ..hello(GREETING()) }).unwrap();
     assert!(reply.detail.contains("for group 2"), "{}", reply.detail);
     let early = Request { transaction: 1, group: 0, body: prepare(Kind::Map, 0, &[page(1)]) };
-    assert_eq!(Packets::connect(&path).ask(&early).unwrap().status, Status::Refused, "nobody said hello");
+    assert_eq!(Packets::connect(&path).ask(&early).unwrap().status, Status::Refused, "no hello was sent");
     connect_as(&path, GREETING());
 }
 
@@ -278,7 +278,7 @@ fn garbage_ends_its_connection_and_nothing_else() {
 }
 
 #[test]
-fn who_connects_and_says_nothing_keeps_nobody_out() {
+fn a_silent_connection_keeps_no_leader_out() {
     let directory = scratch_directory();
     let path = directory.path().join("r0");
     let _worker = worker(0, 1, path.clone(), &Arc::new(FakeMapper::new()));

@@ -3,7 +3,7 @@
 //! [`Engine::step`] is one turn: choose rows ([`scheduler`]), run the forward pass, register the
 //! blocks that became full, choose tokens. A sequence that has to give its blocks back is computed
 //! again later; because the forward pass is batch invariant and the choice of a token depends on
-//! the sequence alone, nobody can tell from the output.
+//! the sequence alone, the output is the same.
 
 mod ended;
 mod hashes;

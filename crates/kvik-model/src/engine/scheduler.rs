@@ -3,14 +3,14 @@
 //! Policy. There is one budget of token rows. First every sequence that waits for one token gets
 //! its row, oldest first, so that running outputs never stall behind a long prompt. Then prompts
 //! that are partly computed take what is left, oldest first. Then waiting sequences are admitted,
-//! oldest first and only while nobody was preempted in this step: each takes the registered blocks
+//! oldest first and only while no sequence was preempted in this step: each takes the registered blocks
 //! of its prefix and needs free blocks for all its tokens, so that an admission does not cause the
 //! next preemption; KV that came in with its request goes into some of those. Sequences that wait
 //! for credits are passed over. Blocks of ended sequences whose KV is being copied come back soon: an
 //! admission that they are enough for waits. If no block is free for a running sequence, residents
 //! give theirs back, oldest first; then ended sequences, which are not copied then; then a sequence
 //! that waits for credits; then the youngest one, at worst the sequence itself. The oldest sequence with credits can thus always take every block, and
-//! submission refuses what would not fit then: somebody always advances. With memory that is shared
+//! submission refuses what would not fit then: some sequence always advances. With memory that is shared
 //! with other engines, every block means every block that the others leave: the oldest sequence may
 //! have to wait for them.
 

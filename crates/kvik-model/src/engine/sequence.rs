@@ -64,7 +64,7 @@ pub(super) struct Sequence {
 enum Phase {
     Growing,
     Finished,
-    /// Its logits were not finite: nobody is offered its KV.
+    /// Its logits were not finite: its KV is not offered.
     Failed,
 }
 

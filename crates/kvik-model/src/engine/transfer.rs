@@ -2,8 +2,8 @@
 //!
 //! Both go by whole blocks, as bytes that only a backend with the same layout understands. Because of batch
 //! invariance they are the bytes that this engine would have computed, so blocks that came in are registered
-//! like its own. Where they are kept in between is not the engine's business; that they belong to the same
-//! model, layout and tokens is the promise of whoever hands them in. KV that came in by name carries no such
+//! like its own. Where they are kept in between is not the engine's business; the caller that hands them in
+//! promises that they belong to the same model, layout and tokens. KV that came in by name carries no such
 //! promise and never leaves this way.
 
 use std::sync::Arc;
@@ -110,7 +110,7 @@ impl Engine {
     }
 
     /// Copies the KV that came in with the sequence into blocks of its own and drops it, as far as it goes on
-    /// from what the sequence has and blocks can be had without taking them from anybody; the rest is computed.
+    /// from what the sequence has and blocks can be had without a preemption; the rest is computed.
     pub(super) fn load_prefix(&mut self, sequence: &mut Sequence) {
         let Some(prefix) = sequence.take_prefix() else { return };
         for block_idx in sequence.loadable_blocks(prefix.as_ref()) {

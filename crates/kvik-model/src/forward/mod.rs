@@ -101,7 +101,7 @@ pub trait Backend: Send + std::fmt::Debug {
 
     /// Puts keys and values of one layer under the first `kv.n_tokens` tokens of `block_table`.
     ///
-    /// The caller guarantees that the table covers them and that nobody else holds its blocks.
+    /// The caller guarantees that the table covers them and that its blocks have no other holder.
     ///
     /// # Errors
     /// If a tensor has not `n_tokens * n_kv_heads * head_dim` elements; nothing was written then.
@@ -133,7 +133,7 @@ pub trait Backend: Send + std::fmt::Debug {
     /// Writes a block of one layer from the bytes that [`Backend::export_block`] gave under the same
     /// [`Backend::kv_layout`].
     ///
-    /// The caller guarantees that nobody else holds the block.
+    /// The caller guarantees that the block has no other holder.
     ///
     /// # Errors
     /// If there are not exactly [`Backend::block_layer_bytes`] bytes; nothing was written then.

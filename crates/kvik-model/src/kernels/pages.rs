@@ -154,7 +154,7 @@ pub(crate) struct PinnedBlocks<E> {
 struct PageMemory<E> {
     layers: Vec<LayerStorage<Aligned<[E; LANES]>>>,
     shape: PageShape,
-    /// Of each block. Counted up only by who could write the block instead, `&mut KvPages`, and down by anyone.
+    /// Of each block. Only `&mut KvPages`, which could write the block instead, counts up; any thread counts down.
     n_pins: Box<[AtomicU32]>,
 }
 

@@ -17,8 +17,8 @@ pub(crate) struct SharedSlice<'a, T> {
     owner: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: the pointer stands for an exclusive borrow of a slice of `T`; who reads or writes
-// through it promises disjointness at each access.
+// SAFETY: the pointer stands for an exclusive borrow of a slice of `T`; each access
+// through it promises disjointness.
 unsafe impl<T: Send> Send for SharedSlice<'_, T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for SharedSlice<'_, T> {}
@@ -40,7 +40,7 @@ impl<'a, T> SharedSlice<'a, T> {
     #[expect(clippy::mut_from_ref, reason = "that is the purpose; the caller promises disjointness")]
     pub(crate) unsafe fn slice_mut(&self, start: usize, len: usize) -> &mut [T] {
         assert!(start <= self.len && len <= self.len - start, "range outside of the shared slice");
-        // SAFETY: the range is inside the slice; the caller promises that nobody else touches it.
+        // SAFETY: the range is inside the slice; the caller promises that no other thread or result touches it.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(start), len) }
     }
 }

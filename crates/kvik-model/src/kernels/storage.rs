@@ -31,7 +31,7 @@ enum Owner {
 // SAFETY: the pointer stands for a buffer that this value alone reads and writes: its own, or by the promise
 // of `LayerStorage::mapped`.
 unsafe impl<T: Send> Send for LayerStorage<T> {}
-// SAFETY: a shared reference reads; who writes through one promises that no other touches those elements.
+// SAFETY: a shared reference reads; a writer through one promises that no other touches those elements.
 unsafe impl<T: Send + Sync> Sync for LayerStorage<T> {}
 
 impl<T: Copy> LayerStorage<T> {
@@ -74,7 +74,7 @@ impl<T> LayerStorage<T> {
         assert!(start <= self.len && len <= self.len - start, "range outside of the layer");
         // SAFETY: the range is inside of the buffer, which stays while `self` does. All of it can be read:
         // blocks that were handed out are mapped, the guard lies behind the rest. Pages come and go only under
-        // blocks without holders, which are not read. Who writes promises that these are not read.
+        // blocks without holders, which are not read. A writer promises that these are not read.
         unsafe { std::slice::from_raw_parts(self.start.add(start), len) }
     }
 

@@ -1,6 +1,6 @@
 //! The threads that compute a forward pass.
 //!
-//! A parallel section is a closure and a number of chunks; whoever is free claims the next
+//! A parallel section is a closure and a number of chunks; any free thread claims the next
 //! chunk. The caller works too and never waits for a thread that has not started, so a section
 //! costs no more than doing it alone even when the other cores are busy elsewhere. Threads spin
 //! briefly between sections, because the sections of one forward pass follow each other within
@@ -114,7 +114,7 @@ impl ThreadPool {
             std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), Work>(std::ptr::from_ref(work))
         };
         // SAFETY: the previous section is closed and has no members, and `&mut self` keeps a
-        // second section from starting: nobody else accesses `work` now.
+        // second section from starting: no other thread accesses `work` now.
         unsafe { *shared.work.get() = Some(erased) };
         // Relaxed: published by the release store of `state` below.
         shared.n_chunks.store(n_chunks, Ordering::Relaxed);
@@ -130,7 +130,7 @@ impl ThreadPool {
         }
         let outcome = catch_unwind(AssertUnwindSafe(|| shared.claim_chunks(work)));
         if outcome.is_err() {
-            // Nobody starts another chunk of a section that will be reported as failed.
+            // No thread starts another chunk of a section that will be reported as failed.
             shared.next_chunk.store(n_chunks, Ordering::Relaxed);
         }
         shared.state.fetch_and(!OPEN, Ordering::AcqRel);

@@ -1,4 +1,4 @@
-//! Which blocks exist, who holds them and what lies in them.
+//! Which blocks exist, how many holders they have and what lies in them.
 //!
 //! The bookkeeping of paged KV: no memory, no arithmetic. A sequence holds one reference to each
 //! block of its table; sequences with one prefix hold the same blocks. A full block is registered

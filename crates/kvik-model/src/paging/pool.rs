@@ -12,8 +12,8 @@
 //!
 //! A pool grows before it forgets: as long as its memory has blocks to spare, registered content stays.
 //!
-//! Whoever keeps a copy of what is registered elsewhere has the pool write down its changes; applied in
-//! order they give exactly the registered hashes, which the model test checks too.
+//! For a copy elsewhere of what is registered, the pool records its changes; applied in order they give
+//! exactly the registered hashes, which the model test checks too.
 
 mod free_list;
 
@@ -49,11 +49,11 @@ struct Slot {
 #[derive(Debug, Clone, Copy, Default)]
 struct Page {
     n_present: u32,
-    /// Those that somebody holds.
+    /// Those with a holder.
     n_held: u32,
 }
 
-/// A page on which nobody holds a block, while pages are chosen to be given back.
+/// A page without a held block, while pages are chosen to be given back.
 #[derive(Debug, Default)]
 struct IdlePage {
     /// Place of its youngest block in the free list.
@@ -80,7 +80,7 @@ pub struct PoolStats {
     pub n_blocks: usize,
     /// The most blocks that it could have.
     pub limit_blocks: usize,
-    /// Blocks that nobody holds.
+    /// Blocks without a holder.
     pub n_free: usize,
     /// Registered blocks, held or not.
     pub n_registered: usize,
@@ -100,7 +100,7 @@ pub struct BlockPool {
     pages: Vec<Page>,
     n_idle_pages: usize,
     by_hash: HashMap<BlockHash, BlockId>,
-    /// Blocks that nobody holds.
+    /// Blocks without a holder.
     free: FreeList,
     n_evicted: u64,
     n_given_back: u64,
@@ -187,7 +187,7 @@ impl BlockPool {
         n_blocks <= self.n_free()
     }
 
-    /// Tells that nobody needs what [`Self::ensure_free`] or [`Self::allocate`] could not give.
+    /// Tells that what [`Self::ensure_free`] or [`Self::allocate`] could not give is no longer needed.
     pub fn stop_waiting(&mut self) {
         self.memory.stop_waiting();
     }
@@ -197,7 +197,7 @@ impl BlockPool {
         self.memory.take_asked_pages()
     }
 
-    /// Gives back up to `n_pages` pages on which nobody holds a block; returns how many.
+    /// Gives back up to `n_pages` pages without a held block; returns how many.
     ///
     /// Pages whose content was used longest ago go first. Content that hangs on what is lost is forgotten.
     pub fn give_back_pages(&mut self, n_pages: usize) -> usize {
@@ -250,7 +250,7 @@ impl BlockPool {
         }
     }
 
-    /// Number of blocks that nobody holds.
+    /// Number of blocks without a holder.
     pub fn n_free(&self) -> usize {
         self.free.n_blocks()
     }
@@ -355,9 +355,9 @@ impl BlockPool {
 
     /// Registers a full block that its holder has computed.
     ///
-    /// Returns the block that holds this content from now on. Where that is another one, computed
-    /// by somebody else in the meantime, the caller's reference has moved to it; the content is
-    /// the same to the bit. A block whose parent is not registered is not registered either.
+    /// Returns the block that holds this content from now on. Where that is another one, computed by
+    /// another sequence in the meantime, the caller's reference has moved to it; the content is the same
+    /// to the bit. A block whose parent is not registered is not registered either.
     pub fn register(
         &mut self,
         block: BlockId,
@@ -390,7 +390,7 @@ impl BlockPool {
         block
     }
 
-    /// Forgets the content of every block that nobody holds.
+    /// Forgets the content of every block without a holder.
     pub fn forget_free(&mut self) {
         let mut next = self.free.oldest();
         while let Some(block) = next {
@@ -479,7 +479,7 @@ impl BlockPool {
         BlockChange { hash: content.hash, parent: parent.map(|parent| parent.hash), is_registered: true }
     }
 
-    /// Forgets the content of every free block whose parent is forgotten: nobody can find it any more.
+    /// Forgets the content of every free block whose parent is forgotten: no lookup can find it any more.
     fn forget_orphans(&mut self) {
         // A parent is younger than its children, so one walk from the youngest on sees parents first.
         let mut next = self.free.youngest();

@@ -139,7 +139,7 @@ fn only_what_lies_behind_the_blocks_of_the_pool_is_loaded_and_then_lies_there_to
     collect(events, &mut outputs);
     collect(engine.run_until_idle().unwrap(), &mut outputs);
     assert_as_alone(&model, &greedy(&long, 4), &only(outputs));
-    // Nothing is held, and who comes next finds it.
+    // Nothing is held, and the next request finds it.
     assert_eq!((engine.pool_stats().n_free, matched_tokens(&engine, &long)), (n_free, 64));
     submit_from(&mut engine, greedy(&long, 4), shelf.prefix(&long, 0));
     let again = only(run(&mut engine));
@@ -190,7 +190,7 @@ fn as_many_blocks_are_loaded_as_there_is_room_for_and_the_rest_is_computed() {
     let long = tokens(80, 1);
     let shelf = shelf_of(&model, &long);
     let mut engine = engine(&model, 6, EngineOptions::default());
-    // Waits for its client and holds three blocks of the six; nobody is preempted for what can be computed.
+    // Waits for its client and holds three blocks of the six; no sequence is preempted for what can be computed.
     let paused = greedy(&tokens(40, 5), 6);
     let options = SubmitOptions { credits: Some(1), ..SubmitOptions::default() };
     let paused_id = engine.submit_with(paused.clone(), options).unwrap();
@@ -295,7 +295,7 @@ fn blocks_behind_kv_that_came_by_name_are_neither_loaded_nor_offered() {
     assert_ne!(id, id_again);
     assert_eq!(shelf.take_offers(), []);
     assert_eq!(matched_tokens(&engine, &long), 0);
-    // A resident that the pool reaches beyond taints nobody.
+    // A resident that the pool reaches beyond taints no request.
     engine.forget_resident("a");
     engine.submit(greedy(&long, 1)).unwrap();
     run(&mut engine);

@@ -1,4 +1,4 @@
-//! KV that leaves an engine by blocks and comes into another: nobody can tell from the outputs.
+//! KV that leaves an engine by blocks and comes into another: the outputs do not change.
 
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 

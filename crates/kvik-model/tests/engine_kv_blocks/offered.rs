@@ -1,4 +1,4 @@
-//! Blocks that are offered to whoever keeps them.
+//! Blocks that are offered to a sink.
 
 use kvik_model::{EngineEvent, EngineOptions, GenerateRequest};
 use kvik_types::Dtype;

@@ -1,4 +1,4 @@
-//! Reading msgpack from bytes that nobody vouches for.
+//! Reading msgpack from untrusted bytes.
 
 use rmp::Marker;
 

@@ -1,4 +1,4 @@
-//! Reading frames from bytes that nobody vouches for.
+//! Reading frames from untrusted bytes.
 
 use kvik_types::BlockHash;
 

@@ -4,7 +4,7 @@
 //!
 //! | frame | says |
 //! |---|---|
-//! | [`Hello`] | first of all: who the worker is, and how its block keys are made |
+//! | [`Hello`] | first of all: the worker, and how its block keys are made |
 //! | [`SnapshotPart`] | blocks that are held now; any number of them, also none |
 //! | [`Frame::SnapshotEnd`] | the snapshot is whole, and which batch is the next |
 //! | [`KvBatch`] | what changed, numbered without gaps from 0 on within an epoch |
@@ -99,7 +99,7 @@ pub struct BlockGroup {
     pub root: BlockHash,
 }
 
-/// Who speaks.
+/// The worker that sends the stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {
     /// The worker's id.
@@ -169,7 +169,7 @@ pub enum KvChange {
 /// One frame of the stream.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Frame {
-    /// Who speaks.
+    /// The worker that sends the stream.
     Hello(Hello),
     /// Some of what is held.
     SnapshotPart(SnapshotPart),

@@ -10,7 +10,7 @@ use crate::worker::Sampling;
 /// One message of a conversation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ChatMessage {
-    /// Who speaks.
+    /// The role of its author.
     pub role: String,
     /// What is said.
     #[serde(default)]
@@ -86,7 +86,7 @@ pub struct ChatRequest {
     /// Spoken output; not honored.
     #[serde(default)]
     pub audio: Option<Value>,
-    /// Who asks; a routing key.
+    /// The end user; a routing key.
     #[serde(default)]
     pub user: Option<String>,
     /// Extension: whether the prompt ends with the start of the answer. Default: true.
@@ -185,7 +185,7 @@ pub struct ChatChunkChoice {
 /// New parts of a message.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChatDelta {
-    /// Who speaks; in the first chunk of an output.
+    /// The role of the author; in the first chunk of an output.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub role: Option<String>,
     /// Text.

@@ -58,7 +58,7 @@ pub struct CompletionRequest {
     /// Changes of single logits; not honored.
     #[serde(default)]
     pub logit_bias: Option<serde_json::Value>,
-    /// Who asks; a routing key.
+    /// The end user; a routing key.
     #[serde(default)]
     pub user: Option<String>,
     /// Extension: whether text prompts get the special tokens that the tokenizer adds. Default: true.

@@ -20,7 +20,7 @@ pub struct ModelCard {
     pub object: String,
     /// Unix time, in seconds, since when it is served.
     pub created: u64,
-    /// Who serves it.
+    /// Its owner.
     pub owned_by: String,
     /// Extension: longest sequence, prompt and output together, in tokens.
     #[serde(default, skip_serializing_if = "Option::is_none")]

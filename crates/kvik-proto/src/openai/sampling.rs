@@ -16,8 +16,8 @@ pub enum Stop {
 
 /// How tokens are chosen and when an output ends, field by field beside the others of a request.
 ///
-/// A part of requests by `flatten`. An error in a flattened part does not know its field: who has to
-/// name it reads the part for itself.
+/// A part of requests by `flatten`. An error in a flattened part does not know its field: a caller that
+/// has to name it reads the part for itself.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct SamplingFields {

@@ -227,7 +227,7 @@ fn blame<C: Serialize + DeserializeOwned>(
     for (field, (value, origin)) in fields {
         if let Err(reason) = try_alone::<C>(default, field, value) {
             let is_list = get_path(default, field).is_some_and(|value| value.is_array() || value.is_object());
-            // A list may be one of secrets, whoever put which value where.
+            // A list may hold secrets, at any place.
             let shown = match value {
                 _ if is_secret::<C>(default, field) => Value::String(HIDDEN.to_owned()),
                 value if is_list => masked(value),

@@ -91,7 +91,7 @@ fn an_unknown_field_is_refused_with_the_known_ones() {
 }
 
 #[test]
-fn a_section_that_nobody_has_is_refused_with_those_that_there_are() {
+fn an_unknown_section_is_refused_with_those_that_there_are() {
     let check = |yaml: &str| sources(yaml, &[], Value::Null).check_sections(&["example", "other"]);
     for sound in ["{}", "example: {}", "other: {port: 1}\nexample: null"] {
         check(sound).unwrap();

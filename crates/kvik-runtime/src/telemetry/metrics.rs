@@ -38,7 +38,7 @@ pub fn start_metrics() -> Result<()> {
 }
 
 /// Folds collected samples together every few seconds until everything stops; without it they pile
-/// up in memory while nobody asks for them.
+/// up in memory while they are not scraped.
 pub fn maintain_metrics(shutdown: &Shutdown) {
     let stopping = shutdown.clone();
     shutdown.spawn(async move {

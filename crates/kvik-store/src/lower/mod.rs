@@ -30,7 +30,7 @@ pub(crate) struct Lower {
 
 /// What the reading threads do.
 pub(crate) enum ReadJob {
-    /// Reads a chunk, if anybody still waits for it.
+    /// Reads a chunk, if it still has a waiter.
     Load(Weak<Flight>),
     /// Does something else with the tier.
     Task(Task),
@@ -66,7 +66,7 @@ impl Lower {
     }
 }
 
-/// Ends the queues of a tier if a thread that works on them panics: who waits is answered, and nothing more
+/// Ends the queues of a tier if a thread that works on them panics: waiters are answered, and nothing more
 /// is queued.
 pub(crate) struct QueueGuard<'a>(pub(crate) &'a Lower);
 

@@ -1,4 +1,4 @@
-//! A queue that is bounded in bytes and never waited for by who fills it.
+//! A queue that is bounded in bytes and never blocks its producer.
 
 use std::collections::VecDeque;
 

@@ -156,7 +156,7 @@ impl PolicyKind {
 
     /// Builds the policy for a cache of about that many blocks.
     ///
-    /// The capacity scales queues and memory of evicted blocks; it is the caller who enforces it.
+    /// The capacity scales queues and memory of evicted blocks; the caller enforces it.
     pub fn build(self, capacity_blocks: usize) -> Box<dyn Policy> {
         match self {
             Self::Lru => Box::new(LruPolicy::new()),

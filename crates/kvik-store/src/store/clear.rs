@@ -1,4 +1,4 @@
-//! Chunks that go because somebody said so.
+//! Chunks that are removed on request.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -36,8 +36,8 @@ pub struct Cleared {
 }
 
 impl Store {
-    /// Removes chunks, pinned ones included. Who leases them keeps the bytes; nobody else finds them when
-    /// this returns.
+    /// Removes chunks, pinned ones included. A lease on them keeps the bytes; once this
+    /// returns, no lookup finds them.
     ///
     /// Reads and writes of the namespace that are under way are not published. Of a remote tier, which knows
     /// no list of its keys, a chain is removed whole, and of everything else what local tiers know. A lower
@@ -61,7 +61,7 @@ impl Store {
             cleared.chunks.insert(0, (core.kind_of(*tier), n_chunks));
         }
         if tiers.iter().any(|tier| core.lower(*tier).is_some_and(|lower| !lower.is_local())) {
-            // Meanwhile somebody may have read from a remote tier what was not removed yet.
+            // Meanwhile a reader may have read from a remote tier what was not removed yet.
             core.begin_generation(clear.chain.as_ref(), namespace);
             for tier in tiers.iter().filter(|tier| core.residents(**tier).is_some()) {
                 match &clear.chain {

@@ -28,7 +28,7 @@ pub struct Lookup {
     pub tokens_by_tier: Vec<(TierKind, usize)>,
 }
 
-/// Keeps what is found for who waits until all is asked.
+/// Keeps what is found for the waiter until all tiers were asked.
 struct Collect {
     more: Arc<Mutex<Vec<TierRanks>>>,
     all_ranks: u64,
@@ -48,7 +48,7 @@ impl Store {
         core.sum_up(chain, &found)
     }
 
-    /// Says how much of a chain memory and local tiers have. Nobody is asked and nothing waits.
+    /// Says how much of a chain memory and local tiers have. Does no I/O and does not wait.
     pub fn lookup_local(&self, chain: &Chain) -> Lookup {
         let core = self.core();
         core.counters.add(Counter::Lookups, 1);

@@ -1,4 +1,4 @@
-//! Chunks that change their tier because somebody said so.
+//! Chunks that change their tier on request.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -1,4 +1,4 @@
-//! What the tiers have, for who keeps a copy of it.
+//! What the tiers have, for observers that keep a copy of it.
 
 use std::sync::Arc;
 

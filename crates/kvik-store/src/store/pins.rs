@@ -1,4 +1,4 @@
-//! Chunks that stay in memory because somebody said so.
+//! Chunks that stay in memory on request.
 
 use std::sync::Arc;
 

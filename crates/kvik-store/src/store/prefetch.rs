@@ -17,8 +17,8 @@ use crate::gather::{Cell, Gather};
 use crate::residents::ResidentPin;
 use crate::tiers::{MAX_TIERS, RAM, TierIdx, TierRanks};
 
-/// A retrieve that is under way. Dropping it gives up the reads that have not begun and that nobody else
-/// waits for.
+/// A retrieve that is under way. Dropping it gives up the reads that have not begun and that have no other
+/// waiter.
 #[derive(Debug)]
 pub struct Prefetch {
     core: Arc<Core>,
@@ -68,7 +68,7 @@ impl Store {
 
     /// Leases what is in memory of a chain from `first_chunk` on, and starts to read the rest.
     ///
-    /// Chunks that nobody is known to have are asked of the remote tiers, in the background.
+    /// Chunks that no tier is known to have are asked of the remote tiers, in the background.
     pub fn prefetch(&self, chain: &Chain, first_chunk: usize) -> Prefetch {
         Prefetch::start(self.core(), chain, first_chunk, Purpose::Use)
     }
@@ -104,8 +104,8 @@ impl Prefetch {
     }
 
     /// Calls `callback` once when nothing more will arrive or is waited for: at once if that is so, and
-    /// otherwise on a thread of the store, which it must not hold up. A prefetch that is dropped before calls
-    /// nobody.
+    /// otherwise on a thread of the store, which it must not hold up. If the prefetch is dropped before,
+    /// `callback` is not called.
     pub fn on_done(&self, callback: impl FnOnce() + Send + 'static) {
         self.gather.on_done(Box::new(callback));
     }
@@ -156,8 +156,8 @@ impl Drop for Search {
     }
 }
 
-/// Leases and starts to read the chunks of a range, up to the first that nobody is known to have, which it
-/// returns. `found` says what remote tiers have of each chunk of the range.
+/// Leases and starts to read the chunks of a range, up to the first that no tier is known to have, which
+/// it returns. `found` says what remote tiers have of each chunk of the range.
 fn plan(
     core: &Arc<Core>,
     gather: &Arc<Gather>,

@@ -79,7 +79,7 @@ impl Core {
     /// Makes what flights brought, in the order of their chain, resident as far as that is worth it.
     ///
     /// A chunk that arrived before its parent was kept is found by its parent's thread only as long as
-    /// somebody holds it; who has them all holds them.
+    /// its flight is held; the caller holds them all.
     pub(crate) fn keep_all(self: &Arc<Self>, flights: &[Arc<Flight>]) {
         for flight in flights {
             if let Some(FlightEnd::Arrived { lease, .. }) = flight.ended() {

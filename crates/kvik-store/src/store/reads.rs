@@ -46,8 +46,8 @@ impl Core {
         flight.end(&FlightEnd::Lost);
     }
 
-    /// Reads what flights want. The batch they came in leaves the queue before anybody hears of them: who
-    /// has its chunks and asks for the next finds room for as many.
+    /// Reads what flights want. The batch they came in leaves the queue before the waiters wake: a waiter
+    /// that asks for the next chunks finds room for as many.
     fn load(self: &Arc<Self>, lower: &Lower, flights: Vec<Arc<Flight>>, batch: Batch<'_, ReadJob>) {
         let mut loads: Vec<(Started, Slot)> = Vec::with_capacity(flights.len());
         for flight in flights {
@@ -93,7 +93,7 @@ impl Core {
             return;
         }
         let lease = slot.freeze();
-        // Before anybody hears of it, so that who comes next finds it in memory.
+        // Before the waiters wake, so that the next reader finds it in memory.
         self.keep_one(flight, &lease);
         flight.end(&FlightEnd::Arrived { lease, tier: lower.kind });
         // And after: its parent, or a child that came first, may have been kept in between.

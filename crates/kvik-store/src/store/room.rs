@@ -48,7 +48,7 @@ impl Core {
         n_evicted
     }
 
-    /// Takes a chunk out of sight; who leases it keeps it. The caller has locked the residents of memory.
+    /// Takes a chunk out of sight; a lease keeps it. The caller has locked the residents of memory.
     pub(crate) fn unpublish(&self, id: BlockId) -> bool {
         let was_there = self.directory.update_known(id, |hash, entry| {
             let ranks = std::mem::take(&mut entry.ranks[RAM]);

@@ -42,7 +42,7 @@ pub struct StoreStats {
     /// Chunks that left each local tier for others.
     pub evicted_chunks: Vec<(TierKind, u64)>,
     /// Payloads that each tier had under the right name for other tokens, so that they were not given out:
-    /// names that somebody made to collide, or another digest key.
+    /// names that were made to collide, or another digest key.
     pub token_mismatches: Vec<(TierKind, u64)>,
     /// Payloads from lower tiers that stayed in memory.
     pub n_promoted: u64,
@@ -96,7 +96,7 @@ impl Store {
         }
     }
 
-    /// Every tier with its counts and state, memory first, without asking anybody.
+    /// Every tier with its counts and state, memory first, without I/O.
     pub fn health(&self) -> Vec<(TierKind, TierStat)> {
         let core = self.core();
         let mut tiers = vec![(TierKind::Ram, core.ram.stat())];

@@ -23,7 +23,7 @@ pub(crate) trait SurveyVisitor: Send {
 /// A question about a range of chunks.
 ///
 /// It is asked in groups of 1, 2, 4 ... chunks, each of all remote tiers that are needed for it, and ends with
-/// the first group that has a hole: what lies behind a hole cannot be used. So a prompt that nobody has costs
+/// the first group that has a hole: what lies behind a hole cannot be used. So a prompt that no tier has costs
 /// one request for its first chunk, and one that is there costs a few.
 pub(crate) struct Survey {
     chain: Chain,

@@ -76,7 +76,7 @@ impl Threads {
         let live_thread = LiveThread::new(&self.live);
         let core = Arc::clone(&self.core);
         let handle = thread::Builder::new().name(name.clone()).spawn(move || {
-            // The core goes first: who waits for the threads may open the same tiers next.
+            // The core goes first: a caller that waits for the threads may open the same tiers next.
             let _live_thread = live_thread;
             let core = core;
             work(&core);

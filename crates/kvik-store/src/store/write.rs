@@ -45,7 +45,7 @@ pub enum Commit {
 
 /// Memory for what one rank holds of one chunk.
 ///
-/// The bytes are undefined at first: the writer fills all of them. Nobody sees them before
+/// The bytes are undefined at first: the writer fills all of them. No reader sees them before
 /// [`ChunkWriter::commit`]; dropping the writer without it leaves nothing behind.
 #[derive(Debug)]
 pub struct ChunkWriter {

@@ -1,4 +1,4 @@
-//! Clearing: what is gone is gone for everybody who comes after.
+//! Clearing: what was removed is found by no later reader.
 
 use kvik_store::{Clear, Commit, Write};
 use kvik_tier::TierKind;

@@ -170,7 +170,7 @@ fn a_tier_that_panics_is_off_and_the_rest_goes_on() {
     let other = chain_of(&store, 2, 3);
     assert_eq!(store_chain(&store, &other), 3);
     assert_eq!(retrieve_all(&store, &other), 3);
-    assert_eq!(store.stats().n_timeouts, 0, "nobody waited for nothing");
+    assert_eq!(store.stats().n_timeouts, 0, "no caller waited in vain");
 }
 
 impl Tier for Panicking {

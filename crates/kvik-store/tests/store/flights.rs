@@ -22,7 +22,7 @@ fn with_cold_chain(setup: Setup, n_chunks: usize) -> (Store, Arc<TestTier>, kvik
 }
 
 #[test]
-fn one_read_serves_all_who_wait_for_it() {
+fn one_read_serves_all_waiters() {
     let (store, nvme, chain) = with_cold_chain(Setup::new(64), 4);
     nvme.gets.close();
     std::thread::scope(|scope| {

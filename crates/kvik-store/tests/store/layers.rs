@@ -179,7 +179,7 @@ fn a_chunk_of_which_a_layer_did_not_come_does_not_stay() {
 }
 
 #[test]
-fn memory_for_staying_is_given_to_the_reader_who_needs_it() {
+fn memory_for_staying_is_given_to_the_reader_that_needs_it() {
     // Chunk 0 takes two slots, staying six more, and two layers at a time twelve.
     let (store, _, _, chain) = mixed(Setup::new(16).with(|options| options.read_ahead_layers = 0));
     let mut reader = store.retrieve_layers(&chain, 0);

@@ -56,7 +56,7 @@ struct Log {
 }
 
 #[test]
-fn after_a_restart_the_oldest_that_nobody_asked_for_leave_first() {
+fn after_a_restart_the_oldest_unused_chunks_leave_first() {
     let nvme = TestTier::on(TierKind::Nvme, MapTier::with_capacity_bytes(12 * PAYLOAD_BYTES as u64));
     fill(&nvme, 0..4, 3);
     let plain = Setup::new(1).open();

@@ -51,7 +51,7 @@ fn a_queue_that_is_full_drops_writes_and_counts_them() {
         .open();
     nvme.puts.close();
     let chain = chain_of(&store, 1, 16);
-    assert_eq!(store_chain(&store, &chain), 16, "nobody waits for the queue");
+    assert_eq!(store_chain(&store, &chain), 16, "no caller waits for the queue");
     assert_eq!(store.queues()[0].write_bytes, 4 * PAYLOAD_BYTES as u64);
     assert_eq!(store.stats().dropped_writes, [(TierKind::Nvme, 12)]);
     nvme.puts.open();

@@ -59,8 +59,8 @@ impl Committed {
         (n_granules * u64::from(GRANULE_UNITS)).min(u64::from(self.n_units)) * UNIT_BYTES as u64
     }
 
-    /// Who sees the bit also sees the pages: the kernel has put them there before it was set, and the pairing
-    /// of release and acquire orders the two threads.
+    /// A thread that sees the bit also sees the pages: the kernel has put them there before it was set, and
+    /// the pairing of release and acquire orders the two threads.
     fn is_committed(&self, granule: u32) -> bool {
         self.word(granule).load(Ordering::Acquire) & bit(granule) != 0
     }

@@ -5,8 +5,8 @@
 //! there is anything free at all. Of all spans whose holes are long enough together, the one with the least
 //! to move is cleared.
 //!
-//! What may be moved is what nobody leases. The holes of a span are taken first, so that nobody else is given
-//! them, and its extents are dissolved, so that a slot can be treated as any other run.
+//! Only chunks without a reader's lease are moved. The holes of a span are taken first, so that no other
+//! caller gets them, and its extents are dissolved, so that a slot can be treated as any other run.
 
 use std::ptr;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use super::buddy::joined;
 use super::run::Run;
 use super::slot::{Home, Lease};
 
-/// How often a span is looked for: somebody may lease what was to be moved.
+/// How often a span is looked for: a reader may lease a chunk that was to be moved.
 const MAX_ATTEMPTS: usize = 4;
 
 /// The most units that are moved for one that is needed.
@@ -26,7 +26,7 @@ const MAX_ATTEMPTS: usize = 4;
 /// since not all of them can be fuller than the average.
 const MAX_MOVED_FOR_ONE: u32 = 8;
 
-/// Who has chunks in an arena and can let them be moved.
+/// The owners of the chunks in an arena, which can let them be moved.
 pub(crate) trait Tenants {
     /// Names a chunk.
     type Name: Copy;
@@ -34,12 +34,12 @@ pub(crate) trait Tenants {
     /// Calls `visit` with every chunk of the tenants.
     fn visit(&self, visit: &mut dyn FnMut(Self::Name, &Lease));
 
-    /// Calls `act` with the lease of a chunk while nobody can find it; returns what `act` returns, and
+    /// Calls `act` with the lease of a chunk while no lookup can find it; returns what `act` returns, and
     /// `false` if the chunk is gone.
     fn with_lease(&self, name: Self::Name, act: &mut dyn FnMut(&mut Lease) -> bool) -> bool;
 }
 
-/// Nobody: only what is free is joined.
+/// No owner: only free runs are joined.
 pub(super) struct NoTenants;
 
 /// What was moved since the arena was made.
@@ -53,7 +53,7 @@ pub(super) struct Moved {
 #[derive(Clone, Copy, Debug)]
 struct Piece<N> {
     run: Run,
-    /// Whose it is; nobody's if it is a hole.
+    /// The chunk's owner; none for a hole.
     tenant: Option<N>,
 }
 
@@ -82,7 +82,7 @@ impl Shared {
         None
     }
 
-    /// Slides the chunks of a span together; `None` if somebody was in the way.
+    /// Slides the chunks of a span together; `None` if one of them could not be moved.
     fn clear_span<T: Tenants>(
         self: &Arc<Self>,
         span: Run,

@@ -30,8 +30,8 @@ pub(super) struct Mapping {
     is_huge: bool,
 }
 
-// SAFETY: the mapping is plain memory that belongs to no thread. It hands out addresses, no references; who
-// makes references of them, `Held` alone, upholds their rules.
+// SAFETY: the mapping is plain memory that belongs to no thread. It hands out addresses, no references;
+// only `Held` makes references of them, and upholds their rules.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; no method changes the mapping itself.
 unsafe impl Sync for Mapping {}
@@ -164,7 +164,7 @@ fn map_aligned(file: &OwnedFd, n_bytes: usize) -> rustix::io::Result<NonNull<u8>
     let head_bytes = reserved.cast::<u8>().align_offset(HUGE_PAGE_BYTES);
     let start = reserved.wrapping_byte_add(head_bytes);
     let protection = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: the range lies inside of the reservation just made, which nobody else knows.
+    // SAFETY: the range lies inside of the reservation just made, which no other code knows.
     let mapped = unsafe { mmap(start, n_bytes, protection, MapFlags::SHARED | MapFlags::FIXED, file, 0) };
     let margins = match mapped {
         Ok(_) => [(reserved, head_bytes), (start.wrapping_byte_add(n_bytes), HUGE_PAGE_BYTES - head_bytes)],

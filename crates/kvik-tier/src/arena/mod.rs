@@ -1,9 +1,9 @@
 //! Memory for chunks: one reservation that is divided into slots.
 //!
 //! The arena is a memory file of fixed size that is mapped once. [`Arena::allocate`] hands out a [`Slot`],
-//! which has one owner who writes it, and who then freezes it into a [`Lease`], which many read. Both give
-//! their memory back when they are dropped, and both keep the arena: there is no way to free twice or to
-//! read what was freed.
+//! which has one owner. The owner writes it, then freezes it into a [`Lease`], which has many readers.
+//! Both give their memory back when they are dropped, and both keep the arena: there is no double free and
+//! no use after free.
 //!
 //! # Memory
 //!
@@ -11,8 +11,8 @@
 //! needs it, and kept. A machine that has none left makes [`Arena::allocate`] answer `None`, as a full arena
 //! does: the memory is asked for with a call that can fail and never by touching a page. Huge pages are
 //! reserved at the start as well, so that their lack is an error or a fallback there. (A kernel that
-//! overcommits may end a process before it says no. Whoever cannot have that takes all memory at the start:
-//! [`Commitment::AtStart`].)
+//! overcommits may end a process before an allocation fails. [`Commitment::AtStart`] avoids that: it takes
+//! all memory at the start.)
 //!
 //! The memory file can be handed to other processes. They must not write to it.
 
@@ -152,7 +152,7 @@ struct Shared {
     /// Taken after the lock of a slab, never before it.
     buddy: Mutex<Buddy>,
     slabs: Slabs,
-    /// Held by who moves chunks. Taken before any other lock of the arena or its tenants.
+    /// Held while chunks are moved. Taken before any other lock of the arena or its tenants.
     compaction: Mutex<()>,
     moved: Moved,
     n_refusals: AtomicU64,
@@ -226,8 +226,7 @@ impl Arena {
         self.allocate_among(n_bytes, &NoTenants)
     }
 
-    /// As [`Self::allocate`], and moves chunks of `tenants` that nobody leases if that gives a run that is
-    /// long enough.
+    /// As [`Self::allocate`], and moves unleased chunks of `tenants` if that gives a run that is long enough.
     pub(crate) fn allocate_among<T: Tenants>(&self, n_bytes: usize, tenants: &T) -> Option<Slot> {
         let n_units = units_for(n_bytes)?;
         let shared = &self.shared;
@@ -266,7 +265,7 @@ impl Arena {
 
     /// The memory file, for processes that read leases at their offsets.
     ///
-    /// Its size is sealed. Who gets it must not write to it and must not punch holes into it.
+    /// Its size is sealed. A process that gets it must not write to it and must not punch holes into it.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.shared.mapping.as_fd()
     }
@@ -312,7 +311,7 @@ impl Shared {
             return None;
         }
         let _alone = self.compaction.lock();
-        // Who was here before may have made room for more than one.
+        // The previous holder of the lock may have made room for more than one.
         if let Some(taken) = self.take(n_units) {
             return Some(taken);
         }
@@ -340,7 +339,7 @@ impl Shared {
         }
     }
 
-    /// Units that nobody has, also those in extents. Not exact while others take and give.
+    /// Free units, also those in extents. Not exact while other threads take and give.
     fn n_free_units(&self) -> u32 {
         let n_idle_units = self.slab_stat().n_idle_units;
         self.buddy.lock().n_free_units().saturating_add(n_idle_units)

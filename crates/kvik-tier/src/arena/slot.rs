@@ -1,4 +1,4 @@
-//! Memory of the arena in somebody's hands.
+//! Memory of the arena that is in use: slots and leases.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -17,7 +17,7 @@ use super::slabs::SlabId;
 /// readable by many.
 pub struct Slot(Held);
 
-/// Memory of an arena that any number of readers hold, and nobody writes.
+/// Memory of an arena that any number of readers hold, and no writer.
 ///
 /// A clone is cheap. The memory returns to the arena when the last clone is dropped.
 #[derive(Clone)]
@@ -108,13 +108,13 @@ impl Lease {
         self.0.bytes()
     }
 
-    /// The run, if nobody else has a clone now and it lies in this arena.
+    /// The run, if this is the only clone now and it lies in this arena.
     pub(super) fn movable_run(&self, shared: &Arc<Shared>) -> Option<Run> {
         let is_movable = Arc::strong_count(&self.0) == 1 && Arc::ptr_eq(&self.0.shared, shared);
         is_movable.then_some(self.0.run)
     }
 
-    /// What is leased, if nobody else has a clone.
+    /// What is leased, if this is the only clone.
     pub(super) fn exclusive(&mut self) -> Option<&mut Held> {
         Arc::get_mut(&mut self.0)
     }
@@ -146,9 +146,8 @@ impl Held {
         let start = self.shared.mapping.at(self.run.byte_range().start);
         // SAFETY: the run lies inside of the mapping, which `shared` keeps; its memory is committed, so it is
         // readable, and bytes of a memory file are always initialized. The allocator hands out a unit once
-        // until it is given back, which only the drop of this value does, so whoever writes these bytes
-        // borrows this value mutably, which the returned borrow excludes. A run changes only through such a
-        // borrow as well.
+        // until it is given back, which only the drop of this value does, so a writer of these bytes borrows
+        // this value mutably, which the returned borrow excludes. A run, too, changes only through such a borrow.
         unsafe { slice::from_raw_parts(start.as_ptr(), self.run.n_bytes()) }
     }
 

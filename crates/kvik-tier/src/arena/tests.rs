@@ -157,8 +157,8 @@ fn what_could_not_be_populated_is_tried_again() {
 fn memory_that_the_kernel_does_not_have_is_no_room_and_no_crash() {
     let arena = arena(2 * 512);
     let empty = rustix::fs::memfd_create("kvik-empty", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
-    // SAFETY: nothing was allocated yet, so nobody refers to what is replaced; it is unmapped with the arena.
-    // Whoever touched it would be killed, as by a huge page that is missing.
+    // SAFETY: nothing was allocated yet, so there are no references into what is replaced; it is unmapped
+    // with the arena. A thread that touched it would be killed, as by a huge page that is missing.
     unsafe {
         use rustix::mm::{MapFlags, ProtFlags, mmap};
         let granule = arena.shared.mapping.at(2 << 20).as_ptr().cast();
@@ -249,7 +249,7 @@ fn a_size_that_is_asked_for_often_gets_extents_and_gives_them_back() {
 fn runs_of_an_odd_length_lie_side_by_side() {
     let mut buddy = Buddy::new(1000);
     let starts: Vec<u32> = std::iter::from_fn(|| buddy.take(33)).map(|run| run.start).collect();
-    // The last ones may lie across blocks, where they are found by whoever joins free runs.
+    // The last ones may lie across blocks; only a search that joins free runs finds them.
     assert!(starts.len() >= 28, "{}", starts.len());
     assert!(starts.iter().zip(0..).all(|(start, idx)| *start == 33 * idx), "{starts:?}");
     assert_eq!(buddy.free_runs().len(), 1);
@@ -284,7 +284,7 @@ fn slots_of_a_dissolved_extent_come_back() {
     assert!(arena.allocate(64 * 64 * UNIT_BYTES).is_some());
 }
 
-/// Tenants who have put a chunk elsewhere by the time it is to be moved.
+/// Tenants that have put a chunk elsewhere by the time it is to be moved.
 struct RestlessTenants {
     leases: Mutex<[Lease; 2]>,
 }

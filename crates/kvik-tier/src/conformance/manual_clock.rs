@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 use crate::decorator::Clock;
 
-/// A clock that stands still until it is told to go on, or until somebody pauses.
+/// A clock that stands still until [`ManualClock::advance`] or a pause moves it.
 #[derive(Debug)]
 pub struct ManualClock {
     now: Mutex<Instant>,

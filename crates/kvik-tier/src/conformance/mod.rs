@@ -33,7 +33,7 @@ use crate::tier::Tier;
 /// What a kind of tier can do and others cannot.
 #[derive(Debug, Clone, Copy)]
 pub struct Traits {
-    /// Whether it knows its keys without asking anybody. Default: yes.
+    /// Whether it knows its keys without I/O. Default: yes.
     pub knows_keys: bool,
     /// Whether `stat` has counts. Default: yes.
     pub knows_counts: bool,

@@ -32,7 +32,7 @@ pub struct BreakerOptions {
 /// Stops asking a tier that fails, and tries it again later.
 ///
 /// While it is open, items are `Skipped` and calls that have no such outcome fail with a transient error. Keys
-/// that the tier knows without asking anybody can still be visited.
+/// that the tier knows without I/O can still be visited.
 #[derive(Debug)]
 pub struct Breaker<T> {
     inner: T,

@@ -22,7 +22,7 @@ pub struct ThrottledOptions {
     pub max_calls: usize,
 }
 
-/// Skips what is over a bound, and never lets anybody wait.
+/// Skips what is over a bound, and never blocks the caller.
 ///
 /// Bytes come from a bucket that fills with time. A chunk is let through while there is any byte in the bucket, and
 /// may leave it in debt: so one that is larger than the bucket gets through, and is paid for by those after it.

@@ -29,7 +29,7 @@ pub(crate) struct SegmentFile {
     n_synced_writes: AtomicU64,
 }
 
-/// Files that hold nothing anybody needs.
+/// Files that are free for a new segment.
 #[derive(Debug, Default)]
 pub(crate) struct FreeFiles {
     files: Mutex<Vec<Arc<SegmentFile>>>,
@@ -103,7 +103,7 @@ impl SegmentFile {
 
     /// Notes that a write begins.
     ///
-    /// Relaxed: whoever syncs what somebody else wrote learns of that write through the lock of the log.
+    /// Relaxed: a thread that syncs another thread's write learns of that write through the lock of the log.
     pub(crate) fn begin_write(&self) {
         self.n_writes.fetch_add(1, Ordering::Relaxed);
     }
@@ -124,7 +124,7 @@ impl SegmentFile {
     }
 }
 
-/// Numbers of the segment files in a directory; other files are nobody's business.
+/// Numbers of the segment files in a directory; other files are ignored.
 pub(crate) fn list(dir: &Path) -> io::Result<Vec<u32>> {
     let mut numbers = Vec::new();
     for entry in fs::read_dir(dir)? {

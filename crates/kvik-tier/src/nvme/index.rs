@@ -83,7 +83,7 @@ impl Index {
         }
     }
 
-    /// Takes a chunk out; returns what `number` gives while nobody else can place it again.
+    /// Takes a chunk out; returns what `number` gives while no other thread can place it again.
     pub(crate) fn remove<T>(&self, key: &ChunkKey, number: impl FnOnce() -> T) -> Option<T> {
         let mut shard = self.shard(key).lock();
         let location = shard.remove(key)?;

@@ -96,8 +96,7 @@ impl Log {
     /// Writes a batch: its header, and behind it the slices, which are whole blocks in all.
     ///
     /// Header and chunks are under way at the same time. Either may survive without the other: chunks
-    /// without a header are never looked for, and a header without its chunks is found out by whoever
-    /// verifies what it reads.
+    /// without a header are never looked for, and a header without its chunks is found by a verifying reader.
     pub(crate) fn write<'a>(&self, reservation: &'a Reservation, slices: &[&'a [u8]]) -> io::Result<()> {
         let file = &reservation.segment.file;
         let header = BatchHeader {
@@ -182,7 +181,7 @@ impl Log {
             let Some(idle) = state.sealing.iter_mut().find(|open| open.n_writers == 0) else {
                 return;
             };
-            // Whoever looks next sees a segment with a writer: this thread.
+            // The next search sees a segment with a writer: this thread.
             idle.n_writers = 1;
             let segment = Arc::clone(&idle.segment);
             let entries: Arc<[Entry]> = std::mem::take(&mut idle.entries).into();

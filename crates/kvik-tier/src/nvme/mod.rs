@@ -9,8 +9,8 @@
 //!
 //! * A segment is appended to, sealed, and reused as a whole under a new generation; nothing in it changes in
 //!   between.
-//! * The index places a chunk only when all of it is written. Whoever reads holds the segment, and a file is reused
-//!   only when nobody holds the segment that it was.
+//! * The index places a chunk only when all of it is written. A reader holds the segment, and a file is reused only
+//!   when its last segment has no holder.
 //! * No lock is held during I/O.
 //! * What is read is not verified here: headers prove places, not content. Users wrap the tier in
 //!   [`Checksummed`](crate::Checksummed), whose envelopes prove each chunk.
@@ -315,7 +315,7 @@ fn lock(options: &NvmeOptions) -> Result<(Option<File>, Option<String>)> {
     let (file, read_only) = match opened {
         Ok(file) => (Some(file), None),
         Err(error) if file::is_read_only(&error) => {
-            // Whoever can write keeps a lock on the file, if there is one.
+            // A process that can write keeps a lock on the file, if there is one.
             (File::open(&path).ok(), Some(format!("{} cannot be written: {error}", dir.display())))
         }
         // A full device may have no room for an empty file, and has none for segments either.

@@ -2,8 +2,8 @@
 //! the least alive, which moves.
 //!
 //! Two files are kept free where possible, the next segment and a spare, so that there is always a place
-//! to move to. Moving fills a part of the next segment before anybody else appends to it; the emptied file
-//! becomes the spare.
+//! to move to. Moving fills a part of the next segment before any other writer appends to it; the emptied
+//! file becomes the spare.
 
 use std::collections::HashMap;
 use std::io::{self, IoSliceMut};
@@ -148,7 +148,7 @@ impl Log {
         (needed_bytes <= self.segment_bytes).then_some(victim)
     }
 
-    /// Waits for what can give room without anybody deleting: readers, writers, and the open segment, which is
+    /// Waits for what can give room without a deletion: readers, writers, and the open segment, which is
     /// sealed. False if there is nothing to wait for.
     fn wait_for_change(&self) -> bool {
         let mut state = self.state.lock();
@@ -160,7 +160,7 @@ impl Log {
         let (n_files, n_free) = (state.files.len(), self.free.len());
         if n_files > n_used + n_free {
             drop(state);
-            // The rest was retired and has readers, who do not wait for anybody.
+            // The rest was retired and has readers, and readers wait for no other thread.
             self.free.wait_for_more_than(n_free);
             return true;
         }
@@ -241,7 +241,7 @@ impl Log {
         Ok(moved)
     }
 
-    /// Appends a batch to a segment that nobody else appends to; chunks keep their sequence numbers.
+    /// Appends a batch to a segment that has no other writer; chunks keep their sequence numbers.
     fn append_private(
         &self,
         next: &mut OpenSegment,

@@ -11,8 +11,8 @@ use crate::key::ChunkKey;
 
 /// One life of a segment file, from its header to the last reader after it was emptied.
 ///
-/// Whoever may still read or write the file holds an `Arc` of it: the index for each chunk, and calls for as long
-/// as they run. When the last is gone the file can be used again.
+/// Each possible reader or writer of the file holds an `Arc` of it: the index for each chunk, and calls for as
+/// long as they run. When the last is gone the file can be used again.
 #[derive(Debug)]
 pub(crate) struct Segment {
     pub(crate) file: Arc<SegmentFile>,
@@ -67,7 +67,7 @@ impl Segment {
 
     /// Blocks of the chunks that the index places here, in bytes.
     ///
-    /// Relaxed: the number chooses whom to reclaim, and a choice that is a little old is as good.
+    /// Relaxed: the number chooses the segment to reclaim, and a choice that is a little old is as good.
     pub(crate) fn live_bytes(&self) -> u64 {
         self.live_bytes.load(Ordering::Relaxed)
     }

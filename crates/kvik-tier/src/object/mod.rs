@@ -56,11 +56,11 @@ pub struct ObjectOptions {
     pub ca_file: Option<PathBuf>,
 }
 
-/// A bucket of S3, Google Cloud Storage, Azure or whoever speaks like them, or a folder.
+/// A bucket of S3, Google Cloud Storage, Azure or a compatible store, or a folder.
 ///
 /// Storing copies each chunk once, because a request in flight owns its bytes; reading copies once, from what
-/// the network gave to the caller's buffer. What the store says is believed, so who cannot trust it puts a
-/// decorator around it that verifies.
+/// the network gave to the caller's buffer. The store's answers are not verified; for a store that cannot be
+/// trusted, wrap it in a decorator that verifies.
 #[derive(Debug)]
 pub struct ObjectTier {
     location: Location,

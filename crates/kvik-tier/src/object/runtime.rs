@@ -95,7 +95,7 @@ impl fmt::Debug for Runtime {
 
 impl<M> Reporter<M> {
     pub(super) fn report(&self, message: M) {
-        // Nobody is left to be told only if the caller panicked.
+        // The receiver is gone only if the caller panicked.
         drop(self.sender.send((self.task_idx, Some(message))));
     }
 }

@@ -148,7 +148,7 @@ async fn put_large(
     })
     .await;
     if result.is_err() {
-        // If this fails too, the parts stay until the store's own rules remove them; nobody sees them.
+        // If this fails too, the parts stay until the store's own rules remove them; no reader sees them.
         drop(timeout(ABORT_TIMEOUT, upload.abort()).await);
     }
     result.map(|_| PutOutcome::Stored)

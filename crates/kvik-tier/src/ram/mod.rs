@@ -97,8 +97,8 @@ impl RamTier {
 
     /// Takes memory for a chunk of `n_bytes`; `None` where there is no room.
     ///
-    /// Where enough is free, but in pieces, chunks that nobody leases are moved together. While one is moved,
-    /// those who look for it, or for one of the same shard of the index, wait for that copy.
+    /// Where enough is free, but in pieces, unleased chunks are moved together. While one is moved, lookups
+    /// of it, and of others in the same shard of the index, wait for that copy.
     pub fn reserve(&self, n_bytes: usize) -> Option<Slot> {
         self.arena.allocate_among(n_bytes, &self.index)
     }

@@ -116,7 +116,7 @@ impl Connection {
         self.reader.stream_mut().socket_mut().deadline = deadline;
     }
 
-    /// Whether the server said something nobody asked for, so that replies would be taken for others.
+    /// Whether the server sent bytes without a request, so that replies would be taken for others.
     pub(super) fn has_leftover(&self) -> bool {
         self.reader.has_leftover()
     }

@@ -1,4 +1,4 @@
-//! Who is asked for what, over how many connections, for how long.
+//! Which server gets a request, over how many connections, for how long.
 
 use std::collections::HashMap;
 use std::io;

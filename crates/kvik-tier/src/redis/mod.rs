@@ -61,8 +61,8 @@ pub struct RedisOptions {
 /// A Redis or Valkey server, or a cluster.
 ///
 /// Chunks have at most 512 MiB. The server's own limit on memory is its capacity: where it evicts nothing
-/// and is full, chunks find [`PutOutcome::NoRoom`]. What the server says is believed, so who cannot trust it
-/// puts a decorator around it that verifies.
+/// and is full, chunks find [`PutOutcome::NoRoom`]. The server's answers are not verified; for a server that
+/// cannot be trusted, wrap it in a decorator that verifies.
 #[derive(Debug)]
 pub struct RedisTier {
     dispatcher: Dispatcher,

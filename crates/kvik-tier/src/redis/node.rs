@@ -54,7 +54,7 @@ impl Node {
 
     /// Whether the last that was heard of the server is that it did not answer.
     pub(super) fn is_suspect(&self) -> bool {
-        // Relaxed: it only orders who is asked first.
+        // Relaxed: it only decides which server is asked first.
         self.is_suspect.load(Ordering::Relaxed)
     }
 
@@ -67,7 +67,7 @@ impl Node {
         self.n_connects.load(Ordering::Relaxed)
     }
 
-    /// Connections nobody uses at present, open or not; at least one, for which a caller would wait.
+    /// Idle connections, open or not; at least one, for which a caller would wait.
     pub(super) fn n_free(&self) -> usize {
         self.n_connections.saturating_sub(self.pool.lock().n_lent).max(1)
     }

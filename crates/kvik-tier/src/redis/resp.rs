@@ -1,7 +1,7 @@
 //! The Redis protocol (RESP 2), as far as a store of chunks needs it.
 //!
-//! Replies come from a server that may be broken or somebody else, so every size is bounded before memory
-//! is taken. The bytes of a chunk go straight into the caller's buffer.
+//! Replies come from a server that may be broken or another program, so every size is bounded before
+//! memory is taken. The bytes of a chunk go straight into the caller's buffer.
 
 use std::io::{self, Read};
 

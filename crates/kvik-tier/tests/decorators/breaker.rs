@@ -165,7 +165,7 @@ fn only_one_call_is_a_probe() {
     let hook = {
         let breaker = breaker.clone();
         move || {
-            // While the first probe is under way, nobody else gets through.
+            // While the first probe is under way, no other call gets through.
             let breaker = breaker.get().unwrap();
             if !breaker.is_closed() {
                 assert!(matches!(get(breaker, 1, 10), GetOutcome::Skipped));

@@ -84,7 +84,7 @@ fn interrupted<T: Tier>(inner: T, hook: impl Fn() + Send + Sync + 'static) -> Fa
     )
 }
 
-/// A clock that calls somebody instead of pausing.
+/// A clock that calls a hook instead of pausing.
 struct HookClock {
     clock: ManualClock,
     hook: Box<dyn Fn() + Send + Sync>,

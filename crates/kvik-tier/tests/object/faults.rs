@@ -62,7 +62,7 @@ fn a_stopped_store_is_down_and_a_started_one_is_up() {
 
 #[test]
 fn a_store_that_hangs_costs_a_bounded_time() {
-    // Connections are taken by the operating system, and nobody answers.
+    // Connections are taken by the operating system, and never answered.
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let endpoint = format!("http://{}", listener.local_addr().unwrap());
     assert_down(&open(&format!("s3://{BUCKET}"), &impatient(&endpoint)));

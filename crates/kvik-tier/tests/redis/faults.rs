@@ -218,7 +218,7 @@ fn a_server_that_dribbles_costs_a_bounded_time() {
 }
 
 #[test]
-fn replies_to_nobody_are_not_taken_for_others() {
+fn unrequested_replies_are_not_taken_for_others() {
     let url = serve(|mut stream| {
         // Two values for the first question: the second must not answer the next one.
         let value = content(content_key(0), 100);

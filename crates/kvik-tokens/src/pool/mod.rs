@@ -309,7 +309,7 @@ impl Drop for TokenizersPool {
 
 impl Shared {
     fn start_thread(self: &Arc<Self>) -> io::Result<()> {
-        // Held until the handle is there, so that whoever joins all threads finds this one.
+        // Held until the handle is there, so that a join of all threads finds this one.
         let mut threads = self.threads.lock();
         threads.retain(|thread| !thread.is_finished());
         let shared = Arc::clone(self);

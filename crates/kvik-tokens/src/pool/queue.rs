@@ -55,7 +55,7 @@ impl<T> Queue<T> {
         self.state.lock().tasks.len()
     }
 
-    /// Drops all tasks and lets nobody wait anymore.
+    /// Drops all tasks and ends all waits.
     pub(super) fn close(&self) {
         let mut state = self.state.lock();
         state.is_closed = true;

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use crate::error::{Result, TokensError};
 use crate::tokenizer::Tokenizer;
 
-/// Models without a usable tokenizer that are remembered; anybody can ask for any name.
+/// Models without a usable tokenizer that are remembered; clients can ask for any name.
 const MAX_MISSING: usize = 1024;
 
 /// Longest name of a model that is looked for in the root folder, in bytes.
@@ -41,7 +41,7 @@ struct State {
 /// A tokenizer that is there or being opened.
 #[derive(Debug, Clone)]
 struct Opened {
-    /// Filled by the first who asks, while the others wait for it without holding up other models.
+    /// Filled by the first caller, while the others wait for it without holding up other models.
     tokenizer: Arc<OnceLock<Result<Arc<Tokenizer>, Reason>>>,
     used: u64,
 }
@@ -179,7 +179,7 @@ impl Tokenizers {
                 "`models` of the configuration, which has no such name, and there is no `root`".to_owned();
             return Err(Reason::NotFound { searched });
         };
-        // A name is somebody's text: it must not lead out of the root.
+        // A name is untrusted text: it must not lead out of the root.
         let is_inside = !model.is_empty()
             && model.len() <= MAX_NAME_BYTES
             && !model.contains(['\0', '\\'])

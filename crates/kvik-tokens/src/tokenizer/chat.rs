@@ -34,7 +34,7 @@ const TEMPLATE_NAME: &str = "chat_template";
 /// One message of a conversation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ChatMessage {
-    /// Who speaks: `system`, `user` or `assistant`, and what else the template knows.
+    /// The role of its author: `system`, `user` or `assistant`, and what else the template knows.
     pub role: String,
     /// What is said; none in a message that only calls tools. Of several parts all of them, in lines.
     pub content: Option<String>,
@@ -80,7 +80,7 @@ struct MessageObject {
     takes_parts: bool,
 }
 
-/// Parts of a content that tell whether somebody went through them.
+/// Parts of a content that record whether a template went through them.
 #[derive(Debug)]
 struct ObservedParts {
     parts: Value,

@@ -8,7 +8,7 @@
 //! * Large texts and bytes. 64 KiB and more are written between frames, not inside of one.
 //! * Memo. Texts, bytes and tuples that are not empty tuples are remembered, and the second use of
 //!   the same *object* is a reference. Equal values may or may not be one object, so a value that
-//!   repeats a text or bytes has no single encoding: whoever calls this encoder must refuse it first.
+//!   repeats a text or bytes has no single encoding: the caller must refuse it first.
 
 use super::value::{ValueSink, append_packed};
 use crate::token::TokenId;

@@ -24,7 +24,7 @@ struct ChunkRenderer {
     head: Head,
     includes_usage: bool,
     usage: Usage,
-    /// For each choice: whether it has been told who speaks.
+    /// For each choice: whether its role was sent.
     has_role: Vec<bool>,
 }
 

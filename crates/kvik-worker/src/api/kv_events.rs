@@ -48,7 +48,7 @@ struct Subscription {
     draining: CancellationToken,
 }
 
-/// `GET /kv/events`. The stream ends when the worker drains: nobody is sent to it any more.
+/// `GET /kv/events`. The stream ends when the worker drains: no new requests are sent to it.
 pub(super) async fn events(State(state): Shared, request: Request) -> Answer {
     let EventsQuery { epoch, from } = query(&request)?;
     let loaded = state.ready()?;

@@ -11,7 +11,7 @@
 //! | `/cache/...` | [`cache`] |
 //! | `/health`, `/ready`, `/metrics`, `/drain` | [`admin`] |
 //!
-//! Who may call what: see [`Trust`]. `/drain`, `/kv/put` and `/cache/...` are the administrator's.
+//! Access: see [`Trust`]. `/drain`, `/kv/put` and `/cache/...` are the administrator's.
 
 mod admin;
 mod answer;

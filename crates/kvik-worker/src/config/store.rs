@@ -54,7 +54,7 @@ pub struct StoreConfig {
     pub tenant: String,
     /// File with a secret of at least 16 bytes that keys the digests which prove a chunk's tokens; blank space
     /// at its end does not count. Workers that share tiers need the same one: chunks of another key are misses.
-    /// Default: none, digests that everybody can compute.
+    /// Default: none, digests that need no secret.
     pub digest_key_file: Option<PathBuf>,
     /// How the disk is read and written: `auto`, `uring` or `positional`. Default: `auto`.
     pub nvme_io: String,

@@ -81,14 +81,14 @@ impl Entry {
         }
     }
 
-    /// Gives its place back, and then sends its last event: who has that finds the place free.
+    /// Gives its place back, and then sends its last event: a receiver of that finds the place free.
     pub(super) fn send_last(self, event: Event) {
         let Origin { part_idx, events, permit, .. } = self.origin;
         drop(permit);
         let _ = events.send((part_idx, event));
     }
 
-    /// Sends an event; one that nobody receives any more is followed by the request's end.
+    /// Sends an event; one without a receiver is followed by the request's end.
     pub(super) fn send(&self, event: Event) {
         let _ = self.origin.events.send((self.origin.part_idx, event));
     }

@@ -47,7 +47,7 @@ impl Loads {
         Some((arrival, load.finish()))
     }
 
-    /// Takes one out that nobody waits for.
+    /// Takes one out; its load is dropped.
     pub(super) fn remove(&mut self, ticket: u64) -> Option<Arrival> {
         self.by_ticket.remove(&ticket).map(|(arrival, _)| arrival)
     }

@@ -186,7 +186,7 @@ impl EngineHandle {
     ) -> Result<(Self, JoinHandle<()>)> {
         let (sender, receiver) = mpsc::channel();
         let sender = Arc::new(sender);
-        // Weak: the thread must still see when nobody can send commands any more.
+        // Weak: the thread must still see when the last sender of commands is gone.
         let waker = Arc::downgrade(&sender);
         let mut engine = engine;
         engine.record_block_changes();
@@ -253,7 +253,7 @@ impl EngineHandle {
         let _ = self.send(Command::Grant { ticket, n });
     }
 
-    /// Ends a request that nobody waits for; a named sequence stays resident.
+    /// Ends a request without a waiter; a named sequence stays resident.
     pub(crate) fn abandon(&self, ticket: u64) {
         let _ = self.send(Command::Abandon { ticket });
     }

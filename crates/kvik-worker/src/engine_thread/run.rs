@@ -30,8 +30,8 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 /// The thread's state.
 pub(super) struct EngineThread {
     engine: Engine,
-    /// The store and how it wakes this thread. Weak: the thread must still see when nobody can send commands
-    /// any more.
+    /// The store and how it wakes this thread. Weak: the thread must still see when the last sender of
+    /// commands is gone.
     store: Option<(WorkerStore, Weak<Sender<Command>>)>,
     kv_log: Arc<KvLog>,
     loads: Loads,
@@ -88,7 +88,7 @@ impl EngineThread {
         thread
     }
 
-    /// Runs until told to stop or nobody can send commands any more.
+    /// Runs until it is stopped or the last sender of commands is gone.
     pub(super) fn run(mut self) {
         let _guard = EndGuard(Arc::clone(&self.shared));
         while self.take_commands() {
@@ -287,7 +287,7 @@ impl EngineThread {
         let outcome = self.engine.step(&mut events);
         let now = Instant::now();
         self.busy += now - started;
-        // Before the events: who has read its last one finds itself gone from the numbers.
+        // Before the events: a request that has read its last one is no longer in the numbers.
         self.publish();
         for event in events.drain(..) {
             self.deliver(event, started, now);
@@ -419,7 +419,7 @@ impl EngineThread {
         }
     }
 
-    /// Writes down which blocks have come and gone; never waits for whoever reads it.
+    /// Logs which blocks have come and gone; never waits for a reader.
     fn tell_blocks(&mut self) {
         self.kv_log.append_blocks(self.engine.take_block_changes());
     }

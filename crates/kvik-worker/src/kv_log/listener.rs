@@ -1,4 +1,4 @@
-//! One who listens to the log.
+//! A listener of the log.
 
 use std::sync::Arc;
 

@@ -4,13 +4,13 @@
 //! changes a number and keeps the last batches. Listeners read at their own pace: one that asks for a batch
 //! that is gone gets a snapshot of what is held.
 //!
-//! **Invariant:** what is held is what all batches up to the last say, in their order, and no batch says
-//! what was so before. Nobody who appends ever waits for a listener: the lock is held for a few operations
+//! **Invariant:** what is held is the sum of all batches up to the last, in their order, and no batch
+//! repeats what holds already. An append never waits for a listener: the lock is held for a few operations
 //! on memory, a snapshot shares what is held and copies it only where it changes meanwhile, and the batches
 //! take a bounded number of bytes.
 //!
-//! Two blocks whose hashes have the same first half are one here, as they are to everybody who knows keys
-//! alone; the first that goes takes both along.
+//! Two blocks whose hashes have the same first half are one here, as for every reader of keys alone; the
+//! first that goes takes both along.
 
 mod holding;
 mod listener;

@@ -154,7 +154,7 @@ impl WorkerStore {
 impl Fuse {
     /// What `ask` gives; `None` if it panics, or if anything did before.
     fn run<T>(&self, ask: impl FnOnce() -> T) -> Option<T> {
-        // Relaxed: who does not see it yet finds out for itself.
+        // Relaxed: a thread that does not see it yet finds out for itself.
         if self.0.load(Ordering::Relaxed) {
             return None;
         }

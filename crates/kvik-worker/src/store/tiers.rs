@@ -51,8 +51,8 @@ pub(super) fn open(config: &StoreConfig, plan: &StorePlan) -> Result<Store> {
     }
     if let Some(url) = &plan.remote {
         let tier = open_remote(url, &remote_options(config, plan)).map_err(refused)?;
-        // One more try within the time of one: what a moment of a network spoils is worth it, and a server
-        // that is gone must not hold anybody up.
+        // One more try within the time of one: a short failure of the network is worth it, and a server
+        // that is gone must not block a caller.
         let retry = RetryOptions { max_attempts: 2, budget: plan.remote_timeout, ..RetryOptions::default() };
         let default = ThrottledOptions::default();
         let bounds = ThrottledOptions {

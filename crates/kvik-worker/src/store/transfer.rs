@@ -69,7 +69,7 @@ pub(super) struct Target {
 impl SinkCounts {
     /// Bytes of KV that are not copied yet.
     pub(crate) fn lent_bytes(&self) -> usize {
-        // Acquire and release: who sees that a sequence is copied finds it in the store.
+        // Acquire and release: a reader that sees that a sequence is copied finds it in the store.
         self.lent_bytes.load(Ordering::Acquire)
     }
 

@@ -82,7 +82,7 @@ impl Replica {
                     assert!(self.held.remove(&(group, tier, key)), "{key} was removed twice");
                 }
             }
-            KvChange::Cleared { .. } => panic!("nobody cleared"),
+            KvChange::Cleared { .. } => panic!("there was no clear"),
         }
     }
 
@@ -120,7 +120,7 @@ async fn complete(worker: &TestWorker, prompt: &[u32]) {
     worker.client.wait_for_copies().await;
 }
 
-/// The keys of a prompt as whoever knows only the group computes them.
+/// The keys of a prompt, computed from the group alone.
 fn keys_of(group: BlockGroup, tokens: &[u32]) -> Vec<KvKey> {
     let block_size = BlockSize::try_new(group.block_tokens as usize).unwrap();
     let mut chain = KvikChain::after(group.root, block_size);
@@ -276,7 +276,7 @@ async fn a_restarted_worker_begins_an_epoch_with_what_its_disk_kept() {
 }
 
 #[tokio::test]
-async fn a_listener_that_does_not_read_holds_nobody_up() {
+async fn a_listener_that_does_not_read_blocks_no_other() {
     let worker = start_with(with_store(ram())).await;
     let mut silent = Vec::new();
     for _ in 0..3 {

@@ -114,7 +114,7 @@ async fn a_worker_registers_beats_and_registers_again_with_one_that_forgot_it() 
     assert_eq!((first.worker.capacity_tokens, first.worker.weight), (1600, 2.0));
     assert_eq!(first.worker.model, "kvik-tiny");
     assert_eq!(next_heartbeat(&mut told).await.epoch, first.worker.epoch);
-    // As after a restart: nobody is known.
+    // As after a restart: no member is known.
     book.lock().members.clear();
     let again = next_registration(&mut told).await;
     assert_eq!(again.worker, first.worker);
@@ -156,7 +156,7 @@ async fn the_coordinator_can_ask_a_worker_to_drain() {
     let shutdown = Shutdown::new();
     let (base, book, mut told) = coordinator("127.0.0.1:0", &shutdown).await;
     let mut config = config();
-    // The first is nobody's port.
+    // Nothing listens on the first port.
     config.coordinators = vec!["http://127.0.0.1:9".to_owned(), base];
     let worker = start_with(config).await;
     next_registration(&mut told).await;

@@ -107,7 +107,7 @@ Examples:
     Policy(PolicyArguments),
     /// Delete an IPC name that no engine uses, with its policy and files
     Delete(NameArguments),
-    /// Return the memory of dead engines and remove the files that nobody uses
+    /// Return the memory of dead engines and remove unused files
     Gc,
     /// Ask the engines of an IPC name to return the pages they keep ready
     Trim(NameArguments),
@@ -194,7 +194,7 @@ pub(crate) struct PolicyArguments {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) weight: Option<u32>,
 
-    /// Higher is served first among those who wait, 0 to 4294967295 [new: 0]
+    /// Higher is served first among waiting groups, 0 to 4294967295 [new: 0]
     #[arg(long, value_name = "N")]
     pub(crate) priority: Option<u32>,
 }

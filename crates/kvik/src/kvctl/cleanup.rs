@@ -1,4 +1,4 @@
-//! `kvctl gc`: the memory of the dead goes back, and files that nobody uses go.
+//! `kvctl gc`: returns the memory of dead engines and removes unused files.
 
 use std::io::{self, Write};
 

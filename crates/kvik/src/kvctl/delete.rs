@@ -25,7 +25,7 @@ pub(crate) fn delete(folder: &MemoryFolder, ipc_name: &str) -> anyhow::Result<De
         Deletion::InUse { n_members } => {
             bail!("{ipc_name} is in use by {n_members} engines: stop them first")
         }
-        // Who is not found any more went with its last engine, as was wished.
+        // A name that is not found any more went with its last engine, as was wished.
         Deletion::Deleted | Deletion::NotFound => {}
     }
     Ok(DeleteAnswer { ipc: ipc_name.to_owned(), device: ledger.device().to_owned(), is_deleted: true })

@@ -65,7 +65,7 @@ pub(crate) fn set(found: &FoundGroup, requested_bytes: Option<u64>) -> anyhow::R
             size::long(group.policy.min_bytes)
         ),
         LimitStatus::Stale | LimitStatus::Conflict => {
-            bail!("the limit of {name} stays at {}: somebody else set it just now", shown(limit_bytes))
+            bail!("the limit of {name} stays at {}: another process set it just now", shown(limit_bytes))
         }
         LimitStatus::Unavailable => bail!("{name} went just now: its last engine left"),
     };

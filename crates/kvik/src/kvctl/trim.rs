@@ -8,7 +8,7 @@ use super::Answer;
 use super::folder::{FoundGroup, MemoryFolder};
 use super::size;
 
-/// Who was asked.
+/// The engines that were asked.
 #[derive(Debug, Serialize)]
 pub(crate) struct TrimAnswer {
     ipc: String,

@@ -159,7 +159,7 @@ fn a_reader_that_leaves_early_ends_the_run_quietly() {
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    // The run starts only after its prompt, when nobody reads any more.
+    // The run starts only after its prompt, when its output has no reader any more.
     drop(child.stdout.take());
     child.stdin.take().unwrap().write_all(PROMPT.as_bytes()).unwrap();
     let output = child.wait_with_output().unwrap();

@@ -165,7 +165,7 @@ fn a_name_in_use_is_not_deleted() {
 }
 
 #[test]
-fn gc_removes_what_nobody_uses() {
+fn gc_removes_unused_files() {
     let folder = Folder::new();
     drop(folder.ledger("host0", 64));
     let object = folder.kvctl(&["gc", "--json"]).json();

@@ -31,7 +31,7 @@ fn a_thousand_clients_that_disconnect_leave_no_load_behind() {
     let n_ended = gateway.metric("kvik_gateway_requests_total", "/v1/completions").unwrap();
     assert!(1000.0 <= n_ended, "{n_ended}");
     assert_eq!(cluster.gateway.usable_backends(), 2);
-    // Nobody was counted as failed because of its clients.
+    // No worker was counted as failed because of its clients.
     let breakers = cluster.gateway.metric("kvik_gateway_breaker_state", "").unwrap_or(0.0);
     assert!(breakers < 0.5, "{breakers}");
 }

@@ -28,7 +28,7 @@ fn start_etcd_at(folder: &Path, client: &str, peer: &str) -> Process {
     process
 }
 
-/// Makes etcd ask for a user: `root`, and `kvik`, who may read and write below `/kvik/` only.
+/// Makes etcd ask for a user: `root`, and `kvik`, which may read and write below `/kvik/` only.
 fn enable_authentication(address: &str) {
     let base64 = |key: &str| -> Value {
         // Of keys of six bytes, which need no padding.
@@ -98,7 +98,7 @@ fn another_coordinator_leads_within_five_seconds_and_no_worker_is_lost() {
     let elapsed = start.elapsed();
     assert!(elapsed < TAKEOVER, "a new leader answered after {elapsed:?}");
 
-    // Heartbeats reach the new leader: nobody expires, three of its intervals later.
+    // Heartbeats reach the new leader: no member expires, three of its intervals later.
     let deadline = Instant::now() + Duration::from_millis(3500);
     eventually("the membership has outlived its heartbeats", || {
         let (_, found) = members(survivors[0])?;
@@ -110,7 +110,7 @@ fn another_coordinator_leads_within_five_seconds_and_no_worker_is_lost() {
 }
 
 #[test]
-fn coordinators_show_etcd_who_they_are_and_again_when_it_has_forgotten() {
+fn coordinators_authenticate_to_etcd_and_again_when_it_has_forgotten() {
     let folder = TempDir::new().unwrap();
     let (client, peer) = (format!("http://{}", free_address()), format!("http://{}", free_address()));
     let data = folder.path().join("etcd");
@@ -136,7 +136,7 @@ fn coordinators_show_etcd_who_they_are_and_again_when_it_has_forgotten() {
     let gateway = start_gateway("127.0.0.1:0", &[&coordinator.address], &[]);
     gateway.wait_for_backends(1);
     assert_eq!(gateway.served_by("sequence"), "worker-1");
-    assert_eq!(members(&stranger.address), None, "nobody leads or follows without a password");
+    assert_eq!(members(&stranger.address), None, "no coordinator leads or follows without a password");
 
     // A token does not outlive the member of etcd that gave it.
     etcd.kill();

@@ -59,7 +59,7 @@ pub(crate) fn open(
     Ok(stream)
 }
 
-/// Gets `path`; fails where nobody answers.
+/// Gets `path`; fails without an answer.
 pub(crate) fn get(address: &str, path: &str) -> io::Result<(u16, String)> {
     let mut answer = send(address, "GET", path, None)?;
     let body = answer.text()?;

@@ -103,7 +103,7 @@ fn memory_goes_to_the_worker_that_has_the_load_and_survives_a_kill() {
     let first = start_sharing_worker("first", dir.path());
     let mut second = start_sharing_worker("second", dir.path());
     let ledger = open_ledger(dir.path());
-    assert_eq!((blocks(&first), blocks(&second)), (pages(0), pages(0)), "who does nothing holds nothing");
+    assert_eq!((blocks(&first), blocks(&second)), (pages(0), pages(0)), "an idle worker holds nothing");
 
     // The first has all the load, and all the memory.
     for number in [0, 1] {
@@ -113,7 +113,7 @@ fn memory_goes_to_the_worker_that_has_the_load_and_survives_a_kill() {
     let snapshot = ledger.snapshot().unwrap();
     assert_eq!(snapshot.held_bytes, N_PAGES * PAGE_BYTES);
     assert_eq!(held_bytes(&snapshot, "first"), N_PAGES * PAGE_BYTES);
-    assert_eq!(snapshot.groups[0].used_bytes, 0, "a cache that nobody reads is for whoever needs memory");
+    assert_eq!(snapshot.groups[0].used_bytes, 0, "a cache without readers is not in use");
 
     // The load moves: one prompt needs more than half of what there is.
     assert_eq!(answer(&second, 2), expected[2]);

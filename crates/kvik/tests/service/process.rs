@@ -49,7 +49,7 @@ pub(crate) fn eventually<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> 
     }
 }
 
-/// An address on loopback that nobody listens on, and that no other call gets.
+/// An address on loopback without a listener, and that no other call gets.
 pub(crate) fn free_address() -> String {
     format!("127.0.0.1:{}", port::free_port())
 }

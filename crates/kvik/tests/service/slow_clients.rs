@@ -28,7 +28,7 @@ fn n_generated(worker: &Role) -> f64 {
 }
 
 #[test]
-fn a_client_that_does_not_read_costs_no_memory_and_holds_nobody_up() {
+fn a_client_that_does_not_read_costs_no_memory_and_blocks_no_other() {
     let coordinator = start_coordinator("127.0.0.1:0", &[]);
     let base = format!("http://{}", coordinator.address);
     let worker = start(
@@ -49,7 +49,7 @@ fn a_client_that_does_not_read_costs_no_memory_and_holds_nobody_up() {
     });
     let slow = http::open(&gateway.address, "POST", "/v1/chat/completions", &[], Some(&body)).unwrap();
 
-    // The engine stands still because nobody reads.
+    // The engine stands still because the client does not read.
     let start = Instant::now();
     let (mut seen, mut since) = (0.0, start);
     while since.elapsed() < STANDSTILL {

@@ -1,4 +1,4 @@
-//! A coordinator that speaks TLS and asks who calls.
+//! A coordinator that speaks TLS and asks for client certificates.
 
 use std::path::{Path, PathBuf};
 
@@ -48,7 +48,7 @@ impl Files {
 }
 
 #[test]
-fn workers_and_gateways_show_a_coordinator_who_they_are() {
+fn workers_and_gateways_authenticate_to_a_coordinator() {
     let folder = TempDir::new().unwrap();
     let files = Files::make(folder.path());
     let [_, certificate, key] = files.client("tls");

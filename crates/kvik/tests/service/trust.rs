@@ -49,7 +49,7 @@ fn an_insecure_role_warns_and_serves() {
 }
 
 #[test]
-fn a_cluster_with_tokens_serves_its_members_and_nobody_else() {
+fn a_cluster_with_tokens_serves_only_its_members() {
     let folder = TempDir::new().unwrap();
     let file = folder.path().join("token");
     fs::write(&file, format!("{CLUSTER}\n")).unwrap();

@@ -7,9 +7,9 @@
 //! | `/leader` | the leader's base address | `session_ttl_s`, renewed four times in it |
 //! | `/workers/<id>` | a member | [`RECORD_TTL_S`], renewed with the other one |
 //!
-//! Whoever creates `/leader` leads, and the revision at which it was created is the term: it rises
-//! with every leader and everything the leader writes depends on it. The leader counts its time from
-//! before it asked for the renewal, so it stops before etcd gives the lead to another one.
+//! The coordinator that creates `/leader` leads, and the revision at which it was created is the term: it
+//! rises with every leader and everything the leader writes depends on it. The leader counts its time
+//! from before it asked for the renewal, so it stops before etcd gives the lead to another one.
 //!
 //! Members hang on a session so that nothing stays behind when all coordinators are gone for good. It
 //! is long because it must outlive any change of leaders; which member missed heartbeats is the leader's to

@@ -4,7 +4,7 @@
 //! outermost one; neither is looked into. So the pass takes no stack, however deep a value is, and
 //! most of its time is a vectorized search. On JSON it finds what a parser finds. Of what is no JSON
 //! it accepts some, with the fault inside a string or a nested value: the bytes go on as they came,
-//! and whoever parses them refuses them.
+//! and the worker's parser refuses them.
 
 use std::borrow::Cow;
 use std::ops::Range;

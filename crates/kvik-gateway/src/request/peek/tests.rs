@@ -45,7 +45,7 @@ fn seen(peek: &Peek<'_>) -> Option<Seen> {
 fn check(body: &[u8]) -> Result<(), TestCaseError> {
     let full = serde_json::from_slice::<Value>(body).ok().filter(Value::is_object);
     match (Peek::read(body), full) {
-        // Somebody who parses the body refuses it.
+        // A parser of the body refuses it.
         (_, None) => {}
         (Err(error), Some(full)) => {
             prop_assert!(expected(&full).is_none(), "refused: {}", error.message);

@@ -139,7 +139,7 @@ async fn a_request_that_is_given_up_closes_its_connection() {
         stream
     };
     let mut stream = tokio::select! {
-        _ = links.request(request(&links, b"hi")) => unreachable!("nobody answers"),
+        _ = links.request(request(&links, b"hi")) => unreachable!("there is no answer"),
         stream = worker => stream,
     };
     let closed = tokio::time::timeout(PATIENCE, stream.read(&mut [0; 1])).await.unwrap();
@@ -162,7 +162,7 @@ async fn chunks_that_came_together_are_there_together() {
 }
 
 #[tokio::test]
-async fn a_body_wakes_whoever_waits_for_its_next_chunk() {
+async fn a_body_wakes_the_waiter_for_its_next_chunk() {
     let (listener, links) = listen().await;
     let (mut response, mut stream) = exchange(&links, &listener, CHUNKED_HEAD).await;
     let reader = tokio::spawn(async move {
@@ -182,7 +182,7 @@ async fn a_body_wakes_whoever_waits_for_its_next_chunk() {
 }
 
 #[tokio::test]
-async fn nobody_who_listens_is_an_error() {
+async fn a_worker_that_does_not_listen_is_an_error() {
     let (listener, links) = listen().await;
     drop(listener);
     assert!(links.request(request(&links, b"hi")).await.is_err());

@@ -1,8 +1,8 @@
 //! Batches that wait for a book while another thread changes it.
 //!
-//! Whoever gets the book next applies all that wait, as one group, which is faster than one after the other. Invariant:
-//! a batch leaves the queue only by a thread that has the book, and has its verdict when that thread gives the
-//! book back. So a thread that has queued a batch and then gets the book finds the batch in the queue or its verdict.
+//! The next thread that gets the book applies all waiting batches as one group, which is faster than one by one.
+//! Invariant: a batch leaves the queue only by a thread that has the book, and has its verdict when that thread
+//! gives the book back. So a thread that queues a batch and then gets the book finds the batch or its verdict.
 
 use std::sync::Arc;
 
@@ -85,7 +85,7 @@ impl Queue {
     /// Applies all that wait, in the order in which they came.
     pub(super) fn apply_all(&self, index: &mut HolderIndex) {
         let waiting = std::mem::take(&mut *self.waiting.lock());
-        // Whoever had the book before has applied them.
+        // The previous thread with the book has applied them.
         if waiting.is_empty() {
             return;
         }

@@ -129,7 +129,7 @@ impl Stage<'_> {
         }
 
         self.order(&mut actors[0], &grow, "is killed after this")?;
-        // Its memory is parked nowhere and freed by nobody: only its death returns it.
+        // Its memory is neither parked nor freed: only its death returns it.
         drop(actors.remove(0));
         self.order(&mut actors[0], &grow, "takes what it left")?;
         self.check_others(&mut actors, 0)?;
@@ -144,7 +144,7 @@ impl Stage<'_> {
         }
         match self.ledger.snapshot()?.held_bytes {
             0 => Ok(()),
-            n_bytes => Err(format!("{n_bytes} bytes are held by nobody").into()),
+            n_bytes => Err(format!("{n_bytes} bytes are held without a member").into()),
         }
     }
 
@@ -225,7 +225,7 @@ impl Folder {
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        // What is left of it is a few kilobytes; there is nobody to tell.
+        // What is left of it is a few kilobytes; a failure has no consequence.
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }

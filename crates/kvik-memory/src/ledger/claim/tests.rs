@@ -185,7 +185,7 @@ fn a_reap_during_two_claims_returns_the_dead_ones_units_once() {
 }
 
 #[test]
-fn a_claim_that_is_stopped_half_way_counts_and_stops_nobody() {
+fn a_claim_that_is_stopped_half_way_counts_and_stops_no_other() {
     model(None, || {
         let table = ModelTable::new(&[0, 1], 4, 4);
         Word::store(&table.grants[1], Grant { confirmed: 0, pending: 2 }.pack());
@@ -195,7 +195,7 @@ fn a_claim_that_is_stopped_half_way_counts_and_stops_nobody() {
 }
 
 #[test]
-fn a_slot_that_somebody_else_wrote_is_lost_and_not_granted() {
+fn a_slot_that_another_thread_wrote_is_lost_and_not_granted() {
     model(None, || {
         let table = ModelTable::new(&[0], 4, 4);
         let peer = Arc::clone(&table);

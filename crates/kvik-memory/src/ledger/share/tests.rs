@@ -61,7 +61,7 @@ fn a_claim_above_the_limit_of_the_group_is_denied_for_that_reason() {
 }
 
 #[test]
-fn who_is_above_its_share_gets_nothing_new_while_somebody_below_waits() {
+fn a_member_above_its_share_gets_nothing_new_while_one_below_waits() {
     let situation = Situation {
         budget_units: 100,
         groups: vec![group(1, 0), group(1, 0)],
@@ -74,7 +74,7 @@ fn who_is_above_its_share_gets_nothing_new_while_somebody_below_waits() {
 }
 
 #[test]
-fn without_anybody_waiting_one_may_have_everything() {
+fn without_a_waiter_one_member_may_have_everything() {
     let situation = Situation {
         budget_units: 100,
         groups: vec![group(1, 0), group(100, 0)],
@@ -192,8 +192,8 @@ proptest! {
         others in vec((1..20_u32, 0..200_u64, 1..40_u64), 1..8),
         budget in 50..500_u64,
     ) {
-        // Everybody but member 0 takes all it can get; member 0 asks for what it is entitled to whatever
-        // the others want, less one unit that rounding may move.
+        // Every member but member 0 takes all it can get; member 0 asks for what it is entitled to
+        // whatever the others want, less one unit that rounding may move.
         let weights: Vec<u32> = std::iter::once(weight).chain(others.iter().map(|other| other.0)).collect();
         let everything: Vec<Demand> = weights.iter().map(|&weight| demand(0, budget, weight, budget)).collect();
         let n_units = entitlements(budget, &everything)[0].saturating_sub(1);

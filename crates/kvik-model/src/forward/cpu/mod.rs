@@ -80,7 +80,7 @@ pub struct CpuBackend {
     config: ModelConfig,
     weights: ModelWeights,
     pages: Pages,
-    /// Until somebody takes it.
+    /// Until it is taken.
     memory: Option<ElasticMemory>,
     rotary: Option<RotaryTable>,
     activations: Activations,

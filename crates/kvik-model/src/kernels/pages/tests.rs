@@ -52,7 +52,7 @@ fn check_blocks<E: KvElement>(n_kv_heads: usize, head_dim: usize) {
         }
     }
     assert!(exported(&copy, &[1, 2].map(BlockId::new)) == exported(&pages, &table), "{shape:?}");
-    // The block that nobody imported is as it was, and so is what pads the others.
+    // The block that was not imported is as it was, and so is what pads the others.
     let zeros = KvPages::<E>::try_new(2, 3, shape).unwrap();
     let first = [BlockId::new(0)];
     assert!(exported(&copy, &first) == exported(&zeros, &first), "{shape:?}");

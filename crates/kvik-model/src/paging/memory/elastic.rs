@@ -27,7 +27,7 @@ pub struct MemoryGroup {
     pub label: String,
     /// The most bytes that the group may hold; `None` for all that the device has.
     pub limit_bytes: Option<u64>,
-    /// Bytes of the device, if nobody has opened its ledger before.
+    /// Bytes of the device, if its ledger was not opened before.
     pub device_bytes: u64,
     /// Bytes of a page in one layer, a multiple of 2 MiB; `None` for the smallest that holds sixteen blocks
     /// well.
@@ -152,7 +152,7 @@ impl ElasticMemory {
             let allowed = format!("at least {} bytes, two blocks of a layer", 2 * block_bytes);
             return Err(ModelError::request("page size", page_bytes, allowed));
         }
-        // A block that straddles two pages is nobody's, so a page has one block less than fits.
+        // A block that straddles two pages is not used, so a page has one block less than fits.
         let blocks_per_page = (page_bytes / block_bytes as u64).max(1) as usize;
         let usable =
             if page_bytes.is_multiple_of(block_bytes as u64) { blocks_per_page } else { blocks_per_page - 1 };
@@ -219,7 +219,7 @@ impl ElasticMemory {
         })
     }
 
-    /// The pool below, for whoever reads and writes the blocks.
+    /// The pool below, for the reader and writer of the blocks.
     pub(crate) fn pool(&self) -> &Arc<KvPool> {
         &self.pool
     }
@@ -246,8 +246,8 @@ impl ElasticMemory {
         n_blocks.saturating_sub(self.buffer.len())
     }
 
-    /// Makes those who hold more than their share give back enough for `n_blocks`; says whether so much is
-    /// free already, as after the death of who held it.
+    /// Makes members above their share give back enough for `n_blocks`; says whether so much is free
+    /// already, as after the death of its holder.
     fn ask_others(&self, n_blocks: usize) -> bool {
         let n_bytes = (n_blocks.div_ceil(self.blocks_per_page) as u64).saturating_mul(self.page_cost_bytes);
         match self.grants.claim(n_bytes) {
@@ -296,7 +296,7 @@ impl BlockMemory for ElasticMemory {
                 self.is_waiting = 0 < n_missing;
                 self.publish_idle();
             }
-            // Somebody was faster, or has a better claim: nobody is to give anything up for these.
+            // Another member was faster or has a better claim: no member gives up memory for these.
             Need::Spare if 0 < n_missing && !self.is_waiting => self.grants.stop_waiting(),
             Need::Spare => {}
         }

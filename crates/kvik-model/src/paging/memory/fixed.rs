@@ -3,7 +3,7 @@
 use super::{BlockMemory, Need};
 use crate::paging::BlockId;
 
-/// All blocks are there from the start, and nobody else wants them.
+/// All blocks are there from the start, and no other pool shares them.
 #[derive(Debug)]
 pub struct FixedMemory {
     n_blocks: usize,

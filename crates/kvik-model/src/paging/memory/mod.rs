@@ -13,9 +13,9 @@ use super::BlockId;
 /// Whether others are to give memory up for what is asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Need {
-    /// Nice to have: only what nobody else wants.
+    /// Nice to have: only memory that no other member wants.
     Spare,
-    /// Somebody waits for it: whoever holds more than its share is asked to give back.
+    /// A sequence waits for it: members above their share are asked to give back.
     Required,
 }
 
@@ -42,11 +42,11 @@ pub trait BlockMemory: Send + fmt::Debug {
     /// The page of `block`: memory goes back to others only page by page.
     fn page_of(&self, block: BlockId) -> usize;
 
-    /// Tells on how many pages nobody holds a block: what lies there can be computed again, so others who
-    /// need memory come first. Called whenever the number changes; does nothing by default.
+    /// Notes the number of pages without a held block: what lies there can be computed again, so other
+    /// members that need memory come first. Called whenever the number changes; does nothing by default.
     fn note_idle_pages(&mut self, _n_pages: usize) {}
 
-    /// Tells that nobody needs the blocks any more that were required and not there; does nothing by default.
+    /// Tells that the blocks that were required and not there are no longer needed; does nothing by default.
     fn stop_waiting(&mut self) {}
 
     /// Sets what is called, on another thread, when others ask for memory or return some.

@@ -42,8 +42,8 @@ const MAX_BATCH_SPANS: usize = 512;
 const SEND_INTERVAL: Duration = Duration::from_secs(1);
 /// Time in which requests that are cut off at the end of a service end their spans.
 const LAST_SPANS: Duration = Duration::from_millis(100);
-/// Time to send what waits when the service ends: long enough for a collector that lives, short
-/// enough for whoever waits for the end.
+/// Time to send what waits when the service ends: long enough for a collector that lives, short enough
+/// not to hold up the end.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(3);
 /// Where a collector takes traces.
 const TRACES_PATH: &str = "/v1/traces";

@@ -59,7 +59,7 @@ impl Span {
         Self(Some(Box::new(Active { tracer: tracer.clone(), span })))
     }
 
-    /// Whether anybody will see it; attributes that cost something are set only then.
+    /// Whether it is recorded; attributes that cost something are set only then.
     pub fn is_recording(&self) -> bool {
         self.0.as_ref().is_some_and(|active| active.span.is_recording())
     }

@@ -67,7 +67,7 @@ async fn without_an_endpoint_requests_pass_as_they_are() {
     let shutdown = Shutdown::new();
     let tracer = Tracer::start(&TracingConfig::default(), "test", "one", &shutdown).unwrap();
     let mut headers = headers(PARENT);
-    let span = tracer.request(&headers, || panic!("nobody sees the name"));
+    let span = tracer.request(&headers, || panic!("the name is not needed"));
     span.propagate(&mut headers);
     assert!(!span.is_recording());
     assert_eq!(headers["traceparent"], PARENT);
@@ -138,7 +138,7 @@ async fn the_caller_decides_whether_its_trace_is_recorded() {
 }
 
 #[tokio::test]
-async fn a_collector_that_is_away_costs_nobody_anything() {
+async fn a_collector_that_is_away_blocks_no_request() {
     let shutdown = Shutdown::new();
     let tracer = Tracer::start(&config("http://127.0.0.1:9"), "test", "one", &shutdown).unwrap();
     let start = std::time::Instant::now();

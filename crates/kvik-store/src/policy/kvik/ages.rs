@@ -6,7 +6,7 @@ pub(super) const N_AGES: usize = 36;
 /// How many coarse steps there are.
 pub(super) const N_COARSE_AGES: usize = 7;
 
-/// End of the first step. Nobody reads an answer and asks again much faster.
+/// End of the first step. No user reads an answer and asks again much faster.
 const FIRST_END_S: f64 = 4.0;
 
 /// Three steps double the age: the cube roots of 1, 2 and 4.

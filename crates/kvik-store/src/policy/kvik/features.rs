@@ -24,7 +24,7 @@ pub(super) struct Observation {
     /// 1 for the first request of a conversation.
     pub(super) turn: u16,
     pub(super) n_blocks: usize,
-    /// Blocks that nobody asked for before.
+    /// Blocks that no earlier request had.
     pub(super) n_fresh_blocks: usize,
     /// Usual time between its turns.
     pub(super) pace_s: Option<f64>,

@@ -60,7 +60,7 @@ fn blocks_come_back_as_they_were() {
     }
 }
 
-/// The layout is on users' disks: whoever changes these bytes changes the version.
+/// The layout is on users' disks: a change of these bytes needs a new version.
 #[test]
 fn the_bytes_of_version_one_do_not_change() {
     let block = header().encode();

@@ -36,7 +36,7 @@ pub(crate) struct IndexArguments {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum IndexVerb {
-    /// Print who has told how much, model by model
+    /// Print the workers and the blocks known of them, model by model
     Stats,
     /// Print how much of a prompt each worker has
     Lookup(LookupArguments),

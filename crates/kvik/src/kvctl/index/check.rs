@@ -86,7 +86,7 @@ async fn groups(client: &WorkerClient) -> anyhow::Result<Vec<BlockGroup>> {
     let mut stream = client.kv_events(None).await?;
     match stream.next().await? {
         Some(Frame::Hello(hello)) => Ok(hello.groups),
-        _ => bail!("the worker did not say who it is"),
+        _ => bail!("the worker's stream does not begin with a hello"),
     }
 }
 

@@ -83,7 +83,7 @@ local function step_of(value)
   return known_step_of(value)
 end
 
--- Counts a run of blocks with one value, behind the first `before` of the prompt. True if somebody has all so far.
+-- Counts a run of blocks with one value, behind the first `before` of the prompt. True if a source has all so far.
 local function count_run(step, before, n_blocks)
   local is_reached = false
   local reach = before + n_blocks

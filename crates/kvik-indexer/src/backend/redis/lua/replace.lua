@@ -1,4 +1,4 @@
--- Does a part of a replacement. The new blocks are those of pending holders, which nobody counts, until the
+-- Does a part of a replacement. The new blocks are those of pending holders, which do not count, until the
 -- last part makes them the holders of the source. An empty token begins; the answer is the token of the rest.
 
 local name, epoch, next_sequence, first_sequence = ARGV[1], ARGV[2], ARGV[3], ARGV[4]

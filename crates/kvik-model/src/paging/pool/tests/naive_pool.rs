@@ -34,7 +34,7 @@ impl NaivePool {
         self.free.splice(0..0, taken);
     }
 
-    /// The pages on which nobody holds a block, those used longest ago first.
+    /// The pages without a held block, those used longest ago first.
     pub(super) fn idle_pages(&self) -> Vec<usize> {
         let mut idle = self.pages.held_pages();
         idle.retain(|&page| !self.n_holders.keys().any(|&block| self.pages.page_of(block) == page));

@@ -14,7 +14,7 @@ pub(super) struct PagedMemory {
     pub(super) page_blocks: usize,
     /// The most pages that may be held now.
     pub(super) limit_pages: usize,
-    /// The most pages that may be held of what nobody needs.
+    /// The most pages that may be held without need.
     pub(super) spare_pages: usize,
     pub(super) taken: BTreeSet<BlockId>,
     pub(super) n_idle_noted: usize,
