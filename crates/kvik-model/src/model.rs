@@ -80,7 +80,7 @@ impl Model {
             config: ModelConfig::from_json(bundled::CONFIG)?,
             config_hash: xxh3_128(bundled::CONFIG.as_bytes()),
             revision: OnceLock::new(),
-            checkpoint: Checkpoint::from_bytes("model.safetensors", bundled::WEIGHTS)?,
+            checkpoint: Checkpoint::from_bytes("model.safetensors", bundled::weights()?)?,
             tokenizer: Arc::new(Tokenizer::from_parts(
                 bundled::TOKENIZER,
                 Some(bundled::TOKENIZER_CONFIG),

@@ -7,7 +7,7 @@ use kvik_tier::{ChunkKey, NamespaceId, TokenDigest};
 use kvik_types::hash::{HashChain, KvikChain};
 use kvik_types::{BlockHash, BlockSize, CacheSalt, Namespace, TokenId};
 
-use crate::digest::{DigestChain, DigestKey, root_digest, salted_digest};
+use crate::digest::{DigestChain, DigestKey, keyed_seed, root_digest, salted_digest};
 use crate::format::ChunkFormat;
 use crate::namespaces::NamespaceState;
 use crate::options::StoreOptions;
@@ -75,14 +75,18 @@ impl Space {
         qualified: &Namespace,
     ) -> Self {
         let digest_key = options.digest_key.clone();
+        let root_digest = root_digest(digest_key.as_ref(), qualified);
+        // Under a key names differ too: stores with different keys may share a tier, and a name does not tell whether
+        // a prompt that an attacker knows is stored.
+        let seed = if digest_key.is_some() { keyed_seed(root_digest) } else { qualified.seed() };
         let shared = SpaceShared {
             namespace,
             format,
             chunk_tokens: options.chunk_tokens,
             stores_tails: options.stores_tails,
             token_us: 1e6 / options.prefill_tokens_per_s,
-            seed: qualified.seed(),
-            root_digest: root_digest(digest_key.as_ref(), qualified),
+            seed,
+            root_digest,
             digest_key,
         };
         Self { shared: Arc::new(shared) }

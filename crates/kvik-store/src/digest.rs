@@ -7,7 +7,7 @@
 use std::fmt;
 
 use kvik_tier::TokenDigest;
-use kvik_types::{CacheSalt, Namespace, TokenId};
+use kvik_types::{BlockHash, CacheSalt, Namespace, TokenId};
 
 /// What is hashed before a namespace. Another way to compute digests gets another one.
 const NAMESPACE_TAG: &[u8] = b"kvik-token-digest-1";
@@ -50,6 +50,13 @@ pub(crate) fn root_digest(key: Option<&DigestKey>, namespace: &Namespace) -> Tok
     hasher.update(NAMESPACE_TAG);
     hasher.update(&namespace.encode());
     TokenDigest(*hasher.finalize().as_bytes())
+}
+
+/// The parent of the first chunk of every sequence in a namespace, where digests are keyed.
+pub(crate) fn keyed_seed(root: TokenDigest) -> BlockHash {
+    let mut seed = [0; 16];
+    seed.copy_from_slice(&root.0[..16]);
+    BlockHash(seed)
 }
 
 /// The digest before the first chunk of a sequence with a salt: `root` itself without one.

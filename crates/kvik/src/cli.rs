@@ -297,11 +297,13 @@ pub(crate) enum LogForm {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "KV store")]
 pub(crate) struct StoreArguments {
-    /// Memory for KV of earlier prompts, such as `2GiB` [default: none; 256MiB with --nvme or --remote]
+    /// Memory for KV of earlier prompts, such as `2GiB` [default: none; 256MiB with --nvme or --remote;
+    /// up: a share of the free memory]
     #[arg(long, value_name = "SIZE")]
     pub(crate) ram: Option<String>,
 
-    /// Folder and size for KV on a local disk, such as `/var/cache/kvik:20GiB` [default: none]
+    /// Folder and size for KV on a local disk, such as `/var/cache/kvik:20GiB` [default: none; up: a
+    /// folder of its own]
     #[arg(long, value_name = "DIR:SIZE")]
     pub(crate) nvme: Option<String>,
 

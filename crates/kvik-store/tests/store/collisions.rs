@@ -215,25 +215,23 @@ fn a_read_for_one_sequence_is_not_joined_by_the_other() {
 }
 
 #[test]
-fn chunks_of_another_key_are_misses_and_are_replaced() {
+fn stores_with_different_keys_share_a_disk_and_neither_finds_nor_deletes_each_others_chunks() {
     let dir = tempfile::tempdir().unwrap();
+    let secrets: [Option<&[u8]>; 3] = [None, Some(b"a secret"), Some(b"another secret")];
     let open = |secret: Option<&[u8]>| {
         let nvme = NvmeTier::open(&NvmeOptions::new(dir.path(), 64 << 20)).unwrap();
         let key = secret.map(DigestKey::from_secret);
         Pair::with_key(Some(Arc::new(Checksummed::new(nvme))), None, key)
     };
-    let plain = open(None);
-    assert_eq!(plain.write(&plain.mine, 1), 2);
-    plain.flush();
-    drop(plain);
-    let keyed = open(Some(b"a secret"));
-    assert_eq!(keyed.read(&keyed.mine, 1), 0);
-    assert_eq!(keyed.write(&keyed.mine, 3), 2);
-    keyed.flush();
-    drop(keyed);
-    let keyed = open(Some(b"a secret"));
-    assert!(keyed.read(&keyed.mine, 3) > 0);
-    drop(keyed);
-    let other = open(Some(b"another secret"));
-    assert_eq!(other.read(&other.mine, 4), 0);
+    for (secret, fill) in secrets.into_iter().zip(1..) {
+        let pair = open(secret);
+        assert_eq!(pair.read(&pair.mine, fill), 0, "{secret:?}");
+        assert_eq!(pair.write(&pair.mine, fill), 2);
+        pair.flush();
+        assert_eq!(pair.n_mismatches(TierKind::Nvme), 0);
+    }
+    for (secret, fill) in secrets.into_iter().zip(1..) {
+        let pair = open(secret);
+        assert!(pair.read(&pair.mine, fill) > 0, "{secret:?}");
+    }
 }

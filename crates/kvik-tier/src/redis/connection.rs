@@ -10,9 +10,9 @@ use kvik_types::RedisEndpoint as Endpoint;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, StreamOwned};
 
-use super::refusal::Refusal;
 use super::resolve::Resolver;
 use super::resp::{Reply, ReplyReader, push_argument, push_command};
+use super::server_error::ServerError;
 use crate::error::{Result, TierError};
 
 /// Small commands are gathered up to so many bytes before they are written.
@@ -184,7 +184,7 @@ impl Connection {
     fn demand(&mut self, endpoint: &Endpoint, action: &str, arguments: &[&str]) -> Result<()> {
         let action = format!("{action} at {endpoint}");
         match self.ask(arguments) {
-            Ok(Reply::Error(message)) => Err(Refusal::parse(&message).to_error(&action)),
+            Ok(Reply::Error(message)) => Err(ServerError::parse(&message).to_error(&action)),
             Ok(_) => Ok(()),
             Err(error) => Err(TierError::remote(action, &error, true)),
         }

@@ -336,17 +336,17 @@ fn exchange<R: Request>(
         progress.settle(lane);
         let routed = &mut lane[progress.n_answered];
         awaited_bytes -= routed.request.n_bytes();
-        let mut refusal = None;
+        let mut error = None;
         for command_idx in 0..routed.request.n_commands() {
             if routed.is_asking {
                 connection.replies()?.read_reply()?;
             }
-            refusal = refusal.or(routed.request.receive(command_idx, connection)?);
+            error = error.or(routed.request.receive(command_idx, connection)?);
         }
-        if let Some(refusal) = refusal {
-            routed.next = refusal.redirection(endpoint);
+        if let Some(error) = error {
+            routed.next = error.redirection(endpoint);
             if routed.next.is_none() {
-                routed.request.refuse(&refusal);
+                routed.request.refuse(&error);
             }
         }
         progress.n_answered += 1;

@@ -12,10 +12,10 @@
 mod connection;
 mod dispatch;
 mod node;
-mod refusal;
 mod request;
 mod resolve;
 mod resp;
+mod server_error;
 mod slots;
 #[cfg(test)]
 mod tests;

@@ -3,8 +3,8 @@
 use std::{io, mem};
 
 use super::connection::Connection;
-use super::refusal::Refusal;
 use super::resp::{Reply, ValueReply, push_argument, push_argument_length, push_command};
+use super::server_error::ServerError;
 use crate::error::TierError;
 use crate::key::ChunkKey;
 use crate::tier::{Arrived, GetItem, GetOutcome, Heads, PutItem, PutOutcome};
@@ -28,10 +28,11 @@ pub(super) trait Request: Send {
     fn send(&self, command_idx: usize, name: &[u8], connection: &mut Connection) -> io::Result<()>;
 
     /// Reads the reply to a command; after the last one the outcome is set, unless the server refused any.
-    fn receive(&mut self, command_idx: usize, connection: &mut Connection) -> io::Result<Option<Refusal>>;
+    fn receive(&mut self, command_idx: usize, connection: &mut Connection)
+    -> io::Result<Option<ServerError>>;
 
-    /// Sets the outcome after a refusal that is the last word.
-    fn refuse(&mut self, refusal: &Refusal);
+    /// Sets the outcome after an error of the server that is final.
+    fn refuse(&mut self, error: &ServerError);
 
     /// Sets the outcome where no reply came.
     fn fail(&mut self, error: TierError);
@@ -94,22 +95,26 @@ impl Request for PutRequest<'_, '_> {
         connection.send_around(begin, &parts, &end)
     }
 
-    fn receive(&mut self, _command_idx: usize, connection: &mut Connection) -> io::Result<Option<Refusal>> {
+    fn receive(
+        &mut self,
+        _command_idx: usize,
+        connection: &mut Connection,
+    ) -> io::Result<Option<ServerError>> {
         self.item.outcome = match connection.replies()?.read_reply()? {
             Reply::Status(_) => PutOutcome::Stored,
             Reply::Nil => PutOutcome::Present,
-            Reply::Error(message) => return Ok(Some(Refusal::parse(&message))),
+            Reply::Error(message) => return Ok(Some(ServerError::parse(&message))),
             _ => return Err(unexpected_reply()),
         };
         Ok(None)
     }
 
-    fn refuse(&mut self, refusal: &Refusal) {
-        self.item.outcome = match refusal {
-            Refusal::NoRoom => PutOutcome::NoRoom,
-            refusal => PutOutcome::Failed(refusal.to_error("store a chunk")),
+    fn refuse(&mut self, error: &ServerError) {
+        self.item.outcome = match error {
+            ServerError::NoRoom => PutOutcome::NoRoom,
+            error => PutOutcome::Failed(error.to_error("store a chunk")),
         };
-        if let Refusal::ReadOnly(reason) = refusal {
+        if let ServerError::ReadOnly(reason) = error {
             self.read_only = Some(reason.clone());
         }
     }
@@ -145,7 +150,11 @@ impl Request for GetRequest<'_, '_> {
         }
     }
 
-    fn receive(&mut self, command_idx: usize, connection: &mut Connection) -> io::Result<Option<Refusal>> {
+    fn receive(
+        &mut self,
+        command_idx: usize,
+        connection: &mut Connection,
+    ) -> io::Result<Option<ServerError>> {
         let replies = connection.replies()?;
         let item = &mut *self.item;
         let outcome = match (command_idx, item.start_of_one_range()) {
@@ -172,12 +181,12 @@ impl Request for GetRequest<'_, '_> {
                 item.outcome = outcome;
                 Ok(None)
             }
-            Err(refusal) => Ok(Some(refusal)),
+            Err(error) => Ok(Some(error)),
         }
     }
 
-    fn refuse(&mut self, refusal: &Refusal) {
-        self.item.outcome = GetOutcome::Failed(refusal.to_error("read a chunk"));
+    fn refuse(&mut self, error: &ServerError) {
+        self.item.outcome = GetOutcome::Failed(error.to_error("read a chunk"));
     }
 
     fn fail(&mut self, error: TierError) {
@@ -208,18 +217,22 @@ impl Request for CountRequest {
         connection.send(&[self.command.as_bytes(), name])
     }
 
-    fn receive(&mut self, _command_idx: usize, connection: &mut Connection) -> io::Result<Option<Refusal>> {
+    fn receive(
+        &mut self,
+        _command_idx: usize,
+        connection: &mut Connection,
+    ) -> io::Result<Option<ServerError>> {
         match number_of(connection.replies()?.read_reply()?)? {
             Ok(count) => {
                 self.count = Ok(count);
                 Ok(None)
             }
-            Err(refusal) => Ok(Some(refusal)),
+            Err(error) => Ok(Some(error)),
         }
     }
 
-    fn refuse(&mut self, refusal: &Refusal) {
-        self.count = Err(refusal.to_error("ask for a key"));
+    fn refuse(&mut self, error: &ServerError) {
+        self.count = Err(error.to_error("ask for a key"));
     }
 
     fn fail(&mut self, error: TierError) {
@@ -236,21 +249,21 @@ fn send_get_range(connection: &mut Connection, name: &[u8], start: u64, n_bytes:
 }
 
 /// What the reply to a read says of the chunk.
-fn outcome_of(reply: ValueReply, is_whole: bool) -> Result<GetOutcome, Refusal> {
+fn outcome_of(reply: ValueReply, is_whole: bool) -> Result<GetOutcome, ServerError> {
     match reply {
         ValueReply::Filled => Ok(GetOutcome::Hit),
         ValueReply::Nil => Ok(GetOutcome::Miss),
         // A key that is not there has an empty range.
         ValueReply::OtherLength(0) if !is_whole => Ok(GetOutcome::Miss),
         ValueReply::OtherLength(_) => Ok(GetOutcome::Corrupt("length")),
-        ValueReply::Error(message) => Err(Refusal::parse(&message)),
+        ValueReply::Error(message) => Err(ServerError::parse(&message)),
     }
 }
 
-fn number_of(reply: Reply) -> io::Result<Result<i64, Refusal>> {
+fn number_of(reply: Reply) -> io::Result<Result<i64, ServerError>> {
     match reply {
         Reply::Integer(number) => Ok(Ok(number)),
-        Reply::Error(message) => Ok(Err(Refusal::parse(&message))),
+        Reply::Error(message) => Ok(Err(ServerError::parse(&message))),
         _ => Err(unexpected_reply()),
     }
 }

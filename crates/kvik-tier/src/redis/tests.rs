@@ -4,8 +4,8 @@ use std::io::{self, Read};
 
 use kvik_types::{RedisEndpoint as Endpoint, RedisUrl};
 
-use super::refusal::Refusal;
 use super::resp::{Reply, ReplyReader, ValueReply};
+use super::server_error::ServerError;
 use super::slots::{SlotRange, parse_slots, slot_of_tag};
 use super::{RedisOptions, RedisTier};
 use crate::error::TierError;
@@ -124,17 +124,17 @@ fn the_slots_of_a_cluster_are_understood() {
 }
 
 #[test]
-fn refusals_say_what_to_do() {
+fn errors_of_the_server_say_what_to_do() {
     let asked = tcp("a", 1);
-    let redirection = |message: &str| Refusal::parse(message).redirection(&asked);
+    let redirection = |message: &str| ServerError::parse(message).redirection(&asked);
     assert_eq!(redirection("MOVED 3999 127.0.0.1:6381"), Some((tcp("127.0.0.1", 6381), false)));
     assert_eq!(redirection("MOVED 3999 :6381"), Some((tcp("a", 6381), false)));
     assert_eq!(redirection("ASK 3999 ::1:6381"), Some((tcp("::1", 6381), true)));
     assert_eq!(redirection("MOVED 3999"), None);
-    assert_eq!(Refusal::parse("OOM command not allowed"), Refusal::NoRoom);
-    assert!(matches!(Refusal::parse("READONLY You can't write"), Refusal::ReadOnly(_)));
-    assert!(Refusal::parse("LOADING Redis is loading").to_error("x").is_transient());
-    assert!(!Refusal::parse("NOAUTH Authentication required.").to_error("x").is_transient());
+    assert_eq!(ServerError::parse("OOM command not allowed"), ServerError::NoRoom);
+    assert!(matches!(ServerError::parse("READONLY You can't write"), ServerError::ReadOnly(_)));
+    assert!(ServerError::parse("LOADING Redis is loading").to_error("x").is_transient());
+    assert!(!ServerError::parse("NOAUTH Authentication required.").to_error("x").is_transient());
 }
 
 #[test]

@@ -39,13 +39,13 @@ pub(crate) struct WorkerStore {
     load_timeout: Duration,
     /// Reads layer by layer where that is wanted.
     layer_loader: Option<Arc<LayerLoader>>,
-    fuse: Fuse,
+    panic_guard: PanicGuard,
     sink_counts: Arc<SinkCounts>,
 }
 
 /// Keeps the engine's thread alive if the store panics: from then on it has none.
 #[derive(Debug, Clone, Default)]
-struct Fuse(Arc<AtomicBool>);
+struct PanicGuard(Arc<AtomicBool>);
 
 impl WorkerStore {
     /// Opens the store of `config` for the KV of `engine`; `None` where there is to be none.
@@ -71,7 +71,7 @@ impl WorkerStore {
             namespace,
             load_timeout: plan.load_timeout,
             layer_loader,
-            fuse: Fuse::default(),
+            panic_guard: PanicGuard::default(),
             sink_counts: Arc::default(),
         }))
     }
@@ -114,7 +114,11 @@ impl WorkerStore {
     /// # Errors
     /// If the operating system gives no thread.
     pub(crate) fn sink(&self) -> Result<Box<dyn KvSink>> {
-        let target = Target { store: self.store.clone(), space: self.space.clone(), fuse: self.fuse.clone() };
+        let target = Target {
+            store: self.store.clone(),
+            space: self.space.clone(),
+            panic_guard: self.panic_guard.clone(),
+        };
         Ok(Box::new(StoreSink::start(target, Arc::clone(&self.sink_counts))?))
     }
 
@@ -131,7 +135,7 @@ impl WorkerStore {
 
     /// Begins to load the KV of a prompt behind its first `n_matched` tokens, which the engine has.
     pub(crate) fn load(&self, chain: &Chain, n_matched: usize) -> Loading {
-        self.fuse.run(|| self.begin_load(chain, n_matched)).unwrap_or(Loading::Nothing)
+        self.panic_guard.run(|| self.begin_load(chain, n_matched)).unwrap_or(Loading::Nothing)
     }
 
     fn begin_load(&self, chain: &Chain, n_matched: usize) -> Loading {
@@ -151,7 +155,7 @@ impl WorkerStore {
     }
 }
 
-impl Fuse {
+impl PanicGuard {
     /// What `ask` gives; `None` if it panics, or if anything did before.
     fn run<T>(&self, ask: impl FnOnce() -> T) -> Option<T> {
         // Relaxed: a thread that does not see it yet finds out for itself.

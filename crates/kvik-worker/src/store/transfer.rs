@@ -12,7 +12,7 @@ use kvik_model::{BLOCK_TOKENS, EndedSequence, KvSink};
 use kvik_store::{Chain, Space, Store, Write};
 use parking_lot::{Condvar, Mutex};
 
-use super::Fuse;
+use super::PanicGuard;
 use crate::error::{Result, WorkerError};
 
 /// Most KV that is lent at a time, in bytes: two sequences of 8192 tokens at 128 KiB a token. Blocks that are
@@ -61,7 +61,7 @@ struct QueueState {
 pub(super) struct Target {
     pub(super) store: Store,
     pub(super) space: Space,
-    pub(super) fuse: Fuse,
+    pub(super) panic_guard: PanicGuard,
 }
 
 // === impl SinkCounts ===
@@ -93,7 +93,7 @@ impl StoreSink {
     /// If the operating system gives none.
     pub(super) fn start(target: Target, counts: Arc<SinkCounts>) -> Result<Self> {
         let copy = move |sequence: &EndedSequence, is_given_up: &AtomicBool| {
-            target.fuse.run(|| target.copy(sequence, is_given_up));
+            target.panic_guard.run(|| target.copy(sequence, is_given_up));
         };
         Self::start_with(Box::new(copy), counts, MAX_LENT_BYTES)
     }

@@ -1,4 +1,4 @@
-//! What a server says when it does not do what it was told.
+//! Errors that a Redis server answers.
 
 use kvik_types::RedisEndpoint as Endpoint;
 
@@ -6,7 +6,7 @@ use crate::error::TierError;
 
 /// A reply that is an error, by what to do about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Refusal {
+pub(super) enum ServerError {
     /// The key is another server's; `None` for the host means the one that said so.
     Moved { host: Option<String>, port: u16 },
     /// The key is being moved and may be at another server already.
@@ -21,7 +21,7 @@ pub(super) enum Refusal {
     Final(String),
 }
 
-impl Refusal {
+impl ServerError {
     pub(super) fn parse(message: &str) -> Self {
         let mut words = message.split(' ');
         let code = words.next().unwrap_or_default();
@@ -42,7 +42,7 @@ impl Refusal {
         }
     }
 
-    /// The error of an item for which this is the last word.
+    /// The error of an item that is not tried again.
     pub(super) fn to_error(&self, action: &str) -> TierError {
         match self {
             Self::Moved { .. } | Self::Ask { .. } => {
