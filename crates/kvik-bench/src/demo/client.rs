@@ -81,12 +81,13 @@ impl Load {
                     Reuse::Spread => session = Some(format!("{number}-{n_requests}")),
                     Reuse::Forbidden => body["cache_salt"] = json!(format!("{number}-{n_requests}")),
                 }
+                let at = start.elapsed();
                 let Ok(answer) = self.ask(http, &body, session).await else {
                     tally.lock().n_failed += 1;
                     tokio::time::sleep(FAILURE_PAUSE).await;
                     break;
                 };
-                tally.lock().add(Sample { at: start.elapsed(), ttft: answer.ttft, tokens: answer.tokens });
+                tally.lock().add(Sample { at, ttft: answer.ttft, tokens: answer.tokens });
                 conversation.answered(&answer.text);
             }
         }
