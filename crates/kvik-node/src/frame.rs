@@ -115,9 +115,9 @@ impl Attached {
         }
         let tenant = fields.text("tenant")?;
         let chunk_tokens = fields.block_size("chunk_tokens")?;
-        let stores_tails = fields.array()? == [1];
+        let stores_tails = fields.flag("stores_tails")?;
         let digest_key =
-            if fields.array()? == [1] { Some(DigestKey::from_exposed(fields.array()?)) } else { None };
+            if fields.flag("digest_key")? { Some(DigestKey::from_exposed(fields.array()?)) } else { None };
         let arena_bytes = u64::from_le_bytes(fields.array()?);
         fields.end()?;
         Ok(Self { tenant, chunk_tokens, stores_tails, digest_key, arena_bytes })
@@ -176,6 +176,14 @@ impl<'a> Fields<'a> {
         }
         let text = std::str::from_utf8(self.take(n_bytes)?);
         text.map(str::to_owned).map_err(|_| NodeError::invalid(field, &"other bytes", "UTF-8"))
+    }
+
+    fn flag(&mut self, field: &'static str) -> Result<bool> {
+        match self.array()? {
+            [0] => Ok(false),
+            [1] => Ok(true),
+            [other] => Err(NodeError::invalid(field, &other, "0 or 1")),
+        }
     }
 
     fn block_size(&mut self, field: &'static str) -> Result<BlockSize> {

@@ -47,8 +47,12 @@ impl Daemon {
         let namespace =
             Namespace { model: "m".into(), dtype: Dtype::BF16, layout: "l".into(), tenant: String::new() };
         let block_tokens = BlockSize::try_new(16).unwrap();
-        let format =
-            ChunkFormat { n_layers: N_LAYERS, token_layer_bytes: TOKEN_LAYER_BYTES, n_ranks: 1, block_tokens };
+        let format = ChunkFormat {
+            n_layers: N_LAYERS,
+            token_layer_bytes: TOKEN_LAYER_BYTES,
+            n_ranks: 1,
+            block_tokens,
+        };
         AttachOptions::new(self.socket.clone(), namespace, format)
     }
 
