@@ -200,7 +200,7 @@ fn a_daemon_that_ends_is_an_error_and_clients_attach_again() {
     let begin = Instant::now();
     let error = verify(&client, 6, 2).unwrap_err();
     assert!(matches!(error, NodeError::Gone { .. }), "{error}");
-    assert!(begin.elapsed() < Duration::from_secs(5));
+    assert!(begin.elapsed() < Duration::from_secs(30));
     assert!(NodeClient::attach(&daemon.options()).is_err());
     daemon.server =
         Some(NodeServer::start(daemon.store.clone(), NodeOptions::new(daemon.socket.clone())).unwrap());
