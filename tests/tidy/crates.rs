@@ -32,6 +32,7 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
     ("kvik-runtime", &["kvik-types"]),
     ("kvik-tokens", &["kvik-types"]),
     ("kvik-store", &["kvik-types", "kvik-memory", "kvik-tier"]),
+    ("kvik-node", &["kvik-types", "kvik-memory", "kvik-tier", "kvik-store"]),
     ("kvik-model", &["kvik-types", "kvik-memory", "kvik-tokens"]),
     ("kvik-indexer", &["kvik-types", "kvik-index", "kvik-proto", "kvik-runtime", "kvik-tokens"]),
     (

@@ -23,10 +23,10 @@ pub mod pool;
 pub mod ranks;
 pub mod region;
 pub mod service;
+pub mod socket;
 pub mod vmm;
 
 mod error;
-mod socket;
 mod wire;
 
 pub use error::{MemoryError, Result};

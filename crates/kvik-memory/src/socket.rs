@@ -2,8 +2,8 @@
 
 use std::fmt;
 use std::fs::{DirBuilder, File};
-use std::io;
-use std::mem;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::{self, MaybeUninit};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -13,11 +13,15 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvFlags, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with,
-    bind, connect, listen, recv, send, shutdown, socket_with,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind,
+    connect, listen, recv, recvmsg, send, sendmsg, shutdown, socket_with,
 };
 
 use crate::wire::MAX_FRAME_BYTES;
+
+/// Descriptors that go with one frame at most.
+pub const MAX_FRAME_DESCRIPTORS: usize = 4;
 
 /// Connections that may wait to be accepted; in ordinary operation there are few.
 const BACKLOG: i32 = 16;
@@ -36,7 +40,7 @@ pub enum SocketAddress {
 
 /// A listening socket; closing it removes its file.
 #[derive(Debug)]
-pub(crate) struct Listener {
+pub struct Listener {
     socket: OwnedFd,
     /// The file and its inode, to remove no other's.
     file: Option<(PathBuf, u64)>,
@@ -45,7 +49,7 @@ pub(crate) struct Listener {
 
 /// An open connection to a peer of the same user; both ends see when it is dropped.
 #[derive(Debug)]
-pub(crate) struct Connection {
+pub struct Connection {
     socket: OwnedFd,
     owner: Owner,
 }
@@ -86,7 +90,7 @@ impl Listener {
     ///
     /// The directory of a file is made with mode 0700 if it is missing. Fails where the directory
     /// belongs to another user or others can enter it, or where a live process listens already.
-    pub(crate) fn open(address: &SocketAddress) -> io::Result<Self> {
+    pub fn open(address: &SocketAddress) -> io::Result<Self> {
         let socket_address = address.socket_address()?;
         let socket = new_socket()?;
         let SocketAddress::Path(path) = address else {
@@ -117,7 +121,7 @@ impl Listener {
     /// Takes a waiting connection; `None` where there is none, or where the caller is gone.
     ///
     /// Fails with `PermissionDenied` where the peer is another user.
-    pub(crate) fn accept(&self) -> io::Result<Option<Connection>> {
+    pub fn accept(&self) -> io::Result<Option<Connection>> {
         match accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(socket) => Connection::from_same_user(socket).map(Some),
             Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(None),
@@ -126,7 +130,7 @@ impl Listener {
     }
 
     /// Wakes all threads that wait for this socket; no connection is accepted after that.
-    pub(crate) fn close(&self) {
+    pub fn close(&self) {
         // It can only fail for a socket that is closed already.
         let _ = shutdown(&self.socket, Shutdown::Both);
     }
@@ -158,7 +162,7 @@ impl Drop for Listener {
 
 impl Connection {
     /// Connects to a rank, without waiting.
-    pub(crate) fn open(address: &SocketAddress) -> io::Result<Self> {
+    pub fn open(address: &SocketAddress) -> io::Result<Self> {
         let socket = new_socket()?;
         connect(&socket, &address.socket_address()?)?;
         Self::from_same_user(socket)
@@ -175,7 +179,7 @@ impl Connection {
     }
 
     /// Sends one frame; `false` where the peer's buffer is full.
-    pub(crate) fn send(&self, frame: &[u8]) -> io::Result<bool> {
+    pub fn send(&self, frame: &[u8]) -> io::Result<bool> {
         loop {
             match send(&self.socket, frame, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
                 Ok(_) => return Ok(true),
@@ -190,10 +194,7 @@ impl Connection {
     ///
     /// Fails with `UnexpectedEof` where the peer is gone, and with `InvalidData` where the frame is
     /// larger than any can be.
-    pub(crate) fn receive<'buffer>(
-        &self,
-        buffer: &'buffer mut FrameBuffer,
-    ) -> io::Result<Option<&'buffer [u8]>> {
+    pub fn receive<'buffer>(&self, buffer: &'buffer mut FrameBuffer) -> io::Result<Option<&'buffer [u8]>> {
         let n_bytes = loop {
             match recv(&self.socket, &mut buffer.bytes[..], RecvFlags::DONTWAIT | RecvFlags::TRUNC) {
                 Ok((_, n_bytes)) => break n_bytes,
@@ -202,15 +203,61 @@ impl Connection {
                 Err(error) => return Err(error.into()),
             }
         };
-        match buffer.bytes.get(..n_bytes) {
-            Some([]) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the connection ended")),
-            Some(frame) => Ok(Some(frame)),
-            None => Err(io::Error::new(io::ErrorKind::InvalidData, format!("a frame of {n_bytes} bytes"))),
+        buffer.frame(n_bytes).map(Some)
+    }
+
+    /// Sends one frame with descriptors, at most [`MAX_FRAME_DESCRIPTORS`]; `false` where the peer's buffer is full.
+    ///
+    /// # Errors
+    /// If the peer is gone, or there are more descriptors.
+    pub fn send_with_descriptors(&self, frame: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<bool> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FRAME_DESCRIPTORS))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
+            let reason = format!("{} descriptors with one frame", descriptors.len());
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
+        }
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        loop {
+            match sendmsg(&self.socket, &[IoSlice::new(frame)], &mut control, flags) {
+                Ok(_) => return Ok(true),
+                Err(Errno::AGAIN) => return Ok(false),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
         }
     }
 
+    /// Receives one frame with its descriptors; `None` where there is none yet.
+    ///
+    /// # Errors
+    /// As [`Self::receive`].
+    pub fn receive_with_descriptors<'buffer>(
+        &self,
+        buffer: &'buffer mut FrameBuffer,
+    ) -> io::Result<Option<(&'buffer [u8], Vec<OwnedFd>)>> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FRAME_DESCRIPTORS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::DONTWAIT | RecvFlags::TRUNC | RecvFlags::CMSG_CLOEXEC;
+        let n_bytes = loop {
+            match recvmsg(&self.socket, &mut [IoSliceMut::new(&mut buffer.bytes)], &mut control, flags) {
+                Ok(message) => break message.bytes,
+                Err(Errno::AGAIN) => return Ok(None),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        };
+        let mut descriptors = Vec::new();
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(received) = message {
+                descriptors.extend(received);
+            }
+        }
+        Ok(Some((buffer.frame(n_bytes)?, descriptors)))
+    }
+
     /// Ends the connection for both ends, also where a copy of the descriptor is left.
-    pub(crate) fn close(&self) {
+    pub fn close(&self) {
         // It can only fail for a socket that is closed already.
         let _ = shutdown(&self.socket, Shutdown::Both);
     }
@@ -245,18 +292,34 @@ impl Owner {
 
 /// Room for the largest frame.
 #[derive(Debug)]
-pub(crate) struct FrameBuffer {
+pub struct FrameBuffer {
     bytes: Box<[u8]>,
 }
 
 impl FrameBuffer {
-    pub(crate) fn new() -> Self {
+    /// An empty one.
+    pub fn new() -> Self {
         Self { bytes: vec![0; MAX_FRAME_BYTES].into_boxed_slice() }
+    }
+
+    /// The frame of `n_bytes` that was received.
+    fn frame(&self, n_bytes: usize) -> io::Result<&[u8]> {
+        match self.bytes.get(..n_bytes) {
+            Some([]) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the connection ended")),
+            Some(frame) => Ok(frame),
+            None => Err(io::Error::new(io::ErrorKind::InvalidData, format!("a frame of {n_bytes} bytes"))),
+        }
+    }
+}
+
+impl Default for FrameBuffer {
+    fn default() -> Self {
+        Self::new()
     }
 }
 
 /// Waits until one of `descriptors` is ready; `false` when `deadline` passed first.
-pub(crate) fn wait_ready(descriptors: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
+pub fn wait_ready(descriptors: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
     loop {
         let timeout = deadline.map(|deadline| timespec(deadline.saturating_duration_since(Instant::now())));
         match poll(descriptors, timeout.as_ref()) {
@@ -269,7 +332,7 @@ pub(crate) fn wait_ready(descriptors: &mut [PollFd<'_>], deadline: Option<Instan
 }
 
 /// Whether a descriptor has something to read, or its peer is gone.
-pub(crate) fn is_readable(descriptor: &PollFd<'_>) -> bool {
+pub fn is_readable(descriptor: &PollFd<'_>) -> bool {
     descriptor.revents().intersects(PollFlags::IN | PollFlags::HUP | PollFlags::ERR)
 }
 

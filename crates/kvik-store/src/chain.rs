@@ -8,6 +8,7 @@ use kvik_types::hash::{HashChain, KvikChain};
 use kvik_types::{BlockHash, BlockSize, CacheSalt, Namespace, TokenId};
 
 use crate::digest::{DigestChain, DigestKey, keyed_seed, root_digest, salted_digest};
+use crate::error::Result;
 use crate::format::ChunkFormat;
 use crate::namespaces::NamespaceState;
 use crate::options::StoreOptions;
@@ -51,8 +52,9 @@ struct ChainShared {
     space: Space,
     /// What its first chunk goes on from.
     root: ChunkName,
-    /// The tokens of all chunks.
+    /// The tokens of all chunks; empty where only names are known.
     tokens: Vec<TokenId>,
+    n_tokens: usize,
     chunks: Vec<ChunkName>,
     blocks: Vec<Block>,
 }
@@ -90,6 +92,18 @@ impl Space {
             digest_key,
         };
         Self { shared: Arc::new(shared) }
+    }
+
+    /// A space outside of any store: its chains have the names that they have in a store with the same options, for a
+    /// client whose store is in another process.
+    ///
+    /// # Errors
+    /// If the format is not allowed.
+    pub fn detached(namespace: &Namespace, format: ChunkFormat, options: &StoreOptions) -> Result<Self> {
+        format.validate(options.chunk_tokens)?;
+        let qualified = format.qualify(namespace, options.chunk_tokens);
+        let state = NamespaceState::new(NamespaceId::from(namespace), u32::MAX);
+        Ok(Self::new(Arc::new(state), format, options, &qualified))
     }
 
     /// The format of the chunks in it.
@@ -157,10 +171,39 @@ impl Space {
         for chunk in tokens[known.len() * chunk_tokens..].chunks(chunk_tokens) {
             chunks.push(ChunkName { hash: hasher.push_block(chunk), digest: digests.push_chunk(chunk) });
         }
-        let lengths = tokens.chunks(chunk_tokens).map(<[TokenId]>::len);
-        let blocks = chunks.iter().zip(lengths).enumerate();
-        let blocks = blocks.map(|(idx, (chunk, n_tokens))| self.block(chunk.hash, idx, n_tokens)).collect();
-        let shared = ChainShared { space: self.clone(), root, tokens: tokens.to_vec(), chunks, blocks };
+        self.chain_with(root, tokens.to_vec(), n_tokens, chunks)
+    }
+
+    /// The chain whose chunks have these names and digests, of tokens that are not known here: what a client in another
+    /// process sends of a chain of its own. `None` where so many tokens do not have so many chunks.
+    ///
+    /// What is stored under it is proven to readers by the digests, as any chunk.
+    pub fn chain_of_names(&self, names: &[(BlockHash, TokenDigest)], n_tokens: usize) -> Option<Chain> {
+        let n_tail_tokens = n_tokens % self.chunk_tokens();
+        let has_tail = n_tail_tokens > 0;
+        let is_tail_allowed =
+            self.shared.stores_tails && n_tail_tokens.is_multiple_of(self.format().block_tokens.get());
+        if n_tokens.div_ceil(self.chunk_tokens()) != names.len() || (has_tail && !is_tail_allowed) {
+            return None;
+        }
+        let root = ChunkName { hash: self.shared.seed, digest: self.shared.root_digest };
+        let chunks = names.iter().map(|(hash, digest)| ChunkName { hash: *hash, digest: *digest }).collect();
+        Some(self.chain_with(root, Vec::new(), n_tokens, chunks))
+    }
+
+    fn chain_with(
+        &self,
+        root: ChunkName,
+        tokens: Vec<TokenId>,
+        n_tokens: usize,
+        chunks: Vec<ChunkName>,
+    ) -> Chain {
+        let chunk_tokens = self.chunk_tokens();
+        let block = |(idx, chunk): (usize, &ChunkName)| {
+            self.block(chunk.hash, idx, (n_tokens - idx * chunk_tokens).min(chunk_tokens))
+        };
+        let blocks = chunks.iter().enumerate().map(block).collect();
+        let shared = ChainShared { space: self.clone(), root, tokens, n_tokens, chunks, blocks };
         Chain { shared: Arc::new(shared) }
     }
 
@@ -197,7 +240,12 @@ impl Chain {
 
     /// Tokens of all its chunks.
     pub fn n_tokens(&self) -> usize {
-        self.shared.tokens.len()
+        self.shared.n_tokens
+    }
+
+    /// The name and the digest of each chunk, for [`Space::chain_of_names`] in another process.
+    pub fn names(&self) -> impl ExactSizeIterator<Item = (BlockHash, TokenDigest)> {
+        self.shared.chunks.iter().map(|chunk| (chunk.hash, chunk.digest))
     }
 
     /// The chain of a sequence with the same salt that may begin as this one does; the full chunks that both
@@ -301,6 +349,24 @@ mod tests {
             (chain.key(idx, 0), chain.digest(idx), chain.tokens_of(idx).len(), chain.blocks()[idx].id.0)
         };
         (0..chain.n_chunks()).map(name).collect()
+    }
+
+    #[test]
+    fn a_chain_of_names_is_the_chain_of_the_tokens_without_them() {
+        let tokens: Vec<u32> = (0..23).collect();
+        for stores_tails in [false, true] {
+            let space = space(stores_tails);
+            for n_tokens in 0..tokens.len() {
+                let chain = space.chain(&tokens[..n_tokens]);
+                let sent: Vec<_> = chain.names().collect();
+                let received = space.chain_of_names(&sent, chain.n_tokens()).unwrap();
+                assert_eq!(names(&received), names(&chain), "{n_tokens}");
+                assert_eq!(received.n_tokens(), chain.n_tokens());
+                assert_eq!(names(&received.extended(&tokens)), names(&space.chain(&tokens)));
+                assert!(space.chain_of_names(&sent, chain.n_tokens() + 4).is_none());
+                assert!(space.chain_of_names(&sent, chain.n_tokens() + 1).is_none());
+            }
+        }
     }
 
     #[test]

@@ -29,6 +29,8 @@ mod ram;
 mod random;
 mod redis;
 mod remote;
+#[expect(unsafe_code, reason = "it maps memory of other processes")]
+pub mod shared;
 mod tally;
 mod tier;
 mod tls;

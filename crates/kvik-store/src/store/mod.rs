@@ -30,7 +30,7 @@ mod write_back;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvik_tier::{NamespaceId, RamTier, TierKind};
+use kvik_tier::{Arena, NamespaceId, RamTier, TierKind};
 use kvik_types::Namespace;
 
 pub use builder::StoreBuilder;
@@ -148,6 +148,11 @@ impl Store {
     /// The settings it was opened with.
     pub fn options(&self) -> &StoreOptions {
         &self.core().options
+    }
+
+    /// The memory of its chunks, for other processes that use leases and slots at their offsets.
+    pub fn arena(&self) -> &Arena {
+        self.core().ram.arena()
     }
 
     /// Waits until what is to be written down by now is, and is durable; false where that takes longer than

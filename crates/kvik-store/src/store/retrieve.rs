@@ -88,6 +88,11 @@ impl RetrievedChunk {
         self.leases.get(usize::from(rank)).map_or(&[], |lease| &lease[..])
     }
 
+    /// Where what a rank holds starts in the arena's memory file, for a reader in another process.
+    pub fn offset(&self, rank: u16) -> Option<u64> {
+        self.leases.get(usize::from(rank)).map(Lease::offset)
+    }
+
     /// One layer of what a rank holds; empty where there is no such rank or layer.
     pub fn layer(&self, rank: u16, layer_idx: usize) -> &[u8] {
         let start = layer_idx.saturating_mul(self.section_bytes);

@@ -128,6 +128,11 @@ impl ChunkWriter {
         &mut self.slot
     }
 
+    /// Where the payload starts in the arena's memory file, for a writer in another process.
+    pub fn offset(&self) -> u64 {
+        self.slot.offset()
+    }
+
     /// One layer of the payload; empty where there is no such layer.
     pub fn layer_mut(&mut self, layer_idx: usize) -> &mut [u8] {
         let section_bytes = self.begun.chain.section_bytes(self.begun.chunk_idx);

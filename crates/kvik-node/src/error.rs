@@ -1,0 +1,59 @@
+//! What can go wrong between a daemon and its clients.
+
+use kvik_store::StoreError;
+use kvik_tier::TierError;
+
+/// The result of this crate's functions.
+pub type Result<T, E = NodeError> = std::result::Result<T, E>;
+
+/// An error, by what its receiver can do about it.
+#[derive(Debug, thiserror::Error)]
+pub enum NodeError {
+    /// The operating system refused something: try again, or look at the machine.
+    #[error("{action}")]
+    Io {
+        /// What was tried.
+        action: String,
+        /// What the operating system said.
+        source: std::io::Error,
+    },
+    /// A value that is not allowed: correct it.
+    #[error("`{field}` is {value}; allowed: {allowed}")]
+    Invalid {
+        /// The field.
+        field: &'static str,
+        /// Its value.
+        value: String,
+        /// What it may be.
+        allowed: String,
+    },
+    /// The daemon does not serve this client, and says why.
+    #[error("the store daemon refused: {reason}")]
+    Refused {
+        /// Its words.
+        reason: String,
+    },
+    /// The daemon is gone or broken: go on without it, and attach again.
+    #[error("the store daemon is gone: {reason}")]
+    Gone {
+        /// How that was noticed.
+        reason: &'static str,
+    },
+    /// Shared memory could not be mapped or used.
+    #[error("use shared memory")]
+    Memory(#[from] TierError),
+    /// The store refuses a format or a setting.
+    #[error("use the store")]
+    Store(#[from] StoreError),
+}
+
+impl NodeError {
+    pub(crate) fn io(action: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
+        let action = action.into();
+        move |source| Self::Io { action, source }
+    }
+
+    pub(crate) fn invalid(field: &'static str, value: &impl ToString, allowed: impl Into<String>) -> Self {
+        Self::Invalid { field, value: value.to_string(), allowed: allowed.into() }
+    }
+}

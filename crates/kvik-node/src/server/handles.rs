@@ -1,0 +1,78 @@
+//! What a session holds for its client.
+
+use std::collections::HashMap;
+
+use kvik_store::{Chain, ChunkWriter, Retrieved};
+
+/// Things that a client may hold at a time. It has a few for each of its requests.
+const MAX_HANDLES: usize = 4096;
+
+/// What a handle stands for.
+#[derive(Debug)]
+pub(super) enum Held {
+    /// A chain of names.
+    Chain(Chain),
+    /// Chunks that may be read; kept for its leases.
+    Lease(#[expect(dead_code, reason = "it is held, not read")] Retrieved),
+    /// Chunks that are being written; `None` for those that are committed, or were there.
+    Write(Vec<Option<ChunkWriter>>),
+}
+
+/// All that a client holds; dropping it gives everything back.
+#[derive(Debug, Default)]
+pub(super) struct Handles {
+    held: HashMap<u32, Held>,
+    next: u32,
+}
+
+impl Handles {
+    /// Keeps something; `None` where the client holds too much already.
+    pub(super) fn add(&mut self, held: Held) -> Option<u32> {
+        if self.held.len() >= MAX_HANDLES {
+            return None;
+        }
+        // Ends, because fewer numbers are in use than there are.
+        while self.held.contains_key(&self.next) {
+            self.next = self.next.wrapping_add(1);
+        }
+        let handle = self.next;
+        self.next = self.next.wrapping_add(1);
+        self.held.insert(handle, held);
+        Some(handle)
+    }
+
+    pub(super) fn chain(&self, handle: u32) -> Option<&Chain> {
+        match self.held.get(&handle)? {
+            Held::Chain(chain) => Some(chain),
+            _ => None,
+        }
+    }
+
+    /// Takes the writer at `place` of a write.
+    pub(super) fn take_writer(&mut self, handle: u32, place: usize) -> Option<ChunkWriter> {
+        match self.held.get_mut(&handle)? {
+            Held::Write(writers) => writers.get_mut(place)?.take(),
+            _ => None,
+        }
+    }
+
+    pub(super) fn remove(&mut self, handle: u32) -> Option<Held> {
+        self.held.remove(&handle)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn handles_are_bounded_and_their_numbers_are_used_again() {
+        let mut handles = Handles { next: u32::MAX - 1, ..Handles::default() };
+        let write = || Held::Write(Vec::new());
+        let given: Vec<u32> = (0..MAX_HANDLES).map(|_| handles.add(write()).unwrap()).collect();
+        assert_eq!(handles.add(write()), None);
+        assert!(handles.remove(given[2]).is_some() && handles.remove(given[2]).is_none());
+        assert!(handles.add(write()).is_some());
+        assert!(handles.chain(given[0]).is_none() && handles.take_writer(given[0], 0).is_none());
+    }
+}

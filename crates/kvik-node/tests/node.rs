@@ -1,0 +1,253 @@
+//! A store that several clients use through shared memory.
+
+#![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
+
+use std::os::fd::AsFd as _;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use kvik_memory::SocketAddress;
+use kvik_memory::socket::{Connection, FrameBuffer, wait_ready};
+use kvik_node::{Attach, AttachOptions, NodeClient, NodeError, NodeOptions, NodeServer};
+use kvik_store::{Chain, ChunkFormat, Commit, Store, StoreOptions};
+use kvik_tier::shared::{SharedWords, checksum};
+use kvik_tier::{Arena, ArenaOptions, RamTier};
+use kvik_types::{BlockSize, Dtype, Namespace};
+use rustix::event::{PollFd, PollFlags};
+
+const CHUNK_TOKENS: usize = 32;
+const N_LAYERS: u32 = 4;
+const TOKEN_LAYER_BYTES: u64 = 256;
+const CHUNK_BYTES: usize = CHUNK_TOKENS * N_LAYERS as usize * TOKEN_LAYER_BYTES as usize;
+
+/// A daemon in a folder of its own.
+struct Daemon {
+    server: Option<NodeServer>,
+    store: Store,
+    socket: SocketAddress,
+    _folder: tempfile::TempDir,
+}
+
+impl Daemon {
+    fn start(arena_bytes: u64) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        // The folder of a socket is for its user alone.
+        let socket = SocketAddress::Path(folder.path().join("private/node.sock"));
+        let options = StoreOptions {
+            chunk_tokens: BlockSize::try_new(CHUNK_TOKENS).unwrap(),
+            ..StoreOptions::default()
+        };
+        let ram = RamTier::new(Arena::new(ArenaOptions::new(arena_bytes)).unwrap());
+        let store = Store::builder(options, ram).open().unwrap();
+        let server = NodeServer::start(store.clone(), NodeOptions::new(socket.clone())).unwrap();
+        Self { server: Some(server), store, socket, _folder: folder }
+    }
+
+    fn options(&self) -> AttachOptions {
+        let namespace =
+            Namespace { model: "m".into(), dtype: Dtype::BF16, layout: "l".into(), tenant: String::new() };
+        let block_tokens = BlockSize::try_new(16).unwrap();
+        let format = ChunkFormat {
+            n_layers: N_LAYERS,
+            token_layer_bytes: TOKEN_LAYER_BYTES,
+            n_ranks: 1,
+            block_tokens,
+        };
+        AttachOptions::new(self.socket.clone(), namespace, format)
+    }
+
+    fn attach(&self) -> NodeClient {
+        NodeClient::attach(&self.options()).unwrap()
+    }
+
+    fn used_bytes(&self) -> u64 {
+        self.store.arena().stat().used_bytes
+    }
+}
+
+fn chain(client: &NodeClient, seed: u32, n_chunks: usize) -> Chain {
+    let tokens: Vec<u32> = (0..(n_chunks * CHUNK_TOKENS) as u32).map(|place| place ^ seed << 16).collect();
+    client.space().chain(&tokens)
+}
+
+/// The bytes of a chunk, which no other has.
+fn content(seed: u32, chunk_idx: usize) -> Vec<u8> {
+    let mut state = u64::from(seed) << 32 | chunk_idx as u64 | 1;
+    (0..CHUNK_BYTES)
+        .map(|_| {
+            state = state.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
+            (state >> 56) as u8
+        })
+        .collect()
+}
+
+/// Stores a chain; returns how many chunks were stored.
+fn store(client: &NodeClient, seed: u32, n_chunks: usize) -> Result<usize, NodeError> {
+    let chain = chain(client, seed, n_chunks);
+    let opened = client.open(&chain)?;
+    let write = opened.write(0, n_chunks)?;
+    let mut n_stored = 0;
+    for place in (0..write.n_chunks()).filter(|place| !write.is_present(*place)) {
+        let bytes = content(seed, place);
+        write.copy_in(place, 0, &bytes)?;
+        n_stored += usize::from(write.commit(place, checksum(&bytes))? == Commit::Stored);
+    }
+    Ok(n_stored)
+}
+
+/// Reads a chain and compares every byte; returns how many chunks were there.
+fn verify(client: &NodeClient, seed: u32, n_chunks: usize) -> Result<usize, NodeError> {
+    let chain = chain(client, seed, n_chunks);
+    let opened = client.open(&chain)?;
+    let lease = opened.retrieve(0)?;
+    let mut bytes = vec![0; CHUNK_BYTES];
+    for place in 0..lease.n_chunks() {
+        lease.copy_out(place, 0, &mut bytes)?;
+        assert!(bytes == content(seed, place), "chunk {place} of {seed} has other bytes");
+    }
+    Ok(lease.n_chunks())
+}
+
+#[track_caller]
+fn until(what: &str, condition: impl Fn() -> bool) {
+    let begin = Instant::now();
+    while !condition() {
+        assert!(begin.elapsed() < Duration::from_secs(30), "{what} did not happen");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_chunk_that_one_client_writes_is_read_by_another() {
+    let daemon = Daemon::start(16 << 20);
+    let (writer, reader) = (daemon.attach(), daemon.attach());
+    assert_eq!(verify(&reader, 1, 5).unwrap(), 0);
+    assert_eq!(store(&writer, 1, 5).unwrap(), 5);
+    assert_eq!(store(&writer, 1, 5).unwrap(), 0, "all are present");
+    assert_eq!(verify(&reader, 1, 5).unwrap(), 5);
+    assert_eq!(verify(&reader, 2, 5).unwrap(), 0);
+    // A longer prompt begins with them.
+    let longer = chain(&reader, 1, 9);
+    let opened = reader.open(&longer).unwrap();
+    assert_eq!((opened.n_found(), opened.n_found_tokens()), (5, 5 * CHUNK_TOKENS));
+    assert_eq!(opened.retrieve(3).unwrap().n_chunks(), 2);
+    opened.note_request(Some(7)).unwrap();
+}
+
+#[test]
+fn a_chunk_is_found_only_after_its_commit_and_with_its_checksum() {
+    let daemon = Daemon::start(16 << 20);
+    let (writer, reader) = (daemon.attach(), daemon.attach());
+    let names = chain(&writer, 3, 1);
+    let opened = writer.open(&names).unwrap();
+    let write = opened.write(0, 1).unwrap();
+    let bytes = content(3, 0);
+    write.copy_in(0, 0, &bytes).unwrap();
+    assert_eq!(verify(&reader, 3, 1).unwrap(), 0);
+    let error = write.commit(0, checksum(&bytes) ^ 1).unwrap_err();
+    assert!(error.to_string().contains("checksum"), "{error}");
+    assert_eq!(verify(&reader, 3, 1).unwrap(), 0);
+    drop(write);
+    assert_eq!(store(&writer, 3, 1).unwrap(), 1);
+    assert_eq!(verify(&reader, 3, 1).unwrap(), 1);
+}
+
+#[test]
+fn a_client_that_leaves_gives_back_what_it_held() {
+    let daemon = Daemon::start(16 << 20);
+    let keeper = daemon.attach();
+    assert_eq!(store(&keeper, 4, 3).unwrap(), 3);
+    let used_bytes = daemon.used_bytes();
+    let leaver = daemon.attach();
+    let names = chain(&leaver, 5, 8);
+    let opened = leaver.open(&names).unwrap();
+    let write = opened.write(0, 8).unwrap();
+    assert_eq!(write.n_chunks(), 8);
+    assert!(daemon.used_bytes() > used_bytes);
+    // As in a process that is killed: nothing is released by a request.
+    std::mem::forget(write);
+    std::mem::forget(opened);
+    drop(leaver);
+    until("the memory came back", || daemon.used_bytes() == used_bytes);
+    assert_eq!(verify(&keeper, 4, 3).unwrap(), 3);
+}
+
+#[test]
+fn many_clients_at_once_read_only_what_was_written() {
+    let daemon = Daemon::start(4 << 20);
+    std::thread::scope(|scope| {
+        for client in 0..4_u32 {
+            let daemon = &daemon;
+            scope.spawn(move || {
+                let client_of_node = daemon.attach();
+                for round in 0..50 {
+                    let seed = (client + round) % 7;
+                    store(&client_of_node, seed, 12).unwrap();
+                    verify(&client_of_node, (seed + 1) % 7, 12).unwrap();
+                }
+            });
+        }
+    });
+    until("all sessions ended", || daemon.attach().rank() == 0);
+}
+
+#[test]
+fn a_daemon_that_ends_is_an_error_and_clients_attach_again() {
+    let mut daemon = Daemon::start(16 << 20);
+    let client = daemon.attach();
+    assert_eq!(store(&client, 6, 2).unwrap(), 2);
+    daemon.server = None;
+    let begin = Instant::now();
+    let error = verify(&client, 6, 2).unwrap_err();
+    assert!(matches!(error, NodeError::Gone { .. }), "{error}");
+    assert!(begin.elapsed() < Duration::from_secs(30));
+    assert!(NodeClient::attach(&daemon.options()).is_err());
+    daemon.server =
+        Some(NodeServer::start(daemon.store.clone(), NodeOptions::new(daemon.socket.clone())).unwrap());
+    assert_eq!(verify(&daemon.attach(), 6, 2).unwrap(), 2);
+}
+
+#[test]
+fn garbage_in_a_ring_ends_only_its_own_session() {
+    let daemon = Daemon::start(16 << 20);
+    let honest = daemon.attach();
+    assert_eq!(store(&honest, 8, 3).unwrap(), 3);
+    let AttachOptions { namespace, format, rank, .. } = daemon.options();
+    let mut state = 1_u64;
+    for round in 0..40 {
+        let connection = Connection::open(&daemon.socket).unwrap();
+        let attach = Attach { namespace: namespace.clone(), format, rank };
+        connection.send(&attach.encode()).unwrap();
+        let mut buffer = FrameBuffer::new();
+        let words = loop {
+            if let Some((_, descriptors)) = connection.receive_with_descriptors(&mut buffer).unwrap() {
+                break SharedWords::map(descriptors.into_iter().next().unwrap(), 4096).unwrap();
+            }
+            let mut waiting = [PollFd::from_borrowed_fd(connection.as_fd(), PollFlags::IN)];
+            wait_ready(&mut waiting, None).unwrap();
+        };
+        for word in words.words() {
+            state = state.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
+            // Small numbers now and then: they pass for positions and operations.
+            let value = if round % 2 == 0 { state } else { state >> 56 };
+            word.store(value, Ordering::Relaxed);
+        }
+        for word in 0..256 {
+            words.wake(word);
+        }
+        drop(connection);
+        assert_eq!(verify(&honest, 8, 3).unwrap(), 3, "round {round}");
+    }
+}
+
+#[test]
+fn bad_frames_are_refused_with_the_field_that_is_wrong() {
+    let daemon = Daemon::start(16 << 20);
+    let mut options = daemon.options();
+    options.format.n_layers = 0;
+    let error = NodeClient::attach(&options).unwrap_err();
+    assert!(error.to_string().contains("refused"), "{error}");
+    let connection = Connection::open(&daemon.socket).unwrap();
+    connection.send(b"GET / HTTP/1.1").unwrap();
+    assert_eq!(store(&daemon.attach(), 9, 1).unwrap(), 1);
+}

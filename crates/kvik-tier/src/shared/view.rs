@@ -1,0 +1,117 @@
+//! The arena of another process.
+
+use std::os::fd::AsFd;
+
+use rustix::mm::ProtFlags;
+
+use super::mapping::SealedMapping;
+use crate::error::{Result, TierError};
+
+/// What a view may do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ViewAccess {
+    /// Only read: the kernel refuses writes.
+    Read,
+    /// Read and write.
+    Write,
+}
+
+/// A mapping of the memory file of an [`Arena`](crate::Arena) that another process owns.
+///
+/// Its owner says which bytes may be read or written at present; a view cannot know. Bytes that the owner gives to
+/// another reader or writer meanwhile are mixed ones, and a checksum tells.
+#[derive(Debug)]
+pub struct ArenaView {
+    mapping: SealedMapping,
+    access: ViewAccess,
+}
+
+impl ArenaView {
+    /// Maps the first `n_bytes` of an arena's file.
+    ///
+    /// # Errors
+    /// If the file is shorter, can still be made shorter, or was not opened for `access`.
+    pub fn map(file: impl AsFd, n_bytes: u64, access: ViewAccess) -> Result<Self> {
+        let protection = match access {
+            ViewAccess::Read => ProtFlags::READ,
+            ViewAccess::Write => ProtFlags::READ | ProtFlags::WRITE,
+        };
+        let n_bytes = usize::try_from(n_bytes).unwrap_or(usize::MAX);
+        Ok(Self { mapping: SealedMapping::new(file, n_bytes, protection)?, access })
+    }
+
+    /// Its size.
+    pub fn n_bytes(&self) -> usize {
+        self.mapping.n_bytes()
+    }
+
+    /// Copies the bytes from `offset` on into `target`.
+    ///
+    /// # Errors
+    /// If the arena has no such bytes.
+    pub fn copy_out(&self, offset: u64, target: &mut [u8]) -> Result<()> {
+        let source = self.range(offset, target.len())?;
+        // SAFETY: the range lies inside of the mapping, which outlives the call, and `target` is memory of this process
+        // that the mapping does not overlap, because it is borrowed. Another process may write the source meanwhile,
+        // which makes the bytes arbitrary: any are valid.
+        unsafe { std::ptr::copy_nonoverlapping(source.cast_const(), target.as_mut_ptr(), target.len()) };
+        Ok(())
+    }
+
+    /// Copies `source` to the bytes from `offset` on.
+    ///
+    /// # Errors
+    /// If the arena has no such bytes, or the view is for reading.
+    pub fn copy_in(&self, offset: u64, source: &[u8]) -> Result<()> {
+        if self.access != ViewAccess::Write {
+            return Err(refused("write to", offset, source.len(), "the view is for reading"));
+        }
+        let target = self.range(offset, source.len())?;
+        // SAFETY: as in `copy_out`; the mapping is writable. This process makes no references to its bytes.
+        unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), target, source.len()) };
+        Ok(())
+    }
+
+    fn range(&self, offset: u64, n_bytes: usize) -> Result<*mut u8> {
+        let start = usize::try_from(offset)
+            .ok()
+            .filter(|start| start.checked_add(n_bytes).is_some_and(|end| end <= self.n_bytes()));
+        let Some(start) = start else {
+            return Err(refused("use", offset, n_bytes, "the arena is shorter"));
+        };
+        // SAFETY: the start lies inside of the mapping, or one past its end where the range is empty.
+        Ok(unsafe { self.mapping.address().as_ptr().add(start) })
+    }
+}
+
+fn refused(action: &str, offset: u64, n_bytes: usize, reason: &str) -> TierError {
+    let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, reason.to_owned());
+    TierError::io(format!("{action} {n_bytes} bytes at {offset} of a shared arena"), source)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Arena, ArenaOptions};
+
+    #[test]
+    fn a_view_reads_and_writes_the_slots_of_the_arena_and_nothing_else() {
+        let arena = Arena::new(ArenaOptions::new(1 << 20)).unwrap();
+        let n_bytes = arena.stat().capacity_bytes;
+        let mut slot = arena.allocate(5000).unwrap();
+        slot.fill(7);
+        let view = ArenaView::map(arena.as_fd(), n_bytes, ViewAccess::Write).unwrap();
+        let mut bytes = vec![0; 5000];
+        view.copy_out(slot.offset(), &mut bytes).unwrap();
+        assert_eq!(bytes, vec![7; 5000]);
+        view.copy_in(slot.offset(), &[9; 5000]).unwrap();
+        assert_eq!(*slot, [9; 5000]);
+        for offset in [n_bytes - 4999, n_bytes, u64::MAX - 10] {
+            assert!(view.copy_out(offset, &mut bytes).is_err(), "{offset}");
+            assert!(view.copy_in(offset, &bytes).is_err(), "{offset}");
+        }
+        assert!(ArenaView::map(arena.as_fd(), n_bytes + 1, ViewAccess::Read).is_err());
+        let reader = ArenaView::map(arena.as_fd(), n_bytes, ViewAccess::Read).unwrap();
+        assert!(reader.copy_in(slot.offset(), &[1]).is_err());
+    }
+}
