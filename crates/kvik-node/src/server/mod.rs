@@ -105,8 +105,8 @@ impl Drop for NodeServer {
 impl Shared {
     /// Makes the accepting thread look again.
     fn ring(&self) {
-        // It can only fail when the counter is full, and then the thread is awake.
-        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+        // Any number but 0 wakes it. It can only fail when the counter is full, and then the thread is awake.
+        let _ = rustix::io::write(&self.bell, &1_u64.to_le_bytes());
     }
 }
 

@@ -23,7 +23,7 @@ use crate::ring::{BrokenRing, COMPLETIONS, Consumer, PAYLOAD, Producer, SESSION_
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long a session sleeps at most: what wakes it otherwise is the client's bell, or its end.
-const LONGEST_SLEEP: Duration = Duration::from_secs(60);
+const LONGEST_SLEEP: Duration = Duration::from_mins(1);
 
 /// Tells a session's thread that it is over.
 #[derive(Debug, Default)]
@@ -163,9 +163,10 @@ impl Session {
             }
         };
         // A client has room for the answers to all that it asks.
-        match self.completions.push(completion.encode()).map_err(broken)? {
-            true => Ok(()),
-            false => Err(NodeError::Gone { reason: "the client does not read its answers" }),
+        if self.completions.push(completion.encode()).map_err(broken)? {
+            Ok(())
+        } else {
+            Err(NodeError::Gone { reason: "the client does not read its answers" })
         }
     }
 
