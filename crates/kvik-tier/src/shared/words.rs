@@ -103,7 +103,7 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while second.words()[7].load(Ordering::Acquire) == 0 {
-                    second.wait(7, 0, Duration::from_secs(60));
+                    second.wait(7, 0, Duration::from_mins(1));
                 }
             });
             first.words()[7].store(1, Ordering::Release);
