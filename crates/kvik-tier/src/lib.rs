@@ -29,12 +29,11 @@ mod ram;
 mod random;
 mod redis;
 mod remote;
-#[expect(unsafe_code, reason = "it maps memory of other processes")]
-pub mod shared;
 mod tally;
 mod tier;
 mod tls;
 
+pub use arena::shared;
 pub use arena::{
     Arena, ArenaOptions, ArenaStat, Commitment, HostRegistrar, HugePages, Lease, NumaPlacement, Slot,
 };

@@ -23,6 +23,7 @@ mod compaction;
 mod mapping;
 mod numa;
 mod run;
+pub mod shared;
 mod slab;
 mod slabs;
 mod slot;
