@@ -1,6 +1,8 @@
 //! Prints what an engine says, one JSON object a line, until standard input ends.
 //!
-//!     cargo run -p kvik-indexer --example listen '{"endpoint": "tcp://127.0.0.1:5557"}'
+//! ```text
+//! cargo run -p kvik-indexer --example listen '{"endpoint": "tcp://127.0.0.1:5557"}'
+//! ```
 //!
 //! The argument is an `EngineConfig`. The last line has the counts of the source.
 
