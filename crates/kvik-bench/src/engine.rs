@@ -3,7 +3,7 @@
 //! Prefill: all prompts of a batch are submitted together; the time ends when the last of them has
 //! its first token. Decode: the time of steps in which every sequence of the batch gets one token;
 //! the steps that compute the prompts are not in it. Prefixes are never reused. Each measurement
-//! is run once to warm up, then repeated at least [`MIN_REPEATS`] times and for at least the time
+//! is run once to warm up, then repeated at least `MIN_REPEATS` times and for at least the time
 //! asked for. Prompts are random tokens, the same in every run: the speed does not depend on them.
 
 use std::collections::HashSet;
