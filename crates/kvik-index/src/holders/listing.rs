@@ -78,7 +78,7 @@ impl HolderReader {
     ///
     /// It takes no lock and looks at a bounded part of the index, so a page may have fewer blocks than `limit`, or
     /// none, although more follow. Over all pages, a block that the source has throughout is listed exactly once, and
-    /// no block is listed twice. The order depends on [`IndexConfig::hash_key`](super::IndexConfig::hash_key). Two keys with
+    /// no block is listed twice. The order depends on [`IndexConfig::hash_seed`](super::IndexConfig::hash_seed). Two keys with
     /// one place in the order, which has 64 bits, are on one page even if that exceeds the limit.
     pub fn blocks_of(&self, source: SourceId, from: Option<u64>, limit: usize) -> BlockPage {
         let from = from.unwrap_or(0);

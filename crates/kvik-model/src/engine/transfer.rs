@@ -34,7 +34,7 @@ impl Engine {
         &self.namespace
     }
 
-    /// Names the bytes of a block; see [`Backend::kv_layout`].
+    /// Names the bytes of a block; see [`Backend::kv_layout`](crate::Backend::kv_layout).
     pub fn kv_layout(&self) -> String {
         self.backend.kv_layout()
     }
