@@ -228,7 +228,7 @@ impl Connection {
         }
     }
 
-    /// Receives one frame with its descriptors; `None` where there is none yet.
+    /// Receives one frame with its descriptors; `None` if no frame has arrived.
     ///
     /// # Errors
     /// As [`Self::receive`].

@@ -43,7 +43,8 @@ pub struct AttachOptions {
 
 /// An engine's connection to the store of its node.
 ///
-/// May be used from any thread; requests go one after the other. Dropping it ends the session, and the daemon takes
+/// May be used from any thread; requests go one after the other. After a request without an answer every call fails:
+/// attach again. Dropping it ends the session, and the daemon takes
 /// back all that it held.
 #[derive(Debug)]
 pub struct NodeClient {
@@ -62,6 +63,9 @@ struct Rings {
     submissions: Producer,
     completions: Consumer,
     next_request: u64,
+    /// Whether a request was given up. The daemon may still write its answer into the payload, so no other request may
+    /// use the payload.
+    is_given_up: bool,
 }
 
 /// A chain that the daemon knows; dropping it makes the daemon forget it.
@@ -105,7 +109,7 @@ impl NodeClient {
     /// Attaches to the daemon.
     ///
     /// # Errors
-    /// If there is none, it does not answer in time, or it refuses.
+    /// If no daemon listens, the daemon does not answer in time, or the daemon refuses the client.
     pub fn attach(options: &AttachOptions) -> Result<Self> {
         let AttachOptions { socket, namespace, format, rank, timeout } = options;
         let connection = Connection::open(socket).map_err(NodeError::io(format!("connect to {socket}")))?;
@@ -149,6 +153,7 @@ impl NodeClient {
                 submissions: Producer::new(Arc::clone(&words), SUBMISSIONS),
                 completions: Consumer::new(Arc::clone(&words), COMPLETIONS),
                 next_request: 0,
+                is_given_up: false,
             }),
             words,
             connection,
@@ -202,6 +207,9 @@ impl NodeClient {
         n_offsets: usize,
     ) -> Result<(Completion, Vec<u64>)> {
         let mut rings = self.rings.lock();
+        if rings.is_given_up {
+            return Err(NodeError::Gone { reason: "an earlier request had no answer" });
+        }
         let payload = &self.words.words()[PAYLOAD..];
         fill(payload);
         let request = rings.next_request;
@@ -212,7 +220,9 @@ impl NodeClient {
         if !is_sent {
             return Err(broken());
         }
-        let completion = self.wait(&mut rings.completions, request)?;
+        let completion = self.wait(&mut rings.completions, request);
+        rings.is_given_up = completion.is_err();
+        let completion = completion?;
         if completion.n_chunks as usize > n_chunks || completion.status == Status::TooMany {
             return Err(NodeError::Gone { reason: "its answer is not to the request" });
         }
@@ -227,11 +237,7 @@ impl NodeClient {
         loop {
             if let Some(entry) = completions.pop().map_err(|_| broken())? {
                 let completion = Completion::decode(entry).ok_or_else(broken)?;
-                // An answer to a request that was given up comes late.
-                if completion.request == request {
-                    return Ok(completion);
-                }
-                continue;
+                return if completion.request == request { Ok(completion) } else { Err(broken()) };
             }
             n_looks += 1;
             if n_looks < SPINS {

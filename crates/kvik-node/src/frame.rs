@@ -63,7 +63,7 @@ impl Attach {
     /// Reads a frame.
     ///
     /// # Errors
-    /// If it is none, with the field that is wrong.
+    /// If the bytes are no such frame; the error names the wrong field.
     pub fn decode(frame: &[u8]) -> Result<Self> {
         let mut fields = Fields::after_magic(frame)?;
         let rank = u16::from_le_bytes(fields.array()?);

@@ -6,7 +6,7 @@
 //!
 //! # Invariants
 //!
-//! * What a client is told that it may read stays as it is until the client releases it, or is gone.
+//! * Leased chunks stay unchanged until the client releases them or its session ends.
 //! * A chunk that a client writes is found by others only after its commit, with the checksum of its bytes.
 //! * The end of a client, by whatever death, gives back all that its session held; the kernel tells.
 //! * No byte that a client writes, into a ring or anywhere, does more than end its own session.

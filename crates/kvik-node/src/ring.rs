@@ -4,8 +4,8 @@
 //! up to the tail and then writes the head. Both positions only grow. A side keeps its own position to itself and
 //! never reads it back, so that a peer that writes garbage can make a ring seem full, empty or broken, and nothing else.
 //!
-//! A consumer that finds its ring empty may sleep: it says so in a word, looks once more and waits on the bell. The
-//! producer rings only for a sleeper. The two look at each other's word after a fence, so at least one sees the other.
+//! A consumer that finds its ring empty may sleep: it says so in a word, looks once more and waits on a counter of
+//! wake-ups. The producer wakes only a sleeper. The two look at each other's word after a fence, so at least one sees the other.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -48,7 +48,7 @@ pub(crate) const COMPLETIONS: Places = Places::new(1);
 pub(crate) struct Places {
     tail: usize,
     head: usize,
-    bell: usize,
+    wake_ups: usize,
     sleeps: usize,
     entries: usize,
 }
@@ -81,7 +81,7 @@ impl Places {
         Self {
             tail: first,
             head: first + LINE,
-            bell: first + 2 * LINE,
+            wake_ups: first + 2 * LINE,
             sleeps: first + 3 * LINE,
             entries: FIRST_ENTRY + number * RING_WORDS,
         }
@@ -93,11 +93,11 @@ impl Places {
     }
 
     /// Wakes the consumer if it sleeps. Call it after the tail was written.
-    fn ring_bell(self, words: &SharedWords) {
+    fn wake_sleeper(self, words: &SharedWords) {
         fence(Ordering::SeqCst);
         if words.words()[self.sleeps].load(Ordering::Relaxed) != 0 {
-            words.words()[self.bell].fetch_add(1, Ordering::Release);
-            words.wake(self.bell);
+            words.words()[self.wake_ups].fetch_add(1, Ordering::Release);
+            words.wake(self.wake_ups);
         }
     }
 }
@@ -126,7 +126,7 @@ impl Producer {
         }
         self.tail = self.tail.wrapping_add(1);
         words[self.places.tail].store(self.tail, Ordering::Release);
-        self.places.ring_bell(&self.words);
+        self.places.wake_sleeper(&self.words);
         Ok(true)
     }
 }
@@ -159,19 +159,19 @@ impl Consumer {
     /// Waits until there may be an entry, or `timeout` has passed.
     pub(crate) fn wait(&self, timeout: Duration) {
         let words = self.words.words();
-        let seen = words[self.places.bell].load(Ordering::Acquire);
+        let seen = words[self.places.wake_ups].load(Ordering::Acquire);
         words[self.places.sleeps].store(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         if words[self.places.tail].load(Ordering::Acquire) == self.head {
-            self.words.wait(self.places.bell, seen, timeout);
+            self.words.wait(self.places.wake_ups, seen, timeout);
         }
         words[self.places.sleeps].store(0, Ordering::Relaxed);
     }
 
     /// Ends the wait of this consumer, from another thread of its own process.
     pub(crate) fn interrupt(words: &SharedWords, places: Places) {
-        words.words()[places.bell].fetch_add(1, Ordering::Release);
-        words.wake(places.bell);
+        words.words()[places.wake_ups].fetch_add(1, Ordering::Release);
+        words.wake(places.wake_ups);
     }
 }
 

@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvik_memory::SocketAddress;
-use kvik_memory::socket::{Connection, FrameBuffer, wait_ready};
-use kvik_node::{Attach, AttachOptions, NodeClient, NodeError, NodeOptions, NodeServer};
+use kvik_memory::socket::{Connection, FrameBuffer, Listener, wait_ready};
+use kvik_node::{Attach, AttachOptions, Attached, NodeClient, NodeError, NodeOptions, NodeServer};
 use kvik_store::{Chain, ChunkFormat, Commit, Store, StoreOptions};
 use kvik_tier::shared::{SharedWords, checksum};
 use kvik_tier::{Arena, ArenaOptions, RamTier};
@@ -205,6 +205,40 @@ fn a_daemon_that_ends_is_an_error_and_clients_attach_again() {
     daemon.server =
         Some(NodeServer::start(daemon.store.clone(), NodeOptions::new(daemon.socket.clone())).unwrap());
     assert_eq!(verify(&daemon.attach(), 6, 2).unwrap(), 2);
+}
+
+#[test]
+fn after_a_request_without_an_answer_every_call_fails_at_once() {
+    let daemon = Daemon::start(16 << 20);
+    let mut options = daemon.options();
+    options.socket = SocketAddress::Abstract(format!("kvik-node-silent-{}", std::process::id()));
+    options.timeout = Duration::from_millis(300);
+    let listener = Listener::open(&options.socket).unwrap();
+    let arena = daemon.store.arena();
+    let words = SharedWords::create(1 << 16).unwrap();
+    let answer = Attached {
+        tenant: String::new(),
+        chunk_tokens: BlockSize::try_new(CHUNK_TOKENS).unwrap(),
+        stores_tails: false,
+        digest_key: None,
+        arena_bytes: arena.stat().capacity_bytes,
+    };
+    std::thread::scope(|scope| {
+        let attaching = scope.spawn(|| NodeClient::attach(&options).unwrap());
+        let connection = loop {
+            if let Some(connection) = listener.accept().unwrap() {
+                break connection;
+            }
+            wait_ready(&mut [PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)], None).unwrap();
+        };
+        let descriptors = [words.as_fd(), arena.as_fd(), arena.as_fd()];
+        assert!(connection.send_with_descriptors(&answer.encode(), &descriptors).unwrap());
+        let client = attaching.join().unwrap();
+        let first = verify(&client, 1, 1).unwrap_err().to_string();
+        assert!(first.contains("does not answer"), "{first}");
+        let second = verify(&client, 1, 1).unwrap_err().to_string();
+        assert!(second.contains("earlier request"), "{second}");
+    });
 }
 
 #[test]

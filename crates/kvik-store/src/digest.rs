@@ -15,9 +15,6 @@ const NAMESPACE_TAG: &[u8] = b"kvik-token-digest-1";
 /// What is hashed before a salt.
 const SALT_TAG: &[u8] = b"kvik-token-digest-salt-1";
 
-/// What is hashed before a tenant.
-const TENANT_TAG: &[u8] = b"kvik-token-digest-tenant-1";
-
 /// What a secret becomes a key for, as BLAKE3 asks for it: unique and constant.
 const KEY_CONTEXT: &str = "kvik 2026-11-16 token digests of the store";
 
@@ -38,12 +35,6 @@ impl DigestKey {
     /// The key that follows from a secret of any length.
     pub fn from_secret(secret: &[u8]) -> Self {
         Self(blake3::derive_key(KEY_CONTEXT, secret))
-    }
-
-    /// The key of one tenant of the deployment. It tells nothing about the deployment's own or another tenant's.
-    #[must_use]
-    pub fn of_tenant(&self, tenant: &str) -> Self {
-        Self(*blake3::keyed_hash(&self.0, &[TENANT_TAG, tenant.as_bytes()].concat()).as_bytes())
     }
 
     /// Its bytes, for a client that computes digests itself. They are a secret.

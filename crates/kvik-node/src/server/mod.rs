@@ -44,13 +44,13 @@ struct Shared {
     options: NodeOptions,
     digest_key: Option<DigestKey>,
     /// Wakes the accepting thread.
-    bell: OwnedFd,
+    wake_event: OwnedFd,
     is_closing: AtomicBool,
 }
 
 /// A session as the accepting thread knows it.
 #[derive(Debug)]
-struct Guest {
+struct RunningSession {
     connection: Arc<Connection>,
     end: Arc<SessionEnd>,
     thread: JoinHandle<()>,
@@ -76,10 +76,10 @@ impl NodeServer {
         let listener = Listener::open(&options.socket)
             .map_err(NodeError::io(format!("listen on {}", options.socket)))?;
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let bell = eventfd(0, flags).map_err(|errno| NodeError::io("make an event")(errno.into()))?;
+        let wake_event = eventfd(0, flags).map_err(|errno| NodeError::io("make an event")(errno.into()))?;
         let digest_key = store.options().digest_key.clone();
         let shared =
-            Arc::new(Shared { store, options, digest_key, bell, is_closing: AtomicBool::new(false) });
+            Arc::new(Shared { store, options, digest_key, wake_event, is_closing: AtomicBool::new(false) });
         let serving = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("kvik-node".to_owned())
@@ -92,7 +92,7 @@ impl NodeServer {
 impl Drop for NodeServer {
     fn drop(&mut self) {
         self.shared.is_closing.store(true, Ordering::Release);
-        self.shared.ring();
+        self.shared.wake();
         if let Some(thread) = self.thread.take() {
             // A thread that panicked has said so.
             let _ = thread.join();
@@ -104,70 +104,74 @@ impl Drop for NodeServer {
 
 impl Shared {
     /// Makes the accepting thread look again.
-    fn ring(&self) {
+    fn wake(&self) {
         // Any number but 0 wakes it. It can only fail when the counter is full, and then the thread is awake.
-        let _ = rustix::io::write(&self.bell, &1_u64.to_le_bytes());
+        let _ = rustix::io::write(&self.wake_event, &1_u64.to_le_bytes());
     }
 }
 
 fn accept(shared: &Arc<Shared>, listener: &Listener) {
-    let mut guests: Vec<Guest> = Vec::new();
+    let mut sessions: Vec<RunningSession> = Vec::new();
     while !shared.is_closing.load(Ordering::Acquire) {
-        wait(shared, listener, &guests);
-        // Errors pass: the next client may have better luck.
+        wait(shared, listener, &sessions);
+        // An error concerns one client; the next is accepted all the same.
         while let Some(connection) = listener.accept().unwrap_or_else(|error| {
             tracing::warn!(%error, "refuse a client of the store");
             None
         }) {
-            match admit(shared, connection, guests.len()) {
-                Ok(guest) => guests.push(guest),
+            match start_session(shared, connection, sessions.len()) {
+                Ok(session) => sessions.push(session),
                 Err(error) => tracing::warn!(%error, "refuse a client of the store"),
             }
         }
         let (gone, staying): (Vec<_>, Vec<_>) =
-            guests.into_iter().partition(|guest| guest.thread.is_finished() || guest.has_hung_up());
-        guests = staying;
-        gone.into_iter().for_each(Guest::dismiss);
+            sessions.into_iter().partition(|session| session.thread.is_finished() || session.has_hung_up());
+        sessions = staying;
+        gone.into_iter().for_each(RunningSession::end_and_join);
     }
     listener.close();
-    guests.into_iter().for_each(Guest::dismiss);
+    sessions.into_iter().for_each(RunningSession::end_and_join);
 }
 
-/// Waits for a client that comes or goes, or for the bell.
-fn wait(shared: &Shared, listener: &Listener, guests: &[Guest]) {
+/// Waits for a client that comes or goes, or for the wake-up event.
+fn wait(shared: &Shared, listener: &Listener, sessions: &[RunningSession]) {
     let mut descriptors = vec![
-        PollFd::new(&shared.bell, PollFlags::IN),
+        PollFd::new(&shared.wake_event, PollFlags::IN),
         PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN),
     ];
     // Only the end of a connection counts; frames are the session's to read.
     let connections =
-        guests.iter().map(|guest| PollFd::from_borrowed_fd(guest.connection.as_fd(), PollFlags::RDHUP));
+        sessions.iter().map(|session| PollFd::from_borrowed_fd(session.connection.as_fd(), PollFlags::RDHUP));
     descriptors.extend(connections);
     // A signal, too, makes the caller look again.
     let _ = poll(&mut descriptors, None);
     let mut count = [0; 8];
-    // Nothing to read is as good: the bell is silent then.
-    let _ = rustix::io::read(&shared.bell, &mut count);
+    // Nothing to read is as good: there was no wake-up then.
+    let _ = rustix::io::read(&shared.wake_event, &mut count);
 }
 
-fn admit(shared: &Arc<Shared>, connection: Connection, n_guests: usize) -> io::Result<Guest> {
+fn start_session(
+    shared: &Arc<Shared>,
+    connection: Connection,
+    n_sessions: usize,
+) -> io::Result<RunningSession> {
     let connection = Arc::new(connection);
     let end = Arc::new(SessionEnd::default());
-    let is_full = n_guests >= shared.options.max_sessions;
+    let is_full = n_sessions >= shared.options.max_sessions;
     let (serving, served, ending) = (Arc::clone(shared), Arc::clone(&connection), Arc::clone(&end));
     let thread = std::thread::Builder::new().name("kvik-session".to_owned()).spawn(move || {
         if let Err(error) = Session::run(&serving, &served, &ending, is_full) {
             tracing::info!(%error, "end the session of a client of the store");
         }
         served.close();
-        serving.ring();
+        serving.wake();
     })?;
-    Ok(Guest { connection, end, thread })
+    Ok(RunningSession { connection, end, thread })
 }
 
-// === impl Guest ===
+// === impl RunningSession ===
 
-impl Guest {
+impl RunningSession {
     fn has_hung_up(&self) -> bool {
         let mut descriptors = [PollFd::from_borrowed_fd(self.connection.as_fd(), PollFlags::RDHUP)];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -175,7 +179,7 @@ impl Guest {
     }
 
     /// Ends the session and waits for its thread, which gives back what the client held.
-    fn dismiss(self) {
+    fn end_and_join(self) {
         self.end.set();
         self.connection.close();
         let begin = Instant::now();

@@ -22,7 +22,7 @@ use crate::ring::{BrokenRing, COMPLETIONS, Consumer, PAYLOAD, Producer, SESSION_
 /// Time for a client to say what it is.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How long a session sleeps at most: what wakes it otherwise is the client's bell, or its end.
+/// How long a session sleeps at most: what wakes it otherwise is the client's wake-up, or its end.
 const LONGEST_SLEEP: Duration = Duration::from_mins(1);
 
 /// Tells a session's thread that it is over.
