@@ -2,7 +2,7 @@
 
 #![no_main]
 
-use kvik_index::holders::{BlockKey, HolderIndex, IndexConfig, LookupOptions, Matches};
+use kvik_index::holders::{BlockKey, HolderIndex, IndexConfig, LookupOptions, Matches, SourceId};
 use libfuzzer_sys::fuzz_target;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -27,12 +27,26 @@ fuzz_target!(|bytes: &[u8]| {
         |index: &HolderIndex| (index.stats().n_blocks, index.stats().n_holdings, index.stats().n_sources);
     assert_eq!(counts(&index), counts(&second));
     for status in index.statuses() {
-        let blocks = index.blocks_of(status.id, None, usize::MAX);
+        let blocks = all_blocks(&index, status.id);
         let source = second.source(&status.name.worker, status.name.rank).expect("sources are the same");
-        assert_eq!(blocks, second.blocks_of(source, None, usize::MAX));
+        assert_eq!(blocks, all_blocks(&second, source));
         let mut matches = Matches::default();
         let keys: Vec<BlockKey> = blocks.iter().take(8).map(|(key, _)| *key).collect();
         index.reader().lookup(&keys, LookupOptions::default(), &mut matches);
         assert!(keys.is_empty() || matches.row(status.id).is_some());
     }
 });
+
+/// The blocks of a source in the order of their keys.
+fn all_blocks(index: &HolderIndex, source: SourceId) -> Vec<(BlockKey, u8)> {
+    let (mut blocks, mut from) = (Vec::new(), None);
+    loop {
+        let page = index.reader().blocks_of(source, from, usize::MAX);
+        blocks.extend(page.blocks);
+        from = page.next;
+        if from.is_none() {
+            blocks.sort_unstable();
+            return blocks;
+        }
+    }
+}

@@ -1,7 +1,7 @@
 //! What measures kvik: benches, simulators, workloads and plots.
 //!
-//! - [`edges`], [`engine`], [`gateway`], [`index`], [`memory`], [`store`] and [`routing`] are the benches of `kvik bench`, one a
-//!   subject. [`report`] is what they find, as a table and as JSON, with the [`machine`] it was found on.
+//! - [`edges`], [`engine`], [`gateway`], [`index`], [`memory`], [`node`], [`store`] and [`routing`] are the benches of
+//!   `kvik bench`, one a subject. [`report`] is what they find, as a table and as JSON, with the [`machine`] it was found on.
 //! - [`sim`] replays request traces through the eviction policies of the store, [`replay`] through the placement of
 //!   requests, both in virtual time: equal arguments give equal figures.
 //! - [`demo`] runs a fleet of real processes under load, with and without kvik's KV features.
@@ -28,6 +28,7 @@ pub mod gateway;
 pub mod index;
 pub mod machine;
 pub mod memory;
+pub mod node;
 pub mod plot;
 pub mod replay;
 pub mod report;

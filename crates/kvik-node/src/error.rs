@@ -27,6 +27,20 @@ pub enum NodeError {
         /// What it may be.
         allowed: String,
     },
+    /// The address of a remote tier is wrong: correct it.
+    #[error("`store.remote` is {url}: {reason}")]
+    InvalidRemote {
+        /// The address, without its login.
+        url: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A store cannot be opened as configured.
+    #[error("open the KV store: {reason}")]
+    Open {
+        /// What it said.
+        reason: String,
+    },
     /// The daemon does not serve this client, and says why.
     #[error("the store daemon refused: {reason}")]
     Refused {

@@ -1,22 +1,33 @@
 //! The frames of the socket: one to attach, one in answer. All numbers are little-endian; a text has its length in two
 //! bytes before it.
 
-use kvik_store::{ChunkFormat, DigestKey};
+use std::fmt;
+
+use kvik_store::{ChunkFormat, DigestKey, Space, StoreOptions};
 use kvik_types::{BlockSize, Namespace};
 
 use crate::error::{NodeError, Result};
 
 /// The first bytes of every frame, with the version of the frames and of the rings.
-const MAGIC: [u8; 8] = *b"KVIKND01";
+pub(crate) const MAGIC: [u8; 8] = *b"KVIKND03";
 
-/// The longest text: a frame of four has room in the socket's.
+/// The longest text: a frame of five has room in the socket's.
 const MAX_TEXT_BYTES: usize = 4096;
 
 const ATTACHED: u8 = 1;
 const REFUSED: u8 = 2;
 
+/// What a client attaches for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// To read and write chunks.
+    Session,
+    /// To be told which chunks there are.
+    Watch,
+}
+
 /// What a client says of itself.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct Attach {
     /// Model, element type and layout. The tenant is the daemon's to say.
     pub namespace: Namespace,
@@ -24,6 +35,10 @@ pub struct Attach {
     pub format: ChunkFormat,
     /// Its rank, less than the format's number of ranks.
     pub rank: u16,
+    /// What it proves its tenant with; empty without one.
+    pub token: String,
+    /// What it attaches for.
+    pub purpose: Purpose,
 }
 
 /// What a client needs to name chunks as the daemon does.
@@ -47,14 +62,15 @@ struct Fields<'a>(&'a [u8]);
 impl Attach {
     /// The frame.
     pub fn encode(&self) -> Vec<u8> {
-        let Self { namespace, format, rank } = self;
+        let Self { namespace, format, rank, token, purpose } = self;
         let mut frame = MAGIC.to_vec();
+        frame.push((*purpose == Purpose::Watch).into());
         frame.extend(rank.to_le_bytes());
         frame.extend(format.n_layers.to_le_bytes());
         frame.extend(format.token_layer_bytes.to_le_bytes());
         frame.extend(format.n_ranks.to_le_bytes());
         frame.extend((format.block_tokens.get() as u64).to_le_bytes());
-        for text in [&namespace.model, &namespace.dtype.to_string(), &namespace.layout] {
+        for text in [&namespace.model, &namespace.dtype.to_string(), &namespace.layout, token] {
             push_text(&mut frame, text);
         }
         frame
@@ -66,6 +82,7 @@ impl Attach {
     /// If the bytes are no such frame; the error names the wrong field.
     pub fn decode(frame: &[u8]) -> Result<Self> {
         let mut fields = Fields::after_magic(frame)?;
+        let purpose = if fields.flag("purpose")? { Purpose::Watch } else { Purpose::Session };
         let rank = u16::from_le_bytes(fields.array()?);
         let format = ChunkFormat {
             n_layers: u32::from_le_bytes(fields.array()?),
@@ -82,12 +99,38 @@ impl Attach {
             .parse()
             .map_err(|_| NodeError::invalid("dtype", &dtype, "f32, f16, bf16, fp8_e4m3, fp8_e5m2 or u8"))?;
         let namespace = Namespace { model, dtype, layout: fields.text("layout")?, tenant: String::new() };
+        let token = fields.text("token")?;
         fields.end()?;
-        Ok(Self { namespace, format, rank })
+        Ok(Self { namespace, format, rank, token, purpose })
+    }
+}
+
+impl fmt::Debug for Attach {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { namespace, format, rank, token: _, purpose } = self;
+        formatter
+            .debug_struct("Attach")
+            .field("namespace", namespace)
+            .field("format", format)
+            .field("rank", rank)
+            .field("purpose", purpose)
+            .finish_non_exhaustive()
     }
 }
 
 impl Attached {
+    /// Where chains are made with the names that the daemon uses.
+    pub(crate) fn space(&self, namespace: &Namespace, format: ChunkFormat) -> Result<Space> {
+        let options = StoreOptions {
+            chunk_tokens: self.chunk_tokens,
+            stores_tails: self.stores_tails,
+            digest_key: self.digest_key.clone(),
+            ..StoreOptions::default()
+        };
+        let namespace = Namespace { tenant: self.tenant.clone(), ..namespace.clone() };
+        Ok(Space::detached(&namespace, format, &options)?)
+    }
+
     /// The frame.
     pub fn encode(&self) -> Vec<u8> {
         let mut frame = [&MAGIC[..], &[ATTACHED]].concat();
@@ -146,7 +189,7 @@ impl<'a> Fields<'a> {
         if magic == MAGIC {
             Ok(fields)
         } else {
-            Err(NodeError::invalid("start of a frame", &"another", "KVIKND01"))
+            Err(NodeError::invalid("start of a frame", &"another", "KVIKND03"))
         }
     }
 
@@ -217,7 +260,7 @@ mod tests {
         };
         let block_tokens = BlockSize::try_new(16).unwrap();
         let format = ChunkFormat { n_layers: 4, token_layer_bytes: 256, n_ranks: 2, block_tokens };
-        Attach { namespace, format, rank: 1 }
+        Attach { namespace, format, rank: 1, token: "secret token".to_owned(), purpose: Purpose::Watch }
     }
 
     fn attached(digest_key: Option<DigestKey>) -> Attached {
@@ -239,6 +282,11 @@ mod tests {
         }
         let error = Attached::decode(&refusal("not you")).unwrap_err();
         assert_eq!(error.to_string(), "the store daemon refused: not you");
+    }
+
+    #[test]
+    fn a_token_is_not_printed() {
+        assert!(!format!("{:?}", attach()).contains("secret token"));
     }
 
     #[test]

@@ -14,14 +14,30 @@
 
 #![forbid(unsafe_code)]
 
+mod changes;
 mod client;
+mod config;
+mod daemon;
 mod error;
 mod frame;
+mod metrics;
 mod operation;
+mod report;
 mod ring;
 mod server;
+mod tenant;
+mod tiers;
 
-pub use client::{AttachOptions, NodeClient, OpenChain, RemoteLease, RemoteWrite};
+pub use changes::WatchFrame;
+pub use client::{
+    AttachOptions, NodeClient, NodeSession, NodeWatch, OpenChain, RemoteLayers, RemoteLease, RemoteWrite,
+};
+pub use config::{DaemonConfig, DaemonPlan, StoreConfig, StorePlan, TenantConfig};
+pub use daemon::{RunningDaemon, StoreDaemon};
 pub use error::{NodeError, Result};
-pub use frame::{Attach, Attached};
-pub use server::{NodeOptions, NodeServer};
+pub use frame::{Attach, Attached, Purpose};
+pub use metrics::publish_store;
+pub use report::{cache_stats, tier_reports};
+pub use server::{NodeOptions, NodeServer, NodeStats};
+pub use tenant::{ClientToken, Tenant};
+pub use tiers::open_store;

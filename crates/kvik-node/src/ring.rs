@@ -20,12 +20,12 @@ pub(crate) const ENTRY_WORDS: usize = 8;
 pub(crate) type Entry = [u64; ENTRY_WORDS];
 
 /// Entries of a ring, a power of two.
-const N_ENTRIES: u64 = 256;
+pub(crate) const N_ENTRIES: u64 = 256;
 
 /// Words between two that different sides write: two cache lines, because processors fetch lines in pairs.
 const LINE: usize = 16;
 
-/// Words for names of chunks and for offsets: room for the names of more than a million tokens in chunks of 256.
+/// Words for names, digests and offsets of chunks: room for the digests of two million tokens in chunks of 256.
 pub(crate) const PAYLOAD_WORDS: usize = 32 << 10;
 
 const FIRST_ENTRY: usize = 8 * LINE;

@@ -2,17 +2,23 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
+use std::collections::HashSet;
 use std::os::fd::AsFd as _;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvik_memory::SocketAddress;
 use kvik_memory::socket::{Connection, FrameBuffer, Listener, wait_ready};
-use kvik_node::{Attach, AttachOptions, Attached, NodeClient, NodeError, NodeOptions, NodeServer};
-use kvik_store::{Chain, ChunkFormat, Commit, Store, StoreOptions};
-use kvik_tier::shared::{SharedWords, checksum};
-use kvik_tier::{Arena, ArenaOptions, RamTier};
-use kvik_types::{BlockSize, Dtype, Namespace};
+use kvik_node::{
+    Attach, AttachOptions, Attached, ClientToken, NodeClient, NodeError, NodeOptions, NodeServer, NodeWatch,
+    Purpose, Tenant,
+};
+use kvik_store::{Chain, ChunkChange, ChunkFormat, ChunkObserver, Clear, Commit, Store, StoreOptions};
+use kvik_tier::shared::{Checksum, SharedWords, checksum};
+use kvik_tier::{Arena, ArenaOptions, RamTier, TierKind};
+use kvik_types::{BlockHash, BlockSize, Dtype, Namespace};
+use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags};
 
 const CHUNK_TOKENS: usize = 32;
@@ -33,14 +39,18 @@ impl Daemon {
         let folder = tempfile::tempdir().unwrap();
         // The folder of a socket is for its user alone.
         let socket = SocketAddress::Path(folder.path().join("private/node.sock"));
+        let store = Self::open_store(arena_bytes);
+        let server = NodeServer::start(NodeOptions::new(socket.clone(), store.clone())).unwrap();
+        Self { server: Some(server), store, socket, _folder: folder }
+    }
+
+    fn open_store(arena_bytes: u64) -> Store {
         let options = StoreOptions {
             chunk_tokens: BlockSize::try_new(CHUNK_TOKENS).unwrap(),
             ..StoreOptions::default()
         };
         let ram = RamTier::new(Arena::new(ArenaOptions::new(arena_bytes)).unwrap());
-        let store = Store::builder(options, ram).open().unwrap();
-        let server = NodeServer::start(store.clone(), NodeOptions::new(socket.clone())).unwrap();
-        Self { server: Some(server), store, socket, _folder: folder }
+        Store::builder(options, ram).open().unwrap()
     }
 
     fn options(&self) -> AttachOptions {
@@ -144,7 +154,7 @@ fn a_chunk_is_found_only_after_its_commit_and_with_its_checksum() {
     let bytes = content(3, 0);
     write.copy_in(0, 0, &bytes).unwrap();
     assert_eq!(verify(&reader, 3, 1).unwrap(), 0);
-    let error = write.commit(0, checksum(&bytes) ^ 1).unwrap_err();
+    let error = write.commit(0, Checksum(checksum(&bytes).0 ^ 1)).unwrap_err();
     assert!(error.to_string().contains("checksum"), "{error}");
     assert_eq!(verify(&reader, 3, 1).unwrap(), 0);
     drop(write);
@@ -153,23 +163,24 @@ fn a_chunk_is_found_only_after_its_commit_and_with_its_checksum() {
 }
 
 #[test]
-fn a_client_that_leaves_gives_back_what_it_held() {
+fn a_session_lives_as_long_as_its_last_lease_or_write_and_then_gives_everything_back() {
     let daemon = Daemon::start(16 << 20);
     let keeper = daemon.attach();
     assert_eq!(store(&keeper, 4, 3).unwrap(), 3);
     let used_bytes = daemon.used_bytes();
     let leaver = daemon.attach();
     let names = chain(&leaver, 5, 8);
-    let opened = leaver.open(&names).unwrap();
-    let write = opened.write(0, 8).unwrap();
+    let mut write = leaver.open(&names).unwrap().write(0, 8).unwrap();
     assert_eq!(write.n_chunks(), 8);
     assert!(daemon.used_bytes() > used_bytes);
-    // As in a process that is killed: nothing is released by a request.
-    std::mem::forget(write);
-    std::mem::forget(opened);
     drop(leaver);
-    until("the memory came back", || daemon.used_bytes() == used_bytes);
-    assert_eq!(verify(&keeper, 4, 3).unwrap(), 3);
+    write.write_chunk(0, &content(5, 0)).unwrap();
+    drop(write);
+    assert_eq!(verify(&keeper, 5, 8).unwrap(), 1);
+    let stats = || daemon.server.as_ref().unwrap().stats();
+    until("the session ended", || stats().n_sessions == 1);
+    daemon.store.clear(&Clear::default());
+    assert_eq!(daemon.used_bytes(), 0);
 }
 
 #[test]
@@ -203,7 +214,7 @@ fn a_daemon_that_ends_is_an_error_and_clients_attach_again() {
     assert!(begin.elapsed() < Duration::from_secs(30));
     assert!(NodeClient::attach(&daemon.options()).is_err());
     daemon.server =
-        Some(NodeServer::start(daemon.store.clone(), NodeOptions::new(daemon.socket.clone())).unwrap());
+        Some(NodeServer::start(NodeOptions::new(daemon.socket.clone(), daemon.store.clone())).unwrap());
     assert_eq!(verify(&daemon.attach(), 6, 2).unwrap(), 2);
 }
 
@@ -250,7 +261,13 @@ fn garbage_in_a_ring_ends_only_its_own_session() {
     let mut state = 1_u64;
     for round in 0..40 {
         let connection = Connection::open(&daemon.socket).unwrap();
-        let attach = Attach { namespace: namespace.clone(), format, rank };
+        let attach = Attach {
+            namespace: namespace.clone(),
+            format,
+            rank,
+            token: String::new(),
+            purpose: Purpose::Session,
+        };
         connection.send(&attach.encode()).unwrap();
         let mut buffer = FrameBuffer::new();
         let words = loop {
@@ -284,4 +301,157 @@ fn bad_frames_are_refused_with_the_field_that_is_wrong() {
     let connection = Connection::open(&daemon.socket).unwrap();
     connection.send(b"GET / HTTP/1.1").unwrap();
     assert_eq!(store(&daemon.attach(), 9, 1).unwrap(), 1);
+}
+
+#[test]
+fn many_chunks_are_written_without_a_wait_for_each() {
+    const N_CHUNKS: usize = 300;
+    let daemon = Daemon::start(32 << 20);
+    let client = daemon.attach();
+    let names = chain(&client, 11, N_CHUNKS);
+    let opened = client.open(&names).unwrap();
+    let mut write = opened.write(0, N_CHUNKS).unwrap();
+    for place in 0..N_CHUNKS {
+        write.write_chunk(place, &content(11, place)).unwrap();
+    }
+    assert!(write.write_chunk(0, &content(11, 0)).is_err(), "a chunk is committed once");
+    assert!(write.write_chunk(1, &[0; 7]).unwrap_err().to_string().contains("length of a chunk"));
+    assert_eq!(write.finish().unwrap(), vec![Some(Commit::Stored); N_CHUNKS]);
+    assert_eq!(verify(&daemon.attach(), 11, N_CHUNKS).unwrap(), N_CHUNKS);
+    // A write whose answers are not taken leaves nothing behind that the next one stumbles over.
+    let names = chain(&client, 12, 3);
+    let opened = client.open(&names).unwrap();
+    let mut dropped = opened.write(0, 3).unwrap();
+    dropped.write_chunk(0, &content(12, 0)).unwrap();
+    drop(dropped);
+    assert_eq!(verify(&client, 12, 3).unwrap(), 1);
+}
+
+#[test]
+fn a_chunk_goes_in_and_comes_out_layer_by_layer() {
+    const SECTION_BYTES: usize = CHUNK_BYTES / N_LAYERS as usize;
+    let daemon = Daemon::start(16 << 20);
+    let (writer, reader) = (daemon.attach(), daemon.attach());
+    let names = chain(&writer, 13, 3);
+    let opened = writer.open(&names).unwrap();
+    let mut write = opened.write(0, 3).unwrap();
+    // Layers of all chunks, the last layer first.
+    for layer_idx in (0..N_LAYERS as usize).rev() {
+        assert_eq!(verify(&reader, 13, 3).unwrap(), 0, "layer {layer_idx}");
+        for place in 0..3 {
+            let bytes = content(13, place);
+            write
+                .write_layer(place, layer_idx, &bytes[layer_idx * SECTION_BYTES..][..SECTION_BYTES])
+                .unwrap();
+        }
+    }
+    assert!(write.write_layer(0, 99, &[0; SECTION_BYTES]).unwrap_err().to_string().contains("`layer` is 99"));
+    assert_eq!(write.finish().unwrap(), vec![Some(Commit::Stored); 3]);
+    assert_eq!(verify(&reader, 13, 3).unwrap(), 3);
+
+    let opened = reader.open(&names).unwrap();
+    let mut layers = opened.retrieve_layers(1).unwrap();
+    assert_eq!(layers.n_chunks(), 2);
+    let mut section = [0; SECTION_BYTES];
+    for expected in 0..N_LAYERS as usize {
+        assert_eq!(layers.next_layer().unwrap(), Some(expected));
+        for place in 0..2 {
+            assert_eq!(layers.section_bytes(place), SECTION_BYTES);
+            layers.copy_out(place, &mut section).unwrap();
+            assert!(section == content(13, place + 1)[expected * SECTION_BYTES..][..SECTION_BYTES]);
+        }
+    }
+    assert_eq!(layers.next_layer().unwrap(), None);
+    assert!(layers.copy_out(0, &mut section).is_err());
+}
+
+#[test]
+fn a_tenant_finds_nothing_of_another_and_a_wrong_token_is_refused() {
+    let token = |name: &str| ClientToken::try_new(format!("token of tenant {name}")).unwrap();
+    let mut daemon = Daemon::start(16 << 20);
+    let tenant = |name: &str| Tenant {
+        name: name.to_owned(),
+        token: Some(token(name)),
+        store: Daemon::open_store(16 << 20),
+    };
+    daemon.server = None;
+    let mut options = NodeOptions::new(daemon.socket.clone(), daemon.store.clone());
+    options.tenants = vec![tenant("a"), tenant("b")];
+    daemon.server = Some(NodeServer::start(options.clone()).unwrap());
+    let attach =
+        |token: Option<ClientToken>| NodeClient::attach(&AttachOptions { token, ..daemon.options() });
+    let (a, b) = (attach(Some(token("a"))).unwrap(), attach(Some(token("b"))).unwrap());
+    assert_eq!(store(&a, 1, 4).unwrap(), 4);
+    assert_eq!(verify(&b, 1, 4).unwrap(), 0);
+    // Not by its name either: names of the same tokens differ.
+    assert_ne!(chain(&a, 1, 4).names(), chain(&b, 1, 4).names());
+    assert!(b.open(&chain(&a, 1, 4)).unwrap_err().to_string().contains("another space"));
+    assert_eq!(store(&b, 1, 4).unwrap(), 4);
+    assert_eq!((verify(&a, 1, 4).unwrap(), verify(&b, 1, 4).unwrap()), (4, 4));
+    for wrong in [None, Some(token("c"))] {
+        let refused = attach(wrong).unwrap_err().to_string();
+        assert!(refused.contains("`token`") && !refused.contains("token of tenant"), "{refused}");
+    }
+    assert_eq!(daemon.server.as_ref().unwrap().stats().n_refused, 2);
+    options.tenants.push(Tenant { name: "c".to_owned(), ..tenant("a") });
+    let same = NodeServer::start(options).unwrap_err().to_string();
+    assert!(same.contains("a token that no other has"), "{same}");
+    assert!(ClientToken::try_new("short").unwrap_err().to_string().contains("16 to 4096 bytes"));
+}
+
+/// Keeps a copy of what it is told, and fails where a change repeats what holds already.
+#[derive(Debug, Default)]
+struct Copy(Mutex<HashSet<(BlockHash, TierKind)>>);
+
+impl ChunkObserver for Copy {
+    fn changed(&self, changes: &[ChunkChange]) {
+        let mut held = self.0.lock();
+        for ChunkChange { hash, tier, is_held, .. } in changes {
+            let place = (*hash, *tier);
+            assert!(if *is_held { held.insert(place) } else { held.remove(&place) }, "{place:?}");
+        }
+    }
+}
+
+#[test]
+fn a_watch_follows_what_the_daemon_has_also_over_its_restart() {
+    let mut daemon = Daemon::start(1 << 20);
+    let client = daemon.attach();
+    let watches: Vec<_> = (0..2)
+        .map(|_| {
+            let copy = Arc::new(Copy::default());
+            let watch = NodeWatch::start(daemon.options(), client.space().clone(), Arc::clone(&copy) as _);
+            (copy, watch.unwrap())
+        })
+        .collect();
+    let is_same = |daemon: &Daemon, copy: &Copy| {
+        let mut there = HashSet::new();
+        let space = daemon.store.space(&daemon.options().namespace, daemon.options().format).unwrap();
+        daemon.store.visit_chunks(&space, |hash, tiers| {
+            there.extend(tiers.iter().map(|tier| (hash, *tier)));
+        });
+        !there.is_empty() && *copy.0.lock() == there
+    };
+    // More than there is room for: chunks leave, too.
+    for seed in 0..20 {
+        store(&client, seed, 5).unwrap();
+    }
+    for (copy, _) in &watches {
+        until("the copy is exact", || is_same(&daemon, copy));
+    }
+    let late = Arc::new(Copy::default());
+    let late_watch =
+        NodeWatch::start(daemon.options(), client.space().clone(), Arc::clone(&late) as _).unwrap();
+    until("a late copy is exact", || is_same(&daemon, &late));
+    daemon.server = None;
+    for (copy, _) in &watches {
+        until("a daemon that is gone has nothing", || copy.0.lock().is_empty());
+    }
+    daemon.server =
+        Some(NodeServer::start(NodeOptions::new(daemon.socket.clone(), daemon.store.clone())).unwrap());
+    store(&daemon.attach(), 30, 5).unwrap();
+    for (copy, _) in &watches {
+        until("the copy is exact again", || is_same(&daemon, copy));
+    }
+    drop(late_watch);
 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use kvik_tier::{ChunkKey, NamespaceId, TokenDigest};
 use kvik_types::hash::{HashChain, KvikChain};
 use kvik_types::{BlockHash, BlockSize, CacheSalt, Namespace, TokenId};
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::digest::{DigestChain, DigestKey, keyed_seed, root_digest, salted_digest};
 use crate::error::Result;
@@ -26,12 +27,16 @@ pub struct Space {
 
 /// The chunks of one sequence, each the parent of the next.
 ///
-/// The tokens are hashed once, when the chain is made: it has the names and the digests of its chunks, and
-/// lookups, retrieves and writes take them from it. Cheap to clone.
+/// The names of the chunks are computed once, when the chain is made, and their digests once, when a read or write
+/// first needs them: a lookup needs none, and a read those of the chunks that are there. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Chain {
     shared: Arc<ChainShared>,
 }
+
+/// The names of a chain whose tokens and digests are not known here: enough to look up, not to read or write.
+#[derive(Debug, Clone)]
+pub struct NamedChain(Chain);
 
 #[derive(Debug)]
 struct SpaceShared {
@@ -51,18 +56,21 @@ struct SpaceShared {
 struct ChainShared {
     space: Space,
     /// What its first chunk goes on from.
-    root: ChunkName,
+    root: Root,
     /// The tokens of all chunks; empty where only names are known.
     tokens: Vec<TokenId>,
     n_tokens: usize,
-    chunks: Vec<ChunkName>,
+    /// The names of all chunks.
+    names: Vec<BlockHash>,
+    /// The digests of the first chunks, as many as were asked for; of all where the tokens are not known.
+    digests: Mutex<Vec<TokenDigest>>,
     blocks: Vec<Block>,
 }
 
-/// What a chunk is found by, and what proves it.
+/// What the first chunk of a chain goes on from.
 #[derive(Debug, Clone, Copy)]
-struct ChunkName {
-    hash: BlockHash,
+struct Root {
+    name: BlockHash,
     digest: TokenDigest,
 }
 
@@ -116,6 +124,16 @@ impl Space {
         self.shared.chunk_tokens.get()
     }
 
+    /// Whether chains of the two have the same names and digests for the same tokens.
+    pub fn names_as(&self, other: &Self) -> bool {
+        let parts = |space: &Self| {
+            let SpaceShared { format, chunk_tokens, stores_tails, seed, digest_key, root_digest, .. } =
+                &*space.shared;
+            (*format, *chunk_tokens, *stores_tails, *seed, digest_key.clone(), *root_digest)
+        };
+        parts(self) == parts(other)
+    }
+
     /// The namespace in the keys of its chunks.
     pub fn namespace_id(&self) -> NamespaceId {
         self.shared.namespace.id
@@ -147,11 +165,17 @@ impl Space {
     pub fn salted_chain(&self, tokens: &[TokenId], salt: Option<&CacheSalt>) -> Chain {
         let SpaceShared { seed, root_digest, digest_key, .. } = &*self.shared;
         let digest = salted_digest(digest_key.as_ref(), *root_digest, salt);
-        self.chain_after(ChunkName { hash: seed.salted(salt), digest }, &[], tokens)
+        self.chain_after(Root { name: seed.salted(salt), digest }, &[], Vec::new(), tokens)
     }
 
-    /// The chain of `tokens` that begins at `root`, of whose first full chunks the names are known.
-    fn chain_after(&self, root: ChunkName, known: &[ChunkName], tokens: &[TokenId]) -> Chain {
+    /// The chain of `tokens` that begins at `root`, of whose first full chunks these names and digests are known.
+    fn chain_after(
+        &self,
+        root: Root,
+        known_names: &[BlockHash],
+        known_digests: Vec<TokenDigest>,
+        tokens: &[TokenId],
+    ) -> Chain {
         let chunk_tokens = self.chunk_tokens();
         let block_tokens = self.format().block_tokens.get();
         let n_full = tokens.len() / chunk_tokens;
@@ -161,24 +185,19 @@ impl Space {
             0
         };
         let n_tokens = n_full * chunk_tokens + n_tail_tokens;
-        let n_chunks = n_tokens.div_ceil(chunk_tokens);
         let tokens = &tokens[..n_tokens];
-        let last = known.last().copied().unwrap_or(root);
-        let mut hasher = KvikChain::after(last.hash, self.shared.chunk_tokens);
-        let mut digests = DigestChain::after(self.shared.digest_key.as_ref(), last.digest);
-        let mut chunks = Vec::with_capacity(n_chunks);
-        chunks.extend_from_slice(known);
-        for chunk in tokens[known.len() * chunk_tokens..].chunks(chunk_tokens) {
-            chunks.push(ChunkName { hash: hasher.push_block(chunk), digest: digests.push_chunk(chunk) });
-        }
-        self.chain_with(root, tokens.to_vec(), n_tokens, chunks)
+        let last = known_names.last().copied().unwrap_or(root.name);
+        let mut hasher = KvikChain::after(last, self.shared.chunk_tokens);
+        let mut names = Vec::with_capacity(n_tokens.div_ceil(chunk_tokens));
+        names.extend_from_slice(known_names);
+        let new_chunks = tokens[known_names.len() * chunk_tokens..].chunks(chunk_tokens);
+        names.extend(new_chunks.map(|chunk| hasher.push_block(chunk)));
+        self.chain_with(root, tokens.to_vec(), n_tokens, names, known_digests)
     }
 
-    /// The chain whose chunks have these names and digests, of tokens that are not known here: what a client in another
-    /// process sends of a chain of its own. `None` where so many tokens do not have so many chunks.
-    ///
-    /// What is stored under it is proven to readers by the digests, as any chunk.
-    pub fn chain_of_names(&self, names: &[(BlockHash, TokenDigest)], n_tokens: usize) -> Option<Chain> {
+    /// The chain whose chunks have these names, of tokens that are not known here: what a client in another process
+    /// sends of a chain of its own. `None` where so many tokens do not have so many chunks.
+    pub fn named_chain(&self, names: Vec<BlockHash>, n_tokens: usize) -> Option<NamedChain> {
         let n_tail_tokens = n_tokens % self.chunk_tokens();
         let has_tail = n_tail_tokens > 0;
         let is_tail_allowed =
@@ -186,24 +205,25 @@ impl Space {
         if n_tokens.div_ceil(self.chunk_tokens()) != names.len() || (has_tail && !is_tail_allowed) {
             return None;
         }
-        let root = ChunkName { hash: self.shared.seed, digest: self.shared.root_digest };
-        let chunks = names.iter().map(|(hash, digest)| ChunkName { hash: *hash, digest: *digest }).collect();
-        Some(self.chain_with(root, Vec::new(), n_tokens, chunks))
+        let root = Root { name: self.shared.seed, digest: self.shared.root_digest };
+        Some(NamedChain(self.chain_with(root, Vec::new(), n_tokens, names, Vec::new())))
     }
 
     fn chain_with(
         &self,
-        root: ChunkName,
+        root: Root,
         tokens: Vec<TokenId>,
         n_tokens: usize,
-        chunks: Vec<ChunkName>,
+        names: Vec<BlockHash>,
+        digests: Vec<TokenDigest>,
     ) -> Chain {
         let chunk_tokens = self.chunk_tokens();
-        let block = |(idx, chunk): (usize, &ChunkName)| {
-            self.block(chunk.hash, idx, (n_tokens - idx * chunk_tokens).min(chunk_tokens))
+        let block = |(idx, name): (usize, &BlockHash)| {
+            self.block(*name, idx, (n_tokens - idx * chunk_tokens).min(chunk_tokens))
         };
-        let blocks = chunks.iter().enumerate().map(block).collect();
-        let shared = ChainShared { space: self.clone(), root, tokens, n_tokens, chunks, blocks };
+        let blocks = names.iter().enumerate().map(block).collect();
+        let digests = Mutex::new(digests);
+        let shared = ChainShared { space: self.clone(), root, tokens, n_tokens, names, digests, blocks };
         Chain { shared: Arc::new(shared) }
     }
 
@@ -235,7 +255,7 @@ impl Chain {
 
     /// Number of its chunks.
     pub fn n_chunks(&self) -> usize {
-        self.shared.chunks.len()
+        self.shared.names.len()
     }
 
     /// Tokens of all its chunks.
@@ -243,9 +263,16 @@ impl Chain {
         self.shared.n_tokens
     }
 
-    /// The name and the digest of each chunk, for [`Space::chain_of_names`] in another process.
-    pub fn names(&self) -> impl ExactSizeIterator<Item = (BlockHash, TokenDigest)> {
-        self.shared.chunks.iter().map(|chunk| (chunk.hash, chunk.digest))
+    /// The name of each chunk, for [`Space::named_chain`] in another process.
+    pub fn names(&self) -> &[BlockHash] {
+        &self.shared.names
+    }
+
+    /// What proves each of the first `n_chunks` chunks, for [`NamedChain::proven`] in another process; of all where it
+    /// has fewer.
+    pub fn digests(&self, n_chunks: usize) -> Vec<TokenDigest> {
+        let n_chunks = n_chunks.min(self.n_chunks());
+        self.known_digests(n_chunks)[..n_chunks].to_vec()
     }
 
     /// The chain of a sequence with the same salt that may begin as this one does; the full chunks that both
@@ -255,7 +282,14 @@ impl Chain {
         let chunk_tokens = self.space().chunk_tokens();
         let own = self.shared.tokens.chunks_exact(chunk_tokens);
         let n_shared = own.zip(tokens.chunks_exact(chunk_tokens)).take_while(|(own, other)| own == other);
-        self.space().chain_after(self.shared.root, &self.shared.chunks[..n_shared.count()], tokens)
+        let n_shared = n_shared.count();
+        let digests = self.shared.digests.lock().iter().take(n_shared).copied().collect();
+        self.space().chain_after(self.shared.root, &self.shared.names[..n_shared], digests, tokens)
+    }
+
+    /// Its names alone.
+    pub fn named(&self) -> NamedChain {
+        NamedChain(self.clone())
     }
 
     /// The tokens of a chunk; empty behind the end.
@@ -273,13 +307,13 @@ impl Chain {
 
     /// What proves the tokens of the first `n_chunks` chunks, and the salt; of all where it has fewer.
     pub fn digest_up_to(&self, n_chunks: usize) -> TokenDigest {
-        let chunks = &self.shared.chunks[..n_chunks.min(self.n_chunks())];
-        chunks.last().unwrap_or(&self.shared.root).digest
+        let last_chunk = n_chunks.min(self.n_chunks()).checked_sub(1);
+        last_chunk.map_or(self.shared.root.digest, |chunk_idx| self.digest_of(chunk_idx))
     }
 
     /// What proves that a chunk is of this chain's tokens; `None` behind the end.
     pub fn digest(&self, chunk_idx: usize) -> Option<TokenDigest> {
-        self.shared.chunks.get(chunk_idx).map(|chunk| chunk.digest)
+        (chunk_idx < self.n_chunks()).then(|| self.digest_of(chunk_idx))
     }
 
     /// Bytes that one rank holds of a chunk.
@@ -298,12 +332,25 @@ impl Chain {
     }
 
     pub(crate) fn hash(&self, chunk_idx: usize) -> BlockHash {
-        self.shared.chunks[chunk_idx].hash
+        self.shared.names[chunk_idx]
     }
 
     /// The caller knows that the chunk exists.
     pub(crate) fn digest_of(&self, chunk_idx: usize) -> TokenDigest {
-        self.shared.chunks[chunk_idx].digest
+        self.known_digests(chunk_idx + 1)[chunk_idx]
+    }
+
+    /// The digests of at least the first `n_chunks` chunks, which the caller knows to exist.
+    fn known_digests(&self, n_chunks: usize) -> MutexGuard<'_, Vec<TokenDigest>> {
+        let ChainShared { space, root, tokens, digests, .. } = &*self.shared;
+        let mut digests = digests.lock();
+        if digests.len() < n_chunks {
+            let last = digests.last().copied().unwrap_or(root.digest);
+            let mut chain = DigestChain::after(space.shared.digest_key.as_ref(), last);
+            let chunks = tokens.chunks(space.chunk_tokens()).take(n_chunks).skip(digests.len());
+            digests.extend(chunks.map(|chunk| chain.push_chunk(chunk)));
+        }
+        digests
     }
 
     pub(crate) fn id(&self, chunk_idx: usize) -> BlockId {
@@ -325,6 +372,29 @@ impl Chain {
     /// Tokens of the chunks `range`.
     pub(crate) fn tokens_between(&self, range: Range<usize>) -> usize {
         self.tokens_of(range.end).start.saturating_sub(self.tokens_of(range.start).start)
+    }
+}
+
+// === impl NamedChain ===
+
+impl NamedChain {
+    /// Number of its chunks.
+    pub fn n_chunks(&self) -> usize {
+        self.0.n_chunks()
+    }
+
+    /// The chain of the first chunks, as many as there are digests; `None` where there are more of them.
+    ///
+    /// The digests are taken as they are. What is stored under them is proven by them to readers, as any chunk.
+    pub fn proven(&self, digests: Vec<TokenDigest>) -> Option<Chain> {
+        let ChainShared { space, root, names, .. } = &*self.0.shared;
+        let names = names.get(..digests.len())?.to_vec();
+        let n_tokens = self.0.tokens_of(digests.len()).start;
+        Some(space.chain_with(*root, Vec::new(), n_tokens, names, digests))
+    }
+
+    pub(crate) fn chain(&self) -> &Chain {
+        &self.0
     }
 }
 
@@ -358,14 +428,34 @@ mod tests {
             let space = space(stores_tails);
             for n_tokens in 0..tokens.len() {
                 let chain = space.chain(&tokens[..n_tokens]);
-                let sent: Vec<_> = chain.names().collect();
-                let received = space.chain_of_names(&sent, chain.n_tokens()).unwrap();
-                assert_eq!(names(&received), names(&chain), "{n_tokens}");
-                assert_eq!(received.n_tokens(), chain.n_tokens());
-                assert_eq!(names(&received.extended(&tokens)), names(&space.chain(&tokens)));
-                assert!(space.chain_of_names(&sent, chain.n_tokens() + 4).is_none());
-                assert!(space.chain_of_names(&sent, chain.n_tokens() + 1).is_none());
+                let sent = chain.names().to_vec();
+                let named = space.named_chain(sent.clone(), chain.n_tokens()).unwrap();
+                for n_chunks in 0..=chain.n_chunks() {
+                    let received = named.proven(chain.digests(n_chunks)).unwrap();
+                    assert_eq!(names(&received), names(&chain)[..n_chunks], "{n_tokens} {n_chunks}");
+                    assert_eq!(received.n_tokens(), chain.tokens_of(n_chunks).start);
+                    assert_eq!(names(&received.extended(&tokens)), names(&space.chain(&tokens)));
+                }
+                assert!(named.proven(vec![TokenDigest([0; 32]); chain.n_chunks() + 1]).is_none());
+                assert!(space.named_chain(sent.clone(), chain.n_tokens() + 4).is_none());
+                assert!(space.named_chain(sent, chain.n_tokens() + 1).is_none());
             }
+        }
+    }
+
+    #[test]
+    fn digests_are_the_same_in_whatever_order_they_are_asked_for() {
+        let tokens: Vec<u32> = (0..40).collect();
+        let space = space(false);
+        let all = space.chain(&tokens).digests(usize::MAX);
+        assert_eq!(all.len(), 10);
+        for first in 0..all.len() {
+            let chain = space.chain(&tokens);
+            assert_eq!(chain.digest(first), Some(all[first]));
+            // What one has computed, the other one goes on from.
+            assert_eq!(chain.extended(&tokens[..20]).digests(5), all[..5]);
+            assert_eq!(chain.digest_up_to(99), all[9]);
+            assert_eq!(chain.digests(usize::MAX), all);
         }
     }
 

@@ -52,7 +52,7 @@ pub(crate) struct Entry {
 #[derive(Debug, Default)]
 struct Shard {
     entries: HashMap<BlockId, Entry, BuildHasherDefault<IdHasher>>,
-    observed: Option<Arc<Observed>>,
+    observed: Vec<Arc<Observed>>,
 }
 
 /// Ids are hashes: their bits are the hash.
@@ -116,7 +116,7 @@ impl Directory {
                 if after.is_empty(self.n_local_tiers) {
                     place.remove();
                 }
-                self.tell(observed.as_deref(), hash, parent, &before, &after);
+                self.tell(observed, hash, parent, &before, &after);
                 Some(result)
             }
             MapEntry::Vacant(place) => {
@@ -126,7 +126,7 @@ impl Directory {
                 if !after.is_empty(self.n_local_tiers) {
                     place.insert(after);
                 }
-                self.tell(observed.as_deref(), hash, parent, &before, &after);
+                self.tell(observed, hash, parent, &before, &after);
                 Some(result)
             }
         }
@@ -148,7 +148,7 @@ impl Directory {
         if after.is_empty(self.n_local_tiers) {
             place.remove();
         }
-        self.tell(observed.as_deref(), hash, None, &before, &after);
+        self.tell(observed, hash, None, &before, &after);
         Some(result)
     }
 
@@ -156,20 +156,20 @@ impl Directory {
     pub(crate) fn sweep_shard(&self, shard_idx: usize, mut visit: impl FnMut(BlockHash, &mut Entry)) {
         let mut shard = self.shards[shard_idx].write();
         let Shard { entries, observed } = &mut *shard;
-        let mut changes = Vec::new();
+        let mut changes = vec![Vec::new(); observed.len()];
         entries.retain(|id, entry| {
             let before = *entry;
             let hash = entry.hash(*id);
             visit(hash, entry);
-            if let Some(observed) =
-                observed.as_ref().filter(|observed| observed.is_about(entry.namespace_idx))
-            {
-                observed.compare(hash, None, &self.known(&before), &self.known(entry), &mut changes);
+            for (observed, changes) in observed.iter().zip(&mut changes) {
+                if observed.is_about(entry.namespace_idx) {
+                    observed.compare(hash, None, &self.known(&before), &self.known(entry), changes);
+                }
             }
             !entry.is_empty(self.n_local_tiers)
         });
-        if let Some(observed) = observed {
-            observed.tell(&changes);
+        for (observed, changes) in observed.iter().zip(&changes) {
+            observed.tell(changes);
         }
     }
 
@@ -185,7 +185,14 @@ impl Directory {
                 observer.compare(entry.hash(*id), None, &nothing, &self.known(entry), &mut changes);
             }
             observer.tell(&changes);
-            shard.observed = Some(Arc::clone(observer));
+            shard.observed.push(Arc::clone(observer));
+        }
+    }
+
+    /// Tells an observer of nothing any more.
+    pub(crate) fn stop_observing(&self, observer: &Arc<Observed>) {
+        for shard in &self.shards {
+            shard.write().observed.retain(|other| !Arc::ptr_eq(other, observer));
         }
     }
 
@@ -201,17 +208,21 @@ impl Directory {
     /// Tells what changed of one entry.
     fn tell(
         &self,
-        observed: Option<&Observed>,
+        observed: &[Arc<Observed>],
         hash: BlockHash,
         parent: Option<BlockHash>,
         before: &Entry,
         after: &Entry,
     ) {
-        let Some(observed) = observed.filter(|observed| observed.is_about(after.namespace_idx)) else {
+        if observed.is_empty() {
             return;
-        };
+        }
+        let namespace_idx = after.namespace_idx;
         let (before, after) = (self.known(before), self.known(after));
-        if before != after {
+        if before == after {
+            return;
+        }
+        for observed in observed.iter().filter(|observed| observed.is_about(namespace_idx)) {
             let mut changes = Vec::new();
             observed.compare(hash, parent, &before, &after, &mut changes);
             observed.tell(&changes);

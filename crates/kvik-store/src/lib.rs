@@ -56,7 +56,7 @@ mod store;
 mod tiers;
 mod wake;
 
-pub use chain::{Chain, Space};
+pub use chain::{Chain, NamedChain, Space};
 pub use device::register_with_cuda;
 pub use digest::DigestKey;
 pub use error::{Result, StoreError};
@@ -64,6 +64,6 @@ pub use format::{ChunkFormat, MAX_RANKS};
 pub use observer::{ChunkChange, ChunkObserver};
 pub use options::{StoreOptions, WriteBack};
 pub use store::{
-    ChunkWriter, Clear, Cleared, Commit, Layer, LayerReader, LayerWrite, LayerWriter, Lookup, Prefetch,
-    Retrieved, RetrievedChunk, Store, StoreBuilder, StoreStats, TierQueues, Write,
+    ChunkWriter, Clear, Cleared, Commit, Layer, LayerReader, LayerWrite, LayerWriter, Lookup, Observation,
+    Prefetch, Retrieved, RetrievedChunk, Store, StoreBuilder, StoreStats, TierQueues, Write,
 };

@@ -3,7 +3,6 @@
 //! The unit of a time or size is part of its field's name.
 
 mod memory;
-mod store;
 
 use std::fmt::Display;
 use std::path::PathBuf;
@@ -19,9 +18,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, WorkerError};
 
+pub use kvik_node::StoreConfig;
 pub use memory::SharedMemoryConfig;
-pub use store::StoreConfig;
-pub(crate) use store::StorePlan;
 
 /// Most blocks that can be asked for; block ids have 32 bits.
 const MAX_KV_BLOCKS: usize = 1 << 30;

@@ -34,14 +34,9 @@ pub enum WorkerError {
     /// The model cannot be loaded.
     #[error("load the model: {0}")]
     Model(#[from] ModelError),
-    /// The address of the remote tier cannot be used.
-    #[error("`store.remote` is {url}: {reason}")]
-    InvalidRemote {
-        /// The address, without its login.
-        url: String,
-        /// What is wrong with it.
-        reason: String,
-    },
+    /// The store cannot be used as configured.
+    #[error(transparent)]
+    Node(#[from] kvik_node::NodeError),
     /// The store of KV cannot be opened.
     #[error("open the KV store: {reason}")]
     Store {

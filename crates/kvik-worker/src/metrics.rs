@@ -41,7 +41,8 @@
 //! | `kvik_store_<count>_total` | counter | the counts of `GET /cache/stats`, such as `kvik_store_hit_tokens_ram_total` |
 //! | `kvik_worker_registered` | gauge | 1 while a coordinator knows the worker |
 
-use kvik_proto::cache::{CacheStats, TierOperation};
+use kvik_node::publish_store;
+use kvik_proto::cache::CacheStats;
 use kvik_proto::openai::CachedTiers;
 use metrics::{Counter, Gauge, Histogram, counter, gauge, histogram};
 
@@ -161,50 +162,7 @@ impl WorkerMetrics {
 
     /// The state of the store below the engine.
     pub(crate) fn store(&self, stats: &CacheStats) {
-        for (name, count) in &stats.counts {
-            if ["index_bytes", "indexed_chunks", "copy_queue_bytes"].contains(&name.as_str()) {
-                gauge!(format!("kvik_store_{name}"), &self.labels).set(*count as f64);
-            } else {
-                counter!(format!("kvik_store_{name}_total"), &self.labels).absolute(*count);
-            }
-        }
-        for tier in &stats.tiers {
-            let [model, engine] = self.labels.clone();
-            let labels = [model, engine, ("tier", tier.tier.clone())];
-            let is_up = f64::from(u8::from(tier.state == "up"));
-            gauge!("kvik_store_tier_up", &labels).set(is_up);
-            for (name, value) in [
-                ("kvik_store_tier_chunks", tier.chunks),
-                ("kvik_store_tier_used_bytes", tier.used_bytes),
-                ("kvik_store_tier_capacity_bytes", tier.capacity_bytes),
-            ] {
-                if let Some(value) = value {
-                    gauge!(name, &labels).set(value as f64);
-                }
-            }
-            for operation in &tier.operations {
-                self.tier_operation(&tier.tier, operation);
-            }
-        }
-    }
-
-    fn tier_operation(&self, tier: &str, operation: &TierOperation) {
-        let labels = |more: Option<(&'static str, &str)>| {
-            let [model, engine] = self.labels.clone();
-            let of_operation = [("tier", tier.to_owned()), ("operation", operation.operation.clone())];
-            let more = more.map(|(name, value)| (name, value.to_owned()));
-            [model, engine].into_iter().chain(of_operation).chain(more).collect::<Vec<_>>()
-        };
-        for (outcome, count) in &operation.outcomes {
-            let labels = labels(Some(("outcome", outcome)));
-            counter!("kvik_store_tier_operations_total", &labels).absolute(*count);
-        }
-        counter!("kvik_store_tier_calls_total", &labels(None)).absolute(operation.calls);
-        counter!("kvik_store_tier_bytes_total", &labels(None)).absolute(operation.bytes);
-        for (quantile, micros) in [("0.5", operation.p50_us), ("0.99", operation.p99_us)] {
-            let labels = labels(Some(("quantile", quantile)));
-            gauge!("kvik_store_tier_call_seconds", &labels).set(micros as f64 / 1e6);
-        }
+        publish_store(&self.labels, stats);
     }
 
     fn count(&self, name: &'static str, label: &'static str, value: String) {

@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock};
 
 use kvik_tokens::{AddSpecial, ChatMessage, ChatOptions, Tokenizer};
 use kvik_types::Dtype;
+use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 
 use crate::admission::Admission;
@@ -16,6 +17,7 @@ use crate::kv_log::KvLog;
 use crate::metrics::WorkerMetrics;
 use crate::sequences::Sequences;
 use crate::staging::Staging;
+use crate::store::{ChunkWatch, KvStore};
 use crate::store_admin::StoreAdmin;
 
 /// Longest text, in bytes, that is tokenized on the thread that serves sockets: about a
@@ -47,6 +49,10 @@ pub(crate) struct Loaded {
     pub(crate) sequences: Sequences,
     pub(crate) staging: Staging,
     /// The store below the engine, if there is one.
+    pub(crate) store: Option<Arc<dyn KvStore>>,
+    /// Tells the log which chunks the store has.
+    pub(crate) chunk_watch: Mutex<Option<ChunkWatch>>,
+    /// Its administration, where it is in this process.
     pub(crate) store_admin: Option<StoreAdmin>,
     /// What is held, as it changes.
     pub(crate) kv_log: Arc<KvLog>,

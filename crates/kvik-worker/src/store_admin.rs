@@ -8,18 +8,19 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvik_node::{cache_stats, tier_reports};
 use kvik_proto::cache::{
     CacheHealth, CacheStats, ClearResponse, LookupResponse, MoveResponse, PinResponse, PrefetchState,
-    PrefetchStatus, StoreResponse, TierOperation, TierReport,
+    PrefetchStatus, StoreResponse, TierReport,
 };
 use kvik_store::{Chain, Clear, Prefetch};
-use kvik_tier::{OperationMetrics, TierHealth, TierKind, TierStat};
+use kvik_tier::TierKind;
 use kvik_types::BlockHash;
 use parking_lot::Mutex;
 
 use crate::error::Refusal;
 use crate::prompt::Prompt;
-use crate::store::WorkerStore;
+use crate::store::LocalStore;
 
 /// Prefetches that are remembered; the oldest are forgotten, and with that cancelled.
 const MAX_PREFETCHES: usize = 1024;
@@ -30,7 +31,7 @@ const TIERS: [TierKind; 4] = [TierKind::Ram, TierKind::Nvme, TierKind::Redis, Ti
 /// The store as its administrators see it.
 #[derive(Debug)]
 pub(crate) struct StoreAdmin {
-    store: WorkerStore,
+    store: LocalStore,
     prefetches: Mutex<Prefetches>,
 }
 
@@ -55,13 +56,13 @@ struct RememberedPrefetch {
 struct PrefetchSlot(Mutex<Option<Prefetch>>);
 
 impl StoreAdmin {
-    pub(crate) fn new(store: WorkerStore) -> Self {
+    pub(crate) fn new(store: LocalStore) -> Self {
         Self { store, prefetches: Mutex::default() }
     }
 
+    /// Gives up all prefetches.
     pub(crate) fn close(&self) {
         self.prefetches.lock().remembered.clear();
-        self.store.close();
     }
 
     /// Calls `visit` with each chunk of the model and the tiers that have it.
@@ -210,44 +211,19 @@ impl StoreAdmin {
     }
 
     pub(crate) fn stats(&self) -> CacheStats {
-        let stats = self.store.store().stats();
-        let mut counts: BTreeMap<String, u64> = [
-            ("lookups", stats.n_lookups),
-            ("retrieves", stats.n_retrieves),
-            ("requested_tokens", stats.requested_tokens),
-            ("truncated_retrieves", stats.n_truncated),
-            ("timed_out_retrieves", stats.n_timeouts),
-            ("copy_queue_bytes", self.store.sink_counts().lent_bytes() as u64),
-            ("refused_sequences", self.store.sink_counts().n_refused()),
-            ("given_up_sequences", self.store.sink_counts().n_given_up()),
-            ("stored_chunks", stats.n_stored),
-            ("stored_again_chunks", stats.n_stored_before),
-            ("refused_slots", stats.n_refused),
-            ("stored_bytes", stats.stored_bytes),
-            ("promoted_chunks", stats.n_promoted),
-            ("flights", stats.n_flights),
-            ("joined_flights", stats.n_joined_flights),
-            ("indexed_chunks", stats.n_entries),
-            ("index_bytes", stats.directory_bytes),
-        ]
-        .map(|(name, count)| (name.to_owned(), count))
-        .into();
-        for (name, by_tier) in [
-            ("hit_tokens", &stats.hit_tokens),
-            ("written_chunks", &stats.written),
-            ("dropped_writes", &stats.dropped_writes),
-            ("loaded_chunks", &stats.loaded),
-            ("failed_loads", &stats.failed_loads),
-            ("evicted_chunks", &stats.evicted_chunks),
-            ("token_mismatches", &stats.token_mismatches),
-        ] {
-            counts.extend(by_tier.iter().map(|(tier, count)| (format!("{name}_{tier}"), *count)));
-        }
-        CacheStats { chunk_tokens: self.store.chunk_tokens(), counts, tiers: self.tiers() }
+        let mut stats = cache_stats(self.store.store());
+        let sink_counts = self.store.sink_counts();
+        let own_counts = [
+            ("copy_queue_bytes", sink_counts.lent_bytes() as u64),
+            ("refused_sequences", sink_counts.n_refused()),
+            ("given_up_sequences", sink_counts.n_given_up()),
+        ];
+        stats.counts.extend(own_counts.map(|(name, count)| (name.to_owned(), count)));
+        stats
     }
 
     fn tiers(&self) -> Vec<TierReport> {
-        self.store.store().health().into_iter().map(|(tier, stat)| report(tier, stat)).collect()
+        tier_reports(self.store.store())
     }
 
     /// The tier of that name.
@@ -309,39 +285,4 @@ fn by_name(counts: Vec<(TierKind, usize)>) -> BTreeMap<String, usize> {
         .filter(|(_, count)| 0 < *count)
         .map(|(tier, count)| (tier.name().to_owned(), count))
         .collect()
-}
-
-fn report(tier: TierKind, stat: TierStat) -> TierReport {
-    let (state, reason) = match stat.health {
-        TierHealth::Up => ("up", None),
-        TierHealth::ReadOnly(reason) => ("read_only", Some(reason)),
-        TierHealth::Down(reason) => ("down", Some(reason)),
-    };
-    TierReport {
-        tier: tier.name().to_owned(),
-        state: state.to_owned(),
-        reason,
-        chunks: stat.n_chunks,
-        used_bytes: stat.used_bytes,
-        capacity_bytes: stat.capacity_bytes,
-        details: stat.details.into_iter().map(|(name, count)| (name.to_owned(), count)).collect(),
-        operations: stat
-            .operations
-            .iter()
-            .filter(|metrics| metrics.latencies.n_calls() > 0)
-            .map(operation)
-            .collect(),
-    }
-}
-
-fn operation(metrics: &OperationMetrics) -> TierOperation {
-    let OperationMetrics { operation, outcomes, n_bytes, latencies } = metrics;
-    TierOperation {
-        operation: (*operation).to_owned(),
-        outcomes: outcomes.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect(),
-        bytes: *n_bytes,
-        calls: latencies.n_calls(),
-        p50_us: latencies.p50().as_micros() as u64,
-        p99_us: latencies.p99().as_micros() as u64,
-    }
 }

@@ -12,6 +12,8 @@ use kvik_runtime::shutdown::Shutdown;
 use kvik_runtime::telemetry::Tracer;
 use kvik_runtime::tls::TlsClientPem;
 use kvik_runtime::trust::Trust;
+use kvik_store::Space;
+use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 
 use crate::config::WorkerConfig;
@@ -117,6 +119,10 @@ impl Worker {
                 if let Some(admin) = &loading.store_admin {
                     admin.close();
                 }
+                drop(loading.chunk_watch.lock().take());
+                if let Some(store) = &loading.store {
+                    store.close();
+                }
             };
             let _ = tokio::task::spawn_blocking(end).await;
             ended.cancel();
@@ -177,7 +183,7 @@ async fn load(
 ) -> Result<(Arc<Loaded>, std::thread::JoinHandle<()>)> {
     let config = state.config.clone();
     let loading = tokio::task::spawn_blocking(move || load_engine(&config));
-    let (model, engine, store) = tokio::select! {
+    let (model, engine, store, space) = tokio::select! {
         loaded = loading => loaded.map_err(|_| WorkerError::Stopped)??,
         () = shutdown.stopping() => return Err(WorkerError::Stopped),
     };
@@ -192,23 +198,28 @@ async fn load(
         vocab_size: engine.config().vocab_size,
     };
     let max_tokens = engine.max_sequence_tokens();
-    let groups = block_groups(&engine, store.as_ref());
+    let groups = block_groups(&engine, space.as_ref());
     let kv_log = Arc::new(KvLog::new(state.id.clone(), epoch, model_name.clone(), groups, KEPT_BYTES));
-    if let Some(store) = &store {
+    let local = store.as_ref().and_then(WorkerStore::local).cloned();
+    let chunk_watch = match (&store, &space) {
         // Before the engine runs: what a disk kept from before is told first.
-        store.observe(Arc::clone(&kv_log) as Arc<_>);
-    }
+        (Some(store), Some(space)) => Some(store.watch(space, Arc::clone(&kv_log) as Arc<_>)?),
+        _ => None,
+    };
     let patience =
         Patience { slow_client: config.slow_client_timeout(), memory: config.memory.wait_timeout() };
+    let for_engine = store.as_ref().map(WorkerStore::for_engine);
     let (engine, thread) =
-        EngineHandle::spawn(engine, store.clone(), Arc::clone(&kv_log), metrics.clone(), patience)?;
+        EngineHandle::spawn(engine, for_engine.clone(), Arc::clone(&kv_log), metrics.clone(), patience)?;
     let loaded = Loaded {
         engine,
         tokenizer: Arc::clone(model.tokenizer()),
         metrics,
         sequences: Sequences::default(),
         staging: Staging::new(config.kv_staging_bytes),
-        store_admin: store.map(StoreAdmin::new),
+        store: for_engine,
+        chunk_watch: Mutex::new(chunk_watch),
+        store_admin: local.map(StoreAdmin::new),
         kv_log,
         max_tokens,
         // Everything that decides the bits of an answer, given its request.
@@ -220,18 +231,18 @@ async fn load(
 }
 
 /// What the keys of the blocks stand for that a worker holds.
-fn block_groups(engine: &Engine, store: Option<&WorkerStore>) -> Vec<BlockGroup> {
+fn block_groups(engine: &Engine, space: Option<&Space>) -> Vec<BlockGroup> {
     let root = engine.namespace().seed();
     let blocks = BlockGroup { number: BLOCKS, block_tokens: BLOCK_TOKENS as u32, root };
-    let chunks = store.map(|store| BlockGroup {
+    let chunks = space.map(|space| BlockGroup {
         number: CHUNKS,
-        block_tokens: store.chunk_tokens() as u32,
-        root: store.root(),
+        block_tokens: space.chunk_tokens() as u32,
+        root: space.root(),
     });
     std::iter::once(blocks).chain(chunks).collect()
 }
 
-fn load_engine(config: &WorkerConfig) -> Result<(Model, Engine, Option<WorkerStore>)> {
+fn load_engine(config: &WorkerConfig) -> Result<(Model, Engine, Option<WorkerStore>, Option<Space>)> {
     let model = match &config.model {
         Some(folder) => Model::open(folder)?,
         None => Model::bundled()?,
@@ -250,7 +261,8 @@ fn load_engine(config: &WorkerConfig) -> Result<(Model, Engine, Option<WorkerSto
     options.seed = random_seed();
     let engine = model.cpu_engine(&backend, options)?;
     let store = WorkerStore::open(&config.store, &engine)?;
-    Ok((model, engine, store))
+    let space = store.as_ref().and_then(WorkerStore::space);
+    Ok((model, engine, store, space))
 }
 
 fn coordinator_clients(config: &WorkerConfig, trust: &Trust) -> Result<Vec<CoordinatorClient>> {

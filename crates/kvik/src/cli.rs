@@ -11,6 +11,7 @@ use kvik_store::policy::PolicyKind;
 use kvik_types::Dtype;
 
 use crate::commands::memory::MemoryCommand;
+use crate::commands::store::StoreCommand;
 use bench::BenchCommand;
 
 const STYLES: Styles = Styles::styled()
@@ -66,6 +67,9 @@ pub(crate) enum Command {
     Gateway(GatewayArguments),
     /// Run the KV index alone: which worker has how much of a prompt
     Indexer(IndexerArguments),
+    /// Keep KV for all engines of this machine
+    #[command(subcommand)]
+    Store(StoreCommand),
     /// Print the effective configuration of every role and where each value comes from
     Config(ConfigArguments),
     /// Replay a recorded load through eviction policies: what would a cache have found of it?
@@ -332,6 +336,10 @@ pub(crate) struct UpArguments {
     /// Keep the folder of the disk tier at exit, where `up` made it
     #[arg(long)]
     pub(crate) keep: bool,
+
+    /// Give all workers one KV store, that of a store daemon, instead of a share of it each
+    #[arg(long)]
+    pub(crate) shared_store: bool,
 
     #[command(flatten)]
     pub(crate) store: StoreArguments,

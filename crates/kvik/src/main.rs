@@ -28,6 +28,7 @@ use kvik_tokens::TokensError;
 use cli::bench::BenchCommand;
 use cli::{Cli, Command, ModelsCommand};
 use commands::memory::MemoryCommand;
+use commands::store::StoreCommand;
 
 /// The exit codes besides 0, which says that all was done.
 mod exit {
@@ -60,9 +61,11 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Bench(BenchCommand::Edges(arguments)) => commands::bench::edges(arguments),
         Command::Bench(BenchCommand::Memory(arguments)) => commands::bench::memory(arguments),
         Command::Bench(BenchCommand::Store(arguments)) => commands::bench::store(arguments),
+        Command::Bench(BenchCommand::Node(arguments)) => commands::bench::node(arguments),
         Command::Bench(BenchCommand::Index(arguments)) => commands::bench::index(arguments),
         Command::Bench(BenchCommand::Routing(arguments)) => commands::bench::routing(arguments),
         Command::Bench(BenchCommand::MemoryPeer(arguments)) => commands::bench::memory_peer(arguments),
+        Command::Bench(BenchCommand::NodePeer(arguments)) => commands::bench::node_peer(arguments),
         Command::Up(arguments) => commands::up::run(arguments),
         Command::Demo(arguments) => commands::demo::run(arguments),
         Command::Worker(arguments) => commands::roles::worker(arguments),
@@ -73,6 +76,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Sim(arguments) => commands::sim::run(arguments),
         Command::Top(arguments) => commands::top::run(arguments),
         Command::Memory(MemoryCommand::Serve(arguments)) => commands::memory::serve(arguments),
+        Command::Store(StoreCommand::Serve(arguments)) => commands::store::serve(arguments),
     }
 }
 

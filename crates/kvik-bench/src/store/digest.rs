@@ -20,6 +20,10 @@ const CHUNK_TOKENS: usize = 256;
 /// Calls that are timed together, because one takes less than the clock can tell.
 const N_CHECKS: usize = 10_000;
 
+/// Chunks that are read in turn, so that the next one is not in the processor's caches: a sequence reads each of its
+/// chunks once.
+const N_CHUNKS: usize = 128;
+
 /// Measures the digests of a prompt, and what they and their check are of the fastest get: one of 1 MiB from
 /// memory.
 pub(super) fn measure(is_quick: bool) -> anyhow::Result<Vec<Measurement>> {
@@ -40,7 +44,7 @@ pub(super) fn measure(is_quick: bool) -> anyhow::Result<Vec<Measurement>> {
     let chunk_tokens = BlockSize::try_new(CHUNK_TOKENS)?;
     let (mut chain_ns, mut digest_ns) = (Vec::new(), Vec::new());
     for _ in 0..n_repeats {
-        let both = timed(|| drop(black_box(space.chain(black_box(&prompt)))));
+        let both = timed(|| drop(black_box(space.chain(black_box(&prompt)).digests(usize::MAX))));
         let names = timed(|| {
             let mut names = KvikChain::after(space.root(), chunk_tokens);
             for tokens in black_box(&prompt).chunks(CHUNK_TOKENS) {
@@ -62,16 +66,17 @@ pub(super) fn measure(is_quick: bool) -> anyhow::Result<Vec<Measurement>> {
 
 /// The digest of a chunk and its check, in percent of a get of the chunk.
 fn measure_shares(digest_ns: &[f64]) -> anyhow::Result<Vec<f64>> {
-    let ram = RamTier::new(Arena::new(ArenaOptions::new(8 << 20))?);
-    let hash = BlockHash([5; 16]);
-    let key = ChunkKey { namespace: NamespaceId(hash), chunk: hash, rank: 0 };
+    let ram = RamTier::new(Arena::new(ArenaOptions::new((2 * N_CHUNKS * MIB) as u64))?);
     let digest = TokenDigest([6; 32]);
     let chunk = vec![7; MIB];
     let parts = [&chunk[..]];
-    ram.put(&mut [PutItem::new(key, &parts).for_tokens(digest)]);
+    let keys: Vec<ChunkKey> = (0..N_CHUNKS).map(|idx| chunk_key(idx as u8)).collect();
+    for key in &keys {
+        ram.put(&mut [PutItem::new(*key, &parts).for_tokens(digest)]);
+    }
     let mut buffer = vec![1; MIB];
     let mut shares = Vec::with_capacity(digest_ns.len());
-    for digest_ns in digest_ns {
+    for (digest_ns, key) in digest_ns.iter().zip(keys.iter().copied().cycle()) {
         let mut is_hit = false;
         let get_ns = timed(|| {
             let mut batch = [GetItem::whole(key, &mut buffer).for_tokens(digest)];
@@ -89,6 +94,10 @@ fn measure_shares(digest_ns: &[f64]) -> anyhow::Result<Vec<f64>> {
         shares.push(100.0 * cost_ns / get_ns);
     }
     Ok(shares)
+}
+
+fn chunk_key(idx: u8) -> ChunkKey {
+    ChunkKey { namespace: NamespaceId(BlockHash([5; 16])), chunk: BlockHash([idx; 16]), rank: 0 }
 }
 
 /// How long something takes, in nanoseconds.

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use kvik_store::{Chain, ChunkWriter, Retrieved};
+use kvik_store::{ChunkWriter, Layer, LayerReader, NamedChain, Retrieved};
 
 /// Things that a client may hold at a time. It has a few for each of its requests.
 const MAX_HANDLES: usize = 4096;
@@ -11,11 +11,20 @@ const MAX_HANDLES: usize = 4096;
 #[derive(Debug)]
 pub(super) enum Held {
     /// A chain of names.
-    Chain(Chain),
+    Chain(NamedChain),
     /// Chunks that may be read; kept for its leases.
     Lease(#[expect(dead_code, reason = "it is held, not read")] Retrieved),
     /// Chunks that are being written; `None` for those that are committed, or were there.
     Write(Vec<Option<ChunkWriter>>),
+    /// Chunks that are read layer by layer.
+    Layers(Layers),
+}
+
+/// A read layer by layer, with the layer that the client copies at present.
+#[derive(Debug)]
+pub(super) struct Layers {
+    reader: LayerReader,
+    current: Option<Layer>,
 }
 
 /// All that a client holds; dropping it gives everything back.
@@ -41,7 +50,7 @@ impl Handles {
         Some(handle)
     }
 
-    pub(super) fn chain(&self, handle: u32) -> Option<&Chain> {
+    pub(super) fn chain(&self, handle: u32) -> Option<&NamedChain> {
         match self.held.get(&handle)? {
             Held::Chain(chain) => Some(chain),
             _ => None,
@@ -56,8 +65,32 @@ impl Handles {
         }
     }
 
+    /// The read layer by layer that a handle stands for.
+    pub(super) fn layers(&mut self, handle: u32) -> Option<&mut Layers> {
+        match self.held.get_mut(&handle)? {
+            Held::Layers(layers) => Some(layers),
+            _ => None,
+        }
+    }
+
     pub(super) fn remove(&mut self, handle: u32) -> Option<Held> {
         self.held.remove(&handle)
+    }
+}
+
+// === impl Layers ===
+
+impl Layers {
+    pub(super) fn new(reader: LayerReader) -> Self {
+        Self { reader, current: None }
+    }
+
+    /// Gives the current layer back and waits for the next; where each chunk's section of it starts.
+    pub(super) fn next_offsets(&mut self, rank: u16) -> Vec<u64> {
+        self.current = None;
+        self.current = self.reader.next_layer();
+        let Some(layer) = &self.current else { return Vec::new() };
+        (0..layer.n_chunks()).map_while(|chunk_idx| layer.offset(chunk_idx, rank)).collect()
     }
 }
 

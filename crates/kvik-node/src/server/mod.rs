@@ -1,31 +1,35 @@
 //! The daemon's side: one thread that accepts clients and sees them leave, and one for each session.
 
+mod attach;
 mod handles;
 mod session;
+mod watch;
 
 use std::io;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvik_memory::SocketAddress;
 use kvik_memory::socket::{Connection, Listener};
-use kvik_store::{DigestKey, Store};
+use kvik_store::Store;
+use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::OwnedFd;
 
 use crate::error::{NodeError, Result};
-use session::{Session, SessionEnd};
+use crate::tenant::Tenant;
+use session::SessionEnd;
 
 /// How a store is served.
 #[derive(Debug, Clone)]
 pub struct NodeOptions {
     /// Where clients attach.
     pub socket: SocketAddress,
-    /// Whose chunks the clients see. Default: empty, shared.
-    pub tenant: String,
+    /// Whose chunks the clients see.
+    pub tenants: Vec<Tenant>,
     /// Clients at a time; more are refused. Default: 64.
     pub max_sessions: usize,
 }
@@ -34,18 +38,45 @@ pub struct NodeOptions {
 #[derive(Debug)]
 pub struct NodeServer {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// What all threads of a server have.
 #[derive(Debug)]
 struct Shared {
-    store: Store,
     options: NodeOptions,
-    digest_key: Option<DigestKey>,
+    counters: Counters,
     /// Wakes the accepting thread.
     wake_event: OwnedFd,
     is_closing: AtomicBool,
+}
+
+/// What happened since the start.
+#[derive(Debug, Default)]
+struct Counters {
+    sessions: AtomicU64,
+    attached: AtomicU64,
+    refused: AtomicU64,
+    failed: AtomicU64,
+    requests: AtomicU64,
+    corrupt: AtomicU64,
+}
+
+/// What happened since the start, and how many clients there are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct NodeStats {
+    /// Clients that are attached now.
+    pub n_sessions: u64,
+    /// Clients that have attached.
+    pub n_attached: u64,
+    /// Clients that were refused: too many, a wrong token, a wrong frame.
+    pub n_refused: u64,
+    /// Sessions that ended by a mistake of the client, such as garbage in its ring.
+    pub n_failed: u64,
+    /// Requests that were answered.
+    pub n_requests: u64,
+    /// Chunks that were not published because their bytes were not those of their checksum.
+    pub n_corrupt: u64,
 }
 
 /// A session as the accepting thread knows it.
@@ -59,44 +90,68 @@ struct RunningSession {
 // === impl NodeOptions ===
 
 impl NodeOptions {
-    /// The defaults, at a socket.
-    pub fn new(socket: SocketAddress) -> Self {
-        Self { socket, tenant: String::new(), max_sessions: 64 }
+    /// The defaults for one store, at a socket.
+    pub fn new(socket: SocketAddress, store: Store) -> Self {
+        Self { socket, tenants: vec![Tenant::only(store)], max_sessions: 64 }
     }
 }
 
 // === impl NodeServer ===
 
 impl NodeServer {
-    /// Listens, and serves `store` until it is dropped.
+    /// Listens, and serves the stores of the tenants until it is dropped.
     ///
     /// # Errors
-    /// If the socket cannot be opened, or another daemon listens there.
-    pub fn start(store: Store, options: NodeOptions) -> Result<Self> {
+    /// If tenants cannot be told apart, the socket cannot be opened, or another daemon listens there.
+    pub fn start(options: NodeOptions) -> Result<Self> {
+        Tenant::check_all(&options.tenants)?;
         let listener = Listener::open(&options.socket)
             .map_err(NodeError::io(format!("listen on {}", options.socket)))?;
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let wake_event = eventfd(0, flags).map_err(|errno| NodeError::io("make an event")(errno.into()))?;
-        let digest_key = store.options().digest_key.clone();
-        let shared =
-            Arc::new(Shared { store, options, digest_key, wake_event, is_closing: AtomicBool::new(false) });
+        let counters = Counters::default();
+        let shared = Arc::new(Shared { options, counters, wake_event, is_closing: AtomicBool::new(false) });
         let serving = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("kvik-node".to_owned())
             .spawn(move || accept(&serving, &listener))
             .map_err(NodeError::io("start the accepting thread"))?;
-        Ok(Self { shared, thread: Some(thread) })
+        Ok(Self { shared, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// Ends all sessions and joins the threads; nothing is served after it.
+    pub fn end(&self) {
+        self.shared.is_closing.store(true, Ordering::Release);
+        self.shared.wake();
+        if let Some(thread) = self.thread.lock().take() {
+            // A thread that panicked has said so.
+            let _ = thread.join();
+        }
+    }
+
+    /// The tenants that it serves.
+    pub fn tenants(&self) -> &[Tenant] {
+        &self.shared.options.tenants
+    }
+
+    /// What happened since the start.
+    pub fn stats(&self) -> NodeStats {
+        let counters = &self.shared.counters;
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        NodeStats {
+            n_sessions: read(&counters.sessions),
+            n_attached: read(&counters.attached),
+            n_refused: read(&counters.refused),
+            n_failed: read(&counters.failed),
+            n_requests: read(&counters.requests),
+            n_corrupt: read(&counters.corrupt),
+        }
     }
 }
 
 impl Drop for NodeServer {
     fn drop(&mut self) {
-        self.shared.is_closing.store(true, Ordering::Release);
-        self.shared.wake();
-        if let Some(thread) = self.thread.take() {
-            // A thread that panicked has said so.
-            let _ = thread.join();
-        }
+        self.end();
     }
 }
 
@@ -160,7 +215,7 @@ fn start_session(
     let is_full = n_sessions >= shared.options.max_sessions;
     let (serving, served, ending) = (Arc::clone(shared), Arc::clone(&connection), Arc::clone(&end));
     let thread = std::thread::Builder::new().name("kvik-session".to_owned()).spawn(move || {
-        if let Err(error) = Session::run(&serving, &served, &ending, is_full) {
+        if let Err(error) = attach::serve(&serving, &served, &ending, is_full) {
             tracing::info!(%error, "end the session of a client of the store");
         }
         served.close();

@@ -1,26 +1,22 @@
-//! One client: its attachment, and its requests until one of the two ends.
+//! One client's requests, until it or the daemon ends.
 
-use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use kvik_memory::socket::{Connection, FrameBuffer, wait_ready};
-use kvik_store::{Chain, Commit, Space, Store, Write};
-use kvik_tier::shared::{SharedWords, checksum};
+use kvik_store::{Chain, Commit, NamedChain, Space, Store, Write};
+use kvik_tier::TierKind;
+use kvik_tier::shared::{Checksum, SharedWords, checksum};
 use parking_lot::Mutex;
-use rustix::event::{PollFd, PollFlags};
 
-use super::Shared;
-use super::handles::{Handles, Held};
+use super::Counters;
+use super::handles::{Handles, Held, Layers};
 use crate::error::{NodeError, Result};
-use crate::frame::{Attach, Attached, refusal};
-use crate::operation::{Completion, NAME_WORDS, Operation, PRESENT, Span, Status, Submission, name_of};
-use crate::ring::{BrokenRing, COMPLETIONS, Consumer, PAYLOAD, Producer, SESSION_WORDS, SUBMISSIONS};
-
-/// Time for a client to say what it is.
-const ATTACH_TIMEOUT: Duration = Duration::from_secs(5);
+use crate::operation::{
+    Completion, DIGEST_WORDS, NAME_WORDS, Operation, PRESENT, Span, Status, Submission, digest_of, name_of,
+    place_word,
+};
+use crate::ring::{BrokenRing, COMPLETIONS, Consumer, PAYLOAD, Producer, SUBMISSIONS};
 
 /// How long a session sleeps at most: what wakes it otherwise is the client's wake-up, or its end.
 const LONGEST_SLEEP: Duration = Duration::from_mins(1);
@@ -55,7 +51,12 @@ impl SessionEnd {
         }
     }
 
-    fn is_set(&self) -> bool {
+    /// Says where the thread sleeps.
+    pub(super) fn sleeps_at(&self, words: &Arc<SharedWords>) {
+        *self.words.lock() = Some(Arc::clone(words));
+    }
+
+    pub(super) fn is_set(&self) -> bool {
         self.is_set.load(Ordering::Acquire)
     }
 }
@@ -63,103 +64,90 @@ impl SessionEnd {
 // === impl Session ===
 
 impl Session {
-    /// Serves a client until it or the daemon ends; `is_full` says that there are too many.
-    pub(super) fn run(
-        shared: &Shared,
-        connection: &Connection,
-        end: &SessionEnd,
-        is_full: bool,
-    ) -> Result<()> {
-        let mut session = match Self::attach(shared, connection, end, is_full) {
-            Ok(session) => session,
-            Err(error) => {
-                // A client that is gone does not need to know.
-                let _ = connection.send(&refusal(&error.to_string()));
-                return Err(error);
-            }
-        };
+    /// The session of a client of `rank`, with rings of zeros in `words`.
+    pub(super) fn new(store: Store, space: Space, rank: u16, words: Arc<SharedWords>) -> Self {
+        Self {
+            store,
+            space,
+            rank,
+            submissions: Consumer::new(Arc::clone(&words), SUBMISSIONS),
+            completions: Producer::new(Arc::clone(&words), COMPLETIONS),
+            words,
+            handles: Handles::default(),
+        }
+    }
+
+    /// Serves the client until it or the daemon ends.
+    ///
+    /// # Errors
+    /// If the client writes what cannot be, or does not read its answers.
+    pub(super) fn serve_until(&mut self, end: &SessionEnd, counters: &Counters) -> Result<()> {
         while !end.is_set() {
-            match session.submissions.pop().map_err(broken)? {
+            match self.submissions.pop().map_err(broken)? {
                 Some(entry) => {
                     let submission = Submission::decode(entry).ok_or_else(|| {
                         NodeError::invalid("submission", &format!("{entry:?}"), "a request")
                     })?;
-                    session.serve(submission)?;
+                    self.serve(submission, counters)?;
                 }
-                None => session.submissions.wait(LONGEST_SLEEP),
+                None => self.submissions.wait(LONGEST_SLEEP),
             }
         }
         Ok(())
     }
 
-    fn attach(shared: &Shared, connection: &Connection, end: &SessionEnd, is_full: bool) -> Result<Self> {
-        let attach = Attach::decode(&receive(connection)?)?;
-        if is_full {
-            let n_sessions = shared.options.max_sessions;
-            return Err(NodeError::invalid("sessions", &(n_sessions + 1), format!("at most {n_sessions}")));
-        }
-        let Shared { store, options, .. } = shared;
-        let tenant = options.tenant.clone();
-        let namespace = kvik_types::Namespace { tenant: tenant.clone(), ..attach.namespace };
-        let space = store.space(&namespace, attach.format)?;
-        let words = Arc::new(SharedWords::create(SESSION_WORDS)?);
-        let arena = store.arena();
-        let answer = Attached {
-            tenant,
-            chunk_tokens: store.options().chunk_tokens,
-            stores_tails: store.options().stores_tails,
-            digest_key: shared.digest_key.clone(),
-            arena_bytes: arena.stat().capacity_bytes,
-        };
-        let readable = read_only(arena.as_fd())?;
-        let descriptors = [words.as_fd(), readable.as_fd(), arena.as_fd()];
-        *end.words.lock() = Some(Arc::clone(&words));
-        let is_sent = connection
-            .send_with_descriptors(&answer.encode(), &descriptors)
-            .map_err(NodeError::io("answer a client"))?;
-        if !is_sent {
-            return Err(NodeError::Gone { reason: "the client does not read" });
-        }
-        Ok(Self {
-            store: store.clone(),
-            space,
-            rank: attach.rank,
-            submissions: Consumer::new(Arc::clone(&words), SUBMISSIONS),
-            completions: Producer::new(Arc::clone(&words), COMPLETIONS),
-            words,
-            handles: Handles::default(),
-        })
-    }
-
-    fn serve(&mut self, submission: Submission) -> Result<()> {
+    fn serve(&mut self, submission: Submission, counters: &Counters) -> Result<()> {
+        counters.requests.fetch_add(1, Ordering::Relaxed);
         let done = Completion {
             request: submission.request,
             status: Status::Done,
             n_chunks: 0,
             handle: 0,
             n_tokens: 0,
+            tier: TierKind::Ram,
         };
         let completion = match submission.operation {
             Operation::Open { span, n_tokens } => {
                 let chain = self.chain_of(span, n_tokens)?;
-                let found = self.store.lookup(&chain);
+                let found = self.store.lookup_named(&chain);
                 let kept = self.keep(Held::Chain(chain), done);
-                Completion { n_chunks: found.n_chunks as u32, n_tokens: found.n_tokens as u64, ..kept }
+                let slowest = found.tokens_by_tier.last().map_or(TierKind::Ram, |(tier, _)| *tier);
+                Completion {
+                    n_chunks: found.n_chunks as u32,
+                    n_tokens: found.n_tokens as u64,
+                    tier: slowest,
+                    ..kept
+                }
             }
             Operation::Retrieve { chain, first_chunk, span } => {
                 self.retrieve(chain, first_chunk, span, done)?
             }
             Operation::Write { chain, first_chunk, span } => self.write(chain, first_chunk, span, done)?,
             Operation::Commit { write, place, checksum } => {
-                Completion { status: self.commit(write, place as usize, checksum)?, ..done }
+                let status = self.commit(write, place as usize, checksum)?;
+                counters.corrupt.fetch_add((status == Status::Corrupt).into(), Ordering::Relaxed);
+                Completion { status, ..done }
             }
             Operation::Note { chain, n_generated } => {
-                self.store.note_request(self.chain(chain)?, u32::try_from(n_generated).ok());
+                self.store.note_named_request(self.chain(chain)?, u32::try_from(n_generated).ok());
                 done
             }
             Operation::Release { handle } => {
                 self.handles.remove(handle).ok_or_else(|| unknown(handle))?;
                 done
+            }
+            Operation::ReadLayers { chain, first_chunk, span } => {
+                let chain = self.proven_chain(chain, span)?;
+                let reader = self.store.retrieve_layers(&chain, first_chunk as usize);
+                let n_chunks = reader.n_chunks() as u32;
+                Completion { n_chunks, ..self.keep(Held::Layers(Layers::new(reader)), done) }
+            }
+            Operation::NextLayer { reader, span } => {
+                let layers = self.handles.layers(reader).ok_or_else(|| unknown(reader))?;
+                let mut offsets = layers.next_offsets(self.rank);
+                offsets.truncate(span.n_chunks as usize);
+                self.write_payload(span, &offsets);
+                Completion { n_chunks: offsets.len() as u32, ..done }
             }
         };
         // A client has room for the answers to all that it asks.
@@ -171,12 +159,12 @@ impl Session {
     }
 
     fn retrieve(&mut self, chain: u32, first_chunk: u32, span: Span, done: Completion) -> Result<Completion> {
-        let retrieved = self.store.retrieve(self.chain(chain)?, first_chunk as usize);
+        let retrieved = self.store.retrieve(&self.proven_chain(chain, span)?, first_chunk as usize);
         let offsets: Vec<u64> = retrieved
             .chunks()
             .iter()
             .take(span.n_chunks as usize)
-            .map_while(|chunk| chunk.offset(self.rank))
+            .map_while(|chunk| Some(place_word(chunk.offset(self.rank)?, chunk.tier())))
             .collect();
         self.write_payload(span, &offsets);
         let kept = self.keep(Held::Lease(retrieved), done);
@@ -184,12 +172,10 @@ impl Session {
     }
 
     fn write(&mut self, chain: u32, first_chunk: u32, span: Span, done: Completion) -> Result<Completion> {
-        let chain = self.chain(chain)?;
+        let chain = self.proven_chain(chain, span)?;
         let (mut writers, mut offsets, mut status) = (Vec::new(), Vec::new(), Status::Done);
-        let first_chunk = first_chunk as usize;
-        let end = chain.n_chunks().min(first_chunk.saturating_add(span.n_chunks as usize));
-        for chunk_idx in first_chunk..end {
-            match self.store.begin_write(chain, chunk_idx, self.rank) {
+        for chunk_idx in first_chunk as usize..chain.n_chunks() {
+            match self.store.begin_write(&chain, chunk_idx, self.rank) {
                 Write::Slot(writer) => {
                     offsets.push(writer.offset());
                     writers.push(Some(writer));
@@ -213,7 +199,7 @@ impl Session {
 
     fn commit(&mut self, write: u32, place: usize, expected: u64) -> Result<Status> {
         let mut writer = self.handles.take_writer(write, place).ok_or_else(|| unknown(write))?;
-        if checksum(writer.payload_mut()) != expected {
+        if checksum(writer.payload_mut()) != Checksum(expected) {
             return Ok(Status::Corrupt);
         }
         Ok(match writer.commit() {
@@ -232,24 +218,32 @@ impl Session {
         }
     }
 
-    fn chain(&self, handle: u32) -> Result<&Chain> {
+    fn chain(&self, handle: u32) -> Result<&NamedChain> {
         self.handles.chain(handle).ok_or_else(|| unknown(handle))
     }
 
-    /// Reads each word of the names once: the client may change them meanwhile.
-    fn chain_of(&self, span: Span, n_tokens: u64) -> Result<Chain> {
-        let first = PAYLOAD + span.first_word as usize;
-        let words = &self.words.words()[first..][..span.n_chunks as usize * NAME_WORDS];
-        let (names, _) = words.as_chunks::<NAME_WORDS>();
-        let names: Vec<_> = names
-            .iter()
-            .map(|name| name_of(std::array::from_fn(|place| name[place].load(Ordering::Relaxed))))
-            .collect();
+    fn chain_of(&self, span: Span, n_tokens: u64) -> Result<NamedChain> {
+        let names: Vec<_> = self.read_payload::<NAME_WORDS>(span).map(name_of).collect();
+        let n_names = names.len();
         let chain =
-            usize::try_from(n_tokens).ok().and_then(|n_tokens| self.space.chain_of_names(&names, n_tokens));
-        chain.ok_or_else(|| {
-            NodeError::invalid("n_tokens", &n_tokens, format!("those of {} chunks", names.len()))
+            usize::try_from(n_tokens).ok().and_then(|n_tokens| self.space.named_chain(names, n_tokens));
+        chain.ok_or_else(|| NodeError::invalid("n_tokens", &n_tokens, format!("those of {n_names} chunks")))
+    }
+
+    /// The first chunks of a chain with the digests that the client sends.
+    fn proven_chain(&self, handle: u32, span: Span) -> Result<Chain> {
+        let named = self.chain(handle)?;
+        let proven = named.proven(self.read_payload::<DIGEST_WORDS>(span).map(digest_of).collect());
+        proven.ok_or_else(|| {
+            NodeError::invalid("digests", &span.n_chunks, format!("at most {}", named.n_chunks()))
         })
+    }
+
+    /// Reads each word of the payload once: the client may change them meanwhile.
+    fn read_payload<const N: usize>(&self, span: Span) -> impl Iterator<Item = [u64; N]> {
+        let first = PAYLOAD + span.first_word as usize;
+        let (places, _) = self.words.words()[first..][..span.n_chunks as usize * N].as_chunks::<N>();
+        places.iter().map(|place| std::array::from_fn(|idx| place[idx].load(Ordering::Relaxed)))
     }
 
     /// Writes offsets for the client, before the completion that says so.
@@ -266,26 +260,4 @@ fn broken(_: BrokenRing) -> NodeError {
 
 fn unknown(handle: u32) -> NodeError {
     NodeError::invalid("handle", &handle, "one that the session has given")
-}
-
-/// Another descriptor of a memory file that can only be read.
-fn read_only(file: BorrowedFd<'_>) -> Result<OwnedFd> {
-    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    File::open(path).map(OwnedFd::from).map_err(NodeError::io("open the arena for reading"))
-}
-
-/// The first frame of a client.
-fn receive(connection: &Connection) -> Result<Vec<u8>> {
-    let deadline = Instant::now() + ATTACH_TIMEOUT;
-    let mut buffer = FrameBuffer::new();
-    loop {
-        let frame = connection.receive(&mut buffer).map_err(NodeError::io("read the frame of a client"))?;
-        if let Some(frame) = frame {
-            return Ok(frame.to_vec());
-        }
-        let mut descriptors = [PollFd::from_borrowed_fd(connection.as_fd(), PollFlags::IN)];
-        if !wait_ready(&mut descriptors, Some(deadline)).map_err(NodeError::io("wait for a client"))? {
-            return Err(NodeError::Gone { reason: "the client says nothing" });
-        }
-    }
 }

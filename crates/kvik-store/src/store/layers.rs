@@ -377,4 +377,13 @@ impl Layer {
         let section = self.sections.get(place).filter(|_| rank < self.n_ranks);
         section.map_or(&[], |(lease, range)| &lease[range.clone()])
     }
+
+    /// Where what a rank holds of a chunk in this layer starts in the arena's memory file, for a reader in another
+    /// process.
+    pub fn offset(&self, chunk_idx: usize, rank: u16) -> Option<u64> {
+        let rank = usize::from(rank);
+        let place = chunk_idx.checked_mul(self.n_ranks)?.checked_add(rank)?;
+        let (lease, range) = self.sections.get(place).filter(|_| rank < self.n_ranks)?;
+        Some(lease.offset() + range.start as u64)
+    }
 }

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use super::Store;
 use super::core::Core;
 use super::survey::{Survey, SurveyVisitor};
-use crate::chain::Chain;
+use crate::chain::{Chain, NamedChain};
 use crate::counters::Counter;
 use crate::promise::{Promise, promise};
 use crate::tiers::{MAX_TIERS, TierIdx, TierRanks};
@@ -46,6 +46,11 @@ impl Store {
         core.counters.add(Counter::Lookups, 1);
         let found = core.find_for(chain, 0, Instant::now() + core.options.lookup_timeout);
         core.sum_up(chain, &found)
+    }
+
+    /// Says how much can be retrieved of a chain of which only the names are known, as [`Self::lookup`] does.
+    pub fn lookup_named(&self, chain: &NamedChain) -> Lookup {
+        self.lookup(chain.chain())
     }
 
     /// Says how much of a chain memory and local tiers have. Does no I/O and does not wait.

@@ -38,6 +38,7 @@ pub use clear::{Clear, Cleared};
 pub use layer_write::{LayerWrite, LayerWriter};
 pub use layers::{Layer, LayerReader};
 pub use lookup::Lookup;
+pub use observe::Observation;
 pub use prefetch::Prefetch;
 pub use retrieve::{Retrieved, RetrievedChunk};
 pub use stats::StoreStats;

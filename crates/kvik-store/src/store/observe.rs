@@ -1,21 +1,39 @@
 //! What the tiers have, for observers that keep a copy of it.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use kvik_tier::TierKind;
 use kvik_types::BlockHash;
 
 use super::Store;
+use super::core::Core;
 use crate::chain::Space;
 use crate::observer::{ChunkObserver, Observed};
 
+/// Keeps an observer informed until it is dropped.
+#[derive(Debug)]
+pub struct Observation {
+    /// Weak: an observer does not keep a store open.
+    core: Weak<Core>,
+    observed: Arc<Observed>,
+}
+
+impl Drop for Observation {
+    fn drop(&mut self) {
+        if let Some(core) = self.core.upgrade() {
+            core.directory.stop_observing(&self.observed);
+        }
+    }
+}
+
 impl Store {
-    /// Tells `observer` from now on which chunks of a space each tier has, beginning with those that they
-    /// have. It takes the place of the observer before it.
+    /// Tells `observer` which chunks of a space each tier has, beginning with those that they have, until the
+    /// observation is dropped.
     ///
     /// Of a remote tier, which others write too, only that is known which this store put or found there, and
     /// only as long as a local tier has the chunk too.
-    pub fn observe(&self, space: &Space, observer: Arc<dyn ChunkObserver>) {
+    #[must_use = "the observer is told nothing any more when it is dropped"]
+    pub fn observe(&self, space: &Space, observer: Arc<dyn ChunkObserver>) -> Observation {
         let core = self.core();
         let observed = Observed {
             namespace_idx: space.namespace_idx(),
@@ -23,7 +41,9 @@ impl Store {
             kinds: (0..=core.lowers.len()).map(|tier| core.kind_of(tier)).collect(),
             observer,
         };
-        core.directory.observe(&Arc::new(observed));
+        let observed = Arc::new(observed);
+        core.directory.observe(&observed);
+        Observation { core: Arc::downgrade(core), observed }
     }
 
     /// Calls `visit` with each chunk of a space and the tiers that have it, in no order.

@@ -7,7 +7,7 @@ use kvik_tier::Slot;
 use super::Store;
 use super::core::Core;
 use super::publish::Published;
-use crate::chain::Chain;
+use crate::chain::{Chain, NamedChain};
 use crate::counters::Counter;
 use crate::options::WriteBack;
 use crate::residents::ResidentPin;
@@ -109,6 +109,13 @@ impl Store {
     /// Call it once for each request, after its retrieve and before its first [`Store::begin_write`]: the
     /// policies tell what a request brought from what it found.
     pub fn note_request(&self, chain: &Chain, n_generated_tokens: Option<u32>) {
+        self.note_named_request(&chain.named(), n_generated_tokens);
+    }
+
+    /// Tells the eviction policies of a request with a chain of which only the names are known, as
+    /// [`Self::note_request`] does.
+    pub fn note_named_request(&self, chain: &NamedChain, n_generated_tokens: Option<u32>) {
+        let chain = chain.chain();
         let core = self.core();
         if core.n_chunks(chain) == 0 {
             return;

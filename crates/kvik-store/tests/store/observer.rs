@@ -47,7 +47,8 @@ impl ChunkObserver for Replay {
 impl Replay {
     pub(crate) fn start(store: &Store, space: &Space) -> Arc<Self> {
         let replay = Arc::new(Self::default());
-        store.observe(space, Arc::clone(&replay) as Arc<dyn ChunkObserver>);
+        // For as long as the store lives.
+        std::mem::forget(store.observe(space, Arc::clone(&replay) as Arc<dyn ChunkObserver>));
         replay
     }
 

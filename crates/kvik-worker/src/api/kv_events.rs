@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 use super::{Answer, Shared, json, typed};
 use crate::engine_thread::EngineHandle;
 use crate::error::Refusal;
-use crate::kv_log::{BLOCKS, KeyPage, Listener, kv_tier};
+use crate::kv_log::{BLOCKS, CHUNKS, KeyPage, Listener, kv_tier};
 use crate::state::Loaded;
 
 /// Blocks of a page where the request does not say.
@@ -72,7 +72,8 @@ pub(super) async fn events(State(state): Shared, request: Request) -> Answer {
     Ok(response)
 }
 
-/// `GET /kv/blocks`: asks the engine and the store themselves, not what was told of them.
+/// `GET /kv/blocks`: asks the engine and the store themselves, not what was told of them. Of the chunks of a daemon the
+/// worker knows what it was told.
 pub(super) async fn blocks(State(state): Shared, request: Request) -> Answer {
     let BlocksQuery { group, after, limit } = query(&request)?;
     let loaded = Arc::clone(state.loaded()?);
@@ -100,10 +101,11 @@ async fn chunks(loaded: &Arc<Loaded>, page: KeyPage<Vec<KvTier>>) -> Result<KeyP
     let loaded = Arc::clone(loaded);
     let filling = tokio::task::spawn_blocking(move || {
         let mut page = page;
-        if let Some(admin) = &loaded.store_admin {
-            admin.visit_chunks(|hash, tiers| {
+        match &loaded.store_admin {
+            Some(admin) => admin.visit_chunks(|hash, tiers| {
                 page.offer(KvKey::from(hash), || tiers.iter().map(|tier| kv_tier(*tier)).collect());
-            });
+            }),
+            None => loaded.kv_log.visit_held(CHUNKS, |key, tiers| page.offer(key, tiers)),
         }
         page
     });

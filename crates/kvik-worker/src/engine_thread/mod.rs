@@ -34,7 +34,7 @@ use crate::events::EventSender;
 use crate::kv_log::{KeyPage, KvLog};
 use crate::metrics::WorkerMetrics;
 use crate::snapshot::Snapshot;
-use crate::store::WorkerStore;
+use crate::store::KvStore;
 
 use run::EngineThread;
 
@@ -179,7 +179,7 @@ impl EngineHandle {
     /// If the operating system gives no thread.
     pub(crate) fn spawn(
         engine: Engine,
-        store: Option<WorkerStore>,
+        store: Option<Arc<dyn KvStore>>,
         kv_log: Arc<KvLog>,
         metrics: WorkerMetrics,
         patience: Patience,

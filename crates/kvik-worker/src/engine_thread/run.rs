@@ -19,7 +19,7 @@ use crate::events::{Event, Token, Usage};
 use crate::kv_log::KvLog;
 use crate::metrics::WorkerMetrics;
 use crate::snapshot::Snapshot;
-use crate::store::{LoadedPrefix, Loading, WorkerStore};
+use crate::store::{KvStore, LoadedPrefix, Loading};
 
 /// Time between two tries to get memory that other engines hold.
 const STARVED_INTERVAL: Duration = Duration::from_millis(5);
@@ -27,12 +27,15 @@ const STARVED_INTERVAL: Duration = Duration::from_millis(5);
 /// Time between two looks for clients that do not read.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
+/// The store, and what wakes this thread when something was loaded.
+pub(super) type StoreLink = (Arc<dyn KvStore>, Weak<Sender<Command>>);
+
 /// The thread's state.
 pub(super) struct EngineThread {
     engine: Engine,
     /// The store and how it wakes this thread. Weak: the thread must still see when the last sender of
     /// commands is gone.
-    store: Option<(WorkerStore, Weak<Sender<Command>>)>,
+    store: Option<StoreLink>,
     kv_log: Arc<KvLog>,
     loads: Loads,
     commands: Receiver<Command>,
@@ -62,7 +65,7 @@ impl Drop for EndGuard {
 impl EngineThread {
     pub(super) fn new(
         engine: Engine,
-        store: Option<(WorkerStore, Weak<Sender<Command>>)>,
+        store: Option<StoreLink>,
         kv_log: Arc<KvLog>,
         commands: Receiver<Command>,
         shared: Arc<Shared>,
@@ -230,6 +233,9 @@ impl EngineThread {
             return self.submit(Arrival { origin, prepared }, None);
         };
         let chain = store.loadable(&prepared.request().prompt, prepared.options().salt.as_ref());
+        let Some(chain) = chain else {
+            return self.submit(Arrival { origin, prepared }, None);
+        };
         let loading = store.load(&chain, self.engine.matched_tokens(&prepared));
         // For the end of its sequences, whose first chunks have the same names.
         prepared.attach(Arc::new(chain));

@@ -180,6 +180,18 @@ impl KvLog {
         self.state.lock().read(sequence, n_bytes)
     }
 
+    /// Calls `visit` with each block of a group that is held, and the tiers that have it.
+    pub(crate) fn visit_held(&self, group: u32, mut visit: impl FnMut(KvKey, &dyn Fn() -> Vec<KvTier>)) {
+        let (holding, _) = self.snapshot();
+        for shard in holding.into_shards() {
+            for ((_, key), tiers) in shard.iter().filter(|((of, _), _)| *of == group) {
+                visit(*key, &|| {
+                    KvTier::ALL.into_iter().filter(|tier| tiers & (1 << tier.as_index()) != 0).collect()
+                });
+            }
+        }
+    }
+
     /// What is held now, and the number of the first batch that is not counted in.
     fn snapshot(&self) -> (Holding, u64) {
         let state = self.state.lock();

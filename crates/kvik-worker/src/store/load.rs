@@ -38,13 +38,18 @@ pub(crate) struct LoadedPrefix {
 #[derive(Debug)]
 enum Source {
     Whole(Prefetch),
-    Layers(JobHandle<LoadedPrefix>),
+    Job(JobHandle<LoadedPrefix>),
 }
 
 #[derive(Debug)]
 enum Bytes {
     Whole(Retrieved),
     Layers(Vec<Layer>),
+    /// Copies of whole chunks, layer 0 first.
+    Copies {
+        payloads: Vec<Vec<u8>>,
+        n_layers: usize,
+    },
 }
 
 /// Begins to load whole chunks.
@@ -62,8 +67,8 @@ pub(super) fn begin(store: &Store, chain: &Chain, first_chunk: usize, timeout: D
 // === impl Load ===
 
 impl Load {
-    pub(super) fn of_layers(job: JobHandle<LoadedPrefix>, timeout: Duration) -> Self {
-        Self { deadline: Instant::now() + timeout, source: Source::Layers(job) }
+    pub(super) fn of_job(job: JobHandle<LoadedPrefix>, timeout: Duration) -> Self {
+        Self { deadline: Instant::now() + timeout, source: Source::Job(job) }
     }
 
     /// When it is waited for no longer.
@@ -75,7 +80,7 @@ impl Load {
     pub(crate) fn on_done(&self, callback: impl FnOnce() + Send + 'static) {
         match &self.source {
             Source::Whole(prefetch) => prefetch.on_done(callback),
-            Source::Layers(job) => job.on_done(Box::new(callback)),
+            Source::Job(job) => job.on_done(Box::new(callback)),
         }
     }
 
@@ -83,7 +88,7 @@ impl Load {
     pub(crate) fn finish(self) -> Option<LoadedPrefix> {
         match self.source {
             Source::Whole(prefetch) => LoadedPrefix::from_chunks(prefetch.wait(Duration::ZERO)),
-            Source::Layers(job) => job.take(),
+            Source::Job(job) => job.take(),
         }
     }
 }
@@ -100,6 +105,16 @@ impl LoadedPrefix {
     /// What layers have brought; `None` without chunks.
     pub(super) fn from_layers(chunks: Vec<(Range<usize>, TierKind)>, layers: Vec<Layer>) -> Option<Self> {
         (!chunks.is_empty()).then_some(Self { chunks, bytes: Bytes::Layers(layers) })
+    }
+
+    /// Copies of whole chunks of a chain; `None` without chunks.
+    pub(super) fn from_copies(
+        chunks: Vec<(Range<usize>, TierKind)>,
+        payloads: Vec<Vec<u8>>,
+        chain: &Chain,
+    ) -> Option<Self> {
+        let n_layers = chain.space().format().n_layers as usize;
+        (!chunks.is_empty()).then_some(Self { chunks, bytes: Bytes::Copies { payloads, n_layers } })
     }
 
     /// The tokens of each chunk and the tier it came from.
@@ -124,6 +139,11 @@ impl PrefixKv for LoadedPrefix {
         let section = match &self.bytes {
             Bytes::Whole(retrieved) => retrieved.chunks().get(chunk_idx)?.layer(0, layer_idx),
             Bytes::Layers(layers) => layers.get(layer_idx)?.section(chunk_idx, 0),
+            Bytes::Copies { payloads, n_layers } => {
+                let payload = payloads.get(chunk_idx)?;
+                let section_bytes = payload.len().checked_div(*n_layers)?;
+                payload.get(layer_idx * section_bytes..(layer_idx + 1) * section_bytes)?
+            }
         };
         let n_blocks = tokens.len() / BLOCK_TOKENS;
         let block_bytes = section.len().checked_div(n_blocks)?;

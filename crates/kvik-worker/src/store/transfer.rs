@@ -8,11 +8,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
-use kvik_model::{BLOCK_TOKENS, EndedSequence, KvSink};
-use kvik_store::{Chain, Space, Store, Write};
+use kvik_model::{EndedSequence, KvSink};
 use parking_lot::{Condvar, Mutex};
 
-use super::PanicGuard;
 use crate::error::{Result, WorkerError};
 
 /// Most KV that is lent at a time, in bytes: two sequences of 8192 tokens at 128 KiB a token. Blocks that are
@@ -20,7 +18,7 @@ use crate::error::{Result, WorkerError};
 const MAX_LENT_BYTES: usize = 2 << 30;
 
 /// Copies a sequence, as long as the flag is not set.
-type Copy = dyn Fn(&EndedSequence, &AtomicBool) + Send + Sync;
+pub(super) type Copy = dyn Fn(&EndedSequence, &AtomicBool) + Send + Sync;
 
 /// Hands the KV of ended sequences to a thread that copies it; dropping it copies what waits and joins the
 /// thread.
@@ -56,14 +54,6 @@ struct QueueState {
     is_closed: bool,
 }
 
-/// Where copies go.
-#[derive(Debug)]
-pub(super) struct Target {
-    pub(super) store: Store,
-    pub(super) space: Space,
-    pub(super) panic_guard: PanicGuard,
-}
-
 // === impl SinkCounts ===
 
 impl SinkCounts {
@@ -91,11 +81,8 @@ impl StoreSink {
     ///
     /// # Errors
     /// If the operating system gives none.
-    pub(super) fn start(target: Target, counts: Arc<SinkCounts>) -> Result<Self> {
-        let copy = move |sequence: &EndedSequence, is_given_up: &AtomicBool| {
-            target.panic_guard.run(|| target.copy(sequence, is_given_up));
-        };
-        Self::start_with(Box::new(copy), counts, MAX_LENT_BYTES)
+    pub(super) fn start(copy: Box<Copy>, counts: Arc<SinkCounts>) -> Result<Self> {
+        Self::start_with(copy, counts, MAX_LENT_BYTES)
     }
 
     fn start_with(copy: Box<Copy>, counts: Arc<SinkCounts>, limit_bytes: usize) -> Result<Self> {
@@ -176,42 +163,6 @@ impl Queue {
                 return None;
             }
             self.changed.wait(&mut state);
-        }
-    }
-}
-
-// === impl Target ===
-
-impl Target {
-    /// Copies chunk by chunk, as far as the store has room.
-    fn copy(&self, sequence: &EndedSequence, is_given_up: &AtomicBool) {
-        let of_prompt = sequence.attachment().and_then(|attached| attached.downcast_ref::<Chain>());
-        let chain = match of_prompt {
-            Some(of_prompt) => of_prompt.extended(sequence.tokens()),
-            None => self.space.salted_chain(sequence.tokens(), sequence.salt()),
-        };
-        if chain.n_chunks() == 0 {
-            return;
-        }
-        self.store.note_request(&chain, u32::try_from(sequence.n_generated_tokens()).ok());
-        let block_bytes = sequence.block_layer_bytes();
-        for chunk_idx in 0..chain.n_chunks() {
-            if is_given_up.load(Ordering::Relaxed) {
-                return;
-            }
-            let mut writer = match self.store.begin_write(&chain, chunk_idx, 0) {
-                Write::Slot(writer) => writer,
-                Write::Present => continue,
-                Write::NoRoom | Write::NoParent | Write::Collision => return,
-            };
-            let first_block = chain.tokens_of(chunk_idx).start / BLOCK_TOKENS;
-            for layer_idx in 0..sequence.n_layers() {
-                let blocks = writer.layer_mut(layer_idx).chunks_exact_mut(block_bytes);
-                for (block_idx, block) in (first_block..).zip(blocks) {
-                    sequence.read_block(layer_idx, block_idx, block);
-                }
-            }
-            writer.commit();
         }
     }
 }

@@ -15,7 +15,7 @@ use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 
 use crate::error::Refusal;
 use crate::prompt::Prompt;
-use crate::store::WorkerStore;
+use crate::store::LocalStore;
 
 const NAMESPACE: &str = "namespace";
 const CHUNK_TOKENS: &str = "chunk_tokens";
@@ -24,7 +24,7 @@ const TOKEN_IDS: &str = "token_ids";
 const CACHE_SALT: &str = "cache_salt";
 
 /// What the store has of a prompt.
-pub(super) fn write(store: &WorkerStore, prompt: &Prompt, layer: Option<usize>) -> Result<Vec<u8>, Refusal> {
+pub(super) fn write(store: &LocalStore, prompt: &Prompt, layer: Option<usize>) -> Result<Vec<u8>, Refusal> {
     let Prompt { tokens, salt } = prompt;
     let chain = store.chain(tokens, salt.as_ref());
     let n_layers = chain.space().format().n_layers as usize;
@@ -52,7 +52,7 @@ pub(super) fn write(store: &WorkerStore, prompt: &Prompt, layer: Option<usize>) 
 }
 
 /// Stores what [`write`] gave.
-pub(super) fn read(store: &WorkerStore, body: &[u8]) -> Result<StoreResponse, Refusal> {
+pub(super) fn read(store: &LocalStore, body: &[u8]) -> Result<StoreResponse, Refusal> {
     let invalid = |error: safetensors::SafeTensorError| {
         Refusal::invalid(format!("the body is not safetensors: {error}"), None)
     };

@@ -19,6 +19,8 @@ pub(crate) enum BenchCommand {
     Memory(BenchMemoryArguments),
     /// Measure the KV store: each tier beside what its medium gives without it, lookups, and what a hit saves
     Store(BenchStoreArguments),
+    /// Measure the store daemon: bytes in and out of it by several client processes, lookups, attaching
+    Node(BenchNodeArguments),
     /// Measure the global KV index: events, lookups, bytes, its snapshot, and whether it is exact
     Index(BenchIndexArguments),
     /// Measure ways of placing requests: a trace replayed on mock workers in virtual time
@@ -26,6 +28,9 @@ pub(crate) enum BenchCommand {
     /// The other process of `kvik bench memory`
     #[command(hide = true)]
     MemoryPeer(BenchMemoryPeerArguments),
+    /// A client process of `kvik bench node`
+    #[command(hide = true)]
+    NodePeer(BenchNodePeerArguments),
 }
 
 /// Every value is the median of at least three repeats after a warm-up.
@@ -179,6 +184,32 @@ pub(crate) struct BenchRoutingArguments {
     /// Print one JSON object instead of a table
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// Starts a store daemon and up to four client processes. Takes a minute and 7 GiB of memory; with --quick some seconds
+/// and 2 GiB.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct BenchNodeArguments {
+    /// Measure two rounds of less, less precisely
+    #[arg(long)]
+    pub(crate) quick: bool,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchNodePeerArguments {
+    /// Socket of the daemon
+    pub(crate) socket: PathBuf,
+
+    /// Number of the client
+    pub(crate) number: u32,
+
+    /// Chunks in a round
+    pub(crate) n_chunks: usize,
 }
 
 #[derive(Debug, Args)]

@@ -13,7 +13,8 @@ use kvik_bench::sim::{Trace, synthetic::Chats};
 use super::{check_kv_blocks, open_model, print_json};
 use crate::cli::bench::{
     BenchEdgesArguments, BenchEngineArguments, BenchGatewayArguments, BenchIndexArguments,
-    BenchMemoryArguments, BenchMemoryPeerArguments, BenchRoutingArguments, BenchStoreArguments,
+    BenchMemoryArguments, BenchMemoryPeerArguments, BenchNodeArguments, BenchNodePeerArguments,
+    BenchRoutingArguments, BenchStoreArguments,
 };
 use kvik_bench::edges::{Attack, EdgesBench, EdgesBenchOptions};
 use kvik_bench::engine::{EngineBench, EngineBenchOptions};
@@ -21,6 +22,7 @@ use kvik_bench::gateway::{GatewayBench, GatewayBenchOptions, Kind};
 use kvik_bench::index::{self, IndexBench};
 use kvik_bench::machine::Machine;
 use kvik_bench::memory::{self, MemoryBench, MemoryBenchOptions};
+use kvik_bench::node::{self, NodeBench, NodeBenchOptions};
 use kvik_bench::report::Report;
 use kvik_bench::routing::{self, RoutingBench, RoutingBenchOptions};
 use kvik_bench::store::{self, StoreBench, StoreBenchOptions};
@@ -135,6 +137,33 @@ pub(crate) fn memory(arguments: &BenchMemoryArguments) -> anyhow::Result<()> {
         results,
     };
     print(&report, arguments.json)
+}
+
+/// Runs `kvik bench node`.
+pub(crate) fn node(arguments: &BenchNodeArguments) -> anyhow::Result<()> {
+    let bench = NodeBench::try_new(NodeBenchOptions { is_quick: arguments.quick })?;
+    let progress = progress_bar(node::Kind::ALL.len());
+    let mut results = Vec::new();
+    for kind in node::Kind::ALL {
+        progress.set_message(kind.name());
+        results.extend(bench.measure(kind).with_context(|| format!("measure {}", kind.name()))?);
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+
+    let report = Report {
+        bench: "node",
+        machine: Machine::detect(),
+        settings: bench.settings(),
+        description: bench.description(),
+        results,
+    };
+    print(&report, arguments.json)
+}
+
+/// Runs a client process of `kvik bench node`.
+pub(crate) fn node_peer(arguments: &BenchNodePeerArguments) -> anyhow::Result<()> {
+    node::serve_peer(&arguments.socket, arguments.number, arguments.n_chunks)
 }
 
 /// Runs `kvik bench store`.

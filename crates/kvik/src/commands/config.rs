@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use kvik_coordinator::CoordinatorConfig;
 use kvik_gateway::GatewayConfig;
+use kvik_node::DaemonConfig;
 use kvik_runtime::config::{Effective, Origin};
 use kvik_worker::WorkerConfig;
 use serde::Serialize;
@@ -23,6 +24,7 @@ pub(crate) fn run(arguments: &ConfigArguments) -> anyhow::Result<()> {
         ("gateway", fields::<GatewayConfig>("gateway", arguments)?),
         ("coordinator", fields::<CoordinatorConfig>("coordinator", arguments)?),
         ("worker", fields::<WorkerConfig>("worker", arguments)?),
+        ("store", fields::<DaemonConfig>("store", arguments)?),
     ];
     if arguments.json {
         let object: serde_json::Map<String, Value> =

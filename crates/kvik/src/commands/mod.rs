@@ -9,6 +9,7 @@ pub(crate) mod models;
 pub(crate) mod roles;
 pub(crate) mod service;
 pub(crate) mod sim;
+pub(crate) mod store;
 pub(crate) mod top;
 pub(crate) mod up;
 

@@ -52,6 +52,11 @@ impl Flags {
         self.with(field, (!values.is_empty()).then(|| values.to_vec()))
     }
 
+    /// All of them as a value; `None` without any.
+    pub(crate) fn into_value(self) -> Option<Value> {
+        (!self.0.is_empty()).then_some(Value::Object(self.0))
+    }
+
     /// Adds the fields of `--set`, whose values read as in the file.
     fn with_settings(mut self, settings: &[String]) -> Result<Self, InvalidInput> {
         for setting in settings {
@@ -71,7 +76,7 @@ pub(crate) fn store_flags(arguments: &StoreArguments) -> Option<Value> {
         .with("ram", arguments.ram.clone())
         .with("nvme", arguments.nvme.clone())
         .with("remote", arguments.remote.clone());
-    (!flags.0.is_empty()).then_some(Value::Object(flags.0))
+    flags.into_value()
 }
 
 /// Puts `value` under the dotted `path`, making maps where there are none.
@@ -90,7 +95,7 @@ fn insert_path(map: &mut Map<String, Value>, path: &str, value: Value) {
 }
 
 /// The sections of a configuration file: one for each role.
-const SECTIONS: [&str; 3] = ["coordinator", "gateway", "worker"];
+const SECTIONS: [&str; 4] = ["coordinator", "gateway", "store", "worker"];
 
 /// The configuration of `role` from file, environment and flags.
 pub(crate) fn load<C: Serialize + DeserializeOwned + Default>(

@@ -18,6 +18,7 @@ use anyhow::Context;
 use kvik_coordinator::{Coordinator, CoordinatorConfig};
 use kvik_gateway::{Gateway, GatewayConfig};
 use kvik_model::Model;
+use kvik_node::{DaemonConfig, StoreDaemon};
 use kvik_runtime::machine;
 use kvik_runtime::shutdown::Shutdown;
 use kvik_runtime::terminal::{DIMMED, TITLE};
@@ -25,7 +26,7 @@ use kvik_tokens::Tokenizer;
 use kvik_types::ByteSize;
 use kvik_worker::{Running as RunningWorker, StoreConfig, Worker, WorkerConfig};
 
-use super::service::{self, Flags};
+use super::service::{self, Flags, InvalidInput};
 use crate::cli::UpArguments;
 use crate::scratch::ScratchFolder;
 
@@ -52,10 +53,15 @@ pub(crate) fn run(arguments: &UpArguments) -> anyhow::Result<()> {
     let coordinator = service::load::<CoordinatorConfig>("coordinator", file, coordinator_flags, &[])?.value;
     let n_cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let n_threads = (n_cores / usize::from(arguments.workers)).max(1);
-    let scratch = if has_store_settings(arguments, file)? {
+    let has_settings = has_store_settings(arguments, file)?;
+    let scratch = if has_settings && !arguments.shared_store {
         None
     } else {
-        Some(ScratchFolder::create("up", arguments.keep).context("make a folder for the disk tier")?)
+        Some(ScratchFolder::create("up", arguments.keep).context("make a folder for the store")?)
+    };
+    let daemon = match &scratch {
+        Some(scratch) if arguments.shared_store => Some(daemon_config(arguments, file, scratch)?),
+        _ => None,
     };
     let workers = (1..=arguments.workers)
         .map(|number| {
@@ -64,8 +70,12 @@ pub(crate) fn run(arguments: &UpArguments) -> anyhow::Result<()> {
                 .with("id", Some(format!("worker-{number}")))
                 .with("threads", Some(n_threads))
                 .with("model", arguments.model.as_ref().map(|folder| folder.display().to_string()))
-                .with("store", service::store_flags(&arguments.store));
+                .with("store", service::store_flags(&arguments.store).filter(|_| daemon.is_none()));
             let mut config = service::load::<WorkerConfig>("worker", file, flags, &[])?.value;
+            if let Some(daemon) = &daemon {
+                config.store = StoreConfig { daemon: Some(daemon.socket.clone()), ..StoreConfig::default() };
+                return Ok(config);
+            }
             if let Some(scratch) = &scratch {
                 config.store.ram = default_ram_bytes().to_string();
                 config.store.nvme = Some(format!("{}:{DISK_BYTES}", scratch.path().display()));
@@ -77,6 +87,9 @@ pub(crate) fn run(arguments: &UpArguments) -> anyhow::Result<()> {
         })
         .collect::<anyhow::Result<Vec<_>>>()?;
     let store = scratch.as_ref().map(|scratch| {
+        if let Some(daemon) = &daemon {
+            return shared_store_line(daemon);
+        }
         let end = if arguments.keep { "kept at exit" } else { "removed at exit; --keep keeps it" };
         format!(
             "{} of memory, {} of disk in {} ({end})",
@@ -87,8 +100,47 @@ pub(crate) fn run(arguments: &UpArguments) -> anyhow::Result<()> {
     });
     let is_bundled = arguments.model.is_none() && workers.iter().all(|worker| worker.model.is_none());
     service::run(common, "warn", async |shutdown| {
-        serve(gateway, coordinator, workers, store.as_deref(), is_bundled, shutdown).await
+        serve(gateway, coordinator, daemon, workers, store.as_deref(), is_bundled, shutdown).await
     })
+}
+
+/// The configuration of the store daemon, from the section `store` and the flags of tiers.
+fn daemon_config(
+    arguments: &UpArguments,
+    file: Option<&Path>,
+    scratch: &ScratchFolder,
+) -> anyhow::Result<DaemonConfig> {
+    let worker = service::load::<WorkerConfig>("worker", file, Flags::default(), &[])?.value;
+    if worker.store != StoreConfig::default() {
+        let message = "read the settings of the KV store: `worker.store` is set beside --shared-store; allowed: \
+            `store.tiers`, which the workers share";
+        return Err(InvalidInput::new(message.to_owned()).into());
+    }
+    let flags = Flags::default().with("tiers", service::store_flags(&arguments.store));
+    let mut config = service::load::<DaemonConfig>("store", file, flags, &[])?.value;
+    if config.tiers == StoreConfig::default() && config.tenants.is_empty() {
+        config.tiers.ram = default_ram_bytes().to_string();
+        config.tiers.nvme = Some(format!("{}:{DISK_BYTES}", scratch.path().join("nvme").display()));
+    }
+    config.socket = scratch.path().join("run/store.sock");
+    Ok(config)
+}
+
+fn shared_store_line(daemon: &DaemonConfig) -> String {
+    let tiers = [
+        Some(format!(
+            "{} of memory",
+            daemon
+                .tiers
+                .ram
+                .parse()
+                .map_or_else(|_| daemon.tiers.ram.clone(), |size: ByteSize| size.to_string())
+        )),
+        daemon.tiers.nvme.as_ref().map(|nvme| format!("disk {nvme}")),
+        daemon.tiers.remote.as_ref().map(|remote| format!("remote {remote}")),
+    ];
+    let tiers: Vec<String> = tiers.into_iter().flatten().collect();
+    format!("shared by all workers at {}: {}", daemon.socket.display(), tiers.join(", "))
 }
 
 /// Whether flags, the file or the environment say where KV is kept.
@@ -106,6 +158,7 @@ fn default_ram_bytes() -> u64 {
 async fn serve(
     mut gateway: GatewayConfig,
     coordinator: CoordinatorConfig,
+    daemon: Option<DaemonConfig>,
     workers: Vec<WorkerConfig>,
     store: Option<&str>,
     is_bundled: bool,
@@ -120,6 +173,13 @@ async fn serve(
     let (gateway_end, workers_end, coordinator_end) = (Shutdown::new(), Shutdown::new(), Shutdown::new());
     let running_coordinator =
         Coordinator::start(coordinator, &coordinator_end).await.context("start the coordinator")?;
+    let daemon_end = Shutdown::new();
+    let running_daemon = match daemon {
+        Some(config) => {
+            Some(StoreDaemon::start(config, &daemon_end).await.context("start the store daemon")?)
+        }
+        None => None,
+    };
     let mut running_workers = Vec::new();
     for mut config in workers {
         config.coordinators = vec![running_coordinator.base.clone()];
@@ -157,6 +217,10 @@ async fn serve(
     }
     gateway_end.finish().await;
     workers_end.finish().await;
+    if let Some(daemon) = running_daemon {
+        daemon.finish().await;
+    }
+    daemon_end.finish().await;
     coordinator_end.finish().await;
     Ok(())
 }

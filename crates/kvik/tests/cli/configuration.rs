@@ -13,8 +13,12 @@ use serde_json::Value;
 use super::support::run;
 
 /// Roles in the order of the document, and the type of each one's configuration.
-const ROLES: [(&str, &str); 3] =
-    [("gateway", "GatewayConfig"), ("coordinator", "CoordinatorConfig"), ("worker", "WorkerConfig")];
+const ROLES: [(&str, &str); 4] = [
+    ("gateway", "GatewayConfig"),
+    ("coordinator", "CoordinatorConfig"),
+    ("worker", "WorkerConfig"),
+    ("store", "DaemonConfig"),
+];
 
 const HEAD: &str = "\
 # Configuration

@@ -12,6 +12,32 @@ pub use view::{ArenaView, ViewAccess};
 pub use words::SharedWords;
 
 /// The checksum that accompanies bytes from one process to another: CRC-64/NVME.
-pub fn checksum(bytes: &[u8]) -> u64 {
-    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, bytes)
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Checksum(pub u64);
+
+/// The checksum of bytes.
+pub fn checksum(bytes: &[u8]) -> Checksum {
+    Checksum(crc_fast::checksum(ALGORITHM, bytes))
+}
+
+/// The checksum of bytes with the checksum `first` that are followed by `n_bytes` with the checksum `second`.
+pub fn combine_checksums(first: Checksum, second: Checksum, n_bytes: usize) -> Checksum {
+    Checksum(crc_fast::checksum_combine(ALGORITHM, first.0, second.0, n_bytes as u64))
+}
+
+const ALGORITHM: crc_fast::CrcAlgorithm = crc_fast::CrcAlgorithm::Crc64Nvme;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_checksum_of_parts_is_that_of_the_whole() {
+        let bytes: Vec<u8> = (0..5000_u32).map(|place| (place * 7 % 251) as u8).collect();
+        for cut in [0, 1, 63, 2500, 5000] {
+            let (first, second) = bytes.split_at(cut);
+            let joined = combine_checksums(checksum(first), checksum(second), second.len());
+            assert_eq!(joined, checksum(&bytes), "{cut}");
+        }
+    }
 }

@@ -5,7 +5,11 @@ use std::os::fd::AsFd;
 use rustix::mm::ProtFlags;
 
 use super::mapping::SealedMapping;
+use super::{ALGORITHM, Checksum};
 use crate::error::{Result, TierError};
+
+/// Bytes that are copied and then summed up while they are in the processor's first cache.
+const SUMMED_BYTES: usize = 16 << 10;
 
 /// What a view may do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,18 +62,26 @@ impl ArenaView {
         Ok(())
     }
 
-    /// Copies `source` to the bytes from `offset` on.
+    /// Copies `source` to the bytes from `offset` on, and returns its checksum.
     ///
     /// # Errors
     /// If the arena has no such bytes, or the view is for reading.
-    pub fn copy_in(&self, offset: u64, source: &[u8]) -> Result<()> {
+    pub fn copy_in(&self, offset: u64, source: &[u8]) -> Result<Checksum> {
         if self.access != ViewAccess::Write {
             return Err(refused("write to", offset, source.len(), "the view is for reading"));
         }
         let target = self.range(offset, source.len())?;
-        // SAFETY: as in `copy_out`; the mapping is writable. This process makes no references to its bytes.
-        unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), target, source.len()) };
-        Ok(())
+        let mut digest = crc_fast::Digest::new(ALGORITHM);
+        for (idx, part) in source.chunks(SUMMED_BYTES).enumerate() {
+            // SAFETY: as in `copy_out`; the mapping is writable, and the part lies as far behind the start of the range
+            // as in `source`. This process makes no references to the bytes of the mapping.
+            unsafe {
+                let target = target.add(idx * SUMMED_BYTES);
+                std::ptr::copy_nonoverlapping(part.as_ptr(), target, part.len());
+            }
+            digest.update(part);
+        }
+        Ok(Checksum(digest.finalize()))
     }
 
     fn range(&self, offset: u64, n_bytes: usize) -> Result<*mut u8> {
@@ -92,6 +104,7 @@ fn refused(action: &str, offset: u64, n_bytes: usize, reason: &str) -> TierError
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shared::checksum;
     use crate::{Arena, ArenaOptions};
 
     #[test]
@@ -104,7 +117,7 @@ mod tests {
         let mut bytes = vec![0; 5000];
         view.copy_out(slot.offset(), &mut bytes).unwrap();
         assert_eq!(bytes, vec![7; 5000]);
-        view.copy_in(slot.offset(), &[9; 5000]).unwrap();
+        assert_eq!(view.copy_in(slot.offset(), &[9; 5000]).unwrap(), checksum(&[9; 5000]));
         assert_eq!(*slot, [9; 5000]);
         for offset in [n_bytes - 4999, n_bytes, u64::MAX - 10] {
             assert!(view.copy_out(offset, &mut bytes).is_err(), "{offset}");

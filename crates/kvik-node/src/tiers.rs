@@ -13,18 +13,21 @@ use kvik_tier::{
 };
 use kvik_types::BlockSize;
 
-use super::refused;
 use crate::config::{StoreConfig, StorePlan};
-use crate::error::Result;
+use crate::error::{NodeError, Result};
 
 /// The least that a secret must have: one that cannot be guessed.
 const MIN_SECRET_BYTES: usize = 16;
 
-/// Opens the tiers and puts the store together.
+/// Opens the tiers of `config`, of which `plan` is what it [resolves](StoreConfig::resolve) to, and puts the store
+/// together.
 ///
 /// A disk that cannot be used is an error of the start. A remote tier that cannot be reached is not: it may
 /// come, and until then it is left alone.
-pub(super) fn open(config: &StoreConfig, plan: &StorePlan) -> Result<Store> {
+///
+/// # Errors
+/// If memory or the disk cannot be used, or the key of digests cannot be read.
+pub fn open_store(config: &StoreConfig, plan: &StorePlan) -> Result<Store> {
     let options = StoreOptions {
         chunk_tokens: BlockSize::try_new(plan.chunk_tokens).map_err(refused)?,
         stores_tails: plan.stores_tails,
@@ -104,4 +107,9 @@ fn remote_options(config: &StoreConfig, plan: &StorePlan) -> RemoteOptions {
 /// A tier that is left alone for a while when it fails, and is measured.
 fn guarded(tier: impl Tier + 'static) -> Arc<dyn Tier> {
     Arc::new(Metered::new(Breaker::new(tier, BreakerOptions::default())))
+}
+
+/// A store that refuses what is asked of it was configured wrongly.
+fn refused(error: impl Display) -> NodeError {
+    NodeError::Open { reason: error.to_string() }
 }

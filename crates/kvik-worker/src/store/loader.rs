@@ -1,12 +1,11 @@
-//! Chains that are read layer by layer.
+//! Threads that read chains where reading blocks: layer by layer, and from a daemon.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use kvik_store::{Chain, Store};
-use kvik_tier::TierKind;
+use kvik_store::Chain;
 use parking_lot::{Condvar, Mutex};
 
 use super::job::{Job, JobHandle};
@@ -21,15 +20,14 @@ const N_THREADS: usize = 8;
 const MAX_WAITING: usize = 64;
 
 /// One chain that is read.
-type LayerJob = Job<LoadedPrefix>;
+pub(super) type LoadJob = Job<LoadedPrefix>;
 
 /// Reads a chain from a chunk on, as long as the job is wanted.
-type Read = dyn Fn(&LayerJob, &Chain, usize) -> Option<LoadedPrefix> + Send + Sync;
+pub(super) type Read = dyn Fn(&LoadJob, &Chain, usize) -> Option<LoadedPrefix> + Send + Sync;
 
-/// Threads that read chains layer by layer; dropping it ends and joins them.
+/// Threads that read chains; dropping it ends and joins them.
 #[derive(Debug)]
-pub(super) struct LayerLoader {
-    store: Store,
+pub(super) struct Loader {
     queue: Arc<Queue>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -42,47 +40,38 @@ struct Queue {
 
 #[derive(Debug, Default)]
 struct QueueState {
-    waiting: VecDeque<(Arc<LayerJob>, Chain, usize)>,
+    waiting: VecDeque<(Arc<LoadJob>, Chain, usize)>,
     is_closed: bool,
 }
 
-impl LayerLoader {
-    /// Starts the threads.
+impl Loader {
+    /// Starts the threads, which are called by `name`.
     ///
     /// # Errors
     /// If the operating system gives none.
-    pub(super) fn start(store: &Store) -> Result<Self> {
-        let reading = store.clone();
-        let read: Arc<Read> = Arc::new(move |job, chain, first| read_layers(&reading, job, chain, first));
-        Self::start_with(store, &read)
-    }
-
-    fn start_with(store: &Store, read: &Arc<Read>) -> Result<Self> {
-        let mut loader = Self { store: store.clone(), queue: Arc::default(), threads: Vec::new() };
+    pub(super) fn start(name: &str, read: &Arc<Read>) -> Result<Self> {
+        let mut loader = Self { queue: Arc::default(), threads: Vec::new() };
         for idx in 0..N_THREADS {
             let (queue, read) = (Arc::clone(&loader.queue), Arc::clone(read));
             let thread = std::thread::Builder::new()
-                .name(format!("kvik-layers-{idx}"))
+                .name(format!("kvik-{name}-{idx}"))
                 .spawn(move || queue.run(&*read))
-                .map_err(|source| WorkerError::Io { what: "start a thread of layers".to_owned(), source })?;
+                .map_err(|source| WorkerError::Io { what: "start a thread of loads".to_owned(), source })?;
             loader.threads.push(thread);
         }
         Ok(loader)
     }
 
-    /// Begins to load a chain, unless no tier is known to have its first chunk or too many wait.
+    /// Begins to load a chain, unless too many wait.
     pub(super) fn load(&self, chain: &Chain, first_chunk: usize, timeout: Duration) -> Loading {
-        if self.store.tiers_of(chain, first_chunk).is_empty() {
-            return Loading::Nothing;
-        }
         match self.begin(chain, first_chunk) {
-            Some(job) => Loading::Pending(Load::of_layers(job, timeout)),
+            Some(job) => Loading::Pending(Load::of_job(job, timeout)),
             None => Loading::Nothing,
         }
     }
 
     fn begin(&self, chain: &Chain, first_chunk: usize) -> Option<JobHandle<LoadedPrefix>> {
-        let job = Arc::new(LayerJob::default());
+        let job = Arc::new(LoadJob::default());
         let mut state = self.queue.state.lock();
         if MAX_WAITING <= state.waiting.len() {
             // Those that were given up hold their places only until a thread comes by.
@@ -98,7 +87,7 @@ impl LayerLoader {
     }
 }
 
-impl Drop for LayerLoader {
+impl Drop for Loader {
     fn drop(&mut self) {
         self.queue.state.lock().is_closed = true;
         self.queue.changed.notify_all();
@@ -118,7 +107,7 @@ impl Queue {
     }
 
     /// The next job; `None` at the end.
-    fn next(&self) -> Option<(Arc<LayerJob>, Chain, usize)> {
+    fn next(&self) -> Option<(Arc<LoadJob>, Chain, usize)> {
         let mut state = self.state.lock();
         loop {
             if state.is_closed {
@@ -132,42 +121,17 @@ impl Queue {
     }
 }
 
-fn read_layers(store: &Store, job: &LayerJob, chain: &Chain, first_chunk: usize) -> Option<LoadedPrefix> {
-    // Asked first: what is read stays in memory.
-    let tier_of = |chunk_idx| store.tiers_of(chain, chunk_idx).into_iter().min();
-    let tiers: Vec<Option<TierKind>> = (first_chunk..chain.n_chunks()).map(tier_of).collect();
-    let mut reader = store.retrieve_layers(chain, first_chunk);
-    let mut layers = Vec::new();
-    while job.is_wanted()
-        && let Some(layer) = reader.next_layer()
-    {
-        layers.push(layer);
-    }
-    if layers.len() < chain.space().format().n_layers as usize {
-        return None;
-    }
-    let chunks: Vec<_> = (first_chunk..first_chunk + reader.n_chunks())
-        .zip(tiers)
-        .map(|(chunk_idx, tier)| (chain.tokens_of(chunk_idx), tier.unwrap_or(TierKind::Ram)))
-        .collect();
-    LoadedPrefix::from_layers(chunks, layers)
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
 
-    use kvik_store::ChunkFormat;
+    use kvik_store::{ChunkFormat, Space, StoreOptions};
     use kvik_types::{BlockSize, Dtype, Namespace};
 
-    use super::super::tiers;
     use super::*;
-    use crate::config::StoreConfig;
 
     /// A loader whose reads of chains of one chunk block until something is sent, and the two chains.
-    fn slow_loader() -> (LayerLoader, mpsc::Sender<()>, [Chain; 2]) {
-        let config = StoreConfig { ram: "16MiB".to_owned(), ..StoreConfig::default() };
-        let store = tiers::open(&config, &config.resolve().unwrap().unwrap()).unwrap();
+    fn slow_loader() -> (Loader, mpsc::Sender<()>, [Chain; 2]) {
         let namespace = Namespace {
             model: "m".to_owned(),
             dtype: Dtype::F32,
@@ -180,18 +144,18 @@ mod tests {
             n_ranks: 1,
             block_tokens: BlockSize::try_new(16).unwrap(),
         };
-        let space = store.space(&namespace, format).unwrap();
+        let space = Space::detached(&namespace, format, &StoreOptions::default()).unwrap();
         let chains = [1, 2].map(|n_chunks| space.chain(&vec![7; n_chunks * space.chunk_tokens()]));
         let (release, blocked) = mpsc::channel();
         let blocked = Mutex::new(blocked);
-        let read = move |_: &LayerJob, chain: &Chain, _| {
+        let read = move |_: &LoadJob, chain: &Chain, _| {
             if chain.n_chunks() == 1 {
                 let _ = blocked.lock().recv();
             }
             None
         };
         let read: Arc<Read> = Arc::new(read);
-        (LayerLoader::start_with(&store, &read).unwrap(), release, chains)
+        (Loader::start("test", &read).unwrap(), release, chains)
     }
 
     #[test]

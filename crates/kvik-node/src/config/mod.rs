@@ -1,26 +1,37 @@
-//! The store of KV below the engine: where chunks go when the engine's own memory has no room for them.
+//! The store of KV: where chunks go when an engine's own memory has no room for them.
 //!
 //! Options of LMCache are read too, under its names; [`StoreConfig::resolve`] makes one plan of both.
 
+mod daemon;
+
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kvik_model::BLOCK_TOKENS;
+use kvik_memory::SocketAddress;
 use kvik_runtime::secret::{HIDDEN, Secret, SecretUrl};
 use kvik_store::policy::PolicyKind;
 use kvik_tier::RemoteUrl;
 use kvik_types::ByteSize;
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::check;
-use crate::error::{Result, WorkerError};
+use crate::error::{NodeError, Result};
+use crate::tenant::ClientToken;
+
+pub(crate) use daemon::read_token;
+pub use daemon::{DaemonConfig, TenantConfig};
+
+/// What the length of a chunk must be a multiple of: the tokens of a block of the built-in engine, and of most others.
+const BLOCK_TOKENS: usize = 16;
 
 /// Memory of a store that has lower tiers and was given none: everything read from below passes through it.
 const STAGING_BYTES: u64 = 256 << 20;
 
 /// What LMCache takes of memory where nothing is said.
 const LOCAL_CPU_GB: f64 = 5.0;
+
+const TIMEOUTS: &str = "1 to 600000 (ten minutes)";
 
 const SIZES: &str = "a size such as 2GiB, 512MiB or 1073741824";
 
@@ -50,6 +61,12 @@ pub struct StoreConfig {
     pub write_back: String,
     /// Longest time that a request waits for chunks of lower tiers before it computes them. Default: 2000 ms.
     pub load_timeout_ms: u64,
+    /// Socket of a store daemon on this machine, which then has all tiers: the other settings but `load_timeout_ms`,
+    /// `layerwise` and `daemon_token_file` are the daemon's and must not be set here. Default: none, a store in this
+    /// process.
+    pub daemon: Option<PathBuf>,
+    /// File with the token that the daemon wants. Default: none.
+    pub daemon_token_file: Option<PathBuf>,
     /// Whose cache it is: workers with other tenants never share KV. Default: empty, shared.
     pub tenant: String,
     /// File with a secret of at least 16 bytes that keys the digests which prove a chunk's tokens; blank space
@@ -95,18 +112,34 @@ pub struct StoreConfig {
     pub use_layerwise: Option<bool>,
 }
 
+/// How a store daemon is used.
+#[derive(Debug, Clone)]
+pub struct DaemonPlan {
+    /// Where it listens.
+    pub socket: SocketAddress,
+    /// What it is shown.
+    pub token: Option<ClientToken>,
+    /// Whether chunks are read layer by layer.
+    pub is_layerwise: bool,
+    /// Longest time that a request waits for chunks.
+    pub load_timeout: Duration,
+}
+
 /// What to build of a [`StoreConfig`].
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct StorePlan {
-    pub(crate) ram_bytes: u64,
+pub struct StorePlan {
+    /// Memory for chunks, at least 1.
+    pub ram_bytes: u64,
     pub(crate) nvme: Option<NvmePlan>,
     pub(crate) remote: Option<RemoteUrl>,
     pub(crate) chunk_tokens: usize,
     pub(crate) policy: PolicyKind,
-    pub(crate) is_layerwise: bool,
+    /// Whether chunks are read layer by layer.
+    pub is_layerwise: bool,
     pub(crate) stores_tails: bool,
     pub(crate) writes_on_reuse: bool,
-    pub(crate) load_timeout: Duration,
+    /// Longest time that a request waits for chunks of lower tiers.
+    pub load_timeout: Duration,
     pub(crate) remote_timeout: Duration,
     pub(crate) remote_ttl: Option<Duration>,
     /// `None`: no bound.
@@ -134,6 +167,8 @@ impl Default for StoreConfig {
             tails: false,
             write_back: "store".to_owned(),
             load_timeout_ms: 2000,
+            daemon: None,
+            daemon_token_file: None,
             tenant: String::new(),
             digest_key_file: None,
             nvme_io: "auto".to_owned(),
@@ -157,12 +192,49 @@ impl Default for StoreConfig {
 }
 
 impl StoreConfig {
+    /// What to ask of a daemon; `None` where the store is in this process, or there is none.
+    ///
+    /// # Errors
+    /// [`NodeError::Invalid`] if settings of a daemon are set beside its socket.
+    pub fn daemon(&self) -> Result<Option<DaemonPlan>> {
+        let Some(socket) = &self.daemon else {
+            return match &self.daemon_token_file {
+                None => Ok(None),
+                Some(file) => refuse(
+                    "store.daemon_token_file",
+                    &file.display().to_string(),
+                    "none without `store.daemon`",
+                ),
+            };
+        };
+        let only_a_clients = Self {
+            daemon: self.daemon.clone(),
+            daemon_token_file: self.daemon_token_file.clone(),
+            load_timeout_ms: self.load_timeout_ms,
+            layerwise: self.layerwise,
+            ..Self::default()
+        };
+        if *self != only_a_clients {
+            let allowed = "alone, or with `daemon_token_file`, `load_timeout_ms` and `layerwise`: the daemon has the \
+                other settings";
+            return refuse("store.daemon", &socket.display().to_string(), allowed);
+        }
+        let milliseconds = self.load_timeout_ms;
+        check((1..=600_000).contains(&milliseconds), "store.load_timeout_ms", &milliseconds, TIMEOUTS)?;
+        Ok(Some(DaemonPlan {
+            socket: SocketAddress::Path(socket.clone()),
+            token: self.daemon_token_file.as_deref().map(read_token).transpose()?,
+            is_layerwise: self.layerwise,
+            load_timeout: Duration::from_millis(milliseconds),
+        }))
+    }
+
     /// What to build; `None` where there is no store.
     ///
     /// # Errors
-    /// [`WorkerError::InvalidConfig`] for the first value that is not allowed, also where a value stands
+    /// [`NodeError::Invalid`] for the first value that is not allowed, also where a value stands
     /// under both of its names and differs.
-    pub(crate) fn resolve(&self) -> Result<Option<StorePlan>> {
+    pub fn resolve(&self) -> Result<Option<StorePlan>> {
         let default = Self::default();
         let nvme = self.nvme_plan()?;
         let remote = either("store.remote_url", self.remote.as_ref(), self.remote_url.as_ref())?;
@@ -171,7 +243,7 @@ impl StoreConfig {
             Some(url) => Some(url.expose().parse::<RemoteUrl>().map_err(|error| {
                 // What is no address may be anything, a password too.
                 let shown = if url.expose().contains("://") { url.to_string() } else { HIDDEN.to_owned() };
-                WorkerError::InvalidRemote { url: shown, reason: error.to_string() }
+                NodeError::InvalidRemote { url: shown, reason: error.to_string() }
             })?),
         };
         let mut ram_bytes = self.ram_bytes()?;
@@ -203,7 +275,7 @@ impl StoreConfig {
             ("store.load_timeout_ms", self.load_timeout_ms),
             ("store.remote_timeout_ms", self.remote_timeout_ms),
         ] {
-            check((1..=600_000).contains(&milliseconds), field, &milliseconds, "1 to 600000 (ten minutes)")?;
+            check((1..=600_000).contains(&milliseconds), field, &milliseconds, TIMEOUTS)?;
         }
         if let Some(seconds) = self.remote_ttl_s {
             check((1..=315_360_000).contains(&seconds), "store.remote_ttl_s", &seconds, "1 to 315360000")?;
@@ -317,7 +389,16 @@ fn contradiction<T>(alias_field: &'static str) -> Result<T> {
 }
 
 fn refuse<T>(field: &'static str, value: &str, allowed: &'static str) -> Result<T> {
-    Err(WorkerError::InvalidConfig { field, value: value.to_owned(), allowed })
+    Err(NodeError::invalid(field, &value, allowed))
+}
+
+fn check(
+    fits: bool,
+    field: &'static str,
+    value: &(impl Display + ?Sized),
+    allowed: &'static str,
+) -> Result<()> {
+    if fits { Ok(()) } else { refuse(field, &value.to_string(), allowed) }
 }
 
 fn parse_size(field: &'static str, text: &str) -> Result<u64> {

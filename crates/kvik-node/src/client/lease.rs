@@ -1,0 +1,56 @@
+//! Chunks that a client may read.
+
+use std::ops::Range;
+
+use kvik_store::Chain;
+use kvik_tier::TierKind;
+
+use super::{Handle, offset_of};
+use crate::error::Result;
+use crate::operation::place_of;
+
+/// Chunks that stay as they are until this is dropped.
+#[derive(Debug)]
+pub struct RemoteLease {
+    handle: Handle,
+    chain: Chain,
+    first_chunk: usize,
+    offsets: Vec<u64>,
+    tiers: Vec<TierKind>,
+}
+
+impl RemoteLease {
+    pub(super) fn new(handle: Handle, chain: &Chain, first_chunk: usize, words: &[u64]) -> Self {
+        let (offsets, tiers) = words.iter().map(|word| place_of(*word)).unzip();
+        Self { handle, chain: chain.clone(), first_chunk, offsets, tiers }
+    }
+
+    /// Number of its chunks.
+    pub fn n_chunks(&self) -> usize {
+        self.offsets.len()
+    }
+
+    /// The tokens of a chunk in the chain; empty behind the last one.
+    pub fn token_range(&self, place: usize) -> Range<usize> {
+        self.chain.tokens_of(self.first_chunk.saturating_add(place.min(self.n_chunks())))
+    }
+
+    /// Bytes that this rank holds of a chunk.
+    pub fn payload_bytes(&self, place: usize) -> usize {
+        self.chain.payload_bytes(self.first_chunk.saturating_add(place))
+    }
+
+    /// The tier that a chunk came from.
+    pub fn tier(&self, place: usize) -> TierKind {
+        self.tiers.get(place).copied().unwrap_or(TierKind::Ram)
+    }
+
+    /// Copies bytes of a chunk, from `start` of what this rank holds on.
+    ///
+    /// # Errors
+    /// If there is no such chunk, or it is not in the arena.
+    pub fn copy_out(&self, place: usize, start: usize, target: &mut [u8]) -> Result<()> {
+        let offset = offset_of(&self.offsets, place, start)?;
+        Ok(self.handle.client.shared.reading.copy_out(offset, target)?)
+    }
+}

@@ -1,0 +1,155 @@
+//! Chunks that a client writes.
+
+use kvik_store::{Chain, Commit};
+use kvik_tier::shared::{Checksum, combine_checksums};
+
+use super::exchange::{Ticket, broken};
+use super::{Handle, offset_of};
+use crate::error::{NodeError, Result};
+use crate::operation::{Completion, Operation, PRESENT, Status};
+
+/// Memory for chunks; what is not committed when it is dropped is given back.
+#[derive(Debug)]
+pub struct RemoteWrite {
+    handle: Handle,
+    chain: Chain,
+    first_chunk: usize,
+    chunks: Vec<WrittenChunk>,
+    offsets: Vec<u64>,
+}
+
+/// How far a chunk is.
+#[derive(Debug, Default)]
+struct WrittenChunk {
+    /// The checksum of each layer that was written by itself.
+    layers: Vec<Option<Checksum>>,
+    /// A commit whose answer was not taken.
+    commit: Option<(Ticket, Checksum)>,
+}
+
+impl RemoteWrite {
+    pub(super) fn new(handle: Handle, chain: &Chain, first_chunk: usize, offsets: Vec<u64>) -> Self {
+        let chunks = offsets.iter().map(|_| WrittenChunk::default()).collect();
+        Self { handle, chain: chain.clone(), first_chunk, chunks, offsets }
+    }
+
+    /// Number of its chunks.
+    pub fn n_chunks(&self) -> usize {
+        self.offsets.len()
+    }
+
+    /// Whether a chunk is stored already, and needs no bytes.
+    pub fn is_present(&self, place: usize) -> bool {
+        self.offsets.get(place) == Some(&PRESENT)
+    }
+
+    /// Bytes that this rank holds of a chunk.
+    pub fn payload_bytes(&self, place: usize) -> usize {
+        self.chain.payload_bytes(self.first_chunk.saturating_add(place))
+    }
+
+    /// Writes bytes of a chunk, from `start` of what this rank holds on, and returns their checksum.
+    ///
+    /// # Errors
+    /// If there is no such chunk, it is present, or it is not in the arena.
+    pub fn copy_in(&self, place: usize, start: usize, source: &[u8]) -> Result<Checksum> {
+        let offset = offset_of(&self.offsets, place, start)?;
+        Ok(self.handle.client.shared.writing.copy_in(offset, source)?)
+    }
+
+    /// Publishes a chunk whose bytes have this checksum; commit in the order of the chain.
+    ///
+    /// # Errors
+    /// If the daemon is gone, or found other bytes than the checksum says.
+    pub fn commit(&self, place: usize, checksum: Checksum) -> Result<Commit> {
+        let operation = self.commit_operation(place, checksum);
+        outcome_of(self.handle.client.exchange().ask(operation)?, checksum)
+    }
+
+    /// Writes all bytes of a chunk and lets the daemon publish it meanwhile; [`Self::finish`] says what came of it.
+    ///
+    /// # Errors
+    /// If the daemon is gone, or the chunk has another length.
+    pub fn write_chunk(&mut self, place: usize, payload: &[u8]) -> Result<()> {
+        let n_bytes = self.payload_bytes(place);
+        if payload.len() != n_bytes {
+            return Err(NodeError::invalid("length of a chunk", &payload.len(), n_bytes.to_string()));
+        }
+        let checksum = self.copy_in(place, 0, payload)?;
+        self.begin_commit(place, checksum)
+    }
+
+    /// Writes one layer of a chunk, in any order, and lets the daemon publish the chunk after the last one.
+    ///
+    /// # Errors
+    /// If the daemon is gone, or there is no such layer, or it has another length.
+    pub fn write_layer(&mut self, place: usize, layer_idx: usize, section: &[u8]) -> Result<()> {
+        let n_layers = self.chain.space().format().n_layers as usize;
+        let n_bytes = self.chain.section_bytes(self.first_chunk.saturating_add(place));
+        if section.len() != n_bytes {
+            return Err(NodeError::invalid("length of a layer", &section.len(), n_bytes.to_string()));
+        }
+        if layer_idx >= n_layers {
+            return Err(NodeError::invalid("layer", &layer_idx, format!("less than {n_layers}")));
+        }
+        let checksum = self.copy_in(place, layer_idx * n_bytes, section)?;
+        let layers = &mut self.chunks[place].layers;
+        layers.resize(n_layers, None);
+        layers[layer_idx] = Some(checksum);
+        let Some(layers) = layers.iter().copied().collect::<Option<Vec<_>>>() else { return Ok(()) };
+        let whole = layers.into_iter().reduce(|whole, layer| combine_checksums(whole, layer, n_bytes));
+        whole.map_or(Ok(()), |whole| self.begin_commit(place, whole))
+    }
+
+    /// Waits for the chunks whose last byte was written; what became of each chunk, `None` for those that were present
+    /// or are not complete.
+    ///
+    /// # Errors
+    /// If the daemon is gone, or found other bytes than were written.
+    pub fn finish(mut self) -> Result<Vec<Option<Commit>>> {
+        let exchange = self.handle.client.exchange();
+        let chunks = std::mem::take(&mut self.chunks);
+        let outcome = |chunk: WrittenChunk| {
+            chunk.commit.map(|(ticket, checksum)| outcome_of(exchange.take(ticket)?, checksum)).transpose()
+        };
+        // All are taken before the first failure is reported.
+        let outcomes: Vec<Result<Option<Commit>>> = chunks.into_iter().map(outcome).collect();
+        outcomes.into_iter().collect()
+    }
+
+    fn begin_commit(&mut self, place: usize, checksum: Checksum) -> Result<()> {
+        if self.chunks[place].commit.is_some() {
+            return Err(NodeError::invalid("chunk", &place, "one that is not complete"));
+        }
+        let ticket = self.handle.client.exchange().send(self.commit_operation(place, checksum))?;
+        self.chunks[place].commit = Some((ticket, checksum));
+        Ok(())
+    }
+
+    fn commit_operation(&self, place: usize, checksum: Checksum) -> Operation {
+        Operation::Commit { write: self.handle.number, place: place as u32, checksum: checksum.0 }
+    }
+}
+
+impl Drop for RemoteWrite {
+    fn drop(&mut self) {
+        // Answers that no caller takes would be kept for ever.
+        for (ticket, _) in self.chunks.drain(..).filter_map(|chunk| chunk.commit) {
+            let _ = self.handle.client.exchange().take(ticket);
+        }
+    }
+}
+
+fn outcome_of(completion: Completion, checksum: Checksum) -> Result<Commit> {
+    match completion.status {
+        Status::Done => Ok(Commit::Stored),
+        Status::Present => Ok(Commit::Present),
+        Status::NoParent => Ok(Commit::NoParent),
+        Status::Cleared => Ok(Commit::Cleared),
+        Status::Collision => Ok(Commit::Collision),
+        Status::Corrupt => {
+            Err(NodeError::invalid("checksum", &format!("{:016x}", checksum.0), "that of the bytes"))
+        }
+        Status::NoRoom | Status::TooMany => Err(broken()),
+    }
+}

@@ -1,0 +1,82 @@
+//! What a store says of itself, in the words of the cache API.
+
+use std::collections::BTreeMap;
+
+use kvik_proto::cache::{CacheStats, TierOperation, TierReport};
+use kvik_store::Store;
+use kvik_tier::{OperationMetrics, TierHealth, TierKind, TierStat};
+
+/// What a store counted since its start, and the state of its tiers.
+pub fn cache_stats(store: &Store) -> CacheStats {
+    let stats = store.stats();
+    let mut counts: BTreeMap<String, u64> = [
+        ("lookups", stats.n_lookups),
+        ("retrieves", stats.n_retrieves),
+        ("requested_tokens", stats.requested_tokens),
+        ("truncated_retrieves", stats.n_truncated),
+        ("timed_out_retrieves", stats.n_timeouts),
+        ("stored_chunks", stats.n_stored),
+        ("stored_again_chunks", stats.n_stored_before),
+        ("refused_slots", stats.n_refused),
+        ("stored_bytes", stats.stored_bytes),
+        ("promoted_chunks", stats.n_promoted),
+        ("flights", stats.n_flights),
+        ("joined_flights", stats.n_joined_flights),
+        ("indexed_chunks", stats.n_entries),
+        ("index_bytes", stats.directory_bytes),
+    ]
+    .map(|(name, count)| (name.to_owned(), count))
+    .into();
+    for (name, by_tier) in [
+        ("hit_tokens", &stats.hit_tokens),
+        ("written_chunks", &stats.written),
+        ("dropped_writes", &stats.dropped_writes),
+        ("loaded_chunks", &stats.loaded),
+        ("failed_loads", &stats.failed_loads),
+        ("evicted_chunks", &stats.evicted_chunks),
+        ("token_mismatches", &stats.token_mismatches),
+    ] {
+        counts.extend(by_tier.iter().map(|(tier, count)| (format!("{name}_{tier}"), *count)));
+    }
+    CacheStats { chunk_tokens: store.options().chunk_tokens.get(), counts, tiers: tier_reports(store) }
+}
+
+/// The state of each tier, memory first.
+pub fn tier_reports(store: &Store) -> Vec<TierReport> {
+    store.health().into_iter().map(|(tier, stat)| report(tier, stat)).collect()
+}
+
+fn report(tier: TierKind, stat: TierStat) -> TierReport {
+    let (state, reason) = match stat.health {
+        TierHealth::Up => ("up", None),
+        TierHealth::ReadOnly(reason) => ("read_only", Some(reason)),
+        TierHealth::Down(reason) => ("down", Some(reason)),
+    };
+    TierReport {
+        tier: tier.name().to_owned(),
+        state: state.to_owned(),
+        reason,
+        chunks: stat.n_chunks,
+        used_bytes: stat.used_bytes,
+        capacity_bytes: stat.capacity_bytes,
+        details: stat.details.into_iter().map(|(name, count)| (name.to_owned(), count)).collect(),
+        operations: stat
+            .operations
+            .iter()
+            .filter(|metrics| metrics.latencies.n_calls() > 0)
+            .map(operation)
+            .collect(),
+    }
+}
+
+fn operation(metrics: &OperationMetrics) -> TierOperation {
+    let OperationMetrics { operation, outcomes, n_bytes, latencies } = metrics;
+    TierOperation {
+        operation: (*operation).to_owned(),
+        outcomes: outcomes.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect(),
+        bytes: *n_bytes,
+        calls: latencies.n_calls(),
+        p50_us: latencies.p50().as_micros() as u64,
+        p99_us: latencies.p99().as_micros() as u64,
+    }
+}

@@ -1,0 +1,190 @@
+//! A store in this process.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use kvik_model::{BLOCK_TOKENS, EndedSequence, KvSink};
+use kvik_node::open_store;
+use kvik_store::{Chain, ChunkFormat, ChunkObserver, Observation, Space, Store, Write};
+use kvik_tier::TierKind;
+use kvik_types::{BlockHash, CacheSalt, Namespace, TokenId};
+
+use super::loader::{LoadJob, Loader, Read};
+use super::transfer::{SinkCounts, StoreSink};
+use super::{KvStore, LoadedPrefix, Loading, PanicGuard, load, loadable_tokens, refused};
+use crate::config::StoreConfig;
+use crate::error::Result;
+
+/// A store of this process, with the place of a model in it. Clones share it.
+#[derive(Debug, Clone)]
+pub(crate) struct LocalStore {
+    store: Store,
+    space: Space,
+    namespace: Namespace,
+    load_timeout: Duration,
+    /// Reads layer by layer where that is wanted.
+    layer_loader: Option<Arc<Loader>>,
+    panic_guard: PanicGuard,
+    sink_counts: Arc<SinkCounts>,
+}
+
+impl LocalStore {
+    /// Opens the store of `config` for chunks of `format`; `None` where there is to be none.
+    ///
+    /// # Errors
+    /// If the configuration is wrong or a local tier cannot be used.
+    pub(super) fn open(
+        config: &StoreConfig,
+        namespace: &Namespace,
+        format: ChunkFormat,
+    ) -> Result<Option<Self>> {
+        let Some(plan) = config.resolve()? else { return Ok(None) };
+        let store = open_store(config, &plan)?;
+        let namespace = Namespace { tenant: config.tenant.clone(), ..namespace.clone() };
+        let space = store.space(&namespace, format).map_err(refused)?;
+        let layer_loader = if plan.is_layerwise {
+            let reading = store.clone();
+            let read = move |job: &LoadJob, chain: &Chain, first| read_layers(&reading, job, chain, first);
+            let read: Arc<Read> = Arc::new(read);
+            Some(Arc::new(Loader::start("layers", &read)?))
+        } else {
+            None
+        };
+        Ok(Some(Self {
+            store,
+            space,
+            namespace,
+            load_timeout: plan.load_timeout,
+            layer_loader,
+            panic_guard: PanicGuard::default(),
+            sink_counts: Arc::default(),
+        }))
+    }
+
+    pub(crate) fn store(&self) -> &Store {
+        &self.store
+    }
+
+    pub(crate) fn namespace(&self) -> &Namespace {
+        &self.namespace
+    }
+
+    /// The chunks of a sequence of this model.
+    pub(crate) fn chain(&self, tokens: &[TokenId], salt: Option<&CacheSalt>) -> Chain {
+        self.space.salted_chain(tokens, salt)
+    }
+
+    /// Tokens of a full chunk.
+    pub(crate) fn chunk_tokens(&self) -> usize {
+        self.space.chunk_tokens()
+    }
+
+    /// Where its chains are made.
+    pub(super) fn space(&self) -> &Space {
+        &self.space
+    }
+
+    /// Tells `observer` which chunks of this model each tier has, now and from now on.
+    pub(super) fn observe(&self, observer: Arc<dyn ChunkObserver>) -> Observation {
+        self.store.observe(&self.space, observer)
+    }
+
+    /// Calls `visit` with each chunk of this model and the tiers that have it.
+    pub(crate) fn visit_chunks(&self, visit: impl FnMut(BlockHash, &[TierKind])) {
+        self.store.visit_chunks(&self.space, visit);
+    }
+
+    /// Sequences whose KV the sink did not take.
+    pub(crate) fn sink_counts(&self) -> &SinkCounts {
+        &self.sink_counts
+    }
+
+    fn begin_load(&self, chain: &Chain, n_matched: usize) -> Loading {
+        let first_chunk = n_matched / self.chunk_tokens();
+        if chain.n_tokens() <= n_matched || chain.n_chunks() <= first_chunk {
+            return Loading::Nothing;
+        }
+        match &self.layer_loader {
+            // A tier must be known to have its first chunk.
+            Some(_) if self.store.tiers_of(chain, first_chunk).is_empty() => Loading::Nothing,
+            Some(loader) => loader.load(chain, first_chunk, self.load_timeout),
+            None => load::begin(&self.store, chain, first_chunk, self.load_timeout),
+        }
+    }
+
+    /// Copies a sequence chunk by chunk, as far as the store has room.
+    fn copy(&self, sequence: &EndedSequence, is_given_up: &AtomicBool) {
+        let of_prompt = sequence.attachment().and_then(|attached| attached.downcast_ref::<Chain>());
+        let chain = match of_prompt {
+            Some(of_prompt) => of_prompt.extended(sequence.tokens()),
+            None => self.space.salted_chain(sequence.tokens(), sequence.salt()),
+        };
+        if chain.n_chunks() == 0 {
+            return;
+        }
+        self.store.note_request(&chain, u32::try_from(sequence.n_generated_tokens()).ok());
+        let block_bytes = sequence.block_layer_bytes();
+        for chunk_idx in 0..chain.n_chunks() {
+            if is_given_up.load(Ordering::Relaxed) {
+                return;
+            }
+            let mut writer = match self.store.begin_write(&chain, chunk_idx, 0) {
+                Write::Slot(writer) => writer,
+                Write::Present => continue,
+                Write::NoRoom | Write::NoParent | Write::Collision => return,
+            };
+            let first_block = chain.tokens_of(chunk_idx).start / BLOCK_TOKENS;
+            for layer_idx in 0..sequence.n_layers() {
+                let blocks = writer.layer_mut(layer_idx).chunks_exact_mut(block_bytes);
+                for (block_idx, block) in (first_block..).zip(blocks) {
+                    sequence.read_block(layer_idx, block_idx, block);
+                }
+            }
+            writer.commit();
+        }
+    }
+}
+
+impl KvStore for LocalStore {
+    fn loadable(&self, prompt: &[TokenId], salt: Option<&CacheSalt>) -> Option<Chain> {
+        Some(self.chain(loadable_tokens(prompt), salt))
+    }
+
+    fn load(&self, chain: &Chain, n_matched: usize) -> Loading {
+        self.panic_guard.run(|| self.begin_load(chain, n_matched)).unwrap_or(Loading::Nothing)
+    }
+
+    fn sink(&self) -> Result<Box<dyn KvSink>> {
+        let target = self.clone();
+        let copy = move |sequence: &EndedSequence, is_given_up: &AtomicBool| {
+            target.panic_guard.run(|| target.copy(sequence, is_given_up));
+        };
+        Ok(Box::new(StoreSink::start(Box::new(copy), Arc::clone(&self.sink_counts))?))
+    }
+
+    fn close(&self) {
+        self.store.close();
+    }
+}
+
+fn read_layers(store: &Store, job: &LoadJob, chain: &Chain, first_chunk: usize) -> Option<LoadedPrefix> {
+    // Asked first: what is read stays in memory.
+    let tier_of = |chunk_idx| store.tiers_of(chain, chunk_idx).into_iter().min();
+    let tiers: Vec<Option<TierKind>> = (first_chunk..chain.n_chunks()).map(tier_of).collect();
+    let mut reader = store.retrieve_layers(chain, first_chunk);
+    let mut layers = Vec::new();
+    while job.is_wanted()
+        && let Some(layer) = reader.next_layer()
+    {
+        layers.push(layer);
+    }
+    if layers.len() < chain.space().format().n_layers as usize {
+        return None;
+    }
+    let chunks: Vec<_> = (first_chunk..first_chunk + reader.n_chunks())
+        .zip(tiers)
+        .map(|(chunk_idx, tier)| (chain.tokens_of(chunk_idx), tier.unwrap_or(TierKind::Ram)))
+        .collect();
+    LoadedPrefix::from_layers(chunks, layers)
+}

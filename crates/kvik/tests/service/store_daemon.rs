@@ -1,0 +1,216 @@
+//! Workers that share the store of a daemon, all of them processes.
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use crate::cluster::{Client, Role};
+use crate::http;
+use crate::process::{self, Process, eventually};
+
+/// Two chunks and some.
+const PROMPT_TOKENS: u32 = 600;
+
+struct Daemon {
+    process: Process,
+    metrics: String,
+}
+
+impl Daemon {
+    #[track_caller]
+    fn start(folder: &Path, more: &[&str]) -> Self {
+        let mut command = process::kvik();
+        command.args([
+            "store",
+            "serve",
+            "--log-format",
+            "json",
+            "--ram",
+            "64MiB",
+            "--metrics",
+            "127.0.0.1:0",
+        ]);
+        command.arg("--socket").arg(socket(folder)).args(more);
+        let mut process = Process::start(&mut command);
+        let metrics = process.logged("store daemon is ready")["metrics"].as_str().unwrap().to_owned();
+        Self { process, metrics }
+    }
+
+    /// The value of a metric, the sum over its labels; 0 where there is none.
+    fn metric(&self, name: &str) -> u64 {
+        let text = http::send(&self.metrics, "GET", "/metrics", None).unwrap().text().unwrap();
+        let values = text
+            .lines()
+            .filter(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with([' ', '{'])));
+        values.filter_map(|line| line.rsplit(' ').next()?.parse::<u64>().ok()).sum()
+    }
+
+    /// Waits until it has as many chunks as the prompts so far have.
+    #[track_caller]
+    fn wait_for_chunks(&self, n_chunks: u64) {
+        eventually("the KV of ended sequences is in the daemon", || {
+            (self.metric("kvik_store_stored_chunks_total") >= n_chunks).then_some(())
+        });
+    }
+}
+
+fn socket(folder: &Path) -> PathBuf {
+    folder.join("run/store.sock")
+}
+
+#[track_caller]
+fn start_worker(folder: &Path, more: &[&str]) -> Role {
+    let mut command = process::kvik();
+    command.args(["worker", "--log-format", "json", "--listen", "127.0.0.1:0", "--threads", "1"]);
+    command.arg("--set").arg(format!("store.daemon={}", socket(folder).display())).args(more);
+    let mut process = Process::start(&mut command);
+    let address = process.logged("worker is ready")["address"].as_str().unwrap().to_owned();
+    Role { process, client: Client { address } }
+}
+
+fn prompt(number: u32) -> Vec<u32> {
+    (0..PROMPT_TOKENS).map(|position| 100 + (position * 7 + number * 131) % 3000).collect()
+}
+
+/// The likeliest tokens after a prompt, and where its KV came from.
+#[track_caller]
+fn complete(worker: &Role, prompt: &[u32], salt: Option<&str>) -> (Value, Value) {
+    let body = json!({
+        "prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 3, "cache_salt": salt,
+    });
+    let mut answer = http::send(&worker.client.address, "POST", "/v1/completions", Some(&body)).unwrap();
+    let text = answer.text().unwrap();
+    assert_eq!(answer.status, 200, "{text}");
+    let answer: Value = serde_json::from_str(&text).unwrap();
+    let details = &answer["usage"]["prompt_tokens_details"];
+    (answer["choices"].clone(), details["cached_tokens_by_tier"].clone())
+}
+
+#[test]
+fn what_one_worker_computed_another_one_loads_from_the_daemon_to_the_same_tokens() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut daemon = Daemon::start(folder.path(), &[]);
+    let (first, second) = (start_worker(folder.path(), &[]), start_worker(folder.path(), &[]));
+    let layerwise = start_worker(folder.path(), &["--set", "store.layerwise=true"]);
+    let (expected, tiers) = complete(&first, &prompt(1), None);
+    assert_eq!(tiers, Value::Null);
+    daemon.wait_for_chunks(2);
+    assert_eq!(complete(&second, &prompt(1), None), (expected.clone(), json!({"ram": 512})));
+    assert_eq!(complete(&layerwise, &prompt(1), None), (expected.clone(), json!({"ram": 512})));
+    // A salt is its own cache, through the daemon too.
+    let (salted, tiers) = complete(&second, &prompt(1), Some("tenant 7"));
+    assert_eq!((salted, tiers), (expected, Value::Null));
+    assert!(daemon.metric("kvik_node_sessions") >= 6, "two sessions a worker");
+    assert_eq!(daemon.metric("kvik_node_corrupt_chunks_total"), 0);
+    drop((first, second, layerwise));
+    eventually("all sessions ended", || (daemon.metric("kvik_node_sessions") == 0).then_some(()));
+    daemon.process.signal("TERM");
+    assert!(daemon.process.ended().success());
+}
+
+#[test]
+fn the_workers_of_up_share_a_store_and_the_index_knows_it_of_both() {
+    let mut command = process::kvik();
+    let mut process = Process::start(
+        command.args(["up", "--port", "0", "--shared-store"]).stdout(std::process::Stdio::piped()),
+    );
+    let mut lines = BufReader::new(process.stdout()).lines().map(Result::unwrap);
+    let address =
+        lines.find_map(|line| Some(line.trim().strip_prefix("gateway")?.trim().to_owned())).unwrap();
+    let store = lines.find(|line| line.trim_start().starts_with("store ")).unwrap();
+    assert!(store.contains("shared by all workers at"), "{store}");
+    let gateway = address.strip_prefix("http://").unwrap();
+    eventually("the gateway is ready", || http::get_json(gateway, "/ready"));
+    let body = json!({"model": "kvik-tiny", "prompt": prompt(5), "max_tokens": 1});
+    assert_eq!(http::send(gateway, "POST", "/v1/completions", Some(&body)).unwrap().status, 200);
+    let question = json!({"model": "kvik-tiny", "token_ids": prompt(5)});
+    eventually("the index knows the chunks of both workers", || {
+        let mut answer = http::send(gateway, "POST", "/v1/score", Some(&question)).ok()?;
+        let score: Value = serde_json::from_str(&answer.text().ok()?).ok()?;
+        let tokens = |worker: &str| score["matched_tokens"][worker].as_u64().unwrap_or(0);
+        (tokens("worker-1") >= 512 && tokens("worker-2") >= 512).then_some(())
+    });
+    process.signal("INT");
+    let rest: Vec<String> = lines.collect();
+    assert_eq!(process.ended().code(), Some(0), "{rest:#?}");
+    let folder = store.split("at ").nth(1).unwrap().split("/run/store.sock").next().unwrap();
+    assert!(!Path::new(folder).try_exists().unwrap(), "{folder} is left");
+}
+
+#[test]
+fn workers_serve_without_the_daemon_and_attach_again_when_it_is_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let nvme = format!("{}:64MiB", folder.path().join("nvme").display());
+    // Before there is a daemon.
+    let worker = start_worker(folder.path(), &[]);
+    let (expected, tiers) = complete(&worker, &prompt(2), None);
+    assert_eq!(tiers, Value::Null);
+    let mut daemon = Daemon::start(folder.path(), &["--nvme", &nvme]);
+    eventually("the worker attached", || (daemon.metric("kvik_node_sessions") == 2).then_some(()));
+    complete(&worker, &prompt(3), None);
+    complete(&worker, &prompt(2), Some("stored under a salt"));
+    daemon.wait_for_chunks(4);
+    eventually("the chunks are on the disk", || {
+        (daemon.metric("kvik_store_written_chunks_nvme_total") >= 4).then_some(())
+    });
+    daemon.process.kill();
+    assert_eq!(complete(&worker, &prompt(2), None).0, expected, "without the daemon");
+
+    let mut daemon = Daemon::start(folder.path(), &["--nvme", &nvme]);
+    eventually("the worker attached again", || (daemon.metric("kvik_node_sessions") == 2).then_some(()));
+    let fresh = start_worker(folder.path(), &[]);
+    let salted = complete(&fresh, &prompt(2), Some("stored under a salt"));
+    assert_eq!(salted, (expected, json!({"nvme": 512})), "the disk outlived the daemon");
+    daemon.process.signal("TERM");
+    assert!(daemon.process.ended().success());
+}
+
+#[test]
+fn tenants_of_a_daemon_find_nothing_of_each_other_and_a_worker_needs_its_token() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    let (a, b) = (file("a", "the token of tenant a\n"), file("b", "the token of tenant b\n"));
+    let tenants = format!(
+        "tenants=[{{name: a, token_file: {a}, ram: 32MiB}}, {{name: b, token_file: {b}, ram: 32MiB}}]"
+    );
+    let daemon = Daemon::start(folder.path(), &["--set", &tenants]);
+    let with_token =
+        |token: &str| start_worker(folder.path(), &["--set", &format!("store.daemon_token_file={token}")]);
+    let (of_a, also_of_a, of_b) = (with_token(&a), with_token(&a), with_token(&b));
+    let mut without = start_worker(folder.path(), &[]);
+    let (expected, _) = complete(&of_a, &prompt(4), None);
+    daemon.wait_for_chunks(2);
+    assert_eq!(complete(&of_b, &prompt(4), None), (expected.clone(), Value::Null));
+    assert_eq!(complete(&also_of_a, &prompt(4), None), (expected.clone(), json!({"ram": 512})));
+    assert_eq!(complete(&without, &prompt(4), None), (expected, Value::Null));
+    assert!(without.process.logged_text().contains("`token` is another"));
+    assert!(daemon.metric("kvik_node_refused_total") > 0);
+}
+
+#[test]
+fn wrong_settings_of_a_daemon_are_refused_with_the_field() {
+    let folder = tempfile::tempdir().unwrap();
+    let refused = |arguments: &[&str]| {
+        let output = process::kvik().args(arguments).output().unwrap();
+        assert!(!output.status.success(), "{arguments:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let socket = socket(folder.path()).display().to_string();
+    let daemon = |more: &[&str]| refused(&[&["store", "serve", "--socket", &socket][..], more].concat());
+    assert!(daemon(&["--ram", "much"]).contains("`store.ram` is much"), "{}", daemon(&["--ram", "much"]));
+    let short = folder.path().join("short");
+    std::fs::write(&short, "short").unwrap();
+    let text = daemon(&["--ram", "1MiB", "--set", &format!("token_file={}", short.display())]);
+    assert!(text.contains("`token` is 5 bytes; allowed: 16 to 4096 bytes"), "{text}");
+    let text = daemon(&["--ram", "1MiB", "--set", "max_sessions=0"]);
+    assert!(text.contains("`max_sessions` is 0"), "{text}");
+    let text = refused(&["worker", "--set", "store.daemon=/run/x", "--set", "store.ram=1GiB"]);
+    assert!(text.contains("`store.daemon` is /run/x"), "{text}");
+    let text = refused(&["worker", "--set", "store.daemon_token_file=/x"]);
+    assert!(text.contains("`store.daemon_token_file` is /x"), "{text}");
+}
