@@ -88,10 +88,8 @@ impl NodeBench {
     /// # Errors
     /// If the program cannot be started, or does not answer.
     pub fn try_new(options: NodeBenchOptions) -> anyhow::Result<Self> {
-        let most_clients = CLIENTS.iter().copied().max().unwrap_or(1);
-        // What the clients write in a round, twice: the next round finds room.
-        let ram_bytes = 2 * most_clients * round_chunks(options) * (CHUNK_BYTES + MIB);
-        Ok(Self { options, daemon: Daemon::start(ram_bytes)? })
+        // Room for the chunks of the lookup.
+        Ok(Self { options, daemon: Daemon::start("lookup", 256 * MIB)? })
     }
 
     /// What is measured, for programs.
@@ -124,14 +122,17 @@ impl NodeBench {
     }
 
     fn measure_rates(&self, n_clients: usize) -> anyhow::Result<Vec<Measurement>> {
-        let socket = self.daemon.socket();
+        // What the clients write in a round, twice: chunks of a round leave when those of the next but one come.
+        let ram_bytes = 2 * n_clients * round_chunks(self.options) * (CHUNK_BYTES + MIB);
+        let daemon = Daemon::start(&format!("rates-{n_clients}"), ram_bytes)?;
+        let socket = daemon.socket();
         let mut peers = (0..n_clients)
-            .map(|number| Peer::start(&socket, number, round_chunks(self.options)))
+            .map(|idx| Peer::start(&socket, idx, round_chunks(self.options)))
             .collect::<anyhow::Result<Vec<_>>>()?;
         let jobs = [Job::Put, Job::CopyIn, Job::Get, Job::CopyOut];
         let mut rates = jobs.map(|_| Vec::new());
-        // The first rounds touch the memory.
-        let n_warm_up = 2;
+        // The first rounds touch all of the memory.
+        let n_warm_up = 4;
         for round in 0..n_warm_up + self.n_rounds() {
             for (job, rates) in jobs.iter().zip(&mut rates) {
                 let rate = Peer::run_all(&mut peers, *job, round)?;
@@ -215,12 +216,13 @@ fn attach_options(socket: SocketAddress, n_layers: u32, token_layer_bytes: u64) 
 }
 
 impl Daemon {
-    fn start(ram_bytes: usize) -> anyhow::Result<Self> {
-        let folder = std::env::temp_dir().join(format!("kvik-bench-node-{}", std::process::id()));
+    fn start(name: &str, ram_bytes: usize) -> anyhow::Result<Self> {
+        let folder = std::env::temp_dir().join(format!("kvik-bench-node-{}-{name}", std::process::id()));
         let program = std::env::current_exe().context("find this program")?;
         let socket = folder.join("store.sock");
         let process = Command::new(program)
-            .args(["store", "serve", "--log", "warn", "--ram", &ram_bytes.to_string(), "--socket"])
+            .args(["store", "serve", "--log", "warn", "--set", "tiers.policy=lru"])
+            .args(["--ram", &ram_bytes.to_string(), "--socket"])
             .arg(&socket)
             .stdin(Stdio::null())
             .stdout(Stdio::null())

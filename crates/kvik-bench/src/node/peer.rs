@@ -9,6 +9,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use anyhow::{Context as _, anyhow, bail, ensure};
 use kvik_memory::SocketAddress;
 use kvik_node::NodeClient;
+use kvik_store::Commit;
 
 use super::{CHUNK_BYTES, attach_options};
 
@@ -188,19 +189,21 @@ impl PeerState {
     /// The chunks of a client in a round; no other client and round has them.
     fn tokens(&self, round: u32) -> Vec<u32> {
         let n_tokens = (self.n_chunks * self.client.space().chunk_tokens()) as u32;
-        (0..n_tokens).map(|place| place ^ self.number << 20 ^ round << 24).collect()
+        (0..n_tokens).map(|place| place ^ self.number << 14 ^ round << 24).collect()
     }
 
     fn put(&self, round: u32) -> anyhow::Result<()> {
         let chain = self.client.space().chain(&self.tokens(round));
         let opened = self.client.open(&chain)?;
+        opened.note_request(None)?;
         let mut write = opened.write(0, self.n_chunks)?;
         ensure!(write.n_chunks() == self.n_chunks, "there is room for {} chunks", write.n_chunks());
         for place in 0..self.n_chunks {
             write.write_chunk(place, &self.buffers[place % N_BUFFERS])?;
         }
         let outcomes = write.finish()?;
-        ensure!(outcomes.iter().all(Option::is_some), "a chunk was there before");
+        let is_stored = outcomes.iter().all(|outcome| *outcome == Some(Commit::Stored));
+        ensure!(is_stored, "chunks were not stored: {outcomes:?}");
         Ok(())
     }
 
