@@ -5,6 +5,7 @@
 //! process' memory. A file that its owner could still shorten is refused, because touching the lost part kills.
 
 mod mapping;
+mod stream;
 mod view;
 mod words;
 

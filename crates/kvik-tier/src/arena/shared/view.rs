@@ -5,12 +5,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::mm::{Advice, ProtFlags, madvise};
 
+use super::Checksum;
 use super::mapping::SealedMapping;
-use super::{ALGORITHM, Checksum};
+use super::stream::copy_summed;
 use crate::error::{Result, TierError};
-
-/// Bytes that are copied and then summed up while they are in the processor's first cache.
-const SUMMED_BYTES: usize = 16 << 10;
 
 /// Bytes of a page, or of several: advice begins at one.
 const PAGE_BYTES: usize = 64 << 10;
@@ -83,17 +81,8 @@ impl ArenaView {
             return Err(refused("write to", offset, source.len(), "the view is for reading"));
         }
         let target = self.range(offset, source.len())?;
-        let mut digest = crc_fast::Digest::new(ALGORITHM);
-        for (idx, part) in source.chunks(SUMMED_BYTES).enumerate() {
-            // SAFETY: as in `copy_out`; the mapping is writable, and the part lies as far behind the start of the range
-            // as in `source`. This process makes no references to the bytes of the mapping.
-            unsafe {
-                let target = target.add(idx * SUMMED_BYTES);
-                std::ptr::copy_nonoverlapping(part.as_ptr(), target, part.len());
-            }
-            digest.update(part);
-        }
-        Ok(Checksum(digest.finalize()))
+        // SAFETY: as in `copy_out`; the mapping is writable, and this process makes no references to its bytes.
+        Ok(unsafe { copy_summed(source, target) })
     }
 
     /// Maps the pages of the parts that a range lies in, once for each part.
