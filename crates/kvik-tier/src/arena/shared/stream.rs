@@ -35,6 +35,7 @@ pub(super) unsafe fn copy_summed(source: &[u8], target: *mut u8) -> Checksum {
 /// # Safety
 /// As for [`copy_summed`].
 #[cfg(target_arch = "x86_64")]
+#[expect(clippy::cast_ptr_alignment, reason = "loads need no alignment, and the target is aligned to a line")]
 unsafe fn copy_past_cache(source: &[u8], target: *mut u8) {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
 
