@@ -174,18 +174,22 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
             tracing::warn!(%error, "refuse a client of the store");
             None
         }) {
-            match start_session(shared, connection, sessions.len()) {
+            let n_running = sessions.iter().filter(|session| !session.thread.is_finished()).count();
+            match start_session(shared, connection, n_running) {
                 Ok(session) => sessions.push(session),
                 Err(error) => tracing::warn!(%error, "refuse a client of the store"),
             }
         }
-        let (gone, staying): (Vec<_>, Vec<_>) =
-            sessions.into_iter().partition(|session| session.thread.is_finished() || session.has_hung_up());
-        sessions = staying;
-        gone.into_iter().for_each(RunningSession::end_and_join);
+        // Told, not waited for: a session may be in a slow read, and others must not wait for it.
+        sessions.iter().filter(|session| session.has_hung_up()).for_each(RunningSession::end);
+        let (ended, running): (Vec<_>, Vec<_>) =
+            sessions.into_iter().partition(|session| session.thread.is_finished());
+        sessions = running;
+        ended.into_iter().for_each(RunningSession::join);
     }
     listener.close();
-    sessions.into_iter().for_each(RunningSession::end_and_join);
+    sessions.iter().for_each(RunningSession::end);
+    sessions.into_iter().for_each(RunningSession::join);
 }
 
 /// Waits for a client that comes or goes, or for the wake-up event.
@@ -194,9 +198,12 @@ fn wait(shared: &Shared, listener: &Listener, sessions: &[RunningSession]) {
         PollFd::new(&shared.wake_event, PollFlags::IN),
         PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN),
     ];
-    // Only the end of a connection counts; frames are the session's to read.
-    let connections =
-        sessions.iter().map(|session| PollFd::from_borrowed_fd(session.connection.as_fd(), PollFlags::RDHUP));
+    // Only the end of a connection counts; frames are the session's to read. A session that was told of it wakes this
+    // thread when it has ended.
+    let connections = sessions
+        .iter()
+        .filter(|session| !session.end.is_set())
+        .map(|session| PollFd::from_borrowed_fd(session.connection.as_fd(), PollFlags::RDHUP));
     descriptors.extend(connections);
     // A signal, too, makes the caller look again.
     let _ = poll(&mut descriptors, None);
@@ -233,10 +240,14 @@ impl RunningSession {
         poll(&mut descriptors, Some(&now)).is_ok_and(|n_ready| n_ready > 0)
     }
 
-    /// Ends the session and waits for its thread, which gives back what the client held.
-    fn end_and_join(self) {
+    /// Tells the session's thread that it is over.
+    fn end(&self) {
         self.end.set();
         self.connection.close();
+    }
+
+    /// Waits for the thread, which gives back what the client held.
+    fn join(self) {
         let begin = Instant::now();
         // A thread that panicked has said so.
         let _ = self.thread.join();
