@@ -4,7 +4,7 @@
 
 #![no_main]
 
-use kvik_node::{Attach, Attached};
+use kvik_node::{Attach, Attached, WatchFrame};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: &[u8]| {
@@ -19,5 +19,8 @@ fn check(input: &[u8]) {
     }
     if let Ok(attached) = Attached::decode(input) {
         assert_eq!(attached.encode(), input);
+    }
+    if let Ok(frame) = WatchFrame::decode(input) {
+        assert_eq!(WatchFrame::decode(&frame.encode()).ok(), Some(frame));
     }
 }

@@ -6,9 +6,12 @@
 //!
 //! A consumer that finds its ring empty may sleep: it says so in a word, looks once more and waits on a counter of
 //! wake-ups. The producer wakes only a sleeper. The two look at each other's word after a fence, so at least one sees the other.
+//!
+//! [`RingWords`] is the memory, so that a model can run the same code in every order that memory allows.
 
+use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
 use kvik_tier::shared::SharedWords;
@@ -43,6 +46,53 @@ pub(crate) const SUBMISSIONS: Places = Places::new(0);
 /// From the daemon to the client.
 pub(crate) const COMPLETIONS: Places = Places::new(1);
 
+/// Memory that both sides see.
+pub(crate) trait RingWords {
+    /// Reads a word.
+    fn load(&self, word: usize, ordering: Ordering) -> u64;
+
+    /// Writes a word.
+    fn store(&self, word: usize, value: u64, ordering: Ordering);
+
+    /// Adds 1 to a word, with release.
+    fn increment(&self, word: usize);
+
+    /// A fence that all sides agree on the order of.
+    fn fence(&self);
+
+    /// Sleeps while a word is `seen`, for at most `timeout`, until it is woken.
+    fn wait(&self, word: usize, seen: u64, timeout: Duration);
+
+    /// Wakes those that sleep at a word.
+    fn wake(&self, word: usize);
+}
+
+impl RingWords for SharedWords {
+    fn load(&self, word: usize, ordering: Ordering) -> u64 {
+        self.words()[word].load(ordering)
+    }
+
+    fn store(&self, word: usize, value: u64, ordering: Ordering) {
+        self.words()[word].store(value, ordering);
+    }
+
+    fn increment(&self, word: usize) {
+        self.words()[word].fetch_add(1, Ordering::Release);
+    }
+
+    fn fence(&self) {
+        fence(Ordering::SeqCst);
+    }
+
+    fn wait(&self, word: usize, seen: u64, timeout: Duration) {
+        Self::wait(self, word, seen, timeout);
+    }
+
+    fn wake(&self, word: usize) {
+        Self::wake(self, word);
+    }
+}
+
 /// Where the words of one ring are.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Places {
@@ -59,16 +109,16 @@ pub(crate) struct BrokenRing;
 
 /// The writing side of a ring.
 #[derive(Debug)]
-pub(crate) struct Producer {
-    words: Arc<SharedWords>,
+pub(crate) struct Producer<W = SharedWords> {
+    words: Arc<W>,
     places: Places,
     tail: u64,
 }
 
 /// The reading side of a ring.
 #[derive(Debug)]
-pub(crate) struct Consumer {
-    words: Arc<SharedWords>,
+pub(crate) struct Consumer<W = SharedWords> {
+    words: Arc<W>,
     places: Places,
     head: u64,
 }
@@ -87,16 +137,17 @@ impl Places {
         }
     }
 
-    fn entry(self, words: &[AtomicU64], position: u64) -> &[AtomicU64] {
+    /// The words of an entry.
+    fn entry(self, position: u64) -> Range<usize> {
         let first = self.entries + (position % N_ENTRIES) as usize * ENTRY_WORDS;
-        &words[first..first + ENTRY_WORDS]
+        first..first + ENTRY_WORDS
     }
 
     /// Wakes the consumer if it sleeps. Call it after the tail was written.
-    fn wake_sleeper(self, words: &SharedWords) {
-        fence(Ordering::SeqCst);
-        if words.words()[self.sleeps].load(Ordering::Relaxed) != 0 {
-            words.words()[self.wake_ups].fetch_add(1, Ordering::Release);
+    fn wake_sleeper(self, words: &impl RingWords) {
+        words.fence();
+        if words.load(self.sleeps, Ordering::Relaxed) != 0 {
+            words.increment(self.wake_ups);
             words.wake(self.wake_ups);
         }
     }
@@ -104,76 +155,84 @@ impl Places {
 
 // === impl Producer ===
 
-impl Producer {
+impl<W: RingWords> Producer<W> {
     /// The first producer of a ring of zeros.
-    pub(crate) fn new(words: Arc<SharedWords>, places: Places) -> Self {
+    pub(crate) fn new(words: Arc<W>, places: Places) -> Self {
         Self { words, places, tail: 0 }
     }
 
     /// Appends an entry; false where the ring is full.
     pub(crate) fn push(&mut self, entry: Entry) -> Result<bool, BrokenRing> {
-        let words = self.words.words();
+        let words = &*self.words;
         // Acquire: the entry that is written over was read before the head passed it.
-        let n_used = self.tail.wrapping_sub(words[self.places.head].load(Ordering::Acquire));
+        let n_used = self.tail.wrapping_sub(words.load(self.places.head, Ordering::Acquire));
         if n_used > N_ENTRIES {
             return Err(BrokenRing);
         }
         if n_used == N_ENTRIES {
             return Ok(false);
         }
-        for (word, value) in self.places.entry(words, self.tail).iter().zip(entry) {
-            word.store(value, Ordering::Relaxed);
+        for (word, value) in self.places.entry(self.tail).zip(entry) {
+            words.store(word, value, Ordering::Relaxed);
         }
         self.tail = self.tail.wrapping_add(1);
-        words[self.places.tail].store(self.tail, Ordering::Release);
-        self.places.wake_sleeper(&self.words);
+        words.store(self.places.tail, self.tail, Ordering::Release);
+        self.places.wake_sleeper(words);
         Ok(true)
     }
 }
 
 // === impl Consumer ===
 
-impl Consumer {
+impl<W: RingWords> Consumer<W> {
     /// The first consumer of a ring of zeros.
-    pub(crate) fn new(words: Arc<SharedWords>, places: Places) -> Self {
+    pub(crate) fn new(words: Arc<W>, places: Places) -> Self {
         Self { words, places, head: 0 }
     }
 
     /// Takes the oldest entry; `None` where the ring is empty.
     pub(crate) fn pop(&mut self) -> Result<Option<Entry>, BrokenRing> {
-        let words = self.words.words();
-        let n_used = words[self.places.tail].load(Ordering::Acquire).wrapping_sub(self.head);
+        let words = &*self.words;
+        let n_used = words.load(self.places.tail, Ordering::Acquire).wrapping_sub(self.head);
         if n_used > N_ENTRIES {
             return Err(BrokenRing);
         }
         if n_used == 0 {
             return Ok(None);
         }
-        let source = self.places.entry(words, self.head);
-        let entry = std::array::from_fn(|index| source[index].load(Ordering::Relaxed));
+        let first = self.places.entry(self.head).start;
+        let entry = std::array::from_fn(|index| words.load(first + index, Ordering::Relaxed));
         self.head = self.head.wrapping_add(1);
-        words[self.places.head].store(self.head, Ordering::Release);
+        words.store(self.places.head, self.head, Ordering::Release);
         Ok(Some(entry))
     }
 
-    /// Waits until there may be an entry, or `timeout` has passed.
-    pub(crate) fn wait(&self, timeout: Duration) {
-        let words = self.words.words();
-        let seen = words[self.places.wake_ups].load(Ordering::Acquire);
-        words[self.places.sleeps].store(1, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
-        if words[self.places.tail].load(Ordering::Acquire) == self.head {
-            self.words.wait(self.places.wake_ups, seen, timeout);
-        }
-        words[self.places.sleeps].store(0, Ordering::Relaxed);
+    /// The wake-ups so far. Read it before everything that decides whether to wait: a wake-up after it ends the wait.
+    pub(crate) fn wake_ups(&self) -> u64 {
+        self.words.load(self.places.wake_ups, Ordering::Acquire)
     }
 
-    /// Ends the wait of this consumer, from another thread of its own process.
-    pub(crate) fn interrupt(words: &SharedWords, places: Places) {
-        words.words()[places.wake_ups].fetch_add(1, Ordering::Release);
+    /// Waits until there may be an entry, a wake-up after the first `seen` has come, or `timeout` has passed.
+    pub(crate) fn wait(&self, seen: u64, timeout: Duration) {
+        let words = &*self.words;
+        words.store(self.places.sleeps, 1, Ordering::Relaxed);
+        words.fence();
+        if words.load(self.places.tail, Ordering::Acquire) == self.head {
+            words.wait(self.places.wake_ups, seen, timeout);
+        }
+        words.store(self.places.sleeps, 0, Ordering::Relaxed);
+    }
+
+    /// Ends the wait of this consumer, from another thread of its own process, also one that is about to begin with an
+    /// earlier count of wake-ups.
+    pub(crate) fn interrupt(words: &W, places: Places) {
+        words.increment(places.wake_ups);
         words.wake(places.wake_ups);
     }
 }
+
+#[cfg(test)]
+mod model;
 
 #[cfg(test)]
 mod tests {
@@ -218,13 +277,14 @@ mod tests {
             });
             let mut next = 0;
             while next < N {
+                let seen = consumer.wake_ups();
                 match consumer.pop().unwrap() {
                     Some(entry) => {
                         assert_eq!(entry, [next; ENTRY_WORDS]);
                         next += 1;
                     }
                     // Longer than the test may take: a lost wake-up shows.
-                    None => consumer.wait(Duration::from_mins(10)),
+                    None => consumer.wait(seen, Duration::from_mins(10)),
                 }
             }
         });

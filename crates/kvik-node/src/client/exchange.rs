@@ -151,6 +151,7 @@ impl Exchange {
         let mut n_looks = 0;
         let mut deadline = None;
         loop {
+            let seen = rings.completions.wake_ups();
             if let Some(entry) = rings.completions.pop().map_err(|_| broken())? {
                 let completion = Completion::decode(entry).ok_or_else(broken)?;
                 rings.under_way.remove(&completion.request);
@@ -169,7 +170,7 @@ impl Exchange {
                 std::hint::spin_loop();
                 continue;
             }
-            rings.completions.wait(LIVENESS_INTERVAL);
+            rings.completions.wait(seen, LIVENESS_INTERVAL);
             let deadline = *deadline.get_or_insert_with(|| Instant::now() + self.timeout);
             if self.is_hung_up() {
                 return Err(NodeError::Gone { reason: "its connection ended" });

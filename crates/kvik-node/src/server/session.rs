@@ -47,7 +47,7 @@ impl SessionEnd {
     pub(super) fn set(&self) {
         self.is_set.store(true, Ordering::Release);
         if let Some(words) = &*self.words.lock() {
-            Consumer::interrupt(words, SUBMISSIONS);
+            Consumer::interrupt(&**words, SUBMISSIONS);
         }
     }
 
@@ -82,7 +82,12 @@ impl Session {
     /// # Errors
     /// If the client writes what cannot be, or does not read its answers.
     pub(super) fn serve_until(&mut self, end: &SessionEnd, counters: &Counters) -> Result<()> {
-        while !end.is_set() {
+        loop {
+            // Before the look at the flag: what ends the session after it also ends the wait.
+            let seen = self.submissions.wake_ups();
+            if end.is_set() {
+                return Ok(());
+            }
             match self.submissions.pop().map_err(broken)? {
                 Some(entry) => {
                     let submission = Submission::decode(entry).ok_or_else(|| {
@@ -90,10 +95,9 @@ impl Session {
                     })?;
                     self.serve(submission, counters)?;
                 }
-                None => self.submissions.wait(LONGEST_SLEEP),
+                None => self.submissions.wait(seen, LONGEST_SLEEP),
             }
         }
-        Ok(())
     }
 
     fn serve(&mut self, submission: Submission, counters: &Counters) -> Result<()> {
