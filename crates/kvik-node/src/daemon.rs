@@ -37,7 +37,7 @@ impl StoreDaemon {
     /// If the configuration is wrong, a tier cannot be opened, or the socket or address is taken.
     pub async fn start(config: DaemonConfig, shutdown: &Shutdown) -> Result<RunningDaemon> {
         let metrics_listener = match &config.metrics {
-            Some(address) => Some(listen(address).await.map_err(refused)?),
+            Some(address) => Some(listen(address).await?),
             None => None,
         };
         let socket = config.socket.clone();
@@ -51,7 +51,7 @@ impl StoreDaemon {
             NodeServer::start(options)
         };
         let opened = tokio::task::spawn_blocking(opening).await;
-        let server = Arc::new(opened.map_err(|_| refused("it was stopped"))??);
+        let server = Arc::new(opened.map_err(|_| NodeError::Open { reason: "it was stopped".to_owned() })??);
         let mut metrics_address = None;
         if let Some(listener) = metrics_listener {
             let address = listener.local_addr().map_err(NodeError::io("listen for metrics"))?;
@@ -104,8 +104,4 @@ fn router(server: Arc<NodeServer>) -> Router {
         std::future::ready(([(CONTENT_TYPE, "text/plain; version=0.0.4")], render_metrics()))
     };
     Router::new().route("/metrics", get(render)).route("/health", get(|| async { "ok\n" }))
-}
-
-fn refused(error: impl std::fmt::Display) -> NodeError {
-    NodeError::Open { reason: error.to_string() }
 }

@@ -41,6 +41,9 @@ pub enum NodeError {
         /// What it said.
         reason: String,
     },
+    /// An address cannot be listened on, or a file cannot be read.
+    #[error(transparent)]
+    Runtime(#[from] kvik_runtime::RuntimeError),
     /// The daemon does not serve this client, and says why.
     #[error("the store daemon refused: {reason}")]
     Refused {

@@ -1,6 +1,7 @@
 //! The arguments of every command, with their defaults and units.
 
 pub(crate) mod bench;
+pub(crate) mod store;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -11,8 +12,8 @@ use kvik_store::policy::PolicyKind;
 use kvik_types::Dtype;
 
 use crate::commands::memory::MemoryCommand;
-use crate::commands::store::StoreCommand;
 use bench::BenchCommand;
+use store::StoreCommand;
 
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
@@ -302,7 +303,7 @@ pub(crate) enum LogForm {
 #[command(next_help_heading = "KV store")]
 pub(crate) struct StoreArguments {
     /// Memory for KV of earlier prompts, such as `2GiB` [default: none; 256MiB with --nvme or --remote;
-    /// up: a share of the free memory]
+    /// up and store serve: a share of the free memory]
     #[arg(long, value_name = "SIZE")]
     pub(crate) ram: Option<String>,
 

@@ -26,9 +26,9 @@ use kvik_runtime::terminal;
 use kvik_tokens::TokensError;
 
 use cli::bench::BenchCommand;
+use cli::store::StoreCommand;
 use cli::{Cli, Command, ModelsCommand};
 use commands::memory::MemoryCommand;
-use commands::store::StoreCommand;
 
 /// The exit codes besides 0, which says that all was done.
 mod exit {

@@ -1,4 +1,4 @@
-//! A client in a process of its own, which does one job at a time when it is told.
+//! A client process of the bench: reads one job a line from standard input and runs it.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;

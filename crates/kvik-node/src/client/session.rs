@@ -59,7 +59,7 @@ impl NodeSession {
         self.shared.state.lock().client.as_ref().map(|client| client.space().clone())
     }
 
-    /// The same, as soon as there is a daemon; `None` where there is none in time.
+    /// Waits for an attachment; `None` after `timeout`.
     pub fn wait_for_space(&self, timeout: Duration) -> Option<Space> {
         let deadline = Instant::now() + timeout;
         let mut state = self.shared.state.lock();
@@ -71,8 +71,8 @@ impl NodeSession {
         state.client.as_ref().map(|client| client.space().clone())
     }
 
-    /// What `ask` gives of the daemon; `None` while there is none, and where `ask` fails: then the session ends, and the
-    /// daemon is attached to again.
+    /// Runs `ask` with the attached client. `None` while the daemon is absent, and if `ask` fails: the session then ends
+    /// and attaches again.
     pub fn run<T>(&self, ask: impl FnOnce(&NodeClient) -> Result<T>) -> Option<T> {
         let client = self.shared.state.lock().client.clone()?;
         match ask(&client) {

@@ -127,6 +127,6 @@ fn open(tiers: &StoreConfig) -> Result<Store> {
 
 /// Reads the token that is in a file.
 pub(crate) fn read_token(file: &Path) -> Result<ClientToken> {
-    let secret = Secret::read(file).map_err(|error| NodeError::Open { reason: error.to_string() })?;
+    let secret = Secret::read(file)?;
     ClientToken::try_new(secret.expose())
 }

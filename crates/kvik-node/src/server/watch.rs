@@ -1,4 +1,4 @@
-//! A client that is told which chunks there are.
+//! Streams chunk events to a watching client.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;

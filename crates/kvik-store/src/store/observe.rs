@@ -32,7 +32,7 @@ impl Store {
     ///
     /// Of a remote tier, which others write too, only that is known which this store put or found there, and
     /// only as long as a local tier has the chunk too.
-    #[must_use = "the observer is told nothing any more when it is dropped"]
+    #[must_use = "dropping it ends the observation"]
     pub fn observe(&self, space: &Space, observer: Arc<dyn ChunkObserver>) -> Observation {
         let core = self.core();
         let observed = Observed {

@@ -21,7 +21,7 @@ use crate::error::Result;
 /// given up ends soon.
 const CHUNKS_A_WRITE: usize = 16;
 
-/// Time for a daemon to come at the start of the worker. How chunks are named is told to the index once.
+/// Timeout of the first attachment. The index learns the chunk length and root once, at the start of the worker.
 const START_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A store that a daemon has.
@@ -70,7 +70,7 @@ impl DaemonStore {
         })
     }
 
-    /// Where chains are made, as soon as there is a daemon; `None` where there is none in time.
+    /// Waits for the first attachment; `None` after the timeout.
     pub(super) fn wait_for_space(&self) -> Option<Space> {
         let space = self.loads.wait_for_space(START_TIMEOUT);
         if space.is_none() {

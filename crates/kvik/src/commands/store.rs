@@ -3,67 +3,27 @@
 use std::time::Duration;
 
 use anyhow::Context as _;
-use clap::{Args, Subcommand};
 use kvik_node::{DaemonConfig, StoreDaemon};
 use kvik_runtime::machine;
 use kvik_types::ByteSize;
 
-use super::service::{self, Flags};
-use crate::cli::{EXIT_CODES, ServiceArguments};
+use super::service::{self, Flags, InvalidInput};
+use crate::cli::store::StoreServeArguments;
 
 /// The part of the free memory that the daemon takes where nothing is said.
 const RAM_SHARE: u64 = 4;
 
-#[derive(Debug, Subcommand)]
-pub(crate) enum StoreCommand {
-    /// Serve one KV store to all engines of this machine, over a unix socket and shared memory
-    Serve(StoreServeArguments),
-}
-
-/// Engines attach at the socket, name the chunks they want and copy the bytes themselves out of shared memory. A worker
-/// uses it with `--set store.daemon=PATH`. The first Ctrl-C ends all sessions and writes to disk what waits for it.
-#[derive(Debug, Args)]
-#[command(after_help = EXIT_CODES)]
-pub(crate) struct StoreServeArguments {
-    /// Socket at which engines attach, in a folder that only this user can enter; the folder is made if it is missing
-    /// [default: /run/kvik/store.sock]
-    #[arg(long, value_name = "PATH")]
-    pub(crate) socket: Option<String>,
-
-    /// Memory for chunks, such as `20GiB` [default: a quarter of the free memory; 256MiB with --nvme or --remote]
-    #[arg(long, value_name = "SIZE")]
-    pub(crate) ram: Option<String>,
-
-    /// Folder and size for chunks on a local disk, such as `/var/cache/kvik:200GiB` [default: none]
-    #[arg(long, value_name = "DIR:SIZE")]
-    pub(crate) nvme: Option<String>,
-
-    /// Remote store for chunks: redis://, rediss://, redis+cluster://, s3://, gs://, az:// or file:// [default: none]
-    #[arg(long, value_name = "URL")]
-    pub(crate) remote: Option<String>,
-
-    /// Address for /metrics and /health; port 0 takes a free one [default: none]
-    #[arg(long, value_name = "ADDRESS")]
-    pub(crate) metrics: Option<String>,
-
-    #[command(flatten)]
-    pub(crate) service: ServiceArguments,
-}
-
-/// Serves until it is told to end.
+/// Serves until a signal ends it.
 pub(crate) fn serve(arguments: &StoreServeArguments) -> anyhow::Result<()> {
-    let tiers = Flags::default()
-        .with("ram", arguments.ram.clone())
-        .with("nvme", arguments.nvme.clone())
-        .with("remote", arguments.remote.clone());
     let flags = Flags::default()
         .with("socket", arguments.socket.clone())
         .with("metrics", arguments.metrics.clone())
-        .with("tiers", tiers.into_value());
+        .with("tiers", service::store_flags(&arguments.store));
     let common = &arguments.service;
     let mut config =
         service::load::<DaemonConfig>("store", common.config.as_deref(), flags, &common.set)?.value;
-    if config.tenants.is_empty() && config.tiers.resolve()?.is_none() {
+    let refused = |error| InvalidInput::new(format!("read the configuration: {error}"));
+    if config.tiers.resolve().map_err(refused)?.is_none() && config.tenants.is_empty() {
         config.tiers.ram = (machine::available_memory_bytes().unwrap_or(0) / RAM_SHARE).to_string();
     }
     service::run(common, "info", async |shutdown| {

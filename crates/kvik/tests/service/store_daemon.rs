@@ -203,6 +203,10 @@ fn wrong_settings_of_a_daemon_are_refused_with_the_field() {
     let socket = socket(folder.path()).display().to_string();
     let daemon = |more: &[&str]| refused(&[&["store", "serve", "--socket", &socket][..], more].concat());
     assert!(daemon(&["--ram", "much"]).contains("`store.ram` is much"), "{}", daemon(&["--ram", "much"]));
+    let text = daemon(&["--ram", "1MiB", "--metrics", "nowhere"]);
+    assert!(text.contains("start the store daemon: listen on nowhere: "), "{text}");
+    let wrong = process::kvik().args(["store", "serve", "--ram", "much"]).output().unwrap();
+    assert_eq!(wrong.status.code(), Some(3), "input that is refused");
     let short = folder.path().join("short");
     std::fs::write(&short, "short").unwrap();
     let text = daemon(&["--ram", "1MiB", "--set", &format!("token_file={}", short.display())]);

@@ -1,0 +1,32 @@
+//! The arguments of `kvik store`, with their defaults and units.
+
+use clap::{Args, Subcommand};
+
+use super::{EXIT_CODES, ServiceArguments, StoreArguments};
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum StoreCommand {
+    /// Serve one KV store to all engines of this machine, over a unix socket and shared memory
+    Serve(StoreServeArguments),
+}
+
+/// Engines attach at the socket, name the chunks they want and copy the bytes themselves out of shared memory. A worker
+/// uses it with `--set store.daemon=PATH`. The first Ctrl-C ends all sessions and writes to disk what waits for it.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct StoreServeArguments {
+    /// Socket at which engines attach, in a folder that only this user can enter; the folder is made if it is missing
+    /// [default: /run/kvik/store.sock]
+    #[arg(long, value_name = "PATH")]
+    pub(crate) socket: Option<String>,
+
+    /// Address for /metrics and /health; port 0 takes a free one [default: none]
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) metrics: Option<String>,
+
+    #[command(flatten)]
+    pub(crate) store: StoreArguments,
+
+    #[command(flatten)]
+    pub(crate) service: ServiceArguments,
+}
