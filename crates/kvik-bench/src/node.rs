@@ -4,7 +4,9 @@
 //! processes in the same run. Sources and targets are larger than the processor's caches, and all memory was touched
 //! before: a daemon runs for weeks.
 
-mod peer;
+mod client;
+mod paged;
+mod peers;
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -19,8 +21,8 @@ use serde_json::json;
 
 use crate::report::{Baseline, Goal, Measurement};
 
-pub use peer::serve as serve_peer;
-use peer::{Job, Peer};
+pub use client::serve as serve_client;
+use client::{ClientProcess, Job};
 
 const MIB: usize = 1 << 20;
 
@@ -52,6 +54,10 @@ pub enum Kind {
     Lookup,
     /// The time to attach.
     Attach,
+    /// Bytes a second from and to an engine's blocks.
+    Paged,
+    /// Bytes a second from another node.
+    Peers,
 }
 
 /// Runs the measurements.
@@ -70,7 +76,7 @@ struct Daemon {
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Self; 3] = [Self::Rates, Self::Lookup, Self::Attach];
+    pub const ALL: [Self; 5] = [Self::Rates, Self::Lookup, Self::Attach, Self::Paged, Self::Peers];
 
     /// Shown while it is measured.
     pub fn name(self) -> &'static str {
@@ -78,6 +84,8 @@ impl Kind {
             Self::Rates => "rates",
             Self::Lookup => "lookup",
             Self::Attach => "attach",
+            Self::Paged => "paged",
+            Self::Peers => "peers",
         }
     }
 }
@@ -89,7 +97,7 @@ impl NodeBench {
     /// If the program cannot be started, or does not answer.
     pub fn try_new(options: NodeBenchOptions) -> anyhow::Result<Self> {
         // Room for the chunks of the lookup.
-        Ok(Self { options, daemon: Daemon::start("lookup", 256 * MIB)? })
+        Ok(Self { options, daemon: Daemon::start("lookup", 256 * MIB, &[])? })
     }
 
     /// What is measured, for programs.
@@ -118,16 +126,18 @@ impl NodeBench {
             }
             Kind::Lookup => self.measure_lookup(),
             Kind::Attach => self.measure_attach(),
+            Kind::Paged => paged::measure(self.options),
+            Kind::Peers => peers::measure(self.options),
         }
     }
 
     fn measure_rates(&self, n_clients: usize) -> anyhow::Result<Vec<Measurement>> {
         // What the clients write in a round, twice: chunks of a round leave when those of the next but one come.
         let ram_bytes = 2 * n_clients * round_chunks(self.options) * (CHUNK_BYTES + MIB);
-        let daemon = Daemon::start(&format!("rates-{n_clients}"), ram_bytes)?;
+        let daemon = Daemon::start(&format!("rates-{n_clients}"), ram_bytes, &[])?;
         let socket = daemon.socket();
-        let mut peers = (0..n_clients)
-            .map(|idx| Peer::start(&socket, idx, round_chunks(self.options)))
+        let mut clients = (0..n_clients)
+            .map(|idx| ClientProcess::start(&socket, idx, round_chunks(self.options)))
             .collect::<anyhow::Result<Vec<_>>>()?;
         let jobs = [Job::Put, Job::CopyIn, Job::Get, Job::CopyOut];
         let mut rates = jobs.map(|_| Vec::new());
@@ -135,7 +145,7 @@ impl NodeBench {
         let n_warm_up = 4;
         for round in 0..n_warm_up + self.n_rounds() {
             for (job, rates) in jobs.iter().zip(&mut rates) {
-                let rate = Peer::run_all(&mut peers, *job, round)?;
+                let rate = ClientProcess::run_all(&mut clients, *job, round)?;
                 if round >= n_warm_up {
                     rates.push(rate);
                 }
@@ -216,12 +226,13 @@ fn attach_options(socket: SocketAddress, n_layers: u32, token_layer_bytes: u64) 
 }
 
 impl Daemon {
-    fn start(name: &str, ram_bytes: usize) -> anyhow::Result<Self> {
+    fn start(name: &str, ram_bytes: usize, more: &[&str]) -> anyhow::Result<Self> {
         let folder = std::env::temp_dir().join(format!("kvik-bench-node-{}-{name}", std::process::id()));
         let program = std::env::current_exe().context("find this program")?;
         let socket = folder.join("store.sock");
         let process = Command::new(program)
             .args(["store", "serve", "--log", "warn", "--set", "tiers.policy=lru"])
+            .args(more)
             .args(["--ram", &ram_bytes.to_string(), "--socket"])
             .arg(&socket)
             .stdin(Stdio::null())

@@ -14,6 +14,7 @@ use kvik_runtime::telemetry::render_metrics;
 use crate::config::DaemonConfig;
 use crate::error::{NodeError, Result};
 use crate::metrics::DaemonMetrics;
+use crate::peers::{Discovery, PeerServer};
 use crate::server::{NodeOptions, NodeServer};
 
 /// Starts store daemons.
@@ -26,6 +27,7 @@ pub struct RunningDaemon {
     socket: PathBuf,
     metrics_address: Option<SocketAddr>,
     server: Arc<NodeServer>,
+    peers: Option<Arc<PeerServer>>,
 }
 
 impl StoreDaemon {
@@ -41,6 +43,8 @@ impl StoreDaemon {
             None => None,
         };
         let socket = config.socket.clone();
+        let (names, keeps_names) = (config.peer.addresses()?, config.peer.tls.is_some());
+        let peer_listener = config.peer.listen()?;
         // A disk tier reads its segments first.
         let opening = move || {
             let options = NodeOptions {
@@ -52,18 +56,30 @@ impl StoreDaemon {
         };
         let opened = tokio::task::spawn_blocking(opening).await;
         let server = Arc::new(opened.map_err(|_| NodeError::Open { reason: "it was stopped".to_owned() })??);
+        let peers = match peer_listener {
+            Some((listener, admission)) => {
+                Some(Arc::new(PeerServer::start(listener, server.tenants(), admission)?))
+            }
+            None => None,
+        };
+        let tiers = server.tenants().iter().filter_map(|tenant| tenant.peers.as_ref());
+        let tiers: Vec<_> = tiers.map(|peers| Arc::clone(&peers.tier)).collect();
+        if !tiers.is_empty() {
+            let own = peers.as_ref().map(|peers| peers.address());
+            Discovery::new(names, own, keeps_names, tiers).start(shutdown).await;
+        }
         let mut metrics_address = None;
         if let Some(listener) = metrics_listener {
             let address = listener.local_addr().map_err(NodeError::io("listen for metrics"))?;
             metrics_address = Some(address);
-            let router = router(Arc::clone(&server));
+            let router = router(Arc::clone(&server), peers.clone());
             let connections = shutdown.clone();
             shutdown.spawn(async move {
                 let (closing, limits) = (connections.clone(), ListenLimits::default());
                 serve(listener, router, None, &limits, closing.draining(), &connections).await;
             });
         }
-        Ok(RunningDaemon { socket, metrics_address, server })
+        Ok(RunningDaemon { socket, metrics_address, server, peers })
     }
 }
 
@@ -78,6 +94,11 @@ impl RunningDaemon {
         self.metrics_address
     }
 
+    /// Where other nodes read chunks, if they do.
+    pub fn peer_address(&self) -> Option<SocketAddr> {
+        self.peers.as_ref().map(|peers| peers.address())
+    }
+
     /// The part that engines talk to.
     pub fn server(&self) -> &NodeServer {
         &self.server
@@ -85,9 +106,12 @@ impl RunningDaemon {
 
     /// Ends all sessions, writes what waits for lower tiers, and closes the stores.
     pub async fn finish(self) {
-        let server = self.server;
+        let Self { server, peers, .. } = self;
         // A thread that panicked has said so.
         let _ = tokio::task::spawn_blocking(move || {
+            if let Some(peers) = peers {
+                peers.end();
+            }
             server.end();
             for tenant in server.tenants() {
                 tenant.store.close();
@@ -97,8 +121,8 @@ impl RunningDaemon {
     }
 }
 
-fn router(server: Arc<NodeServer>) -> Router {
-    let metrics = Arc::new(DaemonMetrics::new(server));
+fn router(server: Arc<NodeServer>, peers: Option<Arc<PeerServer>>) -> Router {
+    let metrics = Arc::new(DaemonMetrics::new(server, peers));
     let render = move || {
         metrics.update();
         std::future::ready(([(CONTENT_TYPE, "text/plain; version=0.0.4")], render_metrics()))

@@ -22,6 +22,7 @@ mod error;
 mod frame;
 mod metrics;
 mod operation;
+mod peers;
 mod report;
 mod ring;
 mod server;
@@ -32,11 +33,14 @@ pub use changes::WatchFrame;
 pub use client::{
     AttachOptions, NodeClient, NodeSession, NodeWatch, OpenChain, RemoteLayers, RemoteLease, RemoteWrite,
 };
-pub use config::{DaemonConfig, DaemonPlan, StoreConfig, StorePlan, TenantConfig};
+pub use config::{
+    DaemonConfig, DaemonPlan, PeerConfig, PeerPlan, PeerTlsConfig, StoreConfig, StorePlan, TenantConfig,
+};
 pub use daemon::{RunningDaemon, StoreDaemon};
 pub use error::{NodeError, Result};
 pub use frame::{Attach, Attached, Purpose};
 pub use metrics::publish_store;
+pub use peers::PeerStats;
 pub use report::{cache_stats, tier_reports};
 pub use server::{NodeOptions, NodeServer, NodeStats};
 pub use tenant::{ClientToken, Tenant};

@@ -15,6 +15,8 @@
 //! | `kvik_node_attached_total`, `kvik_node_refused_total` | counter | engines that attached, and that were refused |
 //! | `kvik_node_failed_sessions_total` | counter | sessions that ended by a mistake of the engine |
 //! | `kvik_node_requests_total` | counter | requests that were answered |
+//! | `kvik_node_peer_connections` | gauge | connections of other nodes |
+//! | `kvik_node_refused_peers_total` | counter | connections of other nodes that were refused, or ended by a mistake |
 //! | `kvik_node_corrupt_chunks_total` | counter | chunks whose bytes were not those of their checksum |
 
 use std::sync::Arc;
@@ -22,6 +24,7 @@ use std::sync::Arc;
 use kvik_proto::cache::{CacheStats, TierOperation};
 use metrics::{counter, gauge};
 
+use crate::peers::{PeerServer, PeerStats};
 use crate::report::cache_stats;
 use crate::server::{NodeServer, NodeStats};
 
@@ -78,11 +81,12 @@ fn with<const N: usize>(labels: &[Label], more: [Label; N]) -> Vec<Label> {
 #[derive(Debug)]
 pub(crate) struct DaemonMetrics {
     server: Arc<NodeServer>,
+    peers: Option<Arc<PeerServer>>,
 }
 
 impl DaemonMetrics {
-    pub(crate) fn new(server: Arc<NodeServer>) -> Self {
-        Self { server }
+    pub(crate) fn new(server: Arc<NodeServer>, peers: Option<Arc<PeerServer>>) -> Self {
+        Self { server, peers }
     }
 
     /// Takes over the present state.
@@ -101,6 +105,11 @@ impl DaemonMetrics {
             ("kvik_node_corrupt_chunks_total", n_corrupt),
         ] {
             counter!(name).absolute(count);
+        }
+        if let Some(peers) = &self.peers {
+            let PeerStats { n_connections, n_refused } = peers.stats();
+            gauge!("kvik_node_peer_connections").set(n_connections as f64);
+            counter!("kvik_node_refused_peers_total").absolute(n_refused);
         }
     }
 }

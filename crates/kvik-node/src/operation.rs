@@ -34,7 +34,8 @@ const OFFSET_BITS: u32 = 56;
 const OFFSET_MASK: u64 = (1 << OFFSET_BITS) - 1;
 
 /// The tiers by their number in answers.
-const TIERS: [TierKind; 4] = [TierKind::Ram, TierKind::Nvme, TierKind::Redis, TierKind::Object];
+const TIERS: [TierKind; 5] =
+    [TierKind::Ram, TierKind::Nvme, TierKind::Peer, TierKind::Redis, TierKind::Object];
 
 /// What a client asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,6 +5,7 @@ use std::fmt;
 use kvik_store::Store;
 use subtle::ConstantTimeEq;
 
+use crate::config::PeerPlan;
 use crate::error::{NodeError, Result};
 
 /// The fewest bytes of a token: one that cannot be guessed.
@@ -27,6 +28,8 @@ pub struct Tenant {
     pub token: Option<ClientToken>,
     /// Its chunks.
     pub store: Store,
+    /// The chunks of other nodes that its store reads; `None` where it reads none.
+    pub peers: Option<PeerPlan>,
 }
 
 // === impl ClientToken ===
@@ -67,7 +70,7 @@ impl fmt::Debug for ClientToken {
 impl Tenant {
     /// The tenant of a daemon that has only one: every client that may connect belongs to it.
     pub fn only(store: Store) -> Self {
-        Self { name: String::new(), token: None, store }
+        Self { name: String::new(), token: None, store, peers: None }
     }
 
     /// The tenant of a client with this token, which is empty where it has none.

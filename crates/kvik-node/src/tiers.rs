@@ -3,31 +3,34 @@
 use std::fmt::Display;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvik_runtime::config::cloud_environment;
 use kvik_store::{DigestKey, Store, StoreOptions, WriteBack, register_with_cuda};
 use kvik_tier::{
     Arena, ArenaOptions, Breaker, BreakerOptions, Checksummed, IoKind, Metered, NvmeOptions, NvmeTier,
     ObjectOptions, RamTier, RedisOptions, RemoteOptions, Retry, RetryOptions, Throttled, ThrottledOptions,
-    Tier, open_remote,
+    Tier, TierKind, open_remote,
 };
 use kvik_types::BlockSize;
 
-use crate::config::{StoreConfig, StorePlan};
+use crate::config::{PeerPlan, StoreConfig, StorePlan};
 use crate::error::{NodeError, Result};
 
 /// The least that a secret must have: one that cannot be guessed.
 const MIN_SECRET_BYTES: usize = 16;
 
 /// Opens the tiers of `config`, of which `plan` is what it [resolves](StoreConfig::resolve) to, and puts the store
-/// together.
+/// together; with the chunks of other nodes as a tier where there are `peers`.
 ///
 /// A disk that cannot be used is an error of the start. A remote tier that cannot be reached is not: it may
 /// come, and until then it is left alone.
 ///
 /// # Errors
 /// If memory or the disk cannot be used, or the key of digests cannot be read.
-pub fn open_store(config: &StoreConfig, plan: &StorePlan) -> Result<Store> {
+pub fn open_store(config: &StoreConfig, plan: &StorePlan, peers: Option<&PeerPlan>) -> Result<Store> {
+    let default = StoreOptions::default();
+    let peer_lookup_timeout = peers.map_or(Duration::ZERO, |peers| peers.lookup_timeout);
     let options = StoreOptions {
         chunk_tokens: BlockSize::try_new(plan.chunk_tokens).map_err(refused)?,
         stores_tails: plan.stores_tails,
@@ -35,7 +38,9 @@ pub fn open_store(config: &StoreConfig, plan: &StorePlan) -> Result<Store> {
         write_back: if plan.writes_on_reuse { WriteBack::OnReuse } else { WriteBack::OnStore },
         retrieve_timeout: plan.load_timeout,
         digest_key: config.digest_key_file.as_deref().map(read_digest_key).transpose()?,
-        ..StoreOptions::default()
+        // As long as one question to peers may take.
+        lookup_timeout: default.lookup_timeout.max(peer_lookup_timeout),
+        ..default
     };
     let arena = Arena::new(ArenaOptions::new(plan.ram_bytes)).map_err(refused)?;
     if let Some(ordinal) = config.cuda_device {
@@ -51,6 +56,12 @@ pub fn open_store(config: &StoreConfig, plan: &StorePlan) -> Result<Store> {
         };
         let tier = NvmeTier::open(&options).map_err(refused)?;
         builder = builder.local(guarded(Checksummed::new(tier)));
+    }
+    if let Some(peers) = peers {
+        let bounds = ThrottledOptions { bytes_per_s: peers.bytes_per_s, ..ThrottledOptions::default() };
+        // No breaker around it: it leaves single peers alone.
+        let tier = Metered::new(Throttled::new(Arc::clone(&peers.tier), bounds));
+        builder = builder.remote(Arc::new(tier)).read_threads(TierKind::Peer, peers.n_read_threads);
     }
     if let Some(url) = &plan.remote {
         let tier = open_remote(url, &remote_options(config, plan)).map_err(refused)?;

@@ -373,6 +373,7 @@ fn a_tenant_finds_nothing_of_another_and_a_wrong_token_is_refused() {
         name: name.to_owned(),
         token: Some(token(name)),
         store: Daemon::open_store(16 << 20),
+        peers: None,
     };
     daemon.server = None;
     let mut options = NodeOptions::new(daemon.socket.clone(), daemon.store.clone());

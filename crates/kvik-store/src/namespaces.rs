@@ -76,6 +76,11 @@ impl Namespaces {
         self.known.read().list[namespace_idx as usize].id
     }
 
+    /// The id of a place that may be none.
+    pub(crate) fn find_id(&self, namespace_idx: u32) -> Option<NamespaceId> {
+        self.known.read().list.get(namespace_idx as usize).map(|namespace| namespace.id)
+    }
+
     /// Whether a namespace is of this store.
     pub(crate) fn is_ours(&self, namespace: &Arc<NamespaceState>) -> bool {
         let known = self.known.read();

@@ -1,7 +1,7 @@
 //! Places in a store's list of tiers.
 
 /// Tiers that a store can have, memory included.
-pub(crate) const MAX_TIERS: usize = 4;
+pub(crate) const MAX_TIERS: usize = 5;
 
 /// A place in the list of tiers; memory is the first, then local tiers, then remote ones.
 pub(crate) type TierIdx = usize;

@@ -15,6 +15,7 @@
 
 #[expect(unsafe_code, reason = "it maps memory and hands out references into it")]
 mod arena;
+mod channel;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod decorator;
@@ -25,6 +26,7 @@ mod key;
 pub mod nvme;
 mod object;
 mod operations;
+pub mod peer;
 mod ram;
 mod random;
 mod redis;
@@ -48,6 +50,7 @@ pub use key::{ChunkKey, NamespaceId, TokenDigest};
 pub use nvme::{IoKind, NvmeOptions, NvmeTier};
 pub use object::{ObjectOptions, ObjectTier, ObjectUrl};
 pub use operations::OperationMetrics;
+pub use peer::{PeerAddress, PeerOptions, PeerTier};
 pub use ram::RamTier;
 pub use redis::{RedisOptions, RedisTier, RedisUrl, Reply, ReplyReader, ValueReply};
 pub use remote::{RemoteOptions, RemoteUrl, open_remote};

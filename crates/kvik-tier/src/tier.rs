@@ -15,6 +15,11 @@ pub trait Tier: fmt::Debug + Send + Sync {
     /// What kind of place it is.
     fn kind(&self) -> TierKind;
 
+    /// Whether nothing is ever stored there by this store, so that nothing need be handed to it.
+    fn is_read_only(&self) -> bool {
+        false
+    }
+
     /// Stores the items in their order and sets every outcome.
     ///
     /// An item whose key is present stays as it was ([`PutOutcome::Present`]). An item becomes visible to
@@ -105,6 +110,8 @@ pub enum TierKind {
     Ram,
     /// Disks of this machine.
     Nvme,
+    /// Memory and disks of other nodes of the cluster.
+    Peer,
     /// A Redis or Valkey server or cluster.
     Redis,
     /// An object store.
@@ -254,6 +261,7 @@ impl TierKind {
         match self {
             Self::Ram => "ram",
             Self::Nvme => "nvme",
+            Self::Peer => "peer",
             Self::Redis => "redis",
             Self::Object => "object",
         }

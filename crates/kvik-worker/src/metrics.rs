@@ -153,8 +153,15 @@ impl WorkerMetrics {
 
     /// The prompt of a request was admitted with cached tokens.
     pub(crate) fn cached(&self, tiers: CachedTiers) {
-        let CachedTiers { engine, ram, nvme, redis, object } = tiers;
-        let tiers = [("engine", engine), ("ram", ram), ("nvme", nvme), ("redis", redis), ("object", object)];
+        let CachedTiers { engine, ram, nvme, peer, redis, object } = tiers;
+        let tiers = [
+            ("engine", engine),
+            ("ram", ram),
+            ("nvme", nvme),
+            ("peer", peer),
+            ("redis", redis),
+            ("object", object),
+        ];
         for (tier, n_tokens) in tiers.into_iter().filter(|(_, n_tokens)| 0 < *n_tokens) {
             self.add("kvik_worker_cached_tokens_total", "tier", tier.to_owned(), n_tokens as u64);
         }

@@ -26,7 +26,8 @@ use crate::store::LocalStore;
 const MAX_PREFETCHES: usize = 1024;
 
 /// All kinds of tiers, fastest first.
-const TIERS: [TierKind; 4] = [TierKind::Ram, TierKind::Nvme, TierKind::Redis, TierKind::Object];
+const TIERS: [TierKind; 5] =
+    [TierKind::Ram, TierKind::Nvme, TierKind::Peer, TierKind::Redis, TierKind::Object];
 
 /// The store as its administrators see it.
 #[derive(Debug)]

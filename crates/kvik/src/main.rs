@@ -65,7 +65,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Bench(BenchCommand::Index(arguments)) => commands::bench::index(arguments),
         Command::Bench(BenchCommand::Routing(arguments)) => commands::bench::routing(arguments),
         Command::Bench(BenchCommand::MemoryPeer(arguments)) => commands::bench::memory_peer(arguments),
-        Command::Bench(BenchCommand::NodePeer(arguments)) => commands::bench::node_peer(arguments),
+        Command::Bench(BenchCommand::NodeClient(arguments)) => commands::bench::node_client(arguments),
         Command::Up(arguments) => commands::up::run(arguments),
         Command::Demo(arguments) => commands::demo::run(arguments),
         Command::Worker(arguments) => commands::roles::worker(arguments),

@@ -17,7 +17,7 @@ pub struct Tokens {
 pub const SOURCES: [&str; 4] = ["engine", "ram", "nvme", "remote"];
 
 /// The tiers of a usage report that are remote.
-const REMOTE_TIERS: [&str; 2] = ["redis", "object"];
+const REMOTE_TIERS: [&str; 3] = ["peer", "redis", "object"];
 
 /// One request.
 #[derive(Debug, Clone, Copy)]

@@ -1,7 +1,7 @@
 //! Chunks that a client writes.
 
 use kvik_store::{Chain, Commit};
-use kvik_tier::shared::{Checksum, combine_checksums};
+use kvik_tier::shared::{Checksum, checksum, combine_checksums};
 
 use super::exchange::{Ticket, broken};
 use super::{Handle, offset_of};
@@ -77,6 +77,34 @@ impl RemoteWrite {
         }
         let checksum = self.copy_in(place, 0, payload)?;
         self.begin_commit(place, checksum)
+    }
+
+    /// Writes a chunk whose bytes lie in pieces, one after the other, as [`Self::write_chunk`] does.
+    ///
+    /// # Errors
+    /// If the daemon is gone, or the pieces together have another length.
+    pub fn write_pieces<'a>(
+        &mut self,
+        place: usize,
+        pieces: impl IntoIterator<Item = &'a [u8]>,
+    ) -> Result<()> {
+        let n_bytes = self.payload_bytes(place);
+        let (mut start, mut whole) = (0, checksum(&[]));
+        for piece in pieces {
+            if piece.len() > n_bytes - start {
+                return Err(NodeError::invalid(
+                    "length of a chunk",
+                    &(start + piece.len()),
+                    n_bytes.to_string(),
+                ));
+            }
+            whole = combine_checksums(whole, self.copy_in(place, start, piece)?, piece.len());
+            start += piece.len();
+        }
+        if start != n_bytes {
+            return Err(NodeError::invalid("length of a chunk", &start, n_bytes.to_string()));
+        }
+        self.begin_commit(place, whole)
     }
 
     /// Writes one layer of a chunk, in any order, and lets the daemon publish the chunk after the last one.

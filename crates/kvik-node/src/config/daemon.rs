@@ -7,7 +7,7 @@ use kvik_runtime::secret::Secret;
 use kvik_store::Store;
 use serde::{Deserialize, Serialize};
 
-use super::{StoreConfig, check};
+use super::{PeerConfig, PeerPlan, StoreConfig, check};
 use crate::error::{NodeError, Result};
 use crate::tenant::{ClientToken, Tenant};
 use crate::tiers::open_store;
@@ -31,6 +31,8 @@ pub struct DaemonConfig {
     pub tiers: StoreConfig,
     /// Tenants, which share no chunk and no memory. Default: none, all engines share everything.
     pub tenants: Vec<TenantConfig>,
+    /// Other nodes, whose chunks are read and that read those of this one.
+    pub peer: PeerConfig,
     /// Time for chunks to be written to lower tiers at the end. Default: 20 s.
     pub drain_grace_s: u64,
 }
@@ -62,6 +64,7 @@ impl Default for DaemonConfig {
             token_file: None,
             tiers: StoreConfig::default(),
             tenants: Vec::new(),
+            peer: PeerConfig::default(),
             drain_grace_s: 20,
         }
     }
@@ -83,7 +86,9 @@ impl DaemonConfig {
         if self.tenants.is_empty() {
             let token = self.token_file.as_deref().map(read_token).transpose()?;
             let name = self.tiers.tenant.clone();
-            return Ok(vec![Tenant { name, token, store: open(&self.tiers)? }]);
+            let peers = self.peer.open_tier(&name)?;
+            let store = open(&self.tiers, peers.as_ref())?;
+            return Ok(vec![Tenant { name, token, store, peers }]);
         }
         if let Some(file) = &self.token_file {
             let allowed = "none beside `tenants`, which have tokens of their own";
@@ -107,11 +112,13 @@ impl DaemonConfig {
             ..self.tiers.clone()
         };
         let token = Some(read_token(token_file)?);
-        Ok(Tenant { name: name.clone(), token, store: open(&tiers)? })
+        let peers = self.peer.open_tier(name)?;
+        let store = open(&tiers, peers.as_ref())?;
+        Ok(Tenant { name: name.clone(), token, store, peers })
     }
 }
 
-fn open(tiers: &StoreConfig) -> Result<Store> {
+fn open(tiers: &StoreConfig, peers: Option<&PeerPlan>) -> Result<Store> {
     if let Some(socket) = &tiers.daemon {
         return Err(NodeError::invalid("tiers.daemon", &socket.display(), "none: this is the daemon"));
     }
@@ -122,7 +129,7 @@ fn open(tiers: &StoreConfig) -> Result<Store> {
             "a size such as 2GiB: a daemon has memory for chunks",
         ));
     };
-    open_store(tiers, &plan)
+    open_store(tiers, &plan, peers)
 }
 
 /// Reads the token that is in a file.

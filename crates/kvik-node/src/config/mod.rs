@@ -3,6 +3,7 @@
 //! Options of LMCache are read too, under its names; [`StoreConfig::resolve`] makes one plan of both.
 
 mod daemon;
+mod peer;
 #[cfg(test)]
 mod tests;
 
@@ -23,6 +24,7 @@ use crate::tenant::ClientToken;
 
 pub(crate) use daemon::read_token;
 pub use daemon::{DaemonConfig, TenantConfig};
+pub use peer::{PeerConfig, PeerPlan, PeerTlsConfig};
 
 /// What the length of a chunk must be a multiple of: the tokens of a block of the built-in engine, and of most others.
 const BLOCK_TOKENS: usize = 16;

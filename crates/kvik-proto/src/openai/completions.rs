@@ -168,6 +168,9 @@ pub struct CachedTiers {
     /// On a local disk.
     #[serde(skip_serializing_if = "is_zero")]
     pub nvme: usize,
+    /// On other nodes of the cluster.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub peer: usize,
     /// On a Redis server or cluster.
     #[serde(skip_serializing_if = "is_zero")]
     pub redis: usize,

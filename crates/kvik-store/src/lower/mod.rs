@@ -24,6 +24,8 @@ pub(crate) struct Lower {
     pub(crate) tier_idx: TierIdx,
     /// The order of its chunks, for a local tier. A remote one looks after itself.
     pub(crate) residents: Option<SharedResidents>,
+    /// Threads that read from it.
+    pub(crate) n_read_threads: usize,
     pub(crate) reads: Queue<ReadJob>,
     pub(crate) writes: Queue<WriteJob>,
 }

@@ -32,11 +32,13 @@ pub struct StoreBuilder {
     ram: RamTier,
     locals: Vec<Arc<dyn Tier>>,
     remotes: Vec<Arc<dyn Tier>>,
+    /// Threads that read from the tiers of a kind, where it is not the number of the options.
+    read_threads: HashMap<TierKind, usize>,
 }
 
 impl StoreBuilder {
     pub(super) fn new(options: StoreOptions, ram: RamTier) -> Self {
-        Self { options, ram, locals: Vec::new(), remotes: Vec::new() }
+        Self { options, ram, locals: Vec::new(), remotes: Vec::new(), read_threads: HashMap::new() }
     }
 
     /// Adds a tier that only this store writes and that knows its keys, faster ones first. The store decides
@@ -54,13 +56,24 @@ impl StoreBuilder {
         self
     }
 
+    /// Reads from the tier of a kind with as many threads, instead of those of
+    /// [`StoreOptions::n_read_threads`].
+    #[must_use]
+    pub fn read_threads(mut self, kind: TierKind, n_threads: usize) -> Self {
+        self.read_threads.insert(kind, n_threads);
+        self
+    }
+
     /// Opens the store: learns what the local tiers hold and starts the threads.
     ///
     /// # Errors
     /// If a setting is not allowed, if two tiers are of one kind, or if there are no threads.
     pub fn open(self) -> Result<Store> {
-        let Self { options, ram, locals, remotes } = self;
+        let Self { options, ram, locals, remotes, read_threads } = self;
         options.validate()?;
+        if let Some(n_threads) = read_threads.values().find(|n_threads| !(1..=64).contains(*n_threads)) {
+            return Err(StoreError::invalid("read_threads", n_threads, "1 to 64"));
+        }
         let n_locals = locals.len();
         let tiers: Vec<Arc<dyn Tier>> = locals.into_iter().chain(remotes).collect();
         validate_tiers(&tiers)?;
@@ -76,6 +89,7 @@ impl StoreBuilder {
                 kind: tier.kind(),
                 tier_idx: lower_idx + 1,
                 residents: (lower_idx < n_locals).then(|| residents_of(capacity_bytes)),
+                n_read_threads: *read_threads.get(&tier.kind()).unwrap_or(&options.n_read_threads),
                 reads: Queue::new(options.load_in_flight_bytes.unwrap_or(ram_bytes / 2)),
                 writes: Queue::new(options.write_queue_bytes.unwrap_or(ram_bytes / 4)),
                 tier,

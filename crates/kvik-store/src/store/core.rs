@@ -61,6 +61,11 @@ impl Core {
         tier.checked_sub(1).and_then(|lower_idx| self.lowers.get(lower_idx))
     }
 
+    /// The lower tiers that take chunks.
+    pub(crate) fn written_lowers(&self) -> impl Iterator<Item = &Lower> {
+        self.lowers.iter().filter(|lower| !lower.tier.is_read_only())
+    }
+
     pub(crate) fn kind_of(&self, tier: TierIdx) -> TierKind {
         self.lower(tier).map_or(TierKind::Ram, |lower| lower.kind)
     }

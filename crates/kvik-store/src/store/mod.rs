@@ -3,8 +3,8 @@
 //! Each file stands on those named before it. `core` is the state that all share. On it stand `room` (what
 //! leaves memory), `publish` (what becomes visible there) and `survey` (what remote tiers have), then `reads`
 //! and `write_back`, which work on the queues of the lower tiers. What callers use comes last: `lookup`,
-//! `retrieve` with `prefetch`, `layers` with `promotion`, `write` with `layer_write`, `pins`, `moves`, `clear`, `observe` and
-//! `stats`; `builder` and `threads` begin and end a store.
+//! `retrieve` with `prefetch`, `layers` with `promotion`, `write` with `layer_write`, `pins`, `moves`, `clear`, `observe`,
+//! `provide` (for other nodes) and `stats`; `builder` and `threads` begin and end a store.
 
 mod builder;
 mod clear;
@@ -17,6 +17,7 @@ mod observe;
 mod pins;
 mod prefetch;
 mod promotion;
+mod provide;
 mod publish;
 mod reads;
 mod retrieve;
@@ -40,6 +41,7 @@ pub use layers::{Layer, LayerReader};
 pub use lookup::Lookup;
 pub use observe::Observation;
 pub use prefetch::Prefetch;
+pub use provide::{LocalRange, LocalRead};
 pub use retrieve::{Retrieved, RetrievedChunk};
 pub use stats::StoreStats;
 pub use write::{ChunkWriter, Commit, Write};

@@ -268,7 +268,8 @@ impl Core {
     /// Whether a lower tier should have all ranks of a chunk that is in memory, and does not.
     fn lacks_write(&self, entry: &Entry, chain: &Chain) -> bool {
         let all_ranks = chain.space().format().all_ranks();
-        !entry.was_evicted_below && self.lowers.iter().any(|lower| entry.ranks[lower.tier_idx] != all_ranks)
+        !entry.was_evicted_below
+            && self.written_lowers().any(|lower| entry.ranks[lower.tier_idx] != all_ranks)
     }
 
     /// Has a chunk written down that was used again: one that was not to be written before its first use,
@@ -281,7 +282,7 @@ impl Core {
         generation: u64,
         cell: &Cell,
     ) {
-        for lower in &self.lowers {
+        for lower in self.written_lowers() {
             for (rank, lease) in (0..).zip(&cell.leases) {
                 let is_there = entry.ranks[lower.tier_idx] & (1 << rank) != 0;
                 let Some(lease) = lease.as_ref().filter(|_| !is_there) else { continue };

@@ -34,7 +34,7 @@ impl Threads {
         threads.spawn("kvik-reclaim".to_owned(), |core| core.run_reclaimer())?;
         for lower in &core.lowers {
             let (tier, kind) = (lower.tier_idx, lower.kind);
-            for read_idx in 0..core.options.n_read_threads {
+            for read_idx in 0..lower.n_read_threads {
                 threads.spawn(format!("kvik-{kind}-read-{read_idx}"), move |core| core.run_reads(tier))?;
             }
             threads.spawn(format!("kvik-{kind}-write"), move |core| core.run_writes(tier))?;

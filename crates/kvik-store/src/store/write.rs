@@ -156,7 +156,7 @@ impl ChunkWriter {
                 core.counters.add(Counter::StoredPayloads, 1);
                 core.counters.add(Counter::StoredBytes, lease.len() as u64);
                 if core.options.write_back == WriteBack::OnStore {
-                    for lower in &core.lowers {
+                    for lower in core.written_lowers() {
                         core.queue_write(lower, chain, *chunk_idx, rank, &lease, generation);
                     }
                 }

@@ -41,7 +41,7 @@ pub struct Breaker<T> {
 
 /// The state machine, apart from the tier.
 #[derive(Debug)]
-struct Gate {
+pub(crate) struct Gate {
     options: BreakerOptions,
     clock: Arc<dyn Clock>,
     state: Mutex<State>,
@@ -65,7 +65,7 @@ enum Phase {
 
 /// The right to one call. A probe that never settles, because its thread panics, is a failure.
 #[derive(Debug)]
-struct Permit<'a> {
+pub(crate) struct Permit<'a> {
     gate: &'a Gate,
     is_probe: bool,
     is_settled: bool,
@@ -73,7 +73,7 @@ struct Permit<'a> {
 
 /// What an item says about the tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Verdict {
+pub(crate) enum Verdict {
     Success,
     Failure,
     Nothing,
@@ -100,8 +100,7 @@ impl<T: Tier> Breaker<T> {
 
     /// Watches `inner` by a clock of the caller.
     pub fn with_clock(inner: T, options: BreakerOptions, clock: Arc<dyn Clock>) -> Self {
-        let state = State { phase: Phase::Closed, failures_in_a_row: 0, openings_in_a_row: 0, n_openings: 0 };
-        Self { inner, gate: Gate { options, clock, state: Mutex::new(state) } }
+        Self { inner, gate: Gate::new(options, clock) }
     }
 
     /// The tier inside.
@@ -111,7 +110,7 @@ impl<T: Tier> Breaker<T> {
 
     /// Whether the tier is asked; one that is due for a probe is not yet.
     pub fn is_closed(&self) -> bool {
-        matches!(self.gate.state.lock().phase, Phase::Closed)
+        self.gate.is_closed()
     }
 
     /// Makes a call whose failure is an error.
@@ -128,6 +127,10 @@ impl<T: Tier> Breaker<T> {
 impl<T: Tier> Tier for Breaker<T> {
     fn kind(&self) -> TierKind {
         self.inner.kind()
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.inner.is_read_only()
     }
 
     fn put(&self, batch: &mut [PutItem<'_>]) {
@@ -194,8 +197,26 @@ impl<T: Tier> Tier for Breaker<T> {
 // === impl Gate ===
 
 impl Gate {
+    pub(crate) fn new(options: BreakerOptions, clock: Arc<dyn Clock>) -> Self {
+        let state = State { phase: Phase::Closed, failures_in_a_row: 0, openings_in_a_row: 0, n_openings: 0 };
+        Self { options, clock, state: Mutex::new(state) }
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        matches!(self.state.lock().phase, Phase::Closed)
+    }
+
+    /// Whether a call would be let through now.
+    pub(crate) fn is_passable(&self) -> bool {
+        match self.state.lock().phase {
+            Phase::Closed => true,
+            Phase::Open { probe_at } => probe_at <= self.clock.now(),
+            Phase::HalfOpen => false,
+        }
+    }
+
     /// The right to a call; none while the tier is not to be asked.
-    fn enter(&self) -> Option<Permit<'_>> {
+    pub(crate) fn enter(&self) -> Option<Permit<'_>> {
         let mut state = self.state.lock();
         let is_probe = match state.phase {
             Phase::Closed => false,
@@ -254,7 +275,7 @@ impl Gate {
 
 impl Permit<'_> {
     /// Counts what the call's items say. Calls that end while the breaker is open began before, and say nothing new.
-    fn settle(mut self, verdicts: impl Iterator<Item = Verdict>) {
+    pub(crate) fn settle(mut self, verdicts: impl Iterator<Item = Verdict>) {
         self.is_settled = true;
         let state = &mut *self.gate.state.lock();
         if self.is_probe {

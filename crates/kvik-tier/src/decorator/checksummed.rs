@@ -175,6 +175,10 @@ impl<T: Tier> Tier for Checksummed<T> {
         self.inner.kind()
     }
 
+    fn is_read_only(&self) -> bool {
+        self.inner.is_read_only()
+    }
+
     fn put(&self, batch: &mut [PutItem<'_>]) {
         let seals = Seals {
             sealed: batch.iter().map(|_| OnceLock::new()).collect(),

@@ -195,6 +195,10 @@ impl<T: Tier> Tier for Faulty<T> {
         self.inner.kind()
     }
 
+    fn is_read_only(&self) -> bool {
+        self.inner.is_read_only()
+    }
+
     fn put(&self, batch: &mut [PutItem<'_>]) {
         self.state.lock().see(batch.iter().map(|item| item.key));
         let faults: Vec<Fault> = batch.iter().map(|_| self.draw(State::draw_put_fault)).collect();

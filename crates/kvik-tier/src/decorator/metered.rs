@@ -103,6 +103,10 @@ impl<T: Tier> Tier for Metered<T> {
         self.inner.kind()
     }
 
+    fn is_read_only(&self) -> bool {
+        self.inner.is_read_only()
+    }
+
     fn put(&self, batch: &mut [PutItem<'_>]) {
         self.time(PUT, |inner| inner.put(batch));
         for item in batch {

@@ -17,6 +17,7 @@ mod throttled;
 use std::sync::Arc;
 
 pub use breaker::{Breaker, BreakerOptions};
+pub(crate) use breaker::{Gate, Permit, Verdict};
 pub use checksummed::Checksummed;
 pub use clock::{Clock, SystemClock};
 pub use faulty::{FaultRates, Faulty};
@@ -34,6 +35,10 @@ macro_rules! impl_tier_for_pointer {
         impl<T: Tier + ?Sized> Tier for $pointer<T> {
             fn kind(&self) -> TierKind {
                 (**self).kind()
+            }
+
+            fn is_read_only(&self) -> bool {
+                (**self).is_read_only()
             }
 
             fn put(&self, batch: &mut [PutItem<'_>]) {

@@ -104,6 +104,10 @@ impl<T: Tier> Tier for Retry<T> {
         self.inner.kind()
     }
 
+    fn is_read_only(&self) -> bool {
+        self.inner.is_read_only()
+    }
+
     fn put(&self, batch: &mut [PutItem<'_>]) {
         let mut attempts = self.attempts();
         self.inner.put(batch);

@@ -125,6 +125,10 @@ impl<T: Tier> Tier for Throttled<T> {
         self.inner.kind()
     }
 
+    fn is_read_only(&self) -> bool {
+        self.inner.is_read_only()
+    }
+
     fn put(&self, batch: &mut [PutItem<'_>]) {
         let call = self.enter();
         let n_passed = call.as_ref().map_or(0, |_| self.take(batch.iter().map(PutItem::n_bytes)));

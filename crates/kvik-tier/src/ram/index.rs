@@ -58,6 +58,10 @@ impl Index {
         self.shard(key).chunks.lock().get(key).map_or(Held::Nothing, |chunk| chunk.held_for(digest))
     }
 
+    pub(super) fn get_any(&self, key: &ChunkKey) -> Option<(Lease, TokenDigest)> {
+        self.shard(key).chunks.lock().get(key).map(|chunk| (chunk.lease.clone(), chunk.digest))
+    }
+
     pub(super) fn contains(&self, key: &ChunkKey) -> bool {
         self.shard(key).chunks.lock().contains_key(key)
     }

@@ -69,6 +69,11 @@ impl RamTier {
         }
     }
 
+    /// Leases the chunk `key` for whatever tokens it is, with their digest: for a reader that compares it later.
+    pub fn lease_with_digest(&self, key: &ChunkKey) -> Option<(Lease, TokenDigest)> {
+        self.index.get_any(key)
+    }
+
     /// Whether the chunk `key` is there for the tokens of `digest`; `None` if it is not there at all.
     pub fn is_for(&self, key: &ChunkKey, digest: TokenDigest) -> Option<bool> {
         match self.index.get(key, digest) {

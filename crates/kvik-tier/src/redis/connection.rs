@@ -1,18 +1,15 @@
 //! One connection to one server.
 
-use std::io::{self, IoSlice, Read, Write};
-use std::net::TcpStream;
-use std::os::unix::net::UnixStream;
+use std::io::{self, IoSlice, Read, Write as _};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvik_types::RedisEndpoint as Endpoint;
-use rustls::pki_types::ServerName;
-use rustls::{ClientConfig, ClientConnection, StreamOwned};
+use rustls::ClientConfig;
 
-use super::resolve::Resolver;
 use super::resp::{Reply, ReplyReader, push_argument, push_command};
 use super::server_error::ServerError;
+use crate::channel::{Channel, Resolver, TimedSocket, write_all_slices};
 use crate::error::{Result, TierError};
 
 /// Small commands are gathered up to so many bytes before they are written.
@@ -43,27 +40,6 @@ pub(super) struct Connection {
     out: Vec<u8>,
 }
 
-/// The way bytes go.
-#[derive(Debug)]
-enum Channel {
-    Plain(TimedSocket),
-    Tls(Box<StreamOwned<ClientConnection, TimedSocket>>),
-}
-
-/// A socket whose reads and writes end in time: none waits longer than `silence`, and none after `deadline`.
-#[derive(Debug)]
-struct TimedSocket {
-    socket: Socket,
-    silence: Duration,
-    deadline: Instant,
-}
-
-#[derive(Debug)]
-enum Socket {
-    Tcp(TcpStream),
-    Unix(UnixStream),
-}
-
 // === impl Dialer ===
 
 impl Dialer {
@@ -74,17 +50,16 @@ impl Dialer {
     pub(super) fn connect(&self, endpoint: &Endpoint, deadline: Instant) -> Result<Connection> {
         let connect_deadline = deadline.min(Instant::now() + self.connect_timeout);
         let failed = |error: io::Error| TierError::remote(format!("connect to {endpoint}"), &error, true);
-        let socket = open_socket(&self.resolver, endpoint, connect_deadline).map_err(failed)?;
-        let socket = TimedSocket { socket, silence: self.response_timeout, deadline: connect_deadline };
-        let channel = match (&self.tls, endpoint) {
-            (Some(config), Endpoint::Tcp { host, .. }) => {
-                let name = ServerName::try_from(host.clone()).map_err(|_| {
-                    TierError::invalid("url", host, "the host of a TLS server is a DNS name or an address")
-                })?;
-                let session = ClientConnection::new(Arc::clone(config), name)
-                    .map_err(|error| TierError::remote("begin TLS", &error, false))?;
-                Channel::Tls(Box::new(StreamOwned::new(session, socket)))
+        let silence = self.response_timeout;
+        let socket = match endpoint {
+            Endpoint::Unix(path) => TimedSocket::connect_unix(path, silence, connect_deadline),
+            Endpoint::Tcp { host, port } => {
+                TimedSocket::connect(&self.resolver, (host, *port), silence, connect_deadline)
             }
+        };
+        let socket = socket.map_err(failed)?;
+        let channel = match (&self.tls, endpoint) {
+            (Some(config), Endpoint::Tcp { host, .. }) => Channel::client(socket, config, host)?,
             _ => Channel::Plain(socket),
         };
         let mut connection = Connection { reader: ReplyReader::new(channel), out: Vec::new() };
@@ -113,7 +88,7 @@ impl std::fmt::Debug for Login {
 impl Connection {
     /// Sets the time at which every read and write gives up.
     pub(super) fn set_deadline(&mut self, deadline: Instant) {
-        self.reader.stream_mut().socket_mut().deadline = deadline;
+        self.reader.stream_mut().set_deadline(deadline);
     }
 
     /// Whether the server sent bytes without a request, so that replies would be taken for others.
@@ -202,135 +177,4 @@ impl Connection {
         }
         channel.flush()
     }
-}
-
-// === impl Channel, TimedSocket, Socket ===
-
-impl Channel {
-    fn socket_mut(&mut self) -> &mut TimedSocket {
-        match self {
-            Self::Plain(socket) => socket,
-            Self::Tls(stream) => &mut stream.sock,
-        }
-    }
-}
-
-impl Read for Channel {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        match self {
-            Self::Plain(socket) => socket.read(buffer),
-            Self::Tls(stream) => stream.read(buffer),
-        }
-    }
-}
-
-impl Write for Channel {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        match self {
-            Self::Plain(socket) => socket.write(bytes),
-            Self::Tls(stream) => stream.write(bytes),
-        }
-    }
-
-    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        match self {
-            Self::Plain(socket) => socket.write_vectored(slices),
-            Self::Tls(stream) => stream.write_vectored(slices),
-        }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        match self {
-            Self::Plain(_) => Ok(()),
-            Self::Tls(stream) => stream.flush(),
-        }
-    }
-}
-
-impl TimedSocket {
-    fn patience(&self) -> io::Result<Duration> {
-        let left = self.deadline.saturating_duration_since(Instant::now()).min(self.silence);
-        // The operating system takes a timeout of 0 for none.
-        if left < Duration::from_millis(1) { Err(out_of_time()) } else { Ok(left) }
-    }
-
-    fn write_timed(&mut self, write: impl FnOnce(&mut dyn Write) -> io::Result<usize>) -> io::Result<usize> {
-        let patience = Some(self.patience()?);
-        let written = match &mut self.socket {
-            Socket::Tcp(stream) => stream.set_write_timeout(patience).and_then(|()| write(stream)),
-            Socket::Unix(stream) => stream.set_write_timeout(patience).and_then(|()| write(stream)),
-        };
-        written.map_err(name_timeout)
-    }
-}
-
-impl Read for TimedSocket {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let patience = Some(self.patience()?);
-        let read = match &mut self.socket {
-            Socket::Tcp(stream) => stream.set_read_timeout(patience).and_then(|()| stream.read(buffer)),
-            Socket::Unix(stream) => stream.set_read_timeout(patience).and_then(|()| stream.read(buffer)),
-        };
-        read.map_err(name_timeout)
-    }
-}
-
-impl Write for TimedSocket {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.write_timed(|stream| stream.write(bytes))
-    }
-
-    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        self.write_timed(|stream| stream.write_vectored(slices))
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-fn open_socket(resolver: &Resolver, endpoint: &Endpoint, deadline: Instant) -> io::Result<Socket> {
-    match endpoint {
-        // A unix socket connects at once or waits for its server's backlog; the server is on this machine.
-        Endpoint::Unix(path) => Ok(Socket::Unix(UnixStream::connect(path)?)),
-        Endpoint::Tcp { host, port } => {
-            let mut last_error = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-            for address in resolver.resolve(host, *port, deadline)? {
-                let left = deadline.saturating_duration_since(Instant::now());
-                if left.is_zero() {
-                    return Err(out_of_time());
-                }
-                match TcpStream::connect_timeout(&address, left) {
-                    Ok(stream) => {
-                        stream.set_nodelay(true)?;
-                        return Ok(Socket::Tcp(stream));
-                    }
-                    Err(error) => last_error = error,
-                }
-            }
-            Err(last_error)
-        }
-    }
-}
-
-fn write_all_slices(stream: &mut impl Write, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
-    IoSlice::advance_slices(&mut slices, 0);
-    while !slices.is_empty() {
-        match stream.write_vectored(slices) {
-            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(n_written) => IoSlice::advance_slices(&mut slices, n_written),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
-}
-
-/// A socket's own limit is told as "would block".
-fn name_timeout(error: io::Error) -> io::Error {
-    if error.kind() == io::ErrorKind::WouldBlock { out_of_time() } else { error }
-}
-
-fn out_of_time() -> io::Error {
-    io::Error::new(io::ErrorKind::TimedOut, "no answer in time")
 }

@@ -120,6 +120,7 @@ impl Entry {
             *match tier {
                 TierKind::Ram => &mut tiers.ram,
                 TierKind::Nvme => &mut tiers.nvme,
+                TierKind::Peer => &mut tiers.peer,
                 TierKind::Redis => &mut tiers.redis,
                 TierKind::Object => &mut tiers.object,
             } += n_tokens;

@@ -213,12 +213,12 @@ impl ChunkObserver for KvLog {
     }
 }
 
-/// What a tier of the store is to others. A worker has at most one that is remote.
+/// What a tier of the store is to others. A worker has at most one that is remote; what peers have they tell themselves.
 pub(crate) fn kv_tier(tier: TierKind) -> KvTier {
     match tier {
         TierKind::Ram => KvTier::Cpu,
         TierKind::Nvme => KvTier::Disk,
-        TierKind::Redis | TierKind::Object => KvTier::Remote,
+        TierKind::Peer | TierKind::Redis | TierKind::Object => KvTier::Remote,
     }
 }
 

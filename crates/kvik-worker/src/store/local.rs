@@ -40,7 +40,7 @@ impl LocalStore {
         format: ChunkFormat,
     ) -> Result<Option<Self>> {
         let Some(plan) = config.resolve()? else { return Ok(None) };
-        let store = open_store(config, &plan)?;
+        let store = open_store(config, &plan, None)?;
         let namespace = Namespace { tenant: config.tenant.clone(), ..namespace.clone() };
         let space = store.space(&namespace, format).map_err(refused)?;
         let layer_loader = if plan.is_layerwise {

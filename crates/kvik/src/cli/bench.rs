@@ -19,7 +19,7 @@ pub(crate) enum BenchCommand {
     Memory(BenchMemoryArguments),
     /// Measure the KV store: each tier beside what its medium gives without it, lookups, and what a hit saves
     Store(BenchStoreArguments),
-    /// Measure the store daemon: bytes in and out of it by several client processes, lookups, attaching
+    /// Measure the store daemon: bytes in and out of it by several client processes, lookups, attaching, other nodes
     Node(BenchNodeArguments),
     /// Measure the global KV index: events, lookups, bytes, its snapshot, and whether it is exact
     Index(BenchIndexArguments),
@@ -30,7 +30,7 @@ pub(crate) enum BenchCommand {
     MemoryPeer(BenchMemoryPeerArguments),
     /// A client process of `kvik bench node`
     #[command(hide = true)]
-    NodePeer(BenchNodePeerArguments),
+    NodeClient(BenchNodeClientArguments),
 }
 
 /// Every value is the median of at least three repeats after a warm-up.
@@ -201,7 +201,7 @@ pub(crate) struct BenchNodeArguments {
 }
 
 #[derive(Debug, Args)]
-pub(crate) struct BenchNodePeerArguments {
+pub(crate) struct BenchNodeClientArguments {
     /// Socket of the daemon
     pub(crate) socket: PathBuf,
 

@@ -24,6 +24,15 @@ pub(crate) struct StoreServeArguments {
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) metrics: Option<String>,
 
+    /// Address at which other nodes read chunks of this one; port 0 takes a free one. One that other machines can reach
+    /// needs `--set peer.token_file=FILE`, `peer.tls` or `peer.insecure` [default: none]
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) listen: Option<String>,
+
+    /// Node whose chunks are read, once for each; a name stands for all its addresses [default: none]
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) peer: Vec<String>,
+
     #[command(flatten)]
     pub(crate) store: StoreArguments,
 

@@ -13,7 +13,7 @@ use kvik_bench::sim::{Trace, synthetic::Chats};
 use super::{check_kv_blocks, open_model, print_json};
 use crate::cli::bench::{
     BenchEdgesArguments, BenchEngineArguments, BenchGatewayArguments, BenchIndexArguments,
-    BenchMemoryArguments, BenchMemoryPeerArguments, BenchNodeArguments, BenchNodePeerArguments,
+    BenchMemoryArguments, BenchMemoryPeerArguments, BenchNodeArguments, BenchNodeClientArguments,
     BenchRoutingArguments, BenchStoreArguments,
 };
 use kvik_bench::edges::{Attack, EdgesBench, EdgesBenchOptions};
@@ -162,8 +162,8 @@ pub(crate) fn node(arguments: &BenchNodeArguments) -> anyhow::Result<()> {
 }
 
 /// Runs a client process of `kvik bench node`.
-pub(crate) fn node_peer(arguments: &BenchNodePeerArguments) -> anyhow::Result<()> {
-    node::serve_peer(&arguments.socket, arguments.number, arguments.n_chunks)
+pub(crate) fn node_client(arguments: &BenchNodeClientArguments) -> anyhow::Result<()> {
+    node::serve_client(&arguments.socket, arguments.number, arguments.n_chunks)
 }
 
 /// Runs `kvik bench store`.

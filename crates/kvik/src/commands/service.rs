@@ -53,7 +53,7 @@ impl Flags {
     }
 
     /// All of them as a value; `None` without any.
-    fn into_value(self) -> Option<Value> {
+    pub(crate) fn into_value(self) -> Option<Value> {
         (!self.0.is_empty()).then_some(Value::Object(self.0))
     }
 

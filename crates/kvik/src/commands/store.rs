@@ -18,6 +18,13 @@ pub(crate) fn serve(arguments: &StoreServeArguments) -> anyhow::Result<()> {
     let flags = Flags::default()
         .with("socket", arguments.socket.clone())
         .with("metrics", arguments.metrics.clone())
+        .with(
+            "peer",
+            Flags::default()
+                .with("listen", arguments.listen.clone())
+                .with_list("nodes", &arguments.peer)
+                .into_value(),
+        )
         .with("tiers", service::store_flags(&arguments.store));
     let common = &arguments.service;
     let mut config =
@@ -35,7 +42,8 @@ pub(crate) fn serve(arguments: &StoreServeArguments) -> anyhow::Result<()> {
         }
         let socket = daemon.socket().display();
         let metrics = daemon.metrics_address().map(tracing::field::display);
-        tracing::info!(%socket, metrics, "store daemon is ready");
+        let peers = daemon.peer_address().map(tracing::field::display);
+        tracing::info!(%socket, metrics, peers, "store daemon is ready");
         shutdown.draining().await;
         daemon.finish().await;
         Ok(())

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::cluster::{Client, Role};
+use crate::cluster::{self, Client, Role};
 use crate::http;
 use crate::process::{self, Process, eventually};
 
@@ -95,4 +95,61 @@ fn kvctl_looks_into_the_store_of_a_worker_and_carries_kv_to_another() {
     );
     kvctl(&worker.client, &["clear", "--all"]).unwrap();
     assert_eq!(kvctl(&worker.client, &["lookup", tokens[0], tokens[1]]).unwrap()["cached_tokens"], 0);
+}
+
+#[test]
+fn kvctl_governs_the_stores_of_all_workers_that_a_coordinator_lists() {
+    let coordinator = cluster::start_coordinator("127.0.0.1:0", &[]);
+    let base = format!("http://{}", coordinator.address);
+    let start = |id: &str| {
+        let flags = ["--id", id, "--threads", "1", "--ram", "64MiB", "--coordinator", &base];
+        cluster::start("worker", "127.0.0.1:0", &flags, &[])
+    };
+    let (first, mut second) = (start("first"), start("second"));
+    eventually("both workers are members", || {
+        cluster::member_ids(&coordinator.address).filter(|ids| ids.len() == 2)
+    });
+    let folder = tempfile::tempdir().unwrap();
+    let journal = folder.path().join("journal");
+    let journal = journal.to_str().unwrap();
+    let all = |arguments: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_kvctl"))
+            .args(["--json", "cache", "--all-nodes", "--coordinator", &base])
+            .args(arguments)
+            .output()
+            .unwrap();
+        let answers: Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+        (answers["nodes"].clone(), String::from_utf8(output.stderr).unwrap())
+    };
+    let tokens: Vec<String> = prompt(3).iter().map(u32::to_string).collect();
+    let tokens = tokens.join(",");
+    let cached = |nodes: &Value| [0, 1].map(|node| nodes[node]["answer"]["cached_tokens"].clone());
+    complete(&first.client, &prompt(3));
+    eventually("the first worker has the prompt", || {
+        let (nodes, _) = all(&["lookup", "--token-ids", &tokens]);
+        (cached(&nodes) == [json!(512), json!(0)]).then_some(())
+    });
+
+    // From one to the other, then pinned and cleared on both.
+    let moving = ["move", "--token-ids", &tokens, "--to-worker", &format!("http://{}", second.address)];
+    let moved = kvctl(&first.client, &moving).unwrap();
+    assert_eq!(moved, json!({"stored_chunks": 2, "present_chunks": 0}));
+    assert_eq!(cached(&all(&["lookup", "--token-ids", &tokens]).0), [json!(0), json!(512)]);
+    let (nodes, _) = all(&["--dry-run", "clear", "--token-ids", &tokens]);
+    assert_eq!(cached(&nodes), [json!(0), json!(512)], "a dry run only looks");
+    assert_eq!(cached(&all(&["lookup", "--token-ids", &tokens]).0), [json!(0), json!(512)]);
+    let (nodes, _) = all(&["--journal", journal, "clear", "--token-ids", &tokens]);
+    assert_eq!(nodes[1]["answer"], json!({"chunks": {"ram": 2}}));
+    assert_eq!(cached(&all(&["lookup", "--token-ids", &tokens]).0), [json!(0), json!(0)]);
+    let (nodes, _) = all(&["--journal", journal, "clear", "--token-ids", &tokens]);
+    assert_eq!(nodes[0]["done_before"], json!(true));
+
+    let (_, error) = all(&["retrieve", "--token-ids", &tokens, "-o", "x"]);
+    assert!(error.contains("`--all-nodes` is given with retrieve"), "{error}");
+    second.process.kill();
+    let (nodes, error) = all(&["health"]);
+    assert_eq!(nodes[0]["answer"]["status"], "ok");
+    let is_told = error.contains("1 of 2 workers failed") && nodes[1]["error"].is_string();
+    // A coordinator that misses it already lists one.
+    assert!(is_told || nodes.as_array().unwrap().len() == 1, "{error}");
 }

@@ -21,6 +21,28 @@ pub fn checksum(bytes: &[u8]) -> Checksum {
     Checksum(crc_fast::checksum(ALGORITHM, bytes))
 }
 
+/// The checksum of bytes that come in pieces.
+#[derive(Debug, Clone)]
+pub struct RunningChecksum(crc_fast::Digest);
+
+impl RunningChecksum {
+    /// Takes the next piece.
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.update(bytes);
+    }
+
+    /// The checksum of all pieces.
+    pub fn finish(self) -> Checksum {
+        Checksum(self.0.finalize())
+    }
+}
+
+impl Default for RunningChecksum {
+    fn default() -> Self {
+        Self(crc_fast::Digest::new(ALGORITHM))
+    }
+}
+
 /// The checksum of bytes with the checksum `first` that are followed by `n_bytes` with the checksum `second`.
 pub fn combine_checksums(first: Checksum, second: Checksum, n_bytes: usize) -> Checksum {
     Checksum(crc_fast::checksum_combine(ALGORITHM, first.0, second.0, n_bytes as u64))
@@ -39,6 +61,10 @@ mod tests {
             let (first, second) = bytes.split_at(cut);
             let joined = combine_checksums(checksum(first), checksum(second), second.len());
             assert_eq!(joined, checksum(&bytes), "{cut}");
+            let mut running = RunningChecksum::default();
+            running.update(first);
+            running.update(second);
+            assert_eq!(running.finish(), checksum(&bytes), "{cut}");
         }
     }
 }

@@ -8,6 +8,7 @@ use kvik_proto::cache::{
     PrefetchStatus, StoreResponse, TierOperation, TierReport,
 };
 use serde::Serialize;
+use serde_json::Value;
 
 use super::super::{Answer, size};
 
@@ -21,6 +22,29 @@ pub(super) struct Shown<T>(pub(super) T);
 pub(super) struct FileAnswer {
     pub(super) file: String,
     pub(super) bytes: usize,
+}
+
+/// An answer whose kind does not matter any more.
+#[derive(Debug, Serialize)]
+#[serde(transparent)]
+pub(super) struct Rendered {
+    object: Value,
+    #[serde(skip)]
+    text: Vec<u8>,
+}
+
+impl Rendered {
+    pub(super) fn of(answer: &impl Answer) -> anyhow::Result<Self> {
+        let mut text = Vec::new();
+        answer.write_text(&mut text)?;
+        Ok(Self { object: serde_json::to_value(answer)?, text })
+    }
+}
+
+impl Answer for Rendered {
+    fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
+        output.write_all(&self.text)
+    }
 }
 
 impl Answer for Shown<LookupResponse> {

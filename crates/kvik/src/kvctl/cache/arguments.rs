@@ -12,7 +12,9 @@ Examples:
   kvctl cache lookup --prompt-file question.txt
   kvctl cache prefetch --prompt 'Once upon a time' --wait
   kvctl cache move --prompt-file question.txt --from ram --to nvme
+  kvctl cache move --prompt-file question.txt --to-worker http://node-2:8082
   kvctl cache clear --all --tier redis
+  kvctl cache --all-nodes --dry-run clear --prompt-file question.txt
   kvctl --json cache stats";
 
 /// Looks at the KV store of a worker and governs it.
@@ -31,8 +33,31 @@ pub(crate) struct CacheArguments {
     #[arg(long, value_name = "FILE")]
     pub(crate) token_file: Option<PathBuf>,
 
+    #[command(flatten)]
+    pub(crate) fleet: FleetArguments,
+
     #[command(subcommand)]
     pub(crate) verb: CacheVerb,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct FleetArguments {
+    /// Do it on every worker that the coordinator lists: lookup, prefetch, pin, unpin, move between tiers, clear, health
+    /// and stats
+    #[arg(long, conflicts_with = "worker")]
+    pub(crate) all_nodes: bool,
+
+    /// Base address of the coordinator, with --all-nodes
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8081")]
+    pub(crate) coordinator: String,
+
+    /// Only print which workers it would be done on, and what they have of the prompt
+    #[arg(long, requires = "all_nodes")]
+    pub(crate) dry_run: bool,
+
+    /// File that notes on which workers it is done: a second run with the same file leaves those out [default: none]
+    #[arg(long, value_name = "FILE", requires = "all_nodes")]
+    pub(crate) journal: Option<PathBuf>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -49,7 +74,7 @@ pub(crate) enum CacheVerb {
     Pin(PromptArguments),
     /// Take one pin away
     Unpin(PromptArguments),
-    /// Put the KV of a prompt into another tier
+    /// Put the KV of a prompt into another tier, or onto another worker
     Move(MoveArguments),
     /// Forget the KV of a prompt and what hangs on it, or all of it
     Clear(ClearArguments),
@@ -86,12 +111,16 @@ pub(crate) struct MoveArguments {
     pub(crate) prompt: PromptArguments,
 
     /// Tier that has it: ram, nvme, redis or object
-    #[arg(long, value_name = "TIER")]
-    pub(crate) from: String,
+    #[arg(long, value_name = "TIER", requires = "to", required_unless_present = "to_worker")]
+    pub(crate) from: Option<String>,
 
     /// Tier that shall have it: ram, nvme, redis or object
-    #[arg(long, value_name = "TIER")]
-    pub(crate) to: String,
+    #[arg(long, value_name = "TIER", requires = "from", required_unless_present = "to_worker")]
+    pub(crate) to: Option<String>,
+
+    /// Base address of another worker with the same model that shall have it
+    #[arg(long, value_name = "URL", conflicts_with_all = ["from", "to"])]
+    pub(crate) to_worker: Option<String>,
 
     /// Keep it where it is too
     #[arg(long)]

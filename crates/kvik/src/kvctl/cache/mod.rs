@@ -1,86 +1,129 @@
-//! `kvctl cache`: the KV store of a worker, over its admin API.
+//! `kvctl cache`: the KV store of a worker, or of all workers, over their admin API.
 
 mod answers;
 mod arguments;
+mod nodes;
 
 use std::fs;
 use std::io::{IsTerminal as _, Write as _};
 use std::path::Path;
 
 use anyhow::{Context as _, bail};
+use http::{HeaderName, HeaderValue};
 use kvik_proto::cache::{ClearRequest, MoveRequest, PrefetchState, PrefetchStatus};
-use kvik_proto::client::{CacheClient, TlsClientConfig, http_client};
+use kvik_proto::client::{CacheClient, CoordinatorClient, HttpClient, TlsClientConfig, http_client};
 use kvik_proto::worker::PromptInput;
 use kvik_runtime::trust::client_header;
 use tokio::time::{Duration, sleep};
 
 use super::print;
-use answers::{FileAnswer, Shown};
+use answers::{FileAnswer, Rendered, Shown};
 pub(crate) use arguments::CacheArguments;
-use arguments::CacheVerb;
+use arguments::{CacheVerb, MoveArguments};
 
 /// Time between two looks at a prefetch that is waited for.
 const PREFETCH_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Does one verb and prints its answer.
+/// Does one verb, on one worker or on all, and prints its answer.
 pub(crate) fn run(arguments: &CacheArguments, is_json: bool) -> anyhow::Result<()> {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_all().build().context("start the client")?;
-    runtime.block_on(run_verb(arguments, is_json))
+    runtime.block_on(async {
+        let connector = Connector::new(arguments)?;
+        if arguments.fleet.all_nodes {
+            return nodes::run(arguments, &connector, is_json).await;
+        }
+        let answer = run_verb(&arguments.verb, &connector, &arguments.worker).await?;
+        print(&answer, is_json)
+    })
 }
 
-async fn run_verb(arguments: &CacheArguments, is_json: bool) -> anyhow::Result<()> {
-    let client = client(arguments)?;
-    match &arguments.verb {
-        CacheVerb::Lookup(prompt) => print(&Shown(client.lookup(&prompt.read()?).await?), is_json),
+/// Does a verb on the worker at an address.
+async fn run_verb(verb: &CacheVerb, connector: &Connector, worker: &str) -> anyhow::Result<Rendered> {
+    let client = connector.worker(worker);
+    match verb {
+        CacheVerb::Lookup(prompt) => Rendered::of(&Shown(client.lookup(&prompt.read()?).await?)),
         CacheVerb::Prefetch(prefetch) => {
             let status = client.prefetch(&prefetch.prompt.read()?).await?;
             let status = if prefetch.wait { wait(&client, status).await? } else { status };
-            print(&Shown(status), is_json)
+            Rendered::of(&Shown(status))
         }
         CacheVerb::PrefetchStatus(prefetch) => {
-            print(&Shown(client.prefetch_status(&prefetch.id).await?), is_json)
+            Rendered::of(&Shown(client.prefetch_status(&prefetch.id).await?))
         }
-        CacheVerb::Cancel(prefetch) => print(&Shown(client.cancel_prefetch(&prefetch.id).await?), is_json),
-        CacheVerb::Pin(prompt) => print(&Shown(client.pin(&prompt.read()?).await?), is_json),
-        CacheVerb::Unpin(prompt) => print(&Shown(client.unpin(&prompt.read()?).await?), is_json),
-        CacheVerb::Move(relocation) => {
-            let request = MoveRequest {
-                input: relocation.prompt.read()?,
-                from: relocation.from.clone(),
-                to: relocation.to.clone(),
-                copy: relocation.copy,
-            };
-            print(&Shown(client.relocate(&request).await?), is_json)
-        }
+        CacheVerb::Cancel(prefetch) => Rendered::of(&Shown(client.cancel_prefetch(&prefetch.id).await?)),
+        CacheVerb::Pin(prompt) => Rendered::of(&Shown(client.pin(&prompt.read()?).await?)),
+        CacheVerb::Unpin(prompt) => Rendered::of(&Shown(client.unpin(&prompt.read()?).await?)),
+        CacheVerb::Move(relocation) => relocate(relocation, connector, &client).await,
         CacheVerb::Clear(clear) => {
             let input = if clear.all { PromptInput::default() } else { clear.prompt.read()? };
             let tiers = (!clear.tier.is_empty()).then(|| clear.tier.clone());
-            print(&Shown(client.clear(&ClearRequest { input, tiers }).await?), is_json)
+            Rendered::of(&Shown(client.clear(&ClearRequest { input, tiers }).await?))
         }
         CacheVerb::Retrieve(retrieve) => {
             let bytes = client.retrieve(&retrieve.prompt.read()?, retrieve.layer).await?;
             let path = &retrieve.output;
             write_file(path, &bytes).with_context(|| format!("write {}", path.display()))?;
-            print(&FileAnswer { file: path.display().to_string(), bytes: bytes.len() }, is_json)
+            Rendered::of(&FileAnswer { file: path.display().to_string(), bytes: bytes.len() })
         }
         CacheVerb::Store(store) => {
             let bytes = fs::read(&store.file).with_context(|| format!("read {}", store.file.display()))?;
-            print(&Shown(client.store(bytes.into()).await?), is_json)
+            Rendered::of(&Shown(client.store(bytes.into()).await?))
         }
-        CacheVerb::Health => print(&Shown(client.health().await?), is_json),
-        CacheVerb::Stats => print(&Shown(client.stats().await?), is_json),
+        CacheVerb::Health => Rendered::of(&Shown(client.health().await?)),
+        CacheVerb::Stats => Rendered::of(&Shown(client.stats().await?)),
     }
 }
 
-fn client(arguments: &CacheArguments) -> anyhow::Result<CacheClient> {
-    let authorities_pem = match &arguments.authorities {
-        Some(path) => fs::read(path).with_context(|| format!("read {}", path.display()))?,
-        None => Vec::new(),
+/// Puts the KV of a prompt into another tier, or onto another node.
+async fn relocate(
+    relocation: &MoveArguments,
+    connector: &Connector,
+    client: &CacheClient,
+) -> anyhow::Result<Rendered> {
+    let input = relocation.prompt.read()?;
+    if let (Some(from), Some(to)) = (&relocation.from, &relocation.to) {
+        let request = MoveRequest { input, from: from.clone(), to: to.clone(), copy: relocation.copy };
+        return Rendered::of(&Shown(client.relocate(&request).await?));
+    }
+    let Some(target) = &relocation.to_worker else {
+        bail!("nowhere to move it: give --from and --to, or --to-worker")
     };
-    let http = http_client(&TlsClientConfig { authorities_pem, identity_pem: None })?;
-    let token = client_header(arguments.token_file.as_deref())?;
-    Ok(CacheClient::new(http, &arguments.worker).with_header(token))
+    let bytes = client.retrieve(&input, None).await.context("read the KV from the first worker")?;
+    let stored = connector.worker(target).store(bytes).await.context("store the KV in the second worker")?;
+    // What could not be stored there stays here.
+    if !relocation.copy && stored.stored_chunks + stored.present_chunks > 0 {
+        client
+            .clear(&ClearRequest { input, tiers: None })
+            .await
+            .context("forget the KV in the first worker")?;
+    }
+    Rendered::of(&Shown(stored))
+}
+
+/// Makes clients of workers and coordinators.
+struct Connector {
+    http: HttpClient,
+    token: Option<(HeaderName, HeaderValue)>,
+}
+
+impl Connector {
+    fn new(arguments: &CacheArguments) -> anyhow::Result<Self> {
+        let authorities_pem = match &arguments.authorities {
+            Some(path) => fs::read(path).with_context(|| format!("read {}", path.display()))?,
+            None => Vec::new(),
+        };
+        let http = http_client(&TlsClientConfig { authorities_pem, identity_pem: None })?;
+        Ok(Self { http, token: client_header(arguments.token_file.as_deref())? })
+    }
+
+    fn worker(&self, address: &str) -> CacheClient {
+        CacheClient::new(self.http.clone(), address).with_header(self.token.clone())
+    }
+
+    fn coordinator(&self, address: &str) -> CoordinatorClient {
+        CoordinatorClient::new(self.http.clone(), address).with_header(self.token.clone())
+    }
 }
 
 /// Follows a prefetch until it has ended.

@@ -20,7 +20,7 @@ type Lookup = dyn Fn(&Name) -> io::Result<Vec<SocketAddr>> + Send + Sync;
 /// The system's own question cannot be bounded in time or ended. A caller that waits no longer leaves its
 /// thread to the next caller with the same name, so there is never more than one thread for each name, however
 /// often a name is asked for that has no answer.
-pub(super) struct Resolver {
+pub(crate) struct Resolver {
     lookup: Arc<Lookup>,
     asked: Arc<Mutex<HashMap<Name, Arc<Question>>>>,
 }
@@ -37,7 +37,7 @@ type Answer = Result<Vec<SocketAddr>, (io::ErrorKind, String)>;
 
 impl Resolver {
     /// Asks the operating system.
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self::with(|(host, port)| (host.as_str(), *port).to_socket_addrs().map(Iterator::collect))
     }
 
@@ -49,7 +49,7 @@ impl Resolver {
     ///
     /// # Errors
     /// Of the system, and [`io::ErrorKind::TimedOut`] where it does not answer until the deadline.
-    pub(super) fn resolve(&self, host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAddr>> {
+    pub(crate) fn resolve(&self, host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAddr>> {
         if let Ok(address) = host.parse() {
             return Ok(vec![SocketAddr::new(address, port)]);
         }

@@ -31,7 +31,7 @@ pub(super) enum Job {
 
 /// A client of the bench.
 #[derive(Debug)]
-pub(super) struct Peer {
+pub(super) struct ClientProcess {
     process: Child,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
@@ -63,14 +63,14 @@ impl FromStr for Job {
     }
 }
 
-// === impl Peer ===
+// === impl ClientProcess ===
 
-impl Peer {
+impl ClientProcess {
     pub(super) fn start(socket: &SocketAddress, number: usize, n_chunks: usize) -> anyhow::Result<Self> {
         let SocketAddress::Path(socket) = socket else { bail!("the socket has no path") };
         let program = std::env::current_exe().context("find this program")?;
         let mut process = Command::new(program)
-            .args(["bench", "node-peer"])
+            .args(["bench", "node-client"])
             .arg(socket)
             .args([number.to_string(), n_chunks.to_string()])
             .stdin(Stdio::piped())
@@ -80,18 +80,18 @@ impl Peer {
         let (Some(input), Some(output)) = (process.stdin.take(), process.stdout.take()) else {
             bail!("a client has no pipes");
         };
-        let mut peer = Self { process, input, output: BufReader::new(output) };
-        let ready = peer.read_line()?;
+        let mut client = Self { process, input, output: BufReader::new(output) };
+        let ready = client.read_line()?;
         ensure!(ready == "ready", "a client said {ready:?}");
-        Ok(peer)
+        Ok(client)
     }
 
     /// Has all clients do a job at once; bytes a second of all together, in GB/s.
-    pub(super) fn run_all(peers: &mut [Self], job: Job, round: usize) -> anyhow::Result<f64> {
-        for peer in &mut *peers {
-            writeln!(peer.input, "{} {round}", job.name()).context("tell a client")?;
+    pub(super) fn run_all(clients: &mut [Self], job: Job, round: usize) -> anyhow::Result<f64> {
+        for client in &mut *clients {
+            writeln!(client.input, "{} {round}", job.name()).context("tell a client")?;
         }
-        let done = peers.iter_mut().map(|peer| peer.read_line()?.parse::<Done>());
+        let done = clients.iter_mut().map(|client| client.read_line()?.parse::<Done>());
         let done = done.collect::<anyhow::Result<Vec<_>>>()?;
         let n_bytes: u64 = done.iter().map(|done| done.n_bytes).sum();
         let begin_ns = done.iter().map(|done| done.begin_ns).min().unwrap_or(0);
@@ -108,7 +108,7 @@ impl Peer {
     }
 }
 
-impl Drop for Peer {
+impl Drop for ClientProcess {
     fn drop(&mut self) {
         let _ = self.process.kill();
         let _ = self.process.wait();
@@ -126,7 +126,7 @@ impl FromStr for Done {
 }
 
 /// A client's memory.
-struct PeerState {
+struct ClientState {
     client: NodeClient,
     number: u32,
     n_chunks: usize,
@@ -144,7 +144,7 @@ pub fn serve(socket: &Path, number: u32, n_chunks: usize) -> anyhow::Result<()> 
     let client = NodeClient::attach(&options).context("attach")?;
     let buffers = (0..N_BUFFERS).map(|idx| vec![idx as u8 + 1; CHUNK_BYTES]).collect();
     let own = vec![1; n_chunks * CHUNK_BYTES];
-    let mut state = PeerState { client, number, n_chunks, buffers, own };
+    let mut state = ClientState { client, number, n_chunks, buffers, own };
     let mut output = std::io::stdout().lock();
     writeln!(output, "ready")?;
     output.flush()?;
@@ -166,7 +166,7 @@ fn now_ns() -> anyhow::Result<u128> {
     Ok(SystemTime::now().duration_since(UNIX_EPOCH).context("read the clock")?.as_nanos())
 }
 
-impl PeerState {
+impl ClientState {
     fn run(&mut self, job: Job, round: u32) -> anyhow::Result<()> {
         match job {
             Job::Put => self.put(round),

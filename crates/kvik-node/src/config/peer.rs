@@ -1,0 +1,180 @@
+//! Settings towards other nodes.
+
+use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvik_runtime::secret::Secret;
+use kvik_tier::peer::{PeerAdmission, PeerTlsFiles, PeerToken};
+use kvik_tier::{PeerAddress, PeerOptions, PeerTier};
+use serde::{Deserialize, Serialize};
+
+use super::{TIMEOUTS, check, parse_size, refuse, size_text};
+use crate::error::{NodeError, Result};
+
+/// The least that a token of peers must have: one that cannot be guessed.
+const MIN_TOKEN_BYTES: usize = 16;
+
+/// How a node reads chunks of others, and others those of the node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PeerConfig {
+    /// Address at which other nodes read chunks of this one; port 0 takes a free one. One that other machines can
+    /// reach needs `token_file`, `tls` or `insecure`. Default: none, no node reads from this one.
+    pub listen: Option<String>,
+    /// Nodes whose chunks are read, `host:port` each. A name stands for all its addresses, which are looked up again
+    /// every few seconds; this node itself is left out. Default: none.
+    pub nodes: Vec<String>,
+    /// File with a token of at least 16 bytes that all nodes share. Default: none.
+    pub token_file: Option<PathBuf>,
+    /// PEM files of TLS between nodes: each shows its certificate and checks that of the other. Default: none, no TLS.
+    pub tls: Option<PeerTlsConfig>,
+    /// Whether nodes on other machines are served without a token and without TLS. Default: false.
+    pub insecure: bool,
+    /// Time for one question to other nodes which chunks they have; what was found by then counts. Default: 50 ms.
+    pub lookup_timeout_ms: u64,
+    /// Longest silence of a node that should send; it is a miss then, and the node is left alone for a while.
+    /// Default: 1000 ms.
+    pub response_timeout_ms: u64,
+    /// Connections to each node, and threads that read from nodes. Default: 4.
+    pub connections: usize,
+    /// Bytes a second that are read from other nodes, such as `5GB`: what is over is not read, and is counted as
+    /// skipped. Default: `0`, no bound.
+    #[serde(deserialize_with = "size_text")]
+    pub bytes_per_s: String,
+}
+
+/// PEM files of TLS between nodes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PeerTlsConfig {
+    /// Authorities that sign the nodes' certificates.
+    pub authorities: PathBuf,
+    /// The certificate chain of this node.
+    pub certificate: PathBuf,
+    /// Its private key.
+    pub key: PathBuf,
+}
+
+/// The chunks of other nodes, as a tier of a tenant's store.
+#[derive(Debug, Clone)]
+pub struct PeerPlan {
+    /// The tier, which may get other peers later.
+    pub(crate) tier: Arc<PeerTier>,
+    pub(crate) n_read_threads: usize,
+    pub(crate) lookup_timeout: Duration,
+    /// `None`: no bound.
+    pub(crate) bytes_per_s: Option<u64>,
+}
+
+impl Default for PeerConfig {
+    fn default() -> Self {
+        Self {
+            listen: None,
+            nodes: Vec::new(),
+            token_file: None,
+            tls: None,
+            insecure: false,
+            lookup_timeout_ms: 50,
+            response_timeout_ms: 1000,
+            connections: 4,
+            bytes_per_s: "0".to_owned(),
+        }
+    }
+}
+
+impl PeerConfig {
+    /// Opens what other nodes are read through for one tenant; `None` where no node is named.
+    ///
+    /// # Errors
+    /// For the first value that is not allowed, and where a token or a file of TLS cannot be read.
+    pub(crate) fn open_tier(&self, tenant: &str) -> Result<Option<PeerPlan>> {
+        self.addresses()?;
+        for (field, milliseconds) in [
+            ("peer.lookup_timeout_ms", self.lookup_timeout_ms),
+            ("peer.response_timeout_ms", self.response_timeout_ms),
+        ] {
+            check((1..=600_000).contains(&milliseconds), field, &milliseconds, TIMEOUTS)?;
+        }
+        check((1..=64).contains(&self.connections), "peer.connections", &self.connections, "1 to 64")?;
+        let bytes_per_s = parse_size("peer.bytes_per_s", &self.bytes_per_s)?;
+        if self.nodes.is_empty() {
+            return Ok(None);
+        }
+        let options = PeerOptions {
+            tenant: tenant.to_owned(),
+            token: self.token()?,
+            lookup_timeout: Duration::from_millis(self.lookup_timeout_ms),
+            response_timeout: Duration::from_millis(self.response_timeout_ms),
+            n_connections: self.connections,
+            tls: self.tls.as_ref().map(PeerTlsConfig::files),
+            ..PeerOptions::default()
+        };
+        let tier = PeerTier::open(options).map_err(|error| NodeError::Open { reason: error.to_string() })?;
+        Ok(Some(PeerPlan {
+            tier: Arc::new(tier),
+            n_read_threads: self.connections,
+            lookup_timeout: Duration::from_millis(self.lookup_timeout_ms),
+            bytes_per_s: (bytes_per_s > 0).then_some(bytes_per_s),
+        }))
+    }
+
+    /// The nodes that are named.
+    ///
+    /// # Errors
+    /// [`NodeError::Invalid`] for the first that is no address.
+    pub(crate) fn addresses(&self) -> Result<Vec<PeerAddress>> {
+        let parse = |node: &String| {
+            let parsed = node.parse::<PeerAddress>();
+            parsed.map_err(|_| NodeError::invalid("peer.nodes", node, "host:port each, such as node-2:9106"))
+        };
+        self.nodes.iter().map(parse).collect()
+    }
+
+    /// Listens for other nodes, and says which of them are served; `None` where none are.
+    ///
+    /// # Errors
+    /// If the address cannot be used, or other machines could reach it and nothing proves that they may.
+    pub(crate) fn listen(&self) -> Result<Option<(TcpListener, PeerAdmission)>> {
+        let Some(address) = &self.listen else { return Ok(None) };
+        let Ok(parsed) = address.parse::<SocketAddr>() else {
+            return refuse("peer.listen", address.as_str(), "an address and a port, such as 0.0.0.0:9106");
+        };
+        let is_reachable = !parsed.ip().to_canonical().is_loopback();
+        if is_reachable && self.token_file.is_none() && self.tls.is_none() {
+            if !self.insecure {
+                let allowed = "an address of loopback; any address together with `peer.token_file` or `peer.tls`; or \
+                    `peer.insecure: true`, which serves every caller";
+                return refuse("peer.listen", address.as_str(), allowed);
+            }
+            tracing::warn!(%address, "insecure: other machines read chunks without credentials");
+        } else if is_reachable && self.tls.is_none() {
+            tracing::warn!(%address, "chunks go over the network unencrypted; `peer.tls` encrypts them");
+        }
+        let tls = self.tls.as_ref().map(PeerTlsConfig::files);
+        let admission = PeerAdmission::new(self.token()?, tls.as_ref())
+            .map_err(|error| NodeError::Open { reason: error.to_string() })?;
+        let listener =
+            TcpListener::bind(parsed).map_err(NodeError::io(format!("listen for peers on {address}")))?;
+        Ok(Some((listener, admission)))
+    }
+
+    fn token(&self) -> Result<PeerToken> {
+        let Some(file) = &self.token_file else { return Ok(PeerToken::from_secret(b"")) };
+        let secret = Secret::read(file)?;
+        let n_bytes = secret.expose().len();
+        if n_bytes < MIN_TOKEN_BYTES {
+            let value = format!("{} with {n_bytes} bytes", file.display());
+            return refuse("peer.token_file", value.as_str(), "a file with 16 bytes or more");
+        }
+        Ok(PeerToken::from_secret(secret.expose().as_bytes()))
+    }
+}
+
+impl PeerTlsConfig {
+    fn files(&self) -> PeerTlsFiles {
+        let Self { authorities, certificate, key } = self.clone();
+        PeerTlsFiles { authorities, certificate, key }
+    }
+}

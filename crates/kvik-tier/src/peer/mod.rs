@@ -1,0 +1,431 @@
+//! Chunks of other nodes: a tier that asks their stores, and the side that answers.
+//!
+//! A lookup asks peers which chunks they have, and the peers keep those for a moment ([`LEASE_TIME`]), so that the read
+//! that follows finds them. A read asks one peer for ranges of chunks and receives them where they are wanted, each
+//! with a checksum that the peer made of it.
+//!
+//! A peer that is gone, stalls, or sends other bytes than it says is a miss, and is left alone for a while. `frame.rs` is
+//! what is said, `handshake.rs` how two peers trust each other, `connection.rs` a connection, `peer.rs` the connections to
+//! one peer, `locations.rs` what peers have said, and `serve.rs` the answering side.
+
+mod connection;
+mod frame;
+mod handshake;
+mod locations;
+#[expect(clippy::module_inception, reason = "it is one of the peers")]
+mod peer;
+mod serve;
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::RwLock;
+
+pub use frame::{PeerRequest, RangeAnswer, RangeFingerprint, RangeOutcome, WantedRange};
+pub use handshake::PeerToken;
+pub use peer::PeerAddress;
+pub use serve::{PeerAdmission, PeerSource, Provided, serve_peer};
+
+use self::connection::{Connection, Dialer};
+use self::frame::MAX_ITEMS;
+use self::locations::{Locations, PeerId};
+use self::peer::{Borrowed, Peer};
+use crate::channel::Resolver;
+use crate::decorator::{Gate, Permit, SystemClock, Verdict};
+use crate::error::{Result, TierError};
+use crate::key::ChunkKey;
+use crate::tier::{GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierHealth, TierKind, TierStat};
+use crate::tls;
+
+/// How long a peer keeps a chunk that it has told of.
+pub const LEASE_TIME: Duration = Duration::from_secs(2);
+
+/// Bytes that are sent or received and then summed up while the processor's second cache has them.
+const PIECE_BYTES: usize = 256 << 10;
+
+/// How a [`PeerTier`] works.
+#[derive(Debug, Clone)]
+pub struct PeerOptions {
+    /// Whose chunks are asked for.
+    pub tenant: String,
+    /// What all peers share.
+    pub token: PeerToken,
+    /// Time for one lookup, connections included. Default: 50 ms.
+    pub lookup_timeout: Duration,
+    /// Time to connect and to prove the token. Default: 1 s.
+    pub connect_timeout: Duration,
+    /// Longest silence of a peer that should send. Default: 1 s.
+    pub response_timeout: Duration,
+    /// Speed below which a peer counts as failed: a call takes no longer than both timeouts and its bytes at this
+    /// speed. Default: 16 MiB a second.
+    pub min_bytes_per_s: u64,
+    /// Connections to each peer. Default: 4.
+    pub n_connections: usize,
+    /// Peers that one lookup asks at a time, in turns where there are more. Default: 8.
+    pub n_asked: usize,
+    /// Files of TLS. Default: none, no TLS.
+    pub tls: Option<PeerTlsFiles>,
+}
+
+/// PEM files of TLS between peers: each side shows its certificate and checks that of the other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PeerTlsFiles {
+    /// Authorities that sign the peers' certificates.
+    pub authorities: PathBuf,
+    /// The certificate chain of this node.
+    pub certificate: PathBuf,
+    /// Its private key.
+    pub key: PathBuf,
+}
+
+/// The chunks of other nodes. It is read only: what is put is skipped.
+///
+/// Dropping it ends its connections. Peers may come and go ([`Self::set_peers`]).
+#[derive(Debug)]
+pub struct PeerTier {
+    options: PeerOptions,
+    dialer: Dialer,
+    peers: RwLock<Vec<Arc<Peer>>>,
+    locations: Locations,
+    next_id: AtomicU64,
+    /// Where the next lookup begins, where not all peers are asked.
+    turn: AtomicU64,
+    counters: Counters,
+}
+
+#[derive(Debug, Default)]
+struct Counters {
+    hits: AtomicU64,
+    misses: AtomicU64,
+    corrupt: AtomicU64,
+    failures: AtomicU64,
+    received_bytes: AtomicU64,
+}
+
+/// A request to one peer that was sent.
+struct Sent<'a> {
+    borrowed: Borrowed,
+    permit: Permit<'a>,
+    /// The items it is about.
+    items: Vec<usize>,
+    n_bytes: u64,
+}
+
+impl Default for PeerOptions {
+    fn default() -> Self {
+        Self {
+            tenant: String::new(),
+            token: PeerToken::from_secret(b""),
+            lookup_timeout: Duration::from_millis(50),
+            connect_timeout: Duration::from_secs(1),
+            response_timeout: Duration::from_secs(1),
+            min_bytes_per_s: 16 << 20,
+            n_connections: 4,
+            n_asked: 8,
+            tls: None,
+        }
+    }
+}
+
+// === impl PeerTier ===
+
+impl PeerTier {
+    /// A tier without peers.
+    ///
+    /// # Errors
+    /// [`TierError::Invalid`] if an option is, [`TierError::Io`] if a file of TLS cannot be read.
+    pub fn open(options: PeerOptions) -> Result<Self> {
+        for (field, value) in [("n_connections", options.n_connections), ("n_asked", options.n_asked)] {
+            if !(1..=64).contains(&value) {
+                return Err(TierError::invalid(field, &value, "1 to 64"));
+            }
+        }
+        if options.tenant.len() > frame::MAX_TENANT_BYTES {
+            return Err(TierError::invalid("tenant", &options.tenant, "at most 256 bytes"));
+        }
+        let tls = options.tls.as_ref().map(tls::mutual_client_config).transpose()?.map(Arc::new);
+        let dialer = Dialer {
+            tls,
+            token: options.token.clone(),
+            tenant: options.tenant.clone(),
+            connect_timeout: options.connect_timeout,
+            response_timeout: options.response_timeout,
+            resolver: Resolver::new(),
+        };
+        Ok(Self {
+            options,
+            dialer,
+            peers: RwLock::default(),
+            locations: Locations::default(),
+            next_id: AtomicU64::new(0),
+            turn: AtomicU64::new(0),
+            counters: Counters::default(),
+        })
+    }
+
+    /// Asks these peers from now on. Those that it knows keep their connections.
+    pub fn set_peers(&self, addresses: &[PeerAddress]) {
+        let mut peers = self.peers.write();
+        let mut wanted = addresses.to_vec();
+        wanted.sort_unstable();
+        wanted.dedup();
+        let new = wanted.into_iter().map(|address| match peers.iter().find(|peer| peer.address == address) {
+            Some(known) => Arc::clone(known),
+            None => self.new_peer(address),
+        });
+        let new = new.collect();
+        *peers = new;
+    }
+
+    fn new_peer(&self, address: PeerAddress) -> Arc<Peer> {
+        let id = PeerId(self.next_id.fetch_add(1, Ordering::Relaxed));
+        Arc::new(Peer::new(id, address, Arc::new(SystemClock)))
+    }
+
+    /// The peers that are asked now.
+    pub fn peers(&self) -> Vec<PeerAddress> {
+        self.peers.read().iter().map(|peer| peer.address.clone()).collect()
+    }
+
+    /// The peers of a lookup: all of them, or as many as are asked at a time, in turns.
+    fn asked_peers(&self) -> Vec<Arc<Peer>> {
+        let peers = self.peers.read();
+        let n_asked = self.options.n_asked.min(peers.len());
+        let first =
+            if n_asked < peers.len() { self.turn.fetch_add(n_asked as u64, Ordering::Relaxed) } else { 0 };
+        (0..n_asked).map(|place| Arc::clone(&peers[(first as usize + place) % peers.len()])).collect()
+    }
+
+    /// Borrows a connection and sends over it. A failure counts against the peer; a peer that is busy or left alone is
+    /// `None` as well.
+    fn send<'a>(
+        &self,
+        (peer, gate): (&Arc<Peer>, &'a Gate),
+        deadline: Instant,
+        send: impl FnOnce(&mut Connection) -> io::Result<()>,
+    ) -> Option<(Borrowed, Permit<'a>)> {
+        let permit = gate.enter()?;
+        match peer.borrow(&self.dialer, self.options.n_connections, deadline) {
+            Ok(Some(mut borrowed)) => match borrowed.with(send) {
+                Ok(()) => Some((borrowed, permit)),
+                Err(error) => {
+                    self.fail(peer, permit, &error);
+                    None
+                }
+            },
+            Ok(None) => {
+                permit.settle([Verdict::Nothing].into_iter());
+                None
+            }
+            Err(error) => {
+                self.fail(peer, permit, &error);
+                None
+            }
+        }
+    }
+
+    fn fail(&self, peer: &Peer, permit: Permit<'_>, error: &dyn std::fmt::Display) {
+        self.counters.failures.fetch_add(1, Ordering::Relaxed);
+        permit.settle([Verdict::Failure].into_iter());
+        tracing::debug!(peer = %peer.address, %error, "a peer of the store failed");
+    }
+
+    /// Asks one peer for each item that is open; `tried` says which peers an item was asked of already. False where
+    /// nothing was left to ask.
+    fn get_round(&self, batch: &mut [GetItem<'_>], tried: &mut [Vec<PeerId>], deadline: Instant) -> bool {
+        let now = Instant::now();
+        let peers = self.peers.read().clone();
+        let mut groups: Vec<(&Arc<Peer>, Vec<usize>)> = Vec::new();
+        for (item_idx, item) in batch.iter().enumerate() {
+            if item.outcome.is_hit() {
+                continue;
+            }
+            let holders = self.locations.holders(&item.key, now);
+            let chosen = peers
+                .iter()
+                .filter(|peer| holders.contains(&peer.id) && !tried[item_idx].contains(&peer.id))
+                .min_by_key(|peer| peer.asked_bytes.load(Ordering::Relaxed));
+            let Some(peer) = chosen else { continue };
+            tried[item_idx].push(peer.id);
+            peer.asked_bytes.fetch_add(item.n_bytes() as u64, Ordering::Relaxed);
+            match groups.iter_mut().find(|(other, items)| other.id == peer.id && items.len() < MAX_ITEMS / 2)
+            {
+                Some((_, items)) => items.push(item_idx),
+                None => groups.push((peer, vec![item_idx])),
+            }
+        }
+        if groups.is_empty() {
+            return false;
+        }
+        // All requests before the first answer: the peers send at the same time.
+        let mut sent = Vec::with_capacity(groups.len());
+        for (peer, items) in groups {
+            let n_bytes = items.iter().map(|item_idx| batch[*item_idx].n_bytes() as u64).sum();
+            let wanted = items.iter().map(|item_idx| &batch[*item_idx]);
+            let request =
+                self.send((peer, &peer.reads), deadline, |connection| connection.send_reads(wanted));
+            if let Some((borrowed, permit)) = request {
+                sent.push(Sent { borrowed, permit, items, n_bytes });
+                continue;
+            }
+            peer.asked_bytes.fetch_sub(n_bytes, Ordering::Relaxed);
+            for item_idx in items {
+                batch[item_idx].outcome = GetOutcome::Skipped;
+            }
+        }
+        for request in sent {
+            self.receive(batch, request);
+        }
+        true
+    }
+
+    /// Reads the answers of one peer.
+    fn receive(&self, batch: &mut [GetItem<'_>], request: Sent<'_>) {
+        let Sent { mut borrowed, permit, items, n_bytes } = request;
+        let peer = Arc::clone(borrowed.peer());
+        let mut verdict = Verdict::Success;
+        let mut failure = None;
+        for item_idx in items {
+            let item = &mut batch[item_idx];
+            if let Some(error) = &failure {
+                item.outcome = GetOutcome::Failed(TierError::clone(error));
+                continue;
+            }
+            match borrowed.with(|connection| connection.receive(item)) {
+                Ok(outcome) => {
+                    if matches!(outcome, GetOutcome::Corrupt(_)) {
+                        verdict = Verdict::Failure;
+                    }
+                    if !outcome.is_hit() {
+                        self.locations.forget(&item.key, peer.id);
+                    }
+                    item.outcome = outcome;
+                }
+                Err(error) => {
+                    let error = TierError::remote(format!("read from peer {}", peer.address), &error, true);
+                    item.outcome = GetOutcome::Failed(error.clone());
+                    failure = Some(error);
+                }
+            }
+        }
+        peer.asked_bytes.fetch_sub(n_bytes, Ordering::Relaxed);
+        if let Some(error) = failure {
+            return self.fail(&peer, permit, &error);
+        }
+        permit.settle([verdict].into_iter());
+        borrowed.give_back();
+    }
+
+    fn count(&self, batch: &[GetItem<'_>]) {
+        for item in batch {
+            let counter = match &item.outcome {
+                GetOutcome::Hit => {
+                    self.counters.received_bytes.fetch_add(item.n_bytes() as u64, Ordering::Relaxed);
+                    &self.counters.hits
+                }
+                GetOutcome::Corrupt(_) => &self.counters.corrupt,
+                _ => &self.counters.misses,
+            };
+            counter.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Tier for PeerTier {
+    fn kind(&self) -> TierKind {
+        TierKind::Peer
+    }
+
+    fn is_read_only(&self) -> bool {
+        true
+    }
+
+    fn put(&self, batch: &mut [PutItem<'_>]) {
+        for item in batch {
+            item.outcome = PutOutcome::Skipped;
+        }
+    }
+
+    /// Reads from peers that a lookup has named; an item whose peer fails is asked of the next one that has it.
+    fn get(&self, batch: &mut [GetItem<'_>]) {
+        let n_bytes: u64 = batch.iter().map(|item| item.n_bytes() as u64).sum();
+        let slow = Duration::from_secs_f64(n_bytes as f64 / self.options.min_bytes_per_s.max(1) as f64);
+        let deadline = Instant::now() + self.options.connect_timeout + self.options.response_timeout + slow;
+        for item in batch.iter_mut() {
+            item.outcome = GetOutcome::Miss;
+        }
+        let mut tried = vec![Vec::new(); batch.len()];
+        while self.get_round(batch, &mut tried, deadline) && Instant::now() < deadline {}
+        self.count(batch);
+    }
+
+    fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> Result<()> {
+        present.fill(false);
+        let deadline = Instant::now() + self.options.lookup_timeout;
+        for (keys, present) in keys.chunks(MAX_ITEMS).zip(present.chunks_mut(MAX_ITEMS)) {
+            let peers = self.asked_peers();
+            let mut sent = Vec::with_capacity(peers.len());
+            // What a peer has is of no use while nothing is read from it.
+            for peer in peers.iter().filter(|peer| peer.reads.is_passable()) {
+                let send = |connection: &mut Connection| connection.send_lookup(keys);
+                sent.extend(self.send((peer, &peer.lookups), deadline, send));
+            }
+            for (mut borrowed, permit) in sent {
+                let peer = Arc::clone(borrowed.peer());
+                match borrowed.with(|connection| connection.receive_lookup(keys.len())) {
+                    Ok(found) => {
+                        permit.settle([Verdict::Success].into_iter());
+                        borrowed.give_back();
+                        let now = Instant::now();
+                        for ((key, is_present), _) in
+                            keys.iter().zip(present.iter_mut()).zip(&found).filter(|(_, is_found)| **is_found)
+                        {
+                            *is_present = true;
+                            self.locations.note(*key, peer.id, now);
+                        }
+                    }
+                    Err(error) => self.fail(&peer, permit, &error),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Forgets where the chunks are; they stay with the peers, whose they are.
+    fn delete(&self, keys: &[ChunkKey]) -> Result<usize> {
+        Ok(self.locations.forget_all(keys))
+    }
+
+    fn visit_keys(&self, _visit: &mut dyn FnMut(ChunkKey, u64)) {}
+
+    fn flush(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn stat(&self) -> TierStat {
+        let peers = self.peers.read();
+        let n_avoided = peers.iter().filter(|peer| peer.is_avoided()).count();
+        let health = if n_avoided == peers.len() && n_avoided > 0 {
+            TierHealth::Down("no peer answers".to_owned())
+        } else {
+            TierHealth::Up
+        };
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        TierStat {
+            health,
+            details: vec![
+                ("peers", peers.len() as u64),
+                ("avoided_peers", n_avoided as u64),
+                ("hits", read(&self.counters.hits)),
+                ("misses", read(&self.counters.misses)),
+                ("corrupt", read(&self.counters.corrupt)),
+                ("failures", read(&self.counters.failures)),
+                ("received_bytes", read(&self.counters.received_bytes)),
+            ],
+            ..TierStat::default()
+        }
+    }
+}
