@@ -35,7 +35,7 @@ mod tls;
 
 pub use arena::shared;
 pub use arena::{
-    Arena, ArenaOptions, ArenaStat, Commitment, HostRegistrar, HugePages, Lease, NumaPlacement, Slot,
+    Arena, ArenaOptions, ArenaStat, Commitment, Extent, HostRegistrar, HugePages, Lease, NumaPlacement, Slot,
 };
 pub use decorator::{
     Breaker, BreakerOptions, Checksummed, Clock, FaultRates, Faulty, Metered, Retry, RetryOptions,
@@ -48,7 +48,7 @@ pub use key::{ChunkKey, NamespaceId, TokenDigest};
 pub use nvme::{IoKind, NvmeOptions, NvmeTier};
 pub use object::{ObjectOptions, ObjectTier, ObjectUrl};
 pub use operations::OperationMetrics;
-pub use ram::RamTier;
+pub use ram::{PlacedChunk, RamTier};
 pub use redis::{RedisOptions, RedisTier, RedisUrl, Reply, ReplyReader, ValueReply};
 pub use remote::{RemoteOptions, RemoteUrl, open_remote};
 pub use tier::{

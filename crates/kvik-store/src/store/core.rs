@@ -106,6 +106,8 @@ impl Core {
 
     /// Pins the deepest of the first `n_chunks` chunks that is resident in memory.
     pub(crate) fn pin_deepest(&self, chain: &Chain, n_chunks: usize) -> Option<ResidentPin> {
+        // A chunk that memory had at the start can be pinned once it has its place.
+        self.ram_residents.lock().place(self.now_ms(), chain, n_chunks);
         ResidentPin::deepest(&self.ram_residents, chain, n_chunks)
     }
 }

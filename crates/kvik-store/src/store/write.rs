@@ -88,6 +88,10 @@ impl Store {
         if let Some(parent_idx) = chunk_idx.checked_sub(1) {
             let entry = core.directory.view(chain.hash(parent_idx));
             if core.is_in_memory(chain, parent_idx, rank) == Some(true) {
+                let mut residents = core.ram_residents.lock();
+                // A chunk that memory had at the start can be pinned once it has its place.
+                residents.place(core.now_ms(), chain, chunk_idx);
+                drop(residents);
                 parent = ResidentPin::new(&core.ram_residents, chain.id(parent_idx));
             }
             if parent.is_none() && entry.n_writers == 0 {
