@@ -70,16 +70,18 @@ impl Tenant {
         Self { name: String::new(), token: None, store }
     }
 
+    /// Whether clients with this token, which is empty where they have none, belong to it.
+    pub(crate) fn has_token(&self, token: &str) -> bool {
+        match &self.token {
+            Some(own) => own.is(token),
+            None => token.is_empty(),
+        }
+    }
+
     /// The tenant of a client with this token, which is empty where it has none.
     pub(crate) fn find<'a>(tenants: &'a [Self], token: &str) -> Option<&'a Self> {
         // All are compared, so that the time does not tell which tenants there are.
-        tenants.iter().fold(None, |found, tenant| {
-            let is_its = match &tenant.token {
-                Some(own) => own.is(token),
-                None => token.is_empty(),
-            };
-            if is_its { Some(tenant) } else { found }
-        })
+        tenants.iter().fold(None, |found, tenant| if tenant.has_token(token) { Some(tenant) } else { found })
     }
 
     /// Whether the tenants can be told apart.

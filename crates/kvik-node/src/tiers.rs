@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use kvik_runtime::config::cloud_environment;
-use kvik_store::{DigestKey, Store, StoreOptions, WriteBack, register_with_cuda};
+use kvik_store::{DigestKey, KeptMemory, Store, StoreOptions, WriteBack};
 use kvik_tier::{
     Arena, ArenaOptions, Breaker, BreakerOptions, Checksummed, IoKind, Metered, NvmeOptions, NvmeTier,
     ObjectOptions, RamTier, RedisOptions, RemoteOptions, Retry, RetryOptions, Throttled, ThrottledOptions,
@@ -15,6 +15,7 @@ use kvik_types::BlockSize;
 
 use crate::config::{StoreConfig, StorePlan};
 use crate::error::{NodeError, Result};
+use crate::take_over::StoreParts;
 
 /// The least that a secret must have: one that cannot be guessed.
 const MIN_SECRET_BYTES: usize = 16;
@@ -28,7 +29,16 @@ const MIN_SECRET_BYTES: usize = 16;
 /// # Errors
 /// If memory or the disk cannot be used, or the key of digests cannot be read.
 pub fn open_store(config: &StoreConfig, plan: &StorePlan) -> Result<Store> {
-    let options = StoreOptions {
+    let arena = Arena::new(ArenaOptions::new(plan.ram_bytes)).map_err(refused)?;
+    store_parts(config, plan)?.open(KeptMemory::new(RamTier::new(arena)))
+}
+
+/// The settings of the store of `config`.
+///
+/// # Errors
+/// If the key of digests cannot be read.
+pub(crate) fn store_options(config: &StoreConfig, plan: &StorePlan) -> Result<StoreOptions> {
+    Ok(StoreOptions {
         chunk_tokens: BlockSize::try_new(plan.chunk_tokens).map_err(refused)?,
         stores_tails: plan.stores_tails,
         policy: plan.policy,
@@ -36,12 +46,16 @@ pub fn open_store(config: &StoreConfig, plan: &StorePlan) -> Result<Store> {
         retrieve_timeout: plan.load_timeout,
         digest_key: config.digest_key_file.as_deref().map(read_digest_key).transpose()?,
         ..StoreOptions::default()
-    };
-    let arena = Arena::new(ArenaOptions::new(plan.ram_bytes)).map_err(refused)?;
-    if let Some(ordinal) = config.cuda_device {
-        register_with_cuda(&arena, ordinal).map_err(refused)?;
-    }
-    let mut builder = Store::builder(options, RamTier::new(arena));
+    })
+}
+
+/// Opens the tiers below memory.
+///
+/// # Errors
+/// As [`open_store`].
+pub(crate) fn store_parts(config: &StoreConfig, plan: &StorePlan) -> Result<StoreParts> {
+    let options = store_options(config, plan)?;
+    let (mut locals, mut remotes) = (Vec::new(), Vec::new());
     if let Some(nvme) = &plan.nvme {
         let mut options = NvmeOptions::new(&nvme.dir, nvme.capacity_bytes);
         options.io = match config.nvme_io.as_str() {
@@ -50,7 +64,7 @@ pub fn open_store(config: &StoreConfig, plan: &StorePlan) -> Result<Store> {
             _ => IoKind::Auto,
         };
         let tier = NvmeTier::open(&options).map_err(refused)?;
-        builder = builder.local(guarded(Checksummed::new(tier)));
+        locals.push(guarded(Checksummed::new(tier)));
     }
     if let Some(url) = &plan.remote {
         let tier = open_remote(url, &remote_options(config, plan)).map_err(refused)?;
@@ -64,9 +78,9 @@ pub fn open_store(config: &StoreConfig, plan: &StorePlan) -> Result<Store> {
             ..default
         };
         let tier = Throttled::new(Retry::new(Checksummed::new(tier), retry), bounds);
-        builder = builder.remote(guarded(tier));
+        remotes.push(guarded(tier));
     }
-    builder.open().map_err(refused)
+    Ok(StoreParts { options, locals, remotes, cuda_device: config.cuda_device })
 }
 
 fn read_digest_key(path: &Path) -> Result<DigestKey> {

@@ -32,6 +32,8 @@ pub(super) struct Layers {
 pub(super) struct Handles {
     held: HashMap<u32, Held>,
     next: u32,
+    /// Those that keep memory of the arena.
+    n_memory: usize,
 }
 
 impl Handles {
@@ -46,6 +48,7 @@ impl Handles {
         }
         let handle = self.next;
         self.next = self.next.wrapping_add(1);
+        self.n_memory += usize::from(held.has_memory());
         self.held.insert(handle, held);
         Some(handle)
     }
@@ -74,7 +77,22 @@ impl Handles {
     }
 
     pub(super) fn remove(&mut self, handle: u32) -> Option<Held> {
-        self.held.remove(&handle)
+        let held = self.held.remove(&handle)?;
+        self.n_memory -= usize::from(held.has_memory());
+        Some(held)
+    }
+
+    /// Handles that keep memory of the arena: all but chains.
+    pub(super) fn n_memory(&self) -> usize {
+        self.n_memory
+    }
+}
+
+// === impl Held ===
+
+impl Held {
+    fn has_memory(&self) -> bool {
+        !matches!(self, Self::Chain(_))
     }
 }
 
@@ -104,7 +122,9 @@ mod tests {
         let write = || Held::Write(Vec::new());
         let given: Vec<u32> = (0..MAX_HANDLES).map(|_| handles.add(write()).unwrap()).collect();
         assert_eq!(handles.add(write()), None);
+        assert_eq!(handles.n_memory(), MAX_HANDLES);
         assert!(handles.remove(given[2]).is_some() && handles.remove(given[2]).is_none());
+        assert_eq!(handles.n_memory(), MAX_HANDLES - 1);
         assert!(handles.add(write()).is_some());
         assert!(handles.chain(given[0]).is_none() && handles.take_writer(given[0], 0).is_none());
     }
