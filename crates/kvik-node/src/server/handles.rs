@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use kvik_store::{ChunkWriter, Layer, LayerReader, NamedChain, Retrieved};
+use kvik_store::{ChunkWriter, CommittedChunk, Layer, LayerReader, NamedChain, Retrieved};
 
 /// Things that a client may hold at a time. It has a few for each of its requests.
 const MAX_HANDLES: usize = 4096;
@@ -14,10 +14,19 @@ pub(super) enum Held {
     Chain(NamedChain),
     /// Chunks that may be read; kept for its leases.
     Lease(#[expect(dead_code, reason = "it is held, not read")] Retrieved),
-    /// Chunks that are being written; `None` for those that are committed, or were there.
-    Write(Vec<Option<ChunkWriter>>),
+    /// Chunks that are being written.
+    Write(Writers),
     /// Chunks that are read layer by layer.
     Layers(Layers),
+}
+
+/// A write of chunks, one behind the other.
+#[derive(Debug, Default)]
+pub(super) struct Writers {
+    /// `None` for those that are committed, or were there.
+    writers: Vec<Option<ChunkWriter>>,
+    /// Those that are committed: the next one can only be stored while they are in memory.
+    committed: Vec<CommittedChunk>,
 }
 
 /// A read layer by layer, with the layer that the client copies at present.
@@ -63,8 +72,15 @@ impl Handles {
     /// Takes the writer at `place` of a write.
     pub(super) fn take_writer(&mut self, handle: u32, place: usize) -> Option<ChunkWriter> {
         match self.held.get_mut(&handle)? {
-            Held::Write(writers) => writers.get_mut(place)?.take(),
+            Held::Write(write) => write.writers.get_mut(place)?.take(),
             _ => None,
+        }
+    }
+
+    /// Keeps a committed chunk of a write in memory as long as the handle.
+    pub(super) fn keep_committed(&mut self, handle: u32, committed: Option<CommittedChunk>) {
+        if let Some(Held::Write(write)) = self.held.get_mut(&handle) {
+            write.committed.extend(committed);
         }
     }
 
@@ -96,6 +112,14 @@ impl Held {
     }
 }
 
+// === impl Writers ===
+
+impl Writers {
+    pub(super) fn new(writers: Vec<Option<ChunkWriter>>) -> Self {
+        Self { writers, committed: Vec::new() }
+    }
+}
+
 // === impl Layers ===
 
 impl Layers {
@@ -119,7 +143,7 @@ mod tests {
     #[test]
     fn handles_are_bounded_and_their_numbers_are_used_again() {
         let mut handles = Handles { next: u32::MAX - 1, ..Handles::default() };
-        let write = || Held::Write(Vec::new());
+        let write = || Held::Write(Writers::default());
         let given: Vec<u32> = (0..MAX_HANDLES).map(|_| handles.add(write()).unwrap()).collect();
         assert_eq!(handles.add(write()), None);
         assert_eq!(handles.n_memory(), MAX_HANDLES);

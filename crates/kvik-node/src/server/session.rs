@@ -10,7 +10,7 @@ use kvik_tier::shared::{Checksum, SharedWords, checksum};
 
 use super::Counters;
 use super::control::SessionControl;
-use super::handles::{Handles, Held, Layers};
+use super::handles::{Handles, Held, Layers, Writers};
 use crate::error::{NodeError, Result};
 use crate::operation::{
     Completion, DIGEST_WORDS, NAME_WORDS, Operation, PRESENT, Span, Status, Submission, digest_of, name_of,
@@ -182,7 +182,7 @@ impl Session {
             }
         }
         self.write_payload(span, &offsets);
-        let kept = self.keep(Held::Write(writers), Completion { status, ..done });
+        let kept = self.keep(Held::Write(Writers::new(writers)), Completion { status, ..done });
         Ok(Completion { n_chunks: offsets.len() as u32, ..kept })
     }
 
@@ -191,7 +191,9 @@ impl Session {
         if checksum(writer.payload_mut()) != Checksum(expected) {
             return Ok(Status::Corrupt);
         }
-        Ok(match writer.commit() {
+        let (outcome, committed) = writer.commit_and_keep();
+        self.handles.keep_committed(write, committed);
+        Ok(match outcome {
             Commit::Stored => Status::Done,
             Commit::Present => Status::Present,
             Commit::NoParent => Status::NoParent,

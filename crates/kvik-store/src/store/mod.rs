@@ -44,7 +44,7 @@ pub use observe::Observation;
 pub use prefetch::Prefetch;
 pub use retrieve::{Retrieved, RetrievedChunk};
 pub use stats::StoreStats;
-pub use write::{ChunkWriter, Commit, Write};
+pub use write::{ChunkWriter, Commit, CommittedChunk, Write};
 
 use self::core::Core;
 use self::threads::Threads;
