@@ -16,7 +16,7 @@ use tokio::net::TcpListener;
 use crate::config::DaemonConfig;
 use crate::error::{NodeError, Result};
 use crate::metrics::DaemonMetrics;
-use crate::server::{NodeOptions, NodeServer};
+use crate::server::{NodeOptions, NodeServer, SUCCESSOR_TIMEOUT};
 use crate::take_over::{StoreParts, TakeOverOptions, TenantOpener};
 
 /// Time for a daemon that was taken over to end.
@@ -59,6 +59,7 @@ impl StoreDaemon {
                 tenants: config.open_tenants()?,
                 max_sessions: config.max_sessions,
                 take_over_grace: config.take_over_grace(),
+                successor_timeout: SUCCESSOR_TIMEOUT,
                 opener: Some(opener),
             };
             NodeServer::start(options)

@@ -365,6 +365,39 @@ fn a_daemon_that_dies_half_way_leaves_the_old_one_serving_with_all_chunks() {
 }
 
 #[test]
+fn a_daemon_that_is_slow_to_serve_either_serves_or_is_told_that_it_does_not() {
+    const TIMEOUT: Duration = Duration::from_millis(40);
+    let place = Place::new();
+    let (mut n_taken, mut n_refused) = (0, 0);
+    for round in 0..40_u32 {
+        let opener = Arc::<Opener>::default();
+        let old = place.start_with(&opener, |options| options.successor_timeout = TIMEOUT);
+        assert_eq!(store(&place.attach(), 1, 2).unwrap(), 2);
+        let connection = place.ask();
+        while receive(&connection).0 != TakeOverFrame::Listener {}
+        // From the start to twice the time that the old daemon waits.
+        let at = Instant::now() + TIMEOUT / 20 * round;
+        while Instant::now() < at {
+            std::hint::spin_loop();
+        }
+        if connection.send(&TakeOverFrame::Serving.encode()).is_ok_and(|is_sent| is_sent) {
+            until("the old daemon ends", || opener.is_taken_over.load(Ordering::SeqCst));
+            assert!(old.tenants().is_empty());
+            n_taken += 1;
+            // The daemon that serves in this round is gone.
+            drop((old, connection));
+            let SocketAddress::Path(path) = &place.socket else { unreachable!() };
+            std::fs::remove_file(path).unwrap();
+        } else {
+            assert_eq!(verify(&place.attach(), 1, 2).unwrap(), 2, "the old daemon serves");
+            assert!(!opener.is_taken_over.load(Ordering::SeqCst));
+            n_refused += 1;
+        }
+    }
+    assert!(n_taken > 0 && n_refused > 0, "{n_taken} {n_refused}");
+}
+
+#[test]
 fn a_daemon_that_cannot_open_its_tiers_leaves_the_old_one_serving() {
     let place = Place::new();
     let (opener, broken) = (Opener::on_disk(place.folder.path()), Arc::<Opener>::default());
@@ -435,6 +468,12 @@ fn a_daemon_that_cannot_be_taken_over_says_so() {
     let error = place.take_over(&opener).unwrap_err().to_string();
     assert!(error.contains("cannot open its tiers again"), "{error}");
     drop(old);
+    let old = place.start(&opener);
+    let kept = old.tenants()[0].store.clone();
+    let error = place.take_over(&opener).unwrap_err().to_string();
+    assert!(error.contains("another part of the process uses a store"), "{error}");
+    assert_eq!(store(&place.attach(), 1, 2).unwrap(), 2, "it goes on");
+    drop((kept, old));
     let error = place.take_over(&opener).unwrap_err().to_string();
     assert!(error.contains("take over from the daemon"), "{error}");
 }

@@ -35,7 +35,8 @@ mod tls;
 
 pub use arena::shared;
 pub use arena::{
-    Arena, ArenaOptions, ArenaStat, Commitment, Extent, HostRegistrar, HugePages, Lease, NumaPlacement, Slot,
+    Arena, ArenaOptions, ArenaStat, ChunkPlace, Commitment, HostRegistrar, HugePages, Lease, NumaPlacement,
+    Slot,
 };
 pub use decorator::{
     Breaker, BreakerOptions, Checksummed, Clock, FaultRates, Faulty, Metered, Retry, RetryOptions,

@@ -19,8 +19,8 @@ use crate::tenant::{ClientToken, Tenant};
 /// Time between two looks whether all sessions have ended.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Time for the other daemon to open its stores. Clients go on without a store after a part of it.
-const SUCCESSOR_TIMEOUT: Duration = Duration::from_mins(2);
+/// Time for the other daemon to take a frame.
+const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Time for a daemon that failed to take over to let go of the disks.
 const REOPEN_TIMEOUT: Duration = Duration::from_secs(10);
@@ -186,6 +186,9 @@ fn hand_on(shared: &Shared, listener: &Listener, successor: &Successor, deadline
         return Err(failed("the running daemon cannot be taken over"));
     };
     for tenant in &*shared.tenants.read() {
+        if tenant.store.is_shared() {
+            return Err(failed("another part of the process uses a store"));
+        }
         wait_until_idle(shared, &tenant.store, deadline)?;
     }
     let tenants = std::mem::take(&mut *shared.tenants.write());
@@ -246,7 +249,7 @@ fn offer(paused: &[Paused], listener: &Listener, connection: &Connection) -> Res
 
 fn send(connection: &Connection, frame: &TakeOverFrame, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
     let failed_to = || NodeError::io("hand memory to another daemon");
-    let deadline = Instant::now() + SUCCESSOR_TIMEOUT;
+    let deadline = Instant::now() + SEND_TIMEOUT;
     while !connection.send_with_descriptors(&frame.encode(), descriptors).map_err(failed_to())? {
         let mut waiting = [PollFd::from_borrowed_fd(connection.as_fd(), PollFlags::OUT)];
         if !wait_ready(&mut waiting, Some(deadline)).map_err(failed_to())? {
@@ -261,7 +264,7 @@ fn send(connection: &Connection, frame: &TakeOverFrame, descriptors: &[BorrowedF
 /// # Errors
 /// If it does not serve, and never will.
 fn await_serving(shared: &Shared, connection: &Connection) -> Result<()> {
-    let deadline = Instant::now() + SUCCESSOR_TIMEOUT;
+    let deadline = Instant::now() + shared.successor_timeout;
     let mut buffer = FrameBuffer::new();
     let mut reason = "the other daemon does not say that it serves";
     while Instant::now() < deadline && !shared.is_closing.load(Ordering::Acquire) {
@@ -300,10 +303,21 @@ fn serving_of(frame: &[u8]) -> Result<()> {
 
 /// Opens a store again; `None`, and an error in the log, where that is not possible.
 fn reopen(shared: &Shared, opener: &dyn TenantOpener, paused: Paused) -> Option<Tenant> {
-    let Paused { name, token, store } = paused;
-    let memory = match store {
-        PausedStore::Whole(store) => return Some(Tenant { name, token, store }),
-        PausedStore::Memory(memory) => memory,
+    let Paused { name, token, mut store } = paused;
+    let deadline = Instant::now() + REOPEN_TIMEOUT;
+    let memory = loop {
+        store = match store {
+            PausedStore::Memory(memory) => break memory,
+            // A thread was slow in a tier, and the store is closed: without it, it can be opened again.
+            PausedStore::Whole(store) if Instant::now() < deadline => {
+                wait(shared, None, &[], Some(&timespec(LOOK_INTERVAL)));
+                store.take_apart().map_or_else(PausedStore::Whole, PausedStore::Memory)
+            }
+            PausedStore::Whole(store) => {
+                tracing::error!(tenant = name, "a store goes on without its lower tiers");
+                return Some(Tenant { name, token, store });
+            }
+        };
     };
     // The kernel may tell of the end of a process before it has let go of its locks.
     let deadline = Instant::now() + REOPEN_TIMEOUT;

@@ -27,6 +27,9 @@ use crate::tenant::Tenant;
 use control::SessionControl;
 use hand_over::Successor;
 
+/// Time for a daemon that takes over to open its stores: its disks read what describes their segments.
+pub(crate) const SUCCESSOR_TIMEOUT: Duration = Duration::from_mins(2);
+
 /// How a store is served.
 #[derive(Debug, Clone)]
 pub struct NodeOptions {
@@ -41,6 +44,8 @@ pub struct NodeOptions {
     /// Time for clients to give back what they hold when another daemon takes over; after it the other one is refused.
     /// Default: 10 s.
     pub take_over_grace: Duration,
+    /// Time for a daemon that takes over to open its stores. Default: 2 min; clients go on without a store after 5 s of it.
+    pub successor_timeout: Duration,
 }
 
 /// A store that the engines of this machine attach to; dropping it ends all sessions and joins its threads.
@@ -56,6 +61,7 @@ struct Shared {
     max_sessions: usize,
     opener: Option<Arc<dyn TenantOpener>>,
     take_over_grace: Duration,
+    successor_timeout: Duration,
     /// None while another daemon takes over, and after that.
     tenants: RwLock<Vec<Tenant>>,
     /// A daemon whose terms are accepted and that waits to take over.
@@ -122,6 +128,7 @@ impl NodeOptions {
             max_sessions: 64,
             opener: None,
             take_over_grace: Duration::from_secs(10),
+            successor_timeout: SUCCESSOR_TIMEOUT,
         }
     }
 }
@@ -150,11 +157,12 @@ impl NodeServer {
     ) -> Result<Self> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let wake_event = eventfd(0, flags).map_err(|errno| NodeError::io("make an event")(errno.into()))?;
-        let NodeOptions { socket: _, tenants, max_sessions, opener, take_over_grace } = options;
+        let NodeOptions { tenants, max_sessions, opener, take_over_grace, successor_timeout, .. } = options;
         let shared = Arc::new(Shared {
             max_sessions,
             opener,
             take_over_grace,
+            successor_timeout,
             tenants: RwLock::new(tenants),
             successor: Mutex::new(None),
             counters: Counters::default(),

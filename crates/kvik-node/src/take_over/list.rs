@@ -3,13 +3,14 @@
 //! A start, the number of chunks, the chunks in the order in which they leave, and a CRC-64 of all before it. All numbers
 //! are little-endian.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, Write as _};
 use std::os::fd::OwnedFd;
 
 use kvik_store::{KeptChunk, KeptMemory};
 use kvik_tier::shared::checksum;
-use kvik_tier::{ChunkKey, Extent, NamespaceId, PlacedChunk, RamTier, TokenDigest};
+use kvik_tier::{ChunkKey, ChunkPlace, NamespaceId, PlacedChunk, RamTier, TokenDigest};
 use kvik_types::BlockHash;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
@@ -47,7 +48,7 @@ impl ChunkList {
     /// All chunks of a memory that no reader or writer uses; `None` while one does.
     pub(crate) fn of(memory: &KeptMemory) -> Option<Self> {
         let placed = memory.ram.inventory()?;
-        let mut by_key: std::collections::HashMap<ChunkKey, PlacedChunk> =
+        let mut by_key: HashMap<ChunkKey, PlacedChunk> =
             placed.into_iter().map(|placed| (placed.key, placed)).collect();
         let listed = |chunk: &KeptChunk| {
             let placed = by_key.remove(&chunk.key)?;
@@ -93,14 +94,14 @@ impl ChunkList {
         let mut bytes = Vec::with_capacity(HEADER_BYTES + self.chunks.len() * CHUNK_BYTES + CHECKSUM_BYTES);
         bytes.extend(MAGIC);
         bytes.extend((self.chunks.len() as u64).to_le_bytes());
-        for ListedChunk { placed: PlacedChunk { key, digest, extent }, depth } in &self.chunks {
+        for ListedChunk { placed: PlacedChunk { key, digest, place }, depth } in &self.chunks {
             bytes.extend(key.namespace.0.0);
             bytes.extend(key.chunk.0);
             bytes.extend(key.rank.to_le_bytes());
             bytes.extend(depth.to_le_bytes());
             bytes.extend(digest.0);
-            bytes.extend(extent.offset.to_le_bytes());
-            bytes.extend(extent.n_bytes.to_le_bytes());
+            bytes.extend(place.offset.to_le_bytes());
+            bytes.extend(place.n_bytes.to_le_bytes());
         }
         bytes.extend(checksum(&bytes).0.to_le_bytes());
         bytes
@@ -141,11 +142,11 @@ fn chunk_of(bytes: &[u8; CHUNK_BYTES]) -> ListedChunk {
     };
     let depth = u32::from_le_bytes(field(&mut rest));
     let digest = TokenDigest(field(&mut rest));
-    let extent = Extent {
+    let place = ChunkPlace {
         offset: u64::from_le_bytes(field(&mut rest)),
         n_bytes: u64::from_le_bytes(field(&mut rest)),
     };
-    ListedChunk { placed: PlacedChunk { key, digest, extent }, depth }
+    ListedChunk { placed: PlacedChunk { key, digest, place }, depth }
 }
 
 /// Takes the next field; zeros behind the end, which the length of a chunk excludes.
@@ -168,8 +169,8 @@ mod tests {
             rank,
         });
         (key, any::<([u8; 32], u64, u64, u32)>()).prop_map(|(key, (digest, offset, n_bytes, depth))| {
-            let extent = Extent { offset, n_bytes };
-            ListedChunk { placed: PlacedChunk { key, digest: TokenDigest(digest), extent }, depth }
+            let place = ChunkPlace { offset, n_bytes };
+            ListedChunk { placed: PlacedChunk { key, digest: TokenDigest(digest), place }, depth }
         })
     }
 
@@ -219,7 +220,7 @@ mod tests {
                     rank: 0,
                 },
                 digest: TokenDigest([3; 32]),
-                extent: Extent { offset: 0, n_bytes: 1 },
+                place: ChunkPlace { offset: 0, n_bytes: 1 },
             },
             depth: 0,
         };

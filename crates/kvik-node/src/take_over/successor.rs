@@ -13,7 +13,7 @@ use super::frame::{TakeOver, TakeOverFrame, TenantTerms};
 use super::list::ChunkList;
 use super::{StoreParts, TenantOpener};
 use crate::error::{NodeError, Result};
-use crate::server::{NodeOptions, NodeServer};
+use crate::server::{NodeOptions, NodeServer, SUCCESSOR_TIMEOUT};
 use crate::tenant::{ClientToken, Tenant};
 
 /// Time for the running daemon to let go. Its own bound, the time for clients to give back what they hold, is shorter
@@ -75,7 +75,14 @@ impl NodeServer {
         };
         let opener = Some(opener);
         let address = socket.clone();
-        let options = NodeOptions { socket, tenants, max_sessions, opener, take_over_grace };
+        let options = NodeOptions {
+            socket,
+            tenants,
+            max_sessions,
+            opener,
+            take_over_grace,
+            successor_timeout: SUCCESSOR_TIMEOUT,
+        };
         Self::serve(options, move || {
             // The memory belongs to this daemon from here on, or never.
             let is_sent = connection.send(&TakeOverFrame::Serving.encode());

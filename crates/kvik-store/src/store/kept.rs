@@ -5,7 +5,7 @@
 //! whose parents are unknown: each finds its place when a chain shows it, and until then it leaves in that order, before all
 //! others.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use kvik_tier::{ChunkKey, RamTier, Tier as _};
@@ -46,6 +46,11 @@ impl Store {
     /// Begins to put a store together on memory that another one left.
     pub fn builder_on(options: StoreOptions, memory: KeptMemory) -> StoreBuilder {
         StoreBuilder::new(options, memory)
+    }
+
+    /// Whether there is another handle of this store, which keeps it from being taken apart.
+    pub fn is_shared(&self) -> bool {
+        Arc::strong_count(&self.threads) > 1
     }
 
     /// Ends the store as [`Self::close`] does, closes its lower tiers and returns its memory with all its chunks.
@@ -100,7 +105,7 @@ impl Core {
         let mut residents = self.ram_residents.lock();
         let mut unlisted = Vec::new();
         self.ram.visit_keys(&mut |key, _| unlisted.push(key));
-        let mut unlisted: std::collections::HashSet<ChunkKey> = unlisted.into_iter().collect();
+        let mut unlisted: HashSet<ChunkKey> = unlisted.into_iter().collect();
         for KeptChunk { key, depth } in kept {
             if u32::from(key.rank) >= u64::BITS || !unlisted.contains(key) {
                 continue;

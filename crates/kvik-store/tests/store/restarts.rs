@@ -243,8 +243,10 @@ fn a_store_with_another_user_is_not_taken_apart() {
     let chain = chain_of(&store, 1, 2);
     assert_eq!(store_chain(&store, &chain), 2);
     let other = store.clone();
+    assert!(store.is_shared());
     let store = store.take_apart().unwrap_err();
     drop(other);
+    assert!(!store.is_shared());
     let retrieved = store.retrieve(&chain, 0);
     let store = store.take_apart().unwrap_err();
     assert_eq!(verify(&retrieved, &chain, 0), 2, "a lease keeps the memory");

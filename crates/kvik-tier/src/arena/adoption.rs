@@ -1,7 +1,7 @@
 //! An arena on the memory file of another one.
 //!
-//! One process leaves its arena to the next: the file, and a list of the extents that are in use. The next process takes
-//! the rest for free memory, so the list must be complete, and an extent that overlaps another or lies outside is
+//! One process leaves its arena to the next: the file, and a list of the places that are in use. The next process takes
+//! the rest for free memory, so the list must be complete, and a place that overlaps another or lies outside is
 //! refused: chunks that share bytes would be wrong.
 
 use std::os::fd::OwnedFd;
@@ -18,7 +18,7 @@ use crate::error::{Result, TierError};
 
 /// Bytes of an arena that hold a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Extent {
+pub struct ChunkPlace {
     /// Where it starts in the memory file, a multiple of 4096.
     pub offset: u64,
     /// The bytes of the chunk.
@@ -26,15 +26,15 @@ pub struct Extent {
 }
 
 impl Arena {
-    /// Makes an arena of the memory file of another one; returns it with a lease on each extent, in their order.
+    /// Makes an arena of the memory file of another one; returns it with a lease on each place, in their order.
     ///
     /// The caller has the right to the file: its previous owner neither hands out nor writes any of its memory from now
-    /// on. All that lies outside of `extents` is free.
+    /// on. All that lies outside of `places` is free.
     ///
     /// # Errors
-    /// [`TierError::Invalid`] if an extent is not aligned, lies outside or overlaps another; [`TierError::Io`] if
+    /// [`TierError::Invalid`] if a place is not aligned, lies outside or overlaps another; [`TierError::Io`] if
     /// the file cannot be mapped or could still change its size.
-    pub fn adopt(file: OwnedFd, extents: &[Extent]) -> Result<(Self, Vec<Lease>)> {
+    pub fn adopt(file: OwnedFd, places: &[ChunkPlace]) -> Result<(Self, Vec<Lease>)> {
         let mapping = Mapping::adopt(file)?;
         let n_bytes = mapping.n_bytes();
         if !n_bytes.is_multiple_of(UNIT_BYTES)
@@ -45,31 +45,31 @@ impl Arena {
         }
         let n_units = (n_bytes / UNIT_BYTES) as u32;
         let mut buddy = Buddy::new(n_units);
-        let mut runs = Vec::with_capacity(extents.len());
-        for extent in extents {
-            let run = run_of(extent, n_units)?;
+        let mut runs = Vec::with_capacity(places.len());
+        for place in places {
+            let run = run_of(place, n_units)?;
             if buddy.claim(run) != [run] {
-                return Err(refused(extent, "bytes that no other extent has"));
+                return Err(refused(place, "bytes that no other place has"));
             }
             runs.push(run);
         }
         let mut shared = Shared::new(mapping, NumaPlacement::Auto);
         shared.buddy = Mutex::new(buddy);
         let shared = Arc::new(shared);
-        let lease = |(run, extent): (Run, &Extent)| {
-            let n_bytes = extent.n_bytes as usize;
+        let lease = |(run, place): (Run, &ChunkPlace)| {
+            let n_bytes = place.n_bytes as usize;
             Lease::new(Held { shared: Arc::clone(&shared), run, home: Home::Own, n_bytes })
         };
-        let leases = runs.into_iter().zip(extents).map(lease).collect();
+        let leases = runs.into_iter().zip(places).map(lease).collect();
         Ok((Self { shared }, leases))
     }
 }
 
-/// The units of an extent, all of them inside of the arena.
-fn run_of(extent: &Extent, n_units: u32) -> Result<Run> {
-    let Extent { offset, n_bytes } = *extent;
+/// The units of a place, all of them inside of the arena.
+fn run_of(place: &ChunkPlace, n_units: u32) -> Result<Run> {
+    let ChunkPlace { offset, n_bytes } = *place;
     if !offset.is_multiple_of(UNIT_BYTES as u64) {
-        return Err(refused(extent, "a start at a multiple of 4096"));
+        return Err(refused(place, "a start at a multiple of 4096"));
     }
     let start = u32::try_from(offset / UNIT_BYTES as u64).ok();
     let n_run_units = usize::try_from(n_bytes).ok().and_then(units_for);
@@ -79,13 +79,13 @@ fn run_of(extent: &Extent, n_units: u32) -> Result<Run> {
         {
             Ok(Run::new(start, n_run_units))
         }
-        _ => Err(refused(extent, "bytes inside of the arena")),
+        _ => Err(refused(place, "bytes inside of the arena")),
     }
 }
 
-fn refused(extent: &Extent, allowed: &str) -> TierError {
-    let Extent { offset, n_bytes } = extent;
-    TierError::invalid("extent", &format!("{n_bytes} bytes at {offset}"), allowed)
+fn refused(place: &ChunkPlace, allowed: &str) -> TierError {
+    let ChunkPlace { offset, n_bytes } = place;
+    TierError::invalid("place of a chunk", &format!("{n_bytes} bytes at {offset}"), allowed)
 }
 
 #[cfg(test)]
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn an_adopted_arena_has_the_bytes_of_its_extents_and_gives_out_only_the_rest() {
+    fn an_adopted_arena_has_the_bytes_of_its_places_and_gives_out_only_the_rest() {
         let arena = Arena::new(ArenaOptions::new(CAPACITY_BYTES)).unwrap();
         let mut kept = Vec::new();
         for number in 0..40_u8 {
@@ -111,12 +111,12 @@ mod tests {
                 kept.push((number, slot.freeze()));
             }
         }
-        let extents: Vec<Extent> = kept
+        let places: Vec<ChunkPlace> = kept
             .iter()
-            .map(|(_, lease)| Extent { offset: lease.offset(), n_bytes: lease.len() as u64 })
+            .map(|(_, lease)| ChunkPlace { offset: lease.offset(), n_bytes: lease.len() as u64 })
             .collect();
         let used_bytes = kept.iter().map(|(_, lease)| lease.padded().len() as u64).sum::<u64>();
-        let (adopted, leases) = Arena::adopt(file(&arena), &extents).unwrap();
+        let (adopted, leases) = Arena::adopt(file(&arena), &places).unwrap();
         assert_eq!(adopted.stat().used_bytes, used_bytes);
         assert_eq!(adopted.stat().capacity_bytes, CAPACITY_BYTES);
         // All that is free is taken and written, in small pieces and in large ones.
@@ -138,23 +138,23 @@ mod tests {
     }
 
     #[test]
-    fn extents_that_overlap_or_lie_outside_are_refused() {
+    fn places_that_overlap_or_lie_outside_are_refused() {
         let arena = Arena::new(ArenaOptions::new(CAPACITY_BYTES)).unwrap();
-        let extent = |offset, n_bytes| Extent { offset, n_bytes };
-        for (extents, reason) in [
-            (vec![extent(0, 4097), extent(4096, 1)], "no other extent"),
-            (vec![extent(8192, 1), extent(0, 40_000)], "no other extent"),
-            (vec![extent(4096, 1), extent(4096, 1)], "no other extent"),
-            (vec![extent(100, 1)], "multiple of 4096"),
-            (vec![extent(CAPACITY_BYTES, 0)], "inside of the arena"),
-            (vec![extent(0, CAPACITY_BYTES + 1)], "inside of the arena"),
-            (vec![extent(u64::MAX - 4095, 4096)], "inside of the arena"),
-            (vec![extent(4096, u64::MAX)], "inside of the arena"),
+        let place = |offset, n_bytes| ChunkPlace { offset, n_bytes };
+        for (places, reason) in [
+            (vec![place(0, 4097), place(4096, 1)], "no other place"),
+            (vec![place(8192, 1), place(0, 40_000)], "no other place"),
+            (vec![place(4096, 1), place(4096, 1)], "no other place"),
+            (vec![place(100, 1)], "multiple of 4096"),
+            (vec![place(CAPACITY_BYTES, 0)], "inside of the arena"),
+            (vec![place(0, CAPACITY_BYTES + 1)], "inside of the arena"),
+            (vec![place(u64::MAX - 4095, 4096)], "inside of the arena"),
+            (vec![place(4096, u64::MAX)], "inside of the arena"),
         ] {
-            let error = Arena::adopt(file(&arena), &extents).unwrap_err().to_string();
-            assert!(error.contains(reason), "{extents:?}: {error}");
+            let error = Arena::adopt(file(&arena), &places).unwrap_err().to_string();
+            assert!(error.contains(reason), "{places:?}: {error}");
         }
-        assert!(Arena::adopt(file(&arena), &[extent(0, CAPACITY_BYTES)]).is_ok());
+        assert!(Arena::adopt(file(&arena), &[place(0, CAPACITY_BYTES)]).is_ok());
     }
 
     #[test]

@@ -39,7 +39,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-pub use adoption::Extent;
+pub use adoption::ChunkPlace;
 pub(crate) use compaction::Tenants;
 pub use slot::{Lease, Slot};
 

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 
 use super::RamTier;
 use super::index::Index;
-use crate::arena::{Arena, Extent};
+use crate::arena::{Arena, ChunkPlace};
 use crate::error::{Result, TierError};
 use crate::key::{ChunkKey, TokenDigest};
 
@@ -16,7 +16,7 @@ pub struct PlacedChunk {
     /// The tokens that it is for.
     pub digest: TokenDigest,
     /// Its bytes.
-    pub extent: Extent,
+    pub place: ChunkPlace,
 }
 
 impl RamTier {
@@ -30,8 +30,8 @@ impl RamTier {
         self.index.visit_chunks(&mut |key, digest, lease| {
             is_alone &= self.arena.is_only_lease(lease);
             n_listed_bytes += lease.padded().len() as u64;
-            let extent = Extent { offset: lease.offset(), n_bytes: lease.len() as u64 };
-            chunks.push(PlacedChunk { key, digest, extent });
+            let place = ChunkPlace { offset: lease.offset(), n_bytes: lease.len() as u64 };
+            chunks.push(PlacedChunk { key, digest, place });
         });
         (is_alone && n_listed_bytes == self.arena.stat().used_bytes).then_some(chunks)
     }
@@ -43,8 +43,8 @@ impl RamTier {
     /// # Errors
     /// If the file cannot be mapped, or if chunks overlap, lie outside or have one key.
     pub fn adopt(file: OwnedFd, chunks: &[PlacedChunk]) -> Result<Self> {
-        let extents: Vec<Extent> = chunks.iter().map(|chunk| chunk.extent).collect();
-        let (arena, leases) = Arena::adopt(file, &extents)?;
+        let places: Vec<ChunkPlace> = chunks.iter().map(|chunk| chunk.place).collect();
+        let (arena, leases) = Arena::adopt(file, &places)?;
         let index = Index::new();
         for (PlacedChunk { key, digest, .. }, lease) in chunks.iter().zip(leases) {
             let (_, is_new) = index.insert(*key, *digest, lease);
