@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
+use rustix::net::sockopt::socket_acceptconn;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, bind,
@@ -23,8 +24,9 @@ use crate::wire::MAX_FRAME_BYTES;
 /// Descriptors that go with one frame at most.
 pub const MAX_FRAME_DESCRIPTORS: usize = 4;
 
-/// Connections that may wait to be accepted; in ordinary operation there are few.
-const BACKLOG: i32 = 16;
+/// Connections that may wait to be accepted. In ordinary operation there are few; while one process takes a socket over
+/// from another, all clients connect again.
+const BACKLOG: i32 = 128;
 
 /// Where a process listens.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -118,6 +120,28 @@ impl Listener {
         Ok(listener)
     }
 
+    /// Goes on with the socket of another process, which [leaves](Self::leave) it to this one. Connections that wait
+    /// are kept.
+    ///
+    /// # Errors
+    /// If it does not listen, or its file at `address` cannot be found.
+    pub fn adopt(socket: OwnedFd, address: &SocketAddress) -> io::Result<Self> {
+        if !socket_acceptconn(&socket)? {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "the descriptor does not listen"));
+        }
+        let file = match address {
+            SocketAddress::Path(path) => Some((path.clone(), std::fs::symlink_metadata(path)?.ino())),
+            SocketAddress::Abstract(_) => None,
+        };
+        Ok(Self { socket, file, owner: Owner::this_process() })
+    }
+
+    /// Closes this process' descriptor of the socket and nothing else: a process that has a copy of it goes on
+    /// listening.
+    pub fn leave(mut self) {
+        self.file = None;
+    }
+
     /// Takes a waiting connection; `None` where there is none, or where the caller is gone.
     ///
     /// Fails with `PermissionDenied` where the peer is another user.
@@ -169,13 +193,18 @@ impl Connection {
     }
 
     fn from_same_user(socket: OwnedFd) -> io::Result<Self> {
-        let peer_uid = peer_uid(socket.as_fd())?;
+        let peer_uid = peer(socket.as_fd())?.uid;
         let own_uid = rustix::process::geteuid().as_raw();
         if peer_uid != own_uid {
             let reason = format!("the peer is user {peer_uid}, and this process is user {own_uid}");
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, reason));
         }
         Ok(Self { socket, owner: Owner::this_process() })
+    }
+
+    /// The process at the other end, as the kernel saw it when the connection was made; 0 for one of another namespace.
+    pub fn peer_pid(&self) -> i32 {
+        peer(self.socket.as_fd()).map_or(0, |peer| peer.pid)
     }
 
     /// Sends one frame; `false` where the peer's buffer is full.
@@ -348,8 +377,8 @@ fn new_socket() -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
 }
 
-/// The user of the other end, as the kernel saw it when the connection was made.
-fn peer_uid(socket: BorrowedFd<'_>) -> io::Result<u32> {
+/// The process and user of the other end, as the kernel saw them when the connection was made.
+fn peer(socket: BorrowedFd<'_>) -> io::Result<libc::ucred> {
     let mut peer = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = mem::size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: `peer` and `length` are live for the call and `length` is the size of `peer`, of which any
@@ -363,7 +392,7 @@ fn peer_uid(socket: BorrowedFd<'_>) -> io::Result<u32> {
             &raw mut length,
         )
     };
-    if status == 0 { Ok(peer.uid) } else { Err(io::Error::last_os_error()) }
+    if status == 0 { Ok(peer) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Makes sure that the directory of `path` is only for this user, and locks it.

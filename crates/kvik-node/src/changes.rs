@@ -15,6 +15,7 @@ pub(crate) const MAX_CHANGES: usize = 512;
 
 const CHANGES: u8 = 3;
 const SNAPSHOT_END: u8 = 4;
+const MOVING: u8 = 5;
 
 const CHANGE_BYTES: usize = 33;
 
@@ -29,6 +30,8 @@ pub enum WatchFrame {
     Changes(Vec<ChunkChange>),
     /// All that was there has been told.
     SnapshotEnd,
+    /// Another daemon takes over, and goes on with what was told so far.
+    Moving,
 }
 
 impl WatchFrame {
@@ -37,6 +40,7 @@ impl WatchFrame {
         let mut frame = MAGIC.to_vec();
         match self {
             Self::SnapshotEnd => frame.push(SNAPSHOT_END),
+            Self::Moving => frame.push(MOVING),
             Self::Changes(changes) => {
                 frame.push(CHANGES);
                 for ChunkChange { hash, parent, tier, is_held } in changes {
@@ -62,6 +66,7 @@ impl WatchFrame {
         let (kind, body) = body.split_first().ok_or_else(refused)?;
         match (*kind, body) {
             (SNAPSHOT_END, []) => Ok(Self::SnapshotEnd),
+            (MOVING, []) => Ok(Self::Moving),
             (CHANGES, body) => {
                 let (changes, rest) = body.as_chunks::<CHANGE_BYTES>();
                 if !rest.is_empty() || changes.len() > MAX_CHANGES {
@@ -105,7 +110,7 @@ mod tests {
             change(2, Some(1), TierKind::Nvme, false),
             change(3, Some(2), TierKind::Object, true),
         ]);
-        for frame in [changes, WatchFrame::SnapshotEnd, WatchFrame::Changes(Vec::new())] {
+        for frame in [changes, WatchFrame::SnapshotEnd, WatchFrame::Moving, WatchFrame::Changes(Vec::new())] {
             let bytes = frame.encode();
             assert_eq!(WatchFrame::decode(&bytes).unwrap(), frame);
             // A frame is whole; the socket keeps frames apart. What is cut at a change is a shorter frame.

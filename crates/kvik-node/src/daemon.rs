@@ -1,8 +1,10 @@
 //! The life of a store daemon: start, serve, end.
 
+use std::fmt::Display;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::http::header::CONTENT_TYPE;
@@ -10,12 +12,23 @@ use axum::routing::get;
 use kvik_runtime::http::{ListenLimits, listen, serve};
 use kvik_runtime::shutdown::Shutdown;
 use kvik_runtime::telemetry::render_metrics;
+use kvik_tier::peer::PeerAdmission;
+use parking_lot::Mutex;
+use tokio::net::TcpListener;
 
-use crate::config::DaemonConfig;
+use crate::config::{DaemonConfig, PeerPlans};
 use crate::error::{NodeError, Result};
 use crate::metrics::DaemonMetrics;
 use crate::peers::{Discovery, PeerServer};
-use crate::server::{NodeOptions, NodeServer};
+use crate::server::{NodeOptions, NodeServer, SUCCESSOR_TIMEOUT};
+use crate::take_over::{StoreParts, TakeOverOptions, TenantOpener};
+use crate::tenant::Tenant;
+
+/// Time for a daemon that was taken over to end.
+const ADDRESS_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Time between two attempts to listen at its address.
+const ADDRESS_RETRY: Duration = Duration::from_millis(20);
 
 /// Starts store daemons.
 #[derive(Debug)]
@@ -33,7 +46,8 @@ pub struct RunningDaemon {
 impl StoreDaemon {
     /// Opens the tiers of all tenants and listens at the socket, and at the address of the metrics where there is one.
     ///
-    /// Tasks run on `shutdown`; the caller [finishes](RunningDaemon::finish) the daemon when that drains.
+    /// Tasks run on `shutdown`, which drains when another daemon has taken over; the caller
+    /// [finishes](RunningDaemon::finish) the daemon when it drains.
     ///
     /// # Errors
     /// If the configuration is wrong, a tier cannot be opened, or the socket or address is taken.
@@ -42,32 +56,155 @@ impl StoreDaemon {
             Some(address) => Some(listen(address).await?),
             None => None,
         };
-        let socket = config.socket.clone();
-        let (names, keeps_names) = (config.peer.addresses()?, config.peer.tls.is_some());
         let peer_listener = config.peer.listen()?;
+        let opener = Arc::new(ConfiguredOpener::try_new(&config, shutdown)?);
+        let (socket, opening) = (config.socket.clone(), Arc::clone(&opener));
         // A disk tier reads its segments first.
-        let opening = move || {
+        let server = open(move || {
             let options = NodeOptions {
                 socket: config.address(),
-                tenants: config.open_tenants()?,
+                tenants: config.open_tenants(&opening.peers)?,
                 max_sessions: config.max_sessions,
+                take_over_grace: config.take_over_grace(),
+                successor_timeout: SUCCESSOR_TIMEOUT,
+                opener: Some(opening),
             };
             NodeServer::start(options)
+        });
+        let server = server.await?;
+        let peers = opener.serve_peers(&server, peer_listener).await?;
+        RunningDaemon::new(socket, server, peers, metrics_listener, shutdown)
+    }
+
+    /// Takes over from the daemon that listens at the socket, with all chunks in its memory; then as [`Self::start`].
+    ///
+    /// The addresses of the metrics and for peers may be those of the running daemon: they are taken when that one ends.
+    ///
+    /// # Errors
+    /// As [`Self::start`], and if the running daemon refuses; it then goes on. An address that stays taken is no error,
+    /// because the running daemon has ended by then: it is logged, and there are no metrics, or no peers are served.
+    pub async fn take_over(config: DaemonConfig, shutdown: &Shutdown) -> Result<RunningDaemon> {
+        let metrics = config.metrics.clone();
+        let opener = Arc::new(ConfiguredOpener::try_new(&config, shutdown)?);
+        let (socket, peer) = (config.socket.clone(), config.peer.clone());
+        // What cannot work is refused before anything happens.
+        peer.check_listener()?;
+        let opening = Arc::clone(&opener);
+        let server = open(move || {
+            NodeServer::take_over(TakeOverOptions {
+                socket: config.address(),
+                tenants: config.terms()?,
+                max_sessions: config.max_sessions,
+                take_over_grace: config.take_over_grace(),
+                opener: opening,
+            })
+        });
+        let server = server.await?;
+        let metrics_listener = match &metrics {
+            Some(address) => after_another("no metrics are served", async || listen(address).await).await,
+            None => None,
         };
-        let opened = tokio::task::spawn_blocking(opening).await;
-        let server = Arc::new(opened.map_err(|_| NodeError::Open { reason: "it was stopped".to_owned() })??);
-        let peers = match peer_listener {
+        let peer_listener = after_another("no peers are served", async || peer.listen()).await.flatten();
+        let peers = opener.serve_peers(&server, peer_listener).await?;
+        RunningDaemon::new(socket, server, peers, metrics_listener, shutdown)
+    }
+}
+
+/// Opens the stores of a daemon as its configuration says.
+#[derive(Debug)]
+struct ConfiguredOpener {
+    config: DaemonConfig,
+    shutdown: Shutdown,
+    peers: PeerPlans,
+    /// Gives the stores to other nodes, once it is started.
+    peer_server: Mutex<Option<Arc<PeerServer>>>,
+}
+
+impl ConfiguredOpener {
+    fn try_new(config: &DaemonConfig, shutdown: &Shutdown) -> Result<Self> {
+        let (config, shutdown) = (config.clone(), shutdown.clone());
+        Ok(Self { peers: config.peer_plans()?, config, shutdown, peer_server: Mutex::default() })
+    }
+
+    /// Serves the stores to other nodes where there is a listener, and follows the nodes that are read from.
+    async fn serve_peers(
+        &self,
+        server: &NodeServer,
+        listener: Option<(std::net::TcpListener, PeerAdmission)>,
+    ) -> Result<Option<Arc<PeerServer>>> {
+        let peer_server = match listener {
             Some((listener, admission)) => {
-                Some(Arc::new(PeerServer::start(listener, server.tenants(), admission)?))
+                Some(Arc::new(PeerServer::start(listener, &server.tenants(), admission)?))
             }
             None => None,
         };
-        let tiers = server.tenants().iter().filter_map(|tenant| tenant.peers.as_ref());
-        let tiers: Vec<_> = tiers.map(|peers| Arc::clone(&peers.tier)).collect();
+        self.peer_server.lock().clone_from(&peer_server);
+        let tiers: Vec<_> = self.peers.values().map(|peers| Arc::clone(&peers.tier)).collect();
         if !tiers.is_empty() {
-            let own = peers.as_ref().map(|peers| peers.address());
-            Discovery::new(names, own, keeps_names, tiers).start(shutdown).await;
+            let own = peer_server.as_ref().map(|peers| peers.address());
+            let (names, keeps_names) = (self.config.peer.addresses()?, self.config.peer.tls.is_some());
+            Discovery::new(names, own, keeps_names, tiers).start(&self.shutdown).await;
         }
+        Ok(peer_server)
+    }
+}
+
+impl TenantOpener for ConfiguredOpener {
+    fn parts(&self, tenant: &str) -> Result<StoreParts> {
+        self.config.parts_of(tenant, &self.peers)
+    }
+
+    fn pausing(&self) {
+        let peers = self.peer_server.lock().clone();
+        if let Some(peers) = peers {
+            peers.pause();
+        }
+    }
+
+    fn resumed(&self, tenants: &[Tenant]) {
+        let peers = self.peer_server.lock().clone();
+        if let Some(peers) = peers {
+            peers.resume(tenants);
+        }
+    }
+
+    fn taken_over(&self) {
+        self.shutdown.drain();
+    }
+}
+
+/// Runs what opens stores where it may block.
+async fn open(opening: impl FnOnce() -> Result<NodeServer> + Send + 'static) -> Result<Arc<NodeServer>> {
+    let opened = tokio::task::spawn_blocking(opening).await;
+    opened.map_err(|_| NodeError::Open { reason: "it was stopped".to_owned() })?.map(Arc::new)
+}
+
+/// Listens at an address that a daemon which ends may still have; `None`, and an error in the log, where that fails.
+async fn after_another<T, E: Display>(
+    consequence: &str,
+    listen: impl AsyncFn() -> Result<T, E>,
+) -> Option<T> {
+    let deadline = Instant::now() + ADDRESS_TIMEOUT;
+    loop {
+        match listen().await {
+            Ok(listener) => return Some(listener),
+            Err(_) if Instant::now() < deadline => tokio::time::sleep(ADDRESS_RETRY).await,
+            Err(error) => {
+                tracing::error!(%error, "{consequence}");
+                return None;
+            }
+        }
+    }
+}
+
+impl RunningDaemon {
+    fn new(
+        socket: PathBuf,
+        server: Arc<NodeServer>,
+        peers: Option<Arc<PeerServer>>,
+        metrics_listener: Option<TcpListener>,
+        shutdown: &Shutdown,
+    ) -> Result<Self> {
         let mut metrics_address = None;
         if let Some(listener) = metrics_listener {
             let address = listener.local_addr().map_err(NodeError::io("listen for metrics"))?;
@@ -79,11 +216,9 @@ impl StoreDaemon {
                 serve(listener, router, None, &limits, closing.draining(), &connections).await;
             });
         }
-        Ok(RunningDaemon { socket, metrics_address, server, peers })
+        Ok(Self { socket, metrics_address, server, peers })
     }
-}
 
-impl RunningDaemon {
     /// Where engines attach.
     pub fn socket(&self) -> &Path {
         &self.socket
@@ -113,7 +248,7 @@ impl RunningDaemon {
                 peers.end();
             }
             server.end();
-            for tenant in server.tenants() {
+            for tenant in &*server.tenants() {
                 tenant.store.close();
             }
         })

@@ -56,6 +56,15 @@ pub enum NodeError {
         /// How that was noticed.
         reason: &'static str,
     },
+    /// Another daemon takes over from the one that was asked: attach again, and ask again.
+    #[error("another store daemon takes over")]
+    Moving,
+    /// One daemon could not take over from another, which goes on.
+    #[error("take over: {reason}")]
+    TakeOver {
+        /// Why not.
+        reason: String,
+    },
     /// Shared memory could not be mapped or used.
     #[error("use shared memory")]
     Memory(#[from] TierError),

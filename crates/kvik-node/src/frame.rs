@@ -15,7 +15,7 @@ pub(crate) const MAGIC: [u8; 8] = *b"KVIKND03";
 const MAX_TEXT_BYTES: usize = 4096;
 
 const ATTACHED: u8 = 1;
-const REFUSED: u8 = 2;
+pub(crate) const REFUSED: u8 = 2;
 
 /// What a client attaches for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,7 +57,7 @@ pub struct Attached {
 }
 
 /// What is left of a frame.
-struct Fields<'a>(&'a [u8]);
+pub(crate) struct Fields<'a>(&'a [u8]);
 
 impl Attach {
     /// The frame.
@@ -174,7 +174,7 @@ pub(crate) fn refusal(reason: &str) -> Vec<u8> {
     frame
 }
 
-fn push_text(frame: &mut Vec<u8>, text: &str) {
+pub(crate) fn push_text(frame: &mut Vec<u8>, text: &str) {
     let text = &text[..text.floor_char_boundary(MAX_TEXT_BYTES)];
     frame.extend((text.len() as u16).to_le_bytes());
     frame.extend(text.as_bytes());
@@ -183,7 +183,7 @@ fn push_text(frame: &mut Vec<u8>, text: &str) {
 // === impl Fields ===
 
 impl<'a> Fields<'a> {
-    fn after_magic(frame: &'a [u8]) -> Result<Self> {
+    pub(crate) fn after_magic(frame: &'a [u8]) -> Result<Self> {
         let mut fields = Self(frame);
         let magic: [u8; MAGIC.len()] = fields.array()?;
         if magic == MAGIC {
@@ -202,13 +202,13 @@ impl<'a> Fields<'a> {
         Ok(taken)
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+    pub(crate) fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
         let mut array = [0; N];
         array.copy_from_slice(self.take(N)?);
         Ok(array)
     }
 
-    fn text(&mut self, field: &'static str) -> Result<String> {
+    pub(crate) fn text(&mut self, field: &'static str) -> Result<String> {
         let n_bytes = usize::from(u16::from_le_bytes(self.array()?));
         if n_bytes > MAX_TEXT_BYTES {
             return Err(NodeError::invalid(
@@ -221,7 +221,7 @@ impl<'a> Fields<'a> {
         text.map(str::to_owned).map_err(|_| NodeError::invalid(field, &"other bytes", "UTF-8"))
     }
 
-    fn flag(&mut self, field: &'static str) -> Result<bool> {
+    pub(crate) fn flag(&mut self, field: &'static str) -> Result<bool> {
         match self.array()? {
             [0] => Ok(false),
             [1] => Ok(true),
@@ -229,13 +229,13 @@ impl<'a> Fields<'a> {
         }
     }
 
-    fn block_size(&mut self, field: &'static str) -> Result<BlockSize> {
+    pub(crate) fn block_size(&mut self, field: &'static str) -> Result<BlockSize> {
         let n_tokens = u64::from_le_bytes(self.array()?);
         let size = usize::try_from(n_tokens).ok().and_then(|n_tokens| BlockSize::try_new(n_tokens).ok());
         size.ok_or_else(|| NodeError::invalid(field, &n_tokens, "a number of tokens of a block"))
     }
 
-    fn end(&self) -> Result<()> {
+    pub(crate) fn end(&self) -> Result<()> {
         match self.0.len() {
             0 => Ok(()),
             n_bytes => {

@@ -10,6 +10,7 @@
 //! * A chunk that a client writes is found by others only after its commit, with the checksum of its bytes.
 //! * The end of a client, by whatever death, gives back all that its session held; the kernel tells.
 //! * No byte that a client writes, into a ring or anywhere, does more than end its own session.
+//! * Memory that one daemon leaves to the next has one user at any time, and no client holds any of it meanwhile.
 //! * A daemon that is gone costs hits: every call of a client returns an error within a bounded time.
 
 #![forbid(unsafe_code)]
@@ -26,6 +27,7 @@ mod peers;
 mod report;
 mod ring;
 mod server;
+mod take_over;
 mod tenant;
 mod tiers;
 
@@ -43,5 +45,8 @@ pub use metrics::publish_store;
 pub use peers::PeerStats;
 pub use report::{cache_stats, tier_reports};
 pub use server::{NodeOptions, NodeServer, NodeStats};
+pub use take_over::{
+    ChunkList, ListedChunk, StoreParts, TakeOver, TakeOverFrame, TakeOverOptions, TenantOpener, TenantTerms,
+};
 pub use tenant::{ClientToken, Tenant};
 pub use tiers::open_store;

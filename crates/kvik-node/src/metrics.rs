@@ -91,7 +91,7 @@ impl DaemonMetrics {
 
     /// Takes over the present state.
     pub(crate) fn update(&self) {
-        for tenant in self.server.tenants() {
+        for tenant in &*self.server.tenants() {
             publish_store(&[("tenant", tenant.name.clone())], &cache_stats(&tenant.store));
         }
         let stats = self.server.stats();

@@ -104,6 +104,20 @@ pub(crate) enum Status {
     Corrupt = 6,
     /// The session holds too much already.
     TooMany = 7,
+    /// Another daemon takes over; nothing new is begun here.
+    Moving = 8,
+}
+
+// === impl Operation ===
+
+impl Operation {
+    /// Whether it begins something that a later operation ends.
+    pub(crate) fn begins_something(self) -> bool {
+        match self {
+            Self::Open { .. } | Self::Retrieve { .. } | Self::Write { .. } | Self::ReadLayers { .. } => true,
+            Self::Commit { .. } | Self::Note { .. } | Self::Release { .. } | Self::NextLayer { .. } => false,
+        }
+    }
 }
 
 // === impl Submission ===
@@ -168,7 +182,7 @@ impl Completion {
 
     /// `None` where it has a status that does not exist.
     pub(crate) fn decode(entry: Entry) -> Option<Self> {
-        const STATUSES: [Status; 8] = [
+        const STATUSES: [Status; 9] = [
             Status::Done,
             Status::NoRoom,
             Status::NoParent,
@@ -177,6 +191,7 @@ impl Completion {
             Status::Present,
             Status::Corrupt,
             Status::TooMany,
+            Status::Moving,
         ];
         let [first, request, handle, n_tokens, tier, ..] = entry;
         Some(Self {
@@ -306,7 +321,7 @@ mod tests {
         #[test]
         fn a_completion_and_a_place_are_read_as_they_were_written(
             words in any::<(u64, u32, u32, u64)>(),
-            status in 0..8_u64,
+            status in 0..9_u64,
             tier in 0..TIERS.len(),
         ) {
             let (request, n_chunks, handle, n_tokens) = words;

@@ -37,6 +37,10 @@ const RING_WORDS: usize = N_ENTRIES as usize * ENTRY_WORDS;
 /// The first word of the payload.
 pub(crate) const PAYLOAD: usize = FIRST_ENTRY + 2 * RING_WORDS;
 
+/// A word that the daemon sets when it ends the session because another daemon takes over. It lies beside the tail of the
+/// answers, which only the daemon writes.
+pub(crate) const MOVED: usize = 4 * LINE + 1;
+
 /// Words of all of it.
 pub(crate) const SESSION_WORDS: usize = PAYLOAD + PAYLOAD_WORDS;
 

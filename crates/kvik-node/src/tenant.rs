@@ -5,7 +5,6 @@ use std::fmt;
 use kvik_store::Store;
 use subtle::ConstantTimeEq;
 
-use crate::config::PeerPlan;
 use crate::error::{NodeError, Result};
 
 /// The fewest bytes of a token: one that cannot be guessed.
@@ -28,8 +27,6 @@ pub struct Tenant {
     pub token: Option<ClientToken>,
     /// Its chunks.
     pub store: Store,
-    /// The chunks of other nodes that its store reads; `None` where it reads none.
-    pub peers: Option<PeerPlan>,
 }
 
 // === impl ClientToken ===
@@ -70,19 +67,21 @@ impl fmt::Debug for ClientToken {
 impl Tenant {
     /// The tenant of a daemon that has only one: every client that may connect belongs to it.
     pub fn only(store: Store) -> Self {
-        Self { name: String::new(), token: None, store, peers: None }
+        Self { name: String::new(), token: None, store }
+    }
+
+    /// Whether clients with this token, which is empty where they have none, belong to it.
+    pub(crate) fn has_token(&self, token: &str) -> bool {
+        match &self.token {
+            Some(own) => own.is(token),
+            None => token.is_empty(),
+        }
     }
 
     /// The tenant of a client with this token, which is empty where it has none.
     pub(crate) fn find<'a>(tenants: &'a [Self], token: &str) -> Option<&'a Self> {
         // All are compared, so that the time does not tell which tenants there are.
-        tenants.iter().fold(None, |found, tenant| {
-            let is_its = match &tenant.token {
-                Some(own) => own.is(token),
-                None => token.is_empty(),
-            };
-            if is_its { Some(tenant) } else { found }
-        })
+        tenants.iter().fold(None, |found, tenant| if tenant.has_token(token) { Some(tenant) } else { found })
     }
 
     /// Whether the tenants can be told apart.

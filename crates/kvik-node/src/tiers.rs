@@ -3,10 +3,9 @@
 use std::fmt::Display;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
 use kvik_runtime::config::cloud_environment;
-use kvik_store::{DigestKey, Store, StoreOptions, WriteBack, register_with_cuda};
+use kvik_store::{DigestKey, KeptMemory, Store, StoreOptions, WriteBack};
 use kvik_tier::{
     Arena, ArenaOptions, Breaker, BreakerOptions, Checksummed, IoKind, Metered, NvmeOptions, NvmeTier,
     ObjectOptions, RamTier, RedisOptions, RemoteOptions, Retry, RetryOptions, Throttled, ThrottledOptions,
@@ -16,12 +15,13 @@ use kvik_types::BlockSize;
 
 use crate::config::{PeerPlan, StoreConfig, StorePlan};
 use crate::error::{NodeError, Result};
+use crate::take_over::StoreParts;
 
 /// The least that a secret must have: one that cannot be guessed.
 const MIN_SECRET_BYTES: usize = 16;
 
 /// Opens the tiers of `config`, of which `plan` is what it [resolves](StoreConfig::resolve) to, and puts the store
-/// together; with the chunks of other nodes as a tier where there are `peers`.
+/// together.
 ///
 /// A disk that cannot be used is an error of the start. A remote tier that cannot be reached is not: it may
 /// come, and until then it is left alone.
@@ -29,24 +29,37 @@ const MIN_SECRET_BYTES: usize = 16;
 /// # Errors
 /// If memory or the disk cannot be used, or the key of digests cannot be read.
 pub fn open_store(config: &StoreConfig, plan: &StorePlan, peers: Option<&PeerPlan>) -> Result<Store> {
-    let default = StoreOptions::default();
-    let peer_lookup_timeout = peers.map_or(Duration::ZERO, |peers| peers.lookup_timeout);
-    let options = StoreOptions {
+    let arena = Arena::new(ArenaOptions::new(plan.ram_bytes)).map_err(refused)?;
+    store_parts(config, plan, peers)?.open(KeptMemory::new(RamTier::new(arena)))
+}
+
+/// The settings of the store of `config`.
+///
+/// # Errors
+/// If the key of digests cannot be read.
+pub(crate) fn store_options(config: &StoreConfig, plan: &StorePlan) -> Result<StoreOptions> {
+    Ok(StoreOptions {
         chunk_tokens: BlockSize::try_new(plan.chunk_tokens).map_err(refused)?,
         stores_tails: plan.stores_tails,
         policy: plan.policy,
         write_back: if plan.writes_on_reuse { WriteBack::OnReuse } else { WriteBack::OnStore },
         retrieve_timeout: plan.load_timeout,
         digest_key: config.digest_key_file.as_deref().map(read_digest_key).transpose()?,
-        // As long as one question to peers may take.
-        lookup_timeout: default.lookup_timeout.max(peer_lookup_timeout),
-        ..default
-    };
-    let arena = Arena::new(ArenaOptions::new(plan.ram_bytes)).map_err(refused)?;
-    if let Some(ordinal) = config.cuda_device {
-        register_with_cuda(&arena, ordinal).map_err(refused)?;
-    }
-    let mut builder = Store::builder(options, RamTier::new(arena));
+        ..StoreOptions::default()
+    })
+}
+
+/// Opens the tiers below memory, with the chunks of other nodes as one of them where there are `peers`.
+///
+/// # Errors
+/// As [`open_store`].
+pub(crate) fn store_parts(
+    config: &StoreConfig,
+    plan: &StorePlan,
+    peers: Option<&PeerPlan>,
+) -> Result<StoreParts> {
+    let mut options = store_options(config, plan)?;
+    let (mut locals, mut remotes, mut read_threads) = (Vec::new(), Vec::new(), Vec::new());
     if let Some(nvme) = &plan.nvme {
         let mut options = NvmeOptions::new(&nvme.dir, nvme.capacity_bytes);
         options.io = match config.nvme_io.as_str() {
@@ -55,13 +68,16 @@ pub fn open_store(config: &StoreConfig, plan: &StorePlan, peers: Option<&PeerPla
             _ => IoKind::Auto,
         };
         let tier = NvmeTier::open(&options).map_err(refused)?;
-        builder = builder.local(guarded(Checksummed::new(tier)));
+        locals.push(guarded(Checksummed::new(tier)));
     }
     if let Some(peers) = peers {
         let bounds = ThrottledOptions { bytes_per_s: peers.bytes_per_s, ..ThrottledOptions::default() };
         // No breaker around it: it leaves single peers alone.
-        let tier = Metered::new(Throttled::new(Arc::clone(&peers.tier), bounds));
-        builder = builder.remote(Arc::new(tier)).read_threads(TierKind::Peer, peers.n_read_threads);
+        let tier: Arc<dyn Tier> = Arc::new(Metered::new(Throttled::new(Arc::clone(&peers.tier), bounds)));
+        remotes.push(tier);
+        read_threads.push((TierKind::Peer, peers.n_read_threads));
+        // As long as one question to peers may take.
+        options.lookup_timeout = options.lookup_timeout.max(peers.lookup_timeout);
     }
     if let Some(url) = &plan.remote {
         let tier = open_remote(url, &remote_options(config, plan)).map_err(refused)?;
@@ -75,9 +91,9 @@ pub fn open_store(config: &StoreConfig, plan: &StorePlan, peers: Option<&PeerPla
             ..default
         };
         let tier = Throttled::new(Retry::new(Checksummed::new(tier), retry), bounds);
-        builder = builder.remote(guarded(tier));
+        remotes.push(guarded(tier));
     }
-    builder.open().map_err(refused)
+    Ok(StoreParts { options, locals, remotes, read_threads, cuda_device: config.cuda_device })
 }
 
 fn read_digest_key(path: &Path) -> Result<DigestKey> {

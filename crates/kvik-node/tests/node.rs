@@ -328,6 +328,33 @@ fn many_chunks_are_written_without_a_wait_for_each() {
 }
 
 #[test]
+fn what_was_committed_of_a_write_stays_until_the_write_ends() {
+    const N_CHUNKS: usize = 8;
+    let daemon = Daemon::start(1 << 20);
+    let (writer, other) = (daemon.attach(), daemon.attach());
+    let opened = writer.open(&chain(&writer, 40, N_CHUNKS)).unwrap();
+    let write = opened.write(0, N_CHUNKS).unwrap();
+    assert_eq!(write.n_chunks(), N_CHUNKS);
+    for place in 0..N_CHUNKS {
+        let bytes = content(40, place);
+        write.copy_in(place, 0, &bytes).unwrap();
+        assert_eq!(write.commit(place, checksum(&bytes)).unwrap(), Commit::Stored, "{place}");
+        // More than there is room for, and each used more than once: the chunk would have to leave.
+        for seed in 0..10 {
+            store(&other, seed, 5).unwrap();
+            let requested = other.open(&chain(&other, seed, 5)).unwrap();
+            requested.note_request(None).unwrap();
+        }
+    }
+    assert_eq!(verify(&other, 40, N_CHUNKS).unwrap(), N_CHUNKS);
+    drop(write);
+    for seed in 0..40 {
+        store(&other, seed, 5).unwrap();
+    }
+    assert!(verify(&other, 40, N_CHUNKS).unwrap() < N_CHUNKS, "afterwards they may leave");
+}
+
+#[test]
 fn a_chunk_goes_in_and_comes_out_layer_by_layer() {
     const SECTION_BYTES: usize = CHUNK_BYTES / N_LAYERS as usize;
     let daemon = Daemon::start(16 << 20);
@@ -373,7 +400,6 @@ fn a_tenant_finds_nothing_of_another_and_a_wrong_token_is_refused() {
         name: name.to_owned(),
         token: Some(token(name)),
         store: Daemon::open_store(16 << 20),
-        peers: None,
     };
     daemon.server = None;
     let mut options = NodeOptions::new(daemon.socket.clone(), daemon.store.clone());

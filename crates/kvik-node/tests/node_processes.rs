@@ -1,4 +1,4 @@
-//! The daemon and its clients as processes that are killed.
+//! The daemon and its clients as processes that are killed, or taken over.
 //!
 //! It starts itself: as the daemon and as clients.
 
@@ -7,10 +7,13 @@
 
 #[path = "node_processes/kills.rs"]
 mod kills;
+#[path = "node_processes/take_overs.rs"]
+mod take_overs;
 
 use std::path::Path;
 
 const N_KILLS: u64 = 40;
+const N_TAKE_OVERS: u64 = 10;
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -18,13 +21,20 @@ fn main() {
     match arguments[..] {
         [kills::DAEMON, socket] => return kills::serve(Path::new(socket)),
         [kills::CLIENT, socket, seed] => return kills::use_store(Path::new(socket), seed.parse().unwrap()),
+        [take_overs::DAEMON, folder, how] => return take_overs::serve(Path::new(folder), how),
+        [take_overs::CLIENT, folder, number] => {
+            return take_overs::use_store(Path::new(folder), number.parse().unwrap());
+        }
         _ => {}
     }
     // As in the usual harness, what is not an option selects tests by name.
-    let name = "killed_clients_and_daemons_leave_no_wrong_byte_and_no_lease";
-    let mut filters = arguments.into_iter().filter(|argument| !argument.starts_with('-')).peekable();
-    if filters.peek().is_none() || filters.any(|filter| name.contains(filter)) {
-        kills::kill_processes(N_KILLS);
-        println!("test {name} ... ok");
-    }
+    let filters: Vec<&str> = arguments.into_iter().filter(|argument| !argument.starts_with('-')).collect();
+    let run = |name: &str, test: &dyn Fn()| {
+        if filters.is_empty() || filters.iter().any(|filter| name.contains(filter)) {
+            test();
+            println!("test {name} ... ok");
+        }
+    };
+    run("killed_clients_and_daemons_leave_no_wrong_byte_and_no_lease", &|| kills::kill_processes(N_KILLS));
+    run("take_overs_under_load_fail_no_call_and_lose_no_chunk", &|| take_overs::take_over(N_TAKE_OVERS));
 }

@@ -163,7 +163,7 @@ fn layers_of_another_node_are_read_one_after_the_other() {
     let mut layers = opened.retrieve_layers(0).unwrap();
     let mut section = vec![0; LAYER_BYTES];
     for layer_idx in 0..N_LAYERS {
-        assert_eq!(layers.next_layer().unwrap(), Some(5));
+        assert_eq!((layers.next_layer().unwrap(), layers.n_chunks()), (Some(layer_idx), 5));
         for chunk_idx in 0..5 {
             layers.copy_out(chunk_idx, &mut section).unwrap();
             assert!(section == content(1, chunk_idx)[layer_idx * LAYER_BYTES..][..LAYER_BYTES]);
@@ -220,7 +220,7 @@ fn nodes_of_other_tokens_and_other_tenants_share_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let write = |name: &str| {
         let path = folder.path().join(name);
-        std::fs::write(&path, format!("the token of {name}")).unwrap();
+        std::fs::write(&path, format!("the token of node {name}")).unwrap();
         path
     };
     let (ours, theirs) = (write("ours"), write("theirs"));
@@ -233,7 +233,7 @@ fn nodes_of_other_tokens_and_other_tenants_share_nothing() {
             digest_key_file: None,
         })
         .into();
-    let token = |name: &str| Some(ClientToken::try_new(format!("the token of {name}")).unwrap());
+    let token = |name: &str| Some(ClientToken::try_new(format!("the token of node {name}")).unwrap());
     let with = |token_file: &Path| {
         let (token_file, tenants) = (Some(token_file.to_owned()), tenants.clone());
         move |config: &mut DaemonConfig| {
@@ -248,6 +248,47 @@ fn nodes_of_other_tokens_and_other_tenants_share_nothing() {
     assert_eq!(read(&stranger.attach_with(token("a")), 1, 4), []);
     assert_eq!(read(&second.attach_with(token("b")), 1, 4), []);
     assert_eq!(read(&second.attach_with(token("a")), 1, 4), [TierKind::Peer; 4]);
+}
+
+#[test]
+fn a_daemon_that_takes_over_serves_the_peers_of_the_one_before() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut first = Node::start(folder.path(), "first", &[], |_| {});
+    let second = Node::start(folder.path(), "second", &[&first], |_| {});
+    store(&first.attach(), 1, 4);
+    // Connections of peers, and what is leased for them, are no obstacle.
+    assert_eq!(read(&second.attach(), 1, 4), [TierKind::Peer; 4]);
+    store(&first.attach(), 2, 4);
+    let address = first.peer_address();
+    let mut config = first.config.clone();
+    config.peer.listen = Some(address);
+    let runtime = Runtime::new().unwrap();
+    let shutdown = Shutdown::new();
+    let taking_over = StoreDaemon::take_over(config.clone(), &shutdown);
+    let ended = std::thread::scope(|scope| {
+        // The old daemon ends when it is told that the other one serves, and gives its addresses back.
+        let ending = scope.spawn(|| {
+            let (draining, daemon) = (first.shutdown.clone(), first.daemon.take().unwrap());
+            first.runtime.block_on(async {
+                draining.draining().await;
+                daemon.finish().await;
+            });
+        });
+        let daemon = runtime.block_on(taking_over).unwrap();
+        ending.join().unwrap();
+        daemon
+    });
+    let successor = Node { daemon: Some(ended), config, shutdown, runtime };
+    let deadline = std::time::Instant::now() + Duration::from_mins(1);
+    let client = second.attach();
+    while read(&client, 2, 4) != [TierKind::Peer; 4] {
+        assert!(
+            std::time::Instant::now() < deadline,
+            "the peer did not find the chunks of the daemon that took over"
+        );
+        std::thread::yield_now();
+    }
+    assert_eq!(read(&successor.attach(), 1, 4), [TierKind::Ram; 4]);
 }
 
 #[test]

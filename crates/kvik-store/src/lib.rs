@@ -64,7 +64,7 @@ pub use format::{ChunkFormat, MAX_RANKS};
 pub use observer::{ChunkChange, ChunkObserver};
 pub use options::{StoreOptions, WriteBack};
 pub use store::{
-    ChunkWriter, Clear, Cleared, Commit, Layer, LayerReader, LayerWrite, LayerWriter, LocalRange, LocalRead,
-    Lookup, Observation, Prefetch, Retrieved, RetrievedChunk, Store, StoreBuilder, StoreStats, TierQueues,
-    Write,
+    ChunkWriter, Clear, Cleared, Commit, CommittedChunk, KeptChunk, KeptMemory, Layer, LayerReader,
+    LayerWrite, LayerWriter, LocalRange, LocalRead, Lookup, Observation, Prefetch, Retrieved, RetrievedChunk,
+    Store, StoreBuilder, StoreStats, TierQueues, Write,
 };

@@ -143,6 +143,11 @@ impl ResidentPin {
         is_pinned.then(|| Self { residents: Arc::clone(residents), id })
     }
 
+    /// Takes over a pin that the caller has set with [`Residents::pin`].
+    pub(crate) fn of_pinned(residents: &SharedResidents, id: BlockId) -> Self {
+        Self { residents: Arc::clone(residents), id }
+    }
+
     /// Pins the deepest of the first `n_chunks` chunks of a chain that is a resident.
     pub(crate) fn deepest(residents: &SharedResidents, chain: &Chain, n_chunks: usize) -> Option<Self> {
         let mut locked = residents.lock();

@@ -37,7 +37,8 @@ mod tls;
 
 pub use arena::shared;
 pub use arena::{
-    Arena, ArenaOptions, ArenaStat, Commitment, HostRegistrar, HugePages, Lease, NumaPlacement, Slot,
+    Arena, ArenaOptions, ArenaStat, ChunkPlace, Commitment, HostRegistrar, HugePages, Lease, NumaPlacement,
+    Slot,
 };
 pub use decorator::{
     Breaker, BreakerOptions, Checksummed, Clock, FaultRates, Faulty, Metered, Retry, RetryOptions,
@@ -51,7 +52,7 @@ pub use nvme::{IoKind, NvmeOptions, NvmeTier};
 pub use object::{ObjectOptions, ObjectTier, ObjectUrl};
 pub use operations::OperationMetrics;
 pub use peer::{PeerAddress, PeerOptions, PeerTier};
-pub use ram::RamTier;
+pub use ram::{PlacedChunk, RamTier};
 pub use redis::{RedisOptions, RedisTier, RedisUrl, Reply, ReplyReader, ValueReply};
 pub use remote::{RemoteOptions, RemoteUrl, open_remote};
 pub use tier::{

@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::error::{NodeError, Result};
 use crate::operation::{Completion, DIGEST_WORDS, Operation, Span, Status, Submission, digest_words};
-use crate::ring::{COMPLETIONS, Consumer, N_ENTRIES, PAYLOAD, Producer, SUBMISSIONS};
+use crate::ring::{COMPLETIONS, Consumer, MOVED, N_ENTRIES, PAYLOAD, Producer, SUBMISSIONS};
 
 /// How often a waiting client looks whether the daemon is still there.
 const LIVENESS_INTERVAL: Duration = Duration::from_millis(100);
@@ -98,13 +98,16 @@ impl Exchange {
         n_offsets: usize,
     ) -> Result<(Completion, Vec<u64>)> {
         let mut rings = self.rings.lock();
-        rings.check()?;
+        self.check(&rings)?;
         let payload = &self.words.words()[PAYLOAD..];
         // Requests that are under way have no payload.
         fill(payload);
         let span = Span { first_word: 0, n_chunks: n_chunks as u32 };
         let request = rings.send(operation(span))?;
         let completion = self.wait(&mut rings, request)?;
+        if completion.status == Status::Moving {
+            return Err(NodeError::Moving);
+        }
         if completion.n_chunks as usize > n_chunks.max(n_offsets) || completion.status == Status::TooMany {
             return Err(NodeError::Gone { reason: "its answer is not to the request" });
         }
@@ -116,7 +119,7 @@ impl Exchange {
     /// Sends a request without a payload, whose answer [`Self::take`] gives.
     pub(super) fn send(&self, operation: Operation) -> Result<Ticket> {
         let mut rings = self.rings.lock();
-        rings.check()?;
+        self.check(&rings)?;
         if let Some(oldest) = rings.oldest_beyond(MAX_UNDER_WAY) {
             let completion = self.wait(&mut rings, oldest)?;
             rings.arrived.insert(oldest, completion);
@@ -152,6 +155,8 @@ impl Exchange {
         let mut deadline = None;
         loop {
             let seen = rings.completions.wake_ups();
+            // Before the look at the ring: the daemon sets it after its last answer.
+            let has_moved = self.has_moved();
             if let Some(entry) = rings.completions.pop().map_err(|_| broken())? {
                 let completion = Completion::decode(entry).ok_or_else(broken)?;
                 rings.under_way.remove(&completion.request);
@@ -165,6 +170,9 @@ impl Exchange {
                 rings.arrived.insert(completion.request, completion);
                 continue;
             }
+            if has_moved {
+                return Err(NodeError::Moving);
+            }
             n_looks += 1;
             if n_looks < SPINS {
                 std::hint::spin_loop();
@@ -172,13 +180,28 @@ impl Exchange {
             }
             rings.completions.wait(seen, LIVENESS_INTERVAL);
             let deadline = *deadline.get_or_insert_with(|| Instant::now() + self.timeout);
-            if self.is_hung_up() {
+            if self.is_hung_up() && !self.has_moved() {
                 return Err(NodeError::Gone { reason: "its connection ended" });
             }
             if Instant::now() >= deadline {
                 return Err(NodeError::Gone { reason: "it does not answer" });
             }
         }
+    }
+
+    /// Whether the daemon has ended the session because another one takes over.
+    pub(super) fn has_moved(&self) -> bool {
+        self.words.words()[MOVED].load(Ordering::Acquire) != 0
+    }
+
+    fn check(&self, rings: &Rings) -> Result<()> {
+        if self.has_moved() {
+            return Err(NodeError::Moving);
+        }
+        if rings.is_given_up {
+            return Err(NodeError::Gone { reason: "an earlier request had no answer" });
+        }
+        Ok(())
     }
 
     /// Whether the daemon has ended the connection, or has itself ended. Does not wait for requests that are under way.
@@ -190,13 +213,6 @@ impl Exchange {
 }
 
 impl Rings {
-    fn check(&self) -> Result<()> {
-        if self.is_given_up {
-            return Err(NodeError::Gone { reason: "an earlier request had no answer" });
-        }
-        Ok(())
-    }
-
     fn send(&mut self, operation: Operation) -> Result<u64> {
         let request = self.next_request;
         self.next_request += 1;

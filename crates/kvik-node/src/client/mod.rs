@@ -52,7 +52,8 @@ pub struct AttachOptions {
 /// An engine's session with the store of its node. Clones share it.
 ///
 /// May be used from any thread; requests go one after the other. After a request without an answer every call fails:
-/// attach again. The session ends when the last clone is dropped, and the last lease or write that came from it; the
+/// attach again. While another daemon takes over, calls that begin something fail with [`NodeError::Moving`]; what is held
+/// stays valid, and the other daemon waits for it. The session ends when the last clone is dropped, and the last lease or write that came from it; the
 /// daemon takes back all that it held.
 #[derive(Debug, Clone)]
 pub struct NodeClient {
@@ -120,7 +121,16 @@ impl NodeClient {
 
     /// Whether the daemon has ended the session, or is gone.
     pub fn is_gone(&self) -> bool {
-        self.shared.exchange.is_hung_up()
+        self.shared.exchange.is_hung_up() || self.shared.exchange.has_moved()
+    }
+
+    /// The error of a client that [is gone](Self::is_gone).
+    fn why_gone(&self) -> NodeError {
+        if self.shared.exchange.has_moved() {
+            NodeError::Moving
+        } else {
+            NodeError::Gone { reason: "its connection ended" }
+        }
     }
 
     /// Tells the daemon of a chain, and asks how much of it is there.

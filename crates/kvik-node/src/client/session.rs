@@ -13,9 +13,16 @@ use crate::error::{NodeError, Result};
 /// Time between two looks at the daemon, and between two attempts to attach: both cost microseconds.
 const LOOK_INTERVAL: Duration = Duration::from_millis(200);
 
+/// Time between two attempts to attach while another daemon takes over.
+const MOVE_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Longest time that a call waits for a daemon that takes over.
+const MOVE_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// Attaches to a daemon, and again whenever the daemon was gone and is back; dropping it ends the session.
 ///
-/// While there is no daemon every call returns nothing at once: the caller does without the store.
+/// While there is no daemon every call returns nothing at once: the caller does without the store. While another daemon
+/// takes over, calls wait for it, at most 5 s.
 #[derive(Debug)]
 pub struct NodeSession {
     shared: Arc<SessionShared>,
@@ -32,9 +39,22 @@ struct SessionShared {
 #[derive(Debug, Default)]
 struct SessionState {
     client: Option<NodeClient>,
+    /// The state of a take-over, from the daemon's word until the next attachment.
+    moving: Option<Moving>,
     is_ended: bool,
     /// Whether the absence of the daemon was logged.
     is_absence_known: bool,
+    /// Whether the attaching thread should not wait.
+    is_attachment_urgent: bool,
+}
+
+/// A take-over as a client sees it.
+#[derive(Debug)]
+struct Moving {
+    /// Where chains were made for the old daemon; the new one names chunks in the same way.
+    space: Space,
+    /// When it counts as failed.
+    until: Instant,
 }
 
 impl NodeSession {
@@ -54,9 +74,11 @@ impl NodeSession {
         Ok(Self { shared, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Where chains are made; `None` while there is no daemon. Does not wait.
+    /// Where chains are made; `None` while there is no daemon. Does not wait, also while another daemon takes over.
     pub fn space(&self) -> Option<Space> {
-        self.shared.state.lock().client.as_ref().map(|client| client.space().clone())
+        let state = self.shared.state.lock();
+        let attached = state.client.as_ref().map(NodeClient::space);
+        attached.or(state.moving.as_ref().map(|moving| &moving.space)).cloned()
     }
 
     /// Waits for an attachment; `None` after `timeout`.
@@ -73,13 +95,19 @@ impl NodeSession {
 
     /// Runs `ask` with the attached client. `None` while the daemon is absent, and if `ask` fails: the session then ends
     /// and attaches again.
-    pub fn run<T>(&self, ask: impl FnOnce(&NodeClient) -> Result<T>) -> Option<T> {
-        let client = self.shared.state.lock().client.clone()?;
-        match ask(&client) {
-            Ok(answer) => Some(answer),
-            Err(error) => {
-                self.shared.forget(&client, &error);
-                None
+    ///
+    /// If another daemon takes over, `ask` runs again, from its start, with a client of that one.
+    pub fn run<T>(&self, mut ask: impl FnMut(&NodeClient) -> Result<T>) -> Option<T> {
+        let begin = Instant::now();
+        loop {
+            let client = self.shared.client()?;
+            let error = match ask(&client) {
+                Ok(answer) => return Some(answer),
+                Err(error) => error,
+            };
+            self.shared.forget(&client, &error);
+            if !matches!(error, NodeError::Moving) || begin.elapsed() >= MOVE_TIMEOUT {
+                return None;
             }
         }
     }
@@ -109,10 +137,19 @@ impl SessionShared {
     fn run(&self) {
         let mut state = self.state.lock();
         loop {
-            let next_look = Instant::now() + LOOK_INTERVAL;
-            while !state.is_ended && !self.changed.wait_until(&mut state, next_look).timed_out() {}
+            let next_look = Instant::now() + state.look_interval();
+            while !state.is_ended
+                && !state.is_attachment_urgent
+                && !self.changed.wait_until(&mut state, next_look).timed_out()
+            {}
             if state.is_ended {
                 return;
+            }
+            state.is_attachment_urgent = false;
+            if state.moving.as_ref().is_some_and(|moving| Instant::now() >= moving.until) {
+                state.moving = None;
+                tracing::warn!(socket = %self.options.socket, "no store daemon has taken over");
+                self.changed.notify_all();
             }
             let client = state.client.clone();
             // Without the lock: a daemon that hangs must not block callers.
@@ -120,13 +157,23 @@ impl SessionShared {
             match client {
                 None => self.attach(),
                 // Noticed here too, so that an idle session is back before it is needed.
-                Some(client) if client.is_gone() => {
-                    self.forget(&client, &NodeError::Gone { reason: "its connection ended" });
-                }
+                Some(client) if client.is_gone() => self.forget(&client, &client.why_gone()),
                 Some(_) => {}
             }
             state = self.state.lock();
         }
+    }
+
+    /// The attached client; waits for it while another daemon takes over.
+    fn client(&self) -> Option<NodeClient> {
+        let mut state = self.state.lock();
+        while state.client.is_none() && !state.is_ended {
+            let until = state.moving.as_ref()?.until;
+            if self.changed.wait_until(&mut state, until).timed_out() {
+                break;
+            }
+        }
+        state.client.clone()
     }
 
     fn attach(&self) {
@@ -139,9 +186,12 @@ impl SessionShared {
             Ok(client) => {
                 tracing::info!(socket = %self.options.socket, "attached to the store daemon");
                 state.client = Some(client);
+                state.moving = None;
                 state.is_absence_known = false;
                 self.changed.notify_all();
             }
+            // Expected for a moment while another daemon takes over.
+            Err(_) if state.moving.is_some() => {}
             Err(error) if !state.is_absence_known => {
                 state.is_absence_known = true;
                 let error = chain_of(&error);
@@ -154,13 +204,28 @@ impl SessionShared {
     /// Ends the session of a client that failed, unless another one has taken its place.
     fn forget(&self, client: &NodeClient, error: &NodeError) {
         let mut state = self.state.lock();
-        if state.client.as_ref().is_some_and(|current| Arc::ptr_eq(&current.shared, &client.shared)) {
-            state.client = None;
-            // Said here, so that the next failed attempt is not news.
-            state.is_absence_known = true;
-            let error = chain_of(error);
-            tracing::warn!(socket = %self.options.socket, error, "lost the store daemon");
+        if !state.client.as_ref().is_some_and(|current| Arc::ptr_eq(&current.shared, &client.shared)) {
+            return;
         }
+        state.client = None;
+        if matches!(error, NodeError::Moving) {
+            tracing::info!(socket = %self.options.socket, "another store daemon takes over");
+            let until = Instant::now() + MOVE_TIMEOUT;
+            state.moving = Some(Moving { space: client.space().clone(), until });
+            state.is_attachment_urgent = true;
+            self.changed.notify_all();
+            return;
+        }
+        // Said here, so that the next failed attempt is not news.
+        state.is_absence_known = true;
+        let error = chain_of(error);
+        tracing::warn!(socket = %self.options.socket, error, "lost the store daemon");
+    }
+}
+
+impl SessionState {
+    fn look_interval(&self) -> Duration {
+        if self.moving.is_some() { MOVE_INTERVAL } else { LOOK_INTERVAL }
     }
 }
 

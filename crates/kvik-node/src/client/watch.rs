@@ -21,10 +21,16 @@ use crate::frame::Purpose;
 /// Time between two attempts to attach, and between two looks whether the watch is over.
 const LOOK_INTERVAL: Duration = Duration::from_millis(200);
 
+/// Time between two attempts to attach while another daemon takes over.
+const MOVE_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Time for a daemon that takes over to answer; after it, what the old one had counts as gone.
+const MOVE_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// Tells an observer which chunks of a space the daemon's tiers have, until it is dropped.
 ///
 /// While there is no daemon, or one that names chunks otherwise, there are none. Each change differs from the state
-/// before it, also over restarts of the daemon.
+/// before it, also over restarts of the daemon. When another daemon takes over, only what differs is told.
 #[derive(Debug)]
 pub struct NodeWatch {
     shared: Arc<WatchShared>,
@@ -41,6 +47,15 @@ struct WatchShared {
 }
 
 type Held = HashSet<(BlockHash, TierKind)>;
+
+/// How a watch ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Followed {
+    /// The watch is over.
+    ToTheEnd,
+    /// Another daemon takes over.
+    UntilMove,
+}
 
 impl NodeWatch {
     /// Starts the thread that listens.
@@ -74,15 +89,32 @@ impl Drop for NodeWatch {
 impl WatchShared {
     fn run(&self) {
         let mut held = Held::new();
+        // What another daemon takes over, until when.
+        let mut moving: Option<(Held, Instant)> = None;
         while !self.is_over() {
+            let before = moving.as_mut().map(|(before, _)| before);
             // Why it ended is known to the session beside it, which logs it.
-            let _ = self.follow(&mut held);
-            // What a daemon had that is gone cannot be read.
-            let gone: Vec<ChunkChange> = held.drain().map(|place| change(place, None, false)).collect();
-            self.tell(&gone);
+            match self.follow(&mut held, before) {
+                Ok(Followed::UntilMove) => {
+                    let mut before = moving.take().map_or_else(Held::new, |(before, _)| before);
+                    before.extend(held.drain());
+                    moving = Some((before, Instant::now() + MOVE_TIMEOUT));
+                }
+                Err(_)
+                    if held.is_empty()
+                        && moving.as_ref().is_some_and(|(_, until)| Instant::now() < *until) => {}
+                _ => {
+                    // What a daemon had that is gone cannot be read.
+                    held.extend(moving.take().into_iter().flat_map(|(before, _)| before));
+                    let gone: Vec<ChunkChange> =
+                        held.drain().map(|place| change(place, None, false)).collect();
+                    self.tell(&gone);
+                }
+            }
+            let interval = if moving.is_some() { MOVE_INTERVAL } else { LOOK_INTERVAL };
             let mut is_over = self.is_over.lock();
             if !*is_over {
-                self.ended.wait_for(&mut is_over, LOOK_INTERVAL);
+                self.ended.wait_for(&mut is_over, interval);
             }
         }
     }
@@ -91,8 +123,9 @@ impl WatchShared {
         *self.is_over.lock()
     }
 
-    /// Listens to one daemon until it ends.
-    fn follow(&self, held: &mut Held) -> Result<()> {
+    /// Listens to one daemon until it ends. What is in `before` was told of the daemon that this one takes over from: it is
+    /// not told again, and what of it the new one does not name is told as gone.
+    fn follow(&self, held: &mut Held, mut before: Option<&mut Held>) -> Result<Followed> {
         let (connection, attached, _) = connect(&self.options, Purpose::Watch)?;
         let space = attached.space(&self.options.namespace, self.options.format)?;
         if !space.names_as(&self.space) {
@@ -100,15 +133,26 @@ impl WatchShared {
         }
         let mut buffer = FrameBuffer::new();
         loop {
-            let Some(frame) = self.receive(&connection, &mut buffer)? else { return Ok(()) };
-            // A snapshot needs no other care: nothing is held at the start, and a change that repeats what holds already
-            // is left out.
-            if let WatchFrame::Changes(mut changes) = frame {
-                changes.retain(|ChunkChange { hash, tier, is_held, .. }| {
-                    let place = (*hash, *tier);
-                    if *is_held { held.insert(place) } else { held.remove(&place) }
-                });
-                self.tell(&changes);
+            let Some(frame) = self.receive(&connection, &mut buffer)? else { return Ok(Followed::ToTheEnd) };
+            match frame {
+                WatchFrame::Changes(mut changes) => {
+                    changes.retain(|ChunkChange { hash, tier, is_held, .. }| {
+                        let place = (*hash, *tier);
+                        let was_told = before.as_mut().is_some_and(|before| before.remove(&place));
+                        if *is_held {
+                            held.insert(place) && !was_told
+                        } else {
+                            held.remove(&place) || was_told
+                        }
+                    });
+                    self.tell(&changes);
+                }
+                WatchFrame::SnapshotEnd => {
+                    let gone = before.take().into_iter().flat_map(|before| before.drain());
+                    let gone: Vec<ChunkChange> = gone.map(|place| change(place, None, false)).collect();
+                    self.tell(&gone);
+                }
+                WatchFrame::Moving => return Ok(Followed::UntilMove),
             }
         }
     }

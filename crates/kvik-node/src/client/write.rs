@@ -178,6 +178,7 @@ fn outcome_of(completion: Completion, checksum: Checksum) -> Result<Commit> {
         Status::Corrupt => {
             Err(NodeError::invalid("checksum", &format!("{:016x}", checksum.0), "that of the bytes"))
         }
+        Status::Moving => Err(NodeError::Moving),
         Status::NoRoom | Status::TooMany => Err(broken()),
     }
 }

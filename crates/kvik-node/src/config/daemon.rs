@@ -1,16 +1,19 @@
 //! The daemon's own settings.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use kvik_memory::SocketAddress;
 use kvik_runtime::secret::Secret;
 use kvik_store::Store;
 use serde::{Deserialize, Serialize};
 
-use super::{PeerConfig, PeerPlan, StoreConfig, check};
+use super::{PeerConfig, PeerPlan, StoreConfig, StorePlan, check};
 use crate::error::{NodeError, Result};
+use crate::take_over::{StoreParts, TenantTerms};
 use crate::tenant::{ClientToken, Tenant};
-use crate::tiers::open_store;
+use crate::tiers::{open_store, store_options, store_parts};
 
 /// Everything that can be configured of a store daemon.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -35,6 +38,19 @@ pub struct DaemonConfig {
     pub peer: PeerConfig,
     /// Time for chunks to be written to lower tiers at the end. Default: 20 s.
     pub drain_grace_s: u64,
+    /// Time for engines to give back the chunks that they read or write when another daemon takes over. After it the
+    /// other daemon is refused. Default: 10 s.
+    pub take_over_grace_s: u64,
+}
+
+/// What other nodes are read through, by the names of tenants.
+pub(crate) type PeerPlans = BTreeMap<String, PeerPlan>;
+
+/// A tenant with all that its store is made of.
+struct ConfiguredTenant {
+    name: String,
+    token: Option<ClientToken>,
+    tiers: StoreConfig,
 }
 
 /// A tenant of a store daemon.
@@ -66,6 +82,7 @@ impl Default for DaemonConfig {
             tenants: Vec::new(),
             peer: PeerConfig::default(),
             drain_grace_s: 20,
+            take_over_grace_s: 10,
         }
     }
 }
@@ -76,28 +93,89 @@ impl DaemonConfig {
         SocketAddress::Path(self.socket.clone())
     }
 
+    /// Time for engines to give back what they hold when another daemon takes over.
+    pub(crate) fn take_over_grace(&self) -> Duration {
+        Duration::from_secs(self.take_over_grace_s)
+    }
+
     /// Opens the stores of all tenants.
     ///
     /// # Errors
     /// For the first value that is not allowed, and where a token, memory or a disk cannot be used.
-    pub(crate) fn open_tenants(&self) -> Result<Vec<Tenant>> {
+    pub(crate) fn open_tenants(&self, peers: &PeerPlans) -> Result<Vec<Tenant>> {
+        let open = |configured: ConfiguredTenant| {
+            let ConfiguredTenant { name, token, tiers } = configured;
+            let store = open(&tiers, peers.get(&name))?;
+            Ok(Tenant { name, token, store })
+        };
+        self.configured_tenants()?.into_iter().map(open).collect()
+    }
+
+    /// Opens what other nodes are read through, for each tenant that does.
+    ///
+    /// # Errors
+    /// For the first value that is not allowed, and where a token or a file of TLS cannot be read.
+    pub(crate) fn peer_plans(&self) -> Result<PeerPlans> {
+        let mut plans = PeerPlans::new();
+        for ConfiguredTenant { name, .. } in self.configured_tenants()? {
+            if let Some(plan) = self.peer.open_tier(&name)? {
+                plans.insert(name, plan);
+            }
+        }
+        Ok(plans)
+    }
+
+    /// What a daemon must have in common with one that takes over from it.
+    ///
+    /// # Errors
+    /// For the first value that is not allowed, and where a token or key cannot be read.
+    pub(crate) fn terms(&self) -> Result<Vec<TenantTerms>> {
+        let terms = |configured: ConfiguredTenant| {
+            let ConfiguredTenant { name, token, tiers } = configured;
+            let plan = plan(&tiers)?;
+            let options = store_options(&tiers, &plan)?;
+            Ok(TenantTerms {
+                name,
+                token: token.as_ref().map_or("", ClientToken::expose).to_owned(),
+                chunk_tokens: options.chunk_tokens,
+                stores_tails: options.stores_tails,
+                digest_key: options.digest_key,
+                ram_bytes: plan.ram_bytes,
+            })
+        };
+        self.configured_tenants()?.into_iter().map(terms).collect()
+    }
+
+    /// Opens the tiers below the memory of a tenant.
+    ///
+    /// # Errors
+    /// As for [`Self::open_tenants`], and if there is no such tenant.
+    pub(crate) fn parts_of(&self, tenant: &str, peers: &PeerPlans) -> Result<StoreParts> {
+        let configured = self.configured_tenants()?.into_iter().find(|configured| configured.name == tenant);
+        let Some(ConfiguredTenant { tiers, .. }) = configured else {
+            return Err(NodeError::invalid("tenant", &tenant, "one that is configured"));
+        };
+        store_parts(&tiers, &plan(&tiers)?, peers.get(tenant))
+    }
+
+    fn configured_tenants(&self) -> Result<Vec<ConfiguredTenant>> {
         let max_sessions = self.max_sessions;
         check((1..=4096).contains(&max_sessions), "max_sessions", &max_sessions, "1 to 4096")?;
+        let grace_s = self.take_over_grace_s;
+        check((1..=300).contains(&grace_s), "take_over_grace_s", &grace_s, "1 to 300")?;
         if self.tenants.is_empty() {
             let token = self.token_file.as_deref().map(read_token).transpose()?;
             let name = self.tiers.tenant.clone();
-            let peers = self.peer.open_tier(&name)?;
-            let store = open(&self.tiers, peers.as_ref())?;
-            return Ok(vec![Tenant { name, token, store, peers }]);
+            return Ok(vec![ConfiguredTenant { name, token, tiers: self.tiers.clone() }]);
         }
         if let Some(file) = &self.token_file {
             let allowed = "none beside `tenants`, which have tokens of their own";
             return Err(NodeError::invalid("token_file", &file.display(), allowed));
         }
-        self.tenants.iter().map(|tenant| self.open_tenant(tenant)).collect()
+        self.tenants.iter().map(|tenant| self.configured_tenant(tenant)).collect()
     }
 
-    fn open_tenant(&self, tenant: &TenantConfig) -> Result<Tenant> {
+    fn configured_tenant(&self, tenant: &TenantConfig) -> Result<ConfiguredTenant> {
         let TenantConfig { name, token_file, ram, nvme, digest_key_file } = tenant;
         check((1..=256).contains(&name.len()), "tenants.name", name.as_str(), "1 to 256 bytes")?;
         let tiers = StoreConfig {
@@ -111,25 +189,27 @@ impl DaemonConfig {
             max_local_disk_size: None,
             ..self.tiers.clone()
         };
-        let token = Some(read_token(token_file)?);
-        let peers = self.peer.open_tier(name)?;
-        let store = open(&tiers, peers.as_ref())?;
-        Ok(Tenant { name: name.clone(), token, store, peers })
+        Ok(ConfiguredTenant { name: name.clone(), token: Some(read_token(token_file)?), tiers })
     }
 }
 
 fn open(tiers: &StoreConfig, peers: Option<&PeerPlan>) -> Result<Store> {
-    if let Some(socket) = &tiers.daemon {
-        return Err(NodeError::invalid("tiers.daemon", &socket.display(), "none: this is the daemon"));
-    }
-    let Some(plan) = tiers.resolve()? else {
+    let plan = plan(tiers)?;
+    if plan.ram_bytes == 0 {
         return Err(NodeError::invalid(
             "ram",
             &tiers.ram,
             "a size such as 2GiB: a daemon has memory for chunks",
         ));
-    };
+    }
     open_store(tiers, &plan, peers)
+}
+
+fn plan(tiers: &StoreConfig) -> Result<StorePlan> {
+    if let Some(socket) = &tiers.daemon {
+        return Err(NodeError::invalid("tiers.daemon", &socket.display(), "none: this is the daemon"));
+    }
+    tiers.plan()
 }
 
 /// Reads the token that is in a file.

@@ -22,8 +22,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 use crate::error::{NodeError, Result};
 use crate::tenant::ClientToken;
 
-pub(crate) use daemon::read_token;
 pub use daemon::{DaemonConfig, TenantConfig};
+pub(crate) use daemon::{PeerPlans, read_token};
 pub use peer::{PeerConfig, PeerPlan, PeerTlsConfig};
 
 /// What the length of a chunk must be a multiple of: the tokens of a block of the built-in engine, and of most others.
@@ -239,6 +239,11 @@ impl StoreConfig {
     /// [`NodeError::Invalid`] for the first value that is not allowed, also where a value stands
     /// under both of its names and differs.
     pub fn resolve(&self) -> Result<Option<StorePlan>> {
+        Ok(Some(self.plan()?).filter(|plan| plan.ram_bytes > 0))
+    }
+
+    /// What to build, also with no memory of its own.
+    pub(crate) fn plan(&self) -> Result<StorePlan> {
         let default = Self::default();
         let nvme = self.nvme_plan()?;
         let remote = either("store.remote_url", self.remote.as_ref(), self.remote_url.as_ref())?;
@@ -286,10 +291,7 @@ impl StoreConfig {
         }
         let remote_bytes_per_s = parse_size("store.remote_bytes_per_s", &self.remote_bytes_per_s)?;
         check(self.tenant.len() <= 256, "store.tenant", &self.tenant, "at most 256 bytes")?;
-        if ram_bytes == 0 {
-            return Ok(None);
-        }
-        Ok(Some(StorePlan {
+        Ok(StorePlan {
             ram_bytes,
             nvme,
             remote,
@@ -303,7 +305,7 @@ impl StoreConfig {
             remote_ttl: self.remote_ttl_s.map(Duration::from_secs),
             remote_bytes_per_s: Some(remote_bytes_per_s).filter(|bytes_per_s| *bytes_per_s > 0),
             remote_max_calls: Some(self.remote_max_calls).filter(|max_calls| *max_calls > 0),
-        }))
+        })
     }
 
     /// This store's share for one of `n_workers` in one process: memory and disk are divided, and each has

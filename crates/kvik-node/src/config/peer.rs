@@ -132,31 +132,42 @@ impl PeerConfig {
         self.nodes.iter().map(parse).collect()
     }
 
-    /// Listens for other nodes, and says which of them are served; `None` where none are.
+    /// The address at which other nodes are served, if it may be used.
     ///
     /// # Errors
-    /// If the address cannot be used, or other machines could reach it and nothing proves that they may.
-    pub(crate) fn listen(&self) -> Result<Option<(TcpListener, PeerAdmission)>> {
+    /// If it is none, or other machines could reach it and nothing proves that they may.
+    pub(crate) fn check_listener(&self) -> Result<Option<SocketAddr>> {
         let Some(address) = &self.listen else { return Ok(None) };
         let Ok(parsed) = address.parse::<SocketAddr>() else {
             return refuse("peer.listen", address.as_str(), "an address and a port, such as 0.0.0.0:9106");
         };
         let is_reachable = !parsed.ip().to_canonical().is_loopback();
-        if is_reachable && self.token_file.is_none() && self.tls.is_none() {
-            if !self.insecure {
-                let allowed = "an address of loopback; any address together with `peer.token_file` or `peer.tls`; or \
-                    `peer.insecure: true`, which serves every caller";
-                return refuse("peer.listen", address.as_str(), allowed);
-            }
-            tracing::warn!(%address, "insecure: other machines read chunks without credentials");
-        } else if is_reachable && self.tls.is_none() {
-            tracing::warn!(%address, "chunks go over the network unencrypted; `peer.tls` encrypts them");
+        if is_reachable && self.token_file.is_none() && self.tls.is_none() && !self.insecure {
+            let allowed = "an address of loopback; any address together with `peer.token_file` or `peer.tls`; or \
+                `peer.insecure: true`, which serves every caller";
+            return refuse("peer.listen", address.as_str(), allowed);
         }
+        Ok(Some(parsed))
+    }
+
+    /// Listens for other nodes, and says which of them are served; `None` where none are.
+    ///
+    /// # Errors
+    /// As [`Self::check_listener`], and if the address cannot be used.
+    pub(crate) fn listen(&self) -> Result<Option<(TcpListener, PeerAdmission)>> {
+        let Some(address) = self.check_listener()? else { return Ok(None) };
         let tls = self.tls.as_ref().map(PeerTlsConfig::files);
         let admission = PeerAdmission::new(self.token()?, tls.as_ref())
             .map_err(|error| NodeError::Open { reason: error.to_string() })?;
         let listener =
-            TcpListener::bind(parsed).map_err(NodeError::io(format!("listen for peers on {address}")))?;
+            TcpListener::bind(address).map_err(NodeError::io(format!("listen for peers on {address}")))?;
+        if !address.ip().to_canonical().is_loopback() && tls.is_none() {
+            if self.token_file.is_none() {
+                tracing::warn!(%address, "insecure: other machines read chunks without credentials");
+            } else {
+                tracing::warn!(%address, "chunks go over the network unencrypted; `peer.tls` encrypts them");
+            }
+        }
         Ok(Some((listener, admission)))
     }
 

@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvik_tier::peer::{PeerAdmission, PeerSource, serve_peer};
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex, RwLock};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::OwnedFd;
 
@@ -41,11 +41,26 @@ pub(crate) struct PeerServer {
 #[derive(Debug)]
 struct Shared {
     admission: PeerAdmission,
-    sources: HashMap<String, Arc<StoreSource>>,
+    /// By the names of tenants; none during a pause.
+    sources: RwLock<HashMap<String, Arc<StoreSource>>>,
     wake_event: OwnedFd,
     is_closing: AtomicBool,
+    /// Whether connections are to end, and whether the last of them has.
+    pause: Mutex<Pause>,
+    paused: Condvar,
     n_connections: AtomicU64,
     n_refused: AtomicU64,
+}
+
+/// The state of a pause.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Pause {
+    #[default]
+    None,
+    /// Connections are told to end.
+    Begun,
+    /// There is no connection, and none is accepted.
+    Reached,
 }
 
 /// What happened with peers since the start.
@@ -76,15 +91,14 @@ impl PeerServer {
         let address = prepared.map_err(failed)?;
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let wake_event = eventfd(0, flags).map_err(|errno| NodeError::io("make an event")(errno.into()))?;
-        let sources = tenants
-            .iter()
-            .map(|tenant| (tenant.name.clone(), Arc::new(StoreSource::new(tenant.store.clone()))))
-            .collect();
+        let sources = RwLock::new(sources_of(tenants));
         let shared = Arc::new(Shared {
             admission,
             sources,
             wake_event,
             is_closing: AtomicBool::new(false),
+            pause: Mutex::default(),
+            paused: Condvar::new(),
             n_connections: AtomicU64::new(0),
             n_refused: AtomicU64::new(0),
         });
@@ -106,6 +120,24 @@ impl PeerServer {
             n_connections: self.shared.n_connections.load(Ordering::Relaxed),
             n_refused: self.shared.n_refused.load(Ordering::Relaxed),
         }
+    }
+
+    /// Ends all connections and lets go of the stores; new connections wait until [`Self::resume`].
+    pub(crate) fn pause(&self) {
+        self.shared.sources.write().clear();
+        let mut pause = self.shared.pause.lock();
+        *pause = Pause::Begun;
+        self.shared.wake();
+        while *pause == Pause::Begun && !self.shared.is_closing.load(Ordering::Acquire) {
+            self.shared.paused.wait_for(&mut pause, LEASE_INTERVAL);
+        }
+    }
+
+    /// Serves the stores of the tenants again.
+    pub(crate) fn resume(&self, tenants: &[Tenant]) {
+        *self.shared.sources.write() = sources_of(tenants);
+        *self.shared.pause.lock() = Pause::None;
+        self.shared.wake();
     }
 
     /// Ends all connections and joins the threads.
@@ -132,12 +164,27 @@ impl Shared {
     }
 }
 
+fn sources_of(tenants: &[Tenant]) -> HashMap<String, Arc<StoreSource>> {
+    let source = |tenant: &Tenant| (tenant.name.clone(), Arc::new(StoreSource::new(tenant.store.clone())));
+    tenants.iter().map(source).collect()
+}
+
 fn accept(shared: &Arc<Shared>, listener: &TcpListener) {
     let mut connections: Vec<RunningConnection> = Vec::new();
     while !shared.is_closing.load(Ordering::Acquire) {
-        wait(shared, listener);
-        for source in shared.sources.values() {
+        let is_paused = *shared.pause.lock() == Pause::Reached;
+        wait(shared, (!is_paused).then_some(listener));
+        for source in shared.sources.read().values() {
             source.end_leases(Instant::now());
+        }
+        if *shared.pause.lock() != Pause::None {
+            connections.drain(..).for_each(|connection| {
+                connection.end();
+                connection.join();
+            });
+            *shared.pause.lock() = Pause::Reached;
+            shared.paused.notify_all();
+            continue;
         }
         let (ended, running): (Vec<_>, Vec<_>) =
             connections.into_iter().partition(|connection| connection.thread.is_finished());
@@ -160,10 +207,10 @@ fn accept(shared: &Arc<Shared>, listener: &TcpListener) {
     connections.into_iter().for_each(RunningConnection::join);
 }
 
-/// Waits for a client, for the wake-up event, or until leases may have ended.
-fn wait(shared: &Shared, listener: &TcpListener) {
-    let mut descriptors =
-        [PollFd::new(&shared.wake_event, PollFlags::IN), PollFd::new(listener, PollFlags::IN)];
+/// Waits for a client, where clients are accepted, for the wake-up event, or until leases may have ended.
+fn wait(shared: &Shared, listener: Option<&TcpListener>) {
+    let mut descriptors = vec![PollFd::new(&shared.wake_event, PollFlags::IN)];
+    descriptors.extend(listener.map(|listener| PollFd::new(listener, PollFlags::IN)));
     let timeout = Timespec { tv_sec: 0, tv_nsec: LEASE_INTERVAL.as_nanos() as i64 };
     // A signal, too, makes the caller look again.
     let _ = poll(&mut descriptors, Some(&timeout));
@@ -202,7 +249,7 @@ fn serve(shared: &Arc<Shared>, stream: TcpStream, address: SocketAddr) -> io::Re
     let thread = std::thread::Builder::new().name("kvik-peer".to_owned()).spawn(move || {
         serving.n_connections.fetch_add(1, Ordering::Relaxed);
         let source_of = |tenant: &str| {
-            serving.sources.get(tenant).map(|source| Arc::clone(source) as Arc<dyn PeerSource>)
+            serving.sources.read().get(tenant).map(|source| Arc::clone(source) as Arc<dyn PeerSource>)
         };
         if let Err(error) = serve_peer(served, &serving.admission, source_of) {
             serving.n_refused.fetch_add(1, Ordering::Relaxed);

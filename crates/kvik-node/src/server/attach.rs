@@ -12,29 +12,46 @@ use kvik_tier::shared::SharedWords;
 use kvik_types::Namespace;
 use rustix::event::{PollFd, PollFlags};
 
-use super::session::{Session, SessionEnd};
-use super::{Shared, watch};
+use super::control::SessionControl;
+use super::session::Session;
+use super::{Served, Shared, hand_over, watch};
 use crate::error::{NodeError, Result};
 use crate::frame::{Attach, Attached, Purpose, refusal};
-use crate::ring::SESSION_WORDS;
+use crate::ring::{Consumer, SESSION_WORDS, SUBMISSIONS};
+use crate::take_over::is_take_over;
 use crate::tenant::Tenant;
 
 /// Time for a client to say what it is.
 const ATTACH_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// How often a session without its first frame looks whether it is over.
+const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+
 /// What a client that may attach gets.
-struct Admitted<'a> {
+struct Admitted {
     attach: Attach,
-    tenant: &'a str,
-    store: &'a Store,
+    tenant: String,
+    store: Store,
     space: Space,
 }
 
 /// Serves a client until it or the daemon ends; `is_full` says that there are too many.
-pub(super) fn serve(shared: &Shared, connection: &Connection, end: &SessionEnd, is_full: bool) -> Result<()> {
+pub(super) fn serve(
+    shared: &Shared,
+    connection: &Arc<Connection>,
+    control: &SessionControl,
+    is_full: bool,
+) -> Result<Served> {
     let counters = &shared.counters;
-    let admitted = match admit(shared, connection, is_full) {
-        Ok(admitted) => admitted,
+    let served = receive(connection, control).and_then(|frame| {
+        if is_take_over(&frame) {
+            return hand_over::ask(shared, connection, &frame).map(|()| None);
+        }
+        admit(shared, &frame, is_full).map(Some)
+    });
+    let admitted = match served {
+        Ok(Some(admitted)) => admitted,
+        Ok(None) => return Ok(Served::AsSuccessor),
         Err(error) => {
             counters.refused.fetch_add(1, Ordering::Relaxed);
             // A client that is gone does not need to know.
@@ -44,10 +61,12 @@ pub(super) fn serve(shared: &Shared, connection: &Connection, end: &SessionEnd, 
     };
     if admitted.attach.purpose == Purpose::Watch {
         answer(&admitted, connection, &[])?;
-        return watch::run(admitted.store, &admitted.space, connection, end);
+        watch::run(&admitted.store, &admitted.space, connection, control)?;
+        return Ok(Served::ToTheEnd);
     }
     let words = Arc::new(SharedWords::create(SESSION_WORDS)?);
-    end.sleeps_at(&words);
+    let sleeping = Arc::clone(&words);
+    control.woken_by(move || Consumer::interrupt(&*sleeping, SUBMISSIONS));
     let arena = admitted.store.arena();
     let readable = read_only(arena.as_fd())?;
     let mut session = Session::new(
@@ -60,33 +79,34 @@ pub(super) fn serve(shared: &Shared, connection: &Connection, end: &SessionEnd, 
     counters.attached.fetch_add(1, Ordering::Relaxed);
     counters.sessions.fetch_add(1, Ordering::Relaxed);
     let served = answer(&admitted, connection, &[words.as_fd(), readable.as_fd(), arena.as_fd()])
-        .and_then(|()| session.serve_until(end, counters));
+        .and_then(|()| session.serve_until(control, counters));
     counters.failed.fetch_add(served.is_err().into(), Ordering::Relaxed);
     // What it held is given back before it counts as gone.
     drop(session);
     counters.sessions.fetch_sub(1, Ordering::Relaxed);
-    served
+    served.map(|()| Served::ToTheEnd)
 }
 
-fn admit<'a>(shared: &'a Shared, connection: &Connection, is_full: bool) -> Result<Admitted<'a>> {
-    let attach = Attach::decode(&receive(connection)?)?;
+fn admit(shared: &Shared, frame: &[u8], is_full: bool) -> Result<Admitted> {
+    let attach = Attach::decode(frame)?;
     if is_full {
-        let n_sessions = shared.options.max_sessions;
+        let n_sessions = shared.max_sessions;
         return Err(NodeError::invalid("sessions", &(n_sessions + 1), format!("at most {n_sessions}")));
     }
-    let found = Tenant::find(&shared.options.tenants, &attach.token);
-    let Some(Tenant { name, store, .. }) = found else {
+    let tenants = shared.tenants.read();
+    let Some(Tenant { name, store, .. }) = Tenant::find(&tenants, &attach.token).cloned() else {
         return Err(NodeError::invalid("token", &"another", "that of a tenant"));
     };
+    drop(tenants);
     let namespace = Namespace { tenant: name.clone(), ..attach.namespace.clone() };
     let space = store.space(&namespace, attach.format)?;
     Ok(Admitted { attach, tenant: name, store, space })
 }
 
-fn answer(admitted: &Admitted<'_>, connection: &Connection, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
+fn answer(admitted: &Admitted, connection: &Connection, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
     let options = admitted.store.options();
     let attached = Attached {
-        tenant: admitted.tenant.to_owned(),
+        tenant: admitted.tenant.clone(),
         chunk_tokens: options.chunk_tokens,
         stores_tails: options.stores_tails,
         digest_key: options.digest_key.clone(),
@@ -105,17 +125,21 @@ fn read_only(file: BorrowedFd<'_>) -> Result<OwnedFd> {
 }
 
 /// The first frame of a client.
-fn receive(connection: &Connection) -> Result<Vec<u8>> {
+fn receive(connection: &Connection, control: &SessionControl) -> Result<Vec<u8>> {
     let deadline = Instant::now() + ATTACH_TIMEOUT;
     let mut buffer = FrameBuffer::new();
     loop {
+        // Before the look at the socket: a client that has sent its frame by then is answered.
+        let is_over = Instant::now() >= deadline || control.is_ended() || control.is_moving();
         let frame = connection.receive(&mut buffer).map_err(NodeError::io("read the frame of a client"))?;
         if let Some(frame) = frame {
             return Ok(frame.to_vec());
         }
-        let mut descriptors = [PollFd::from_borrowed_fd(connection.as_fd(), PollFlags::IN)];
-        if !wait_ready(&mut descriptors, Some(deadline)).map_err(NodeError::io("wait for a client"))? {
+        if is_over {
             return Err(NodeError::Gone { reason: "the client says nothing" });
         }
+        let mut descriptors = [PollFd::from_borrowed_fd(connection.as_fd(), PollFlags::IN)];
+        let next_look = deadline.min(Instant::now() + LOOK_INTERVAL);
+        wait_ready(&mut descriptors, Some(next_look)).map_err(NodeError::io("wait for a client"))?;
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use kvik_store::{ChunkWriter, Layer, LayerReader, NamedChain, Retrieved};
+use kvik_store::{ChunkWriter, CommittedChunk, Layer, LayerReader, NamedChain, Retrieved};
 
 /// Things that a client may hold at a time. It has a few for each of its requests.
 const MAX_HANDLES: usize = 4096;
@@ -14,10 +14,19 @@ pub(super) enum Held {
     Chain(NamedChain),
     /// Chunks that may be read; kept for its leases.
     Lease(#[expect(dead_code, reason = "it is held, not read")] Retrieved),
-    /// Chunks that are being written; `None` for those that are committed, or were there.
-    Write(Vec<Option<ChunkWriter>>),
+    /// Chunks that are being written.
+    Write(Writers),
     /// Chunks that are read layer by layer.
     Layers(Layers),
+}
+
+/// A write of chunks, one behind the other.
+#[derive(Debug, Default)]
+pub(super) struct Writers {
+    /// `None` for those that are committed, or were there.
+    writers: Vec<Option<ChunkWriter>>,
+    /// Those that are committed: the next one can only be stored while they are in memory.
+    committed: Vec<CommittedChunk>,
 }
 
 /// A read layer by layer, with the layer that the client copies at present.
@@ -32,6 +41,8 @@ pub(super) struct Layers {
 pub(super) struct Handles {
     held: HashMap<u32, Held>,
     next: u32,
+    /// Those that keep memory of the arena.
+    n_memory: usize,
 }
 
 impl Handles {
@@ -46,6 +57,7 @@ impl Handles {
         }
         let handle = self.next;
         self.next = self.next.wrapping_add(1);
+        self.n_memory += usize::from(held.has_memory());
         self.held.insert(handle, held);
         Some(handle)
     }
@@ -60,8 +72,15 @@ impl Handles {
     /// Takes the writer at `place` of a write.
     pub(super) fn take_writer(&mut self, handle: u32, place: usize) -> Option<ChunkWriter> {
         match self.held.get_mut(&handle)? {
-            Held::Write(writers) => writers.get_mut(place)?.take(),
+            Held::Write(write) => write.writers.get_mut(place)?.take(),
             _ => None,
+        }
+    }
+
+    /// Keeps a committed chunk of a write in memory as long as the handle.
+    pub(super) fn keep_committed(&mut self, handle: u32, committed: Option<CommittedChunk>) {
+        if let Some(Held::Write(write)) = self.held.get_mut(&handle) {
+            write.committed.extend(committed);
         }
     }
 
@@ -74,7 +93,30 @@ impl Handles {
     }
 
     pub(super) fn remove(&mut self, handle: u32) -> Option<Held> {
-        self.held.remove(&handle)
+        let held = self.held.remove(&handle)?;
+        self.n_memory -= usize::from(held.has_memory());
+        Some(held)
+    }
+
+    /// Handles that keep memory of the arena: all but chains.
+    pub(super) fn n_memory(&self) -> usize {
+        self.n_memory
+    }
+}
+
+// === impl Held ===
+
+impl Held {
+    fn has_memory(&self) -> bool {
+        !matches!(self, Self::Chain(_))
+    }
+}
+
+// === impl Writers ===
+
+impl Writers {
+    pub(super) fn new(writers: Vec<Option<ChunkWriter>>) -> Self {
+        Self { writers, committed: Vec::new() }
     }
 }
 
@@ -101,10 +143,12 @@ mod tests {
     #[test]
     fn handles_are_bounded_and_their_numbers_are_used_again() {
         let mut handles = Handles { next: u32::MAX - 1, ..Handles::default() };
-        let write = || Held::Write(Vec::new());
+        let write = || Held::Write(Writers::default());
         let given: Vec<u32> = (0..MAX_HANDLES).map(|_| handles.add(write()).unwrap()).collect();
         assert_eq!(handles.add(write()), None);
+        assert_eq!(handles.n_memory(), MAX_HANDLES);
         assert!(handles.remove(given[2]).is_some() && handles.remove(given[2]).is_none());
+        assert_eq!(handles.n_memory(), MAX_HANDLES - 1);
         assert!(handles.add(write()).is_some());
         assert!(handles.chain(given[0]).is_none() && handles.take_writer(given[0], 0).is_none());
     }

@@ -1,6 +1,8 @@
 //! The daemon's side: one thread that accepts clients and sees them leave, and one for each session.
 
 mod attach;
+mod control;
+mod hand_over;
 mod handles;
 mod session;
 mod watch;
@@ -15,13 +17,18 @@ use std::time::{Duration, Instant};
 use kvik_memory::SocketAddress;
 use kvik_memory::socket::{Connection, Listener};
 use kvik_store::Store;
-use parking_lot::Mutex;
+use parking_lot::{MappedRwLockReadGuard, Mutex, RwLock, RwLockReadGuard};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::OwnedFd;
 
 use crate::error::{NodeError, Result};
+use crate::take_over::TenantOpener;
 use crate::tenant::Tenant;
-use session::SessionEnd;
+use control::SessionControl;
+use hand_over::Successor;
+
+/// Time for a daemon that takes over to open its stores: its disks read what describes their segments.
+pub(crate) const SUCCESSOR_TIMEOUT: Duration = Duration::from_mins(2);
 
 /// How a store is served.
 #[derive(Debug, Clone)]
@@ -32,6 +39,13 @@ pub struct NodeOptions {
     pub tenants: Vec<Tenant>,
     /// Clients at a time; more are refused. Default: 64.
     pub max_sessions: usize,
+    /// How the stores are opened again if a take-over fails. Default: none, and no other daemon can take over.
+    pub opener: Option<Arc<dyn TenantOpener>>,
+    /// Time for clients to give back what they hold when another daemon takes over; after it the other one is refused.
+    /// Default: 10 s.
+    pub take_over_grace: Duration,
+    /// Time for a daemon that takes over to open its stores. Default: 2 min; clients go on without a store after 5 s of it.
+    pub successor_timeout: Duration,
 }
 
 /// A store that the engines of this machine attach to; dropping it ends all sessions and joins its threads.
@@ -44,7 +58,14 @@ pub struct NodeServer {
 /// What all threads of a server have.
 #[derive(Debug)]
 struct Shared {
-    options: NodeOptions,
+    max_sessions: usize,
+    opener: Option<Arc<dyn TenantOpener>>,
+    take_over_grace: Duration,
+    successor_timeout: Duration,
+    /// None while another daemon takes over, and after that.
+    tenants: RwLock<Vec<Tenant>>,
+    /// A daemon whose terms are accepted and that waits to take over.
+    successor: Mutex<Option<Successor>>,
     counters: Counters,
     /// Wakes the accepting thread.
     wake_event: OwnedFd,
@@ -79,11 +100,20 @@ pub struct NodeStats {
     pub n_corrupt: u64,
 }
 
+/// How a client was served.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Served {
+    /// Until it or the daemon ended.
+    ToTheEnd,
+    /// It is a daemon that takes over.
+    AsSuccessor,
+}
+
 /// A session as the accepting thread knows it.
 #[derive(Debug)]
 struct RunningSession {
     connection: Arc<Connection>,
-    end: Arc<SessionEnd>,
+    control: Arc<SessionControl>,
     thread: JoinHandle<()>,
 }
 
@@ -92,7 +122,14 @@ struct RunningSession {
 impl NodeOptions {
     /// The defaults for one store, at a socket.
     pub fn new(socket: SocketAddress, store: Store) -> Self {
-        Self { socket, tenants: vec![Tenant::only(store)], max_sessions: 64 }
+        Self {
+            socket,
+            tenants: vec![Tenant::only(store)],
+            max_sessions: 64,
+            opener: None,
+            take_over_grace: Duration::from_secs(10),
+            successor_timeout: SUCCESSOR_TIMEOUT,
+        }
     }
 }
 
@@ -107,16 +144,52 @@ impl NodeServer {
         Tenant::check_all(&options.tenants)?;
         let listener = Listener::open(&options.socket)
             .map_err(NodeError::io(format!("listen on {}", options.socket)))?;
+        Self::serve(options, move || Ok(listener))
+    }
+
+    /// Serves the clients of the socket that `listen` gives, on a thread of its own.
+    ///
+    /// # Errors
+    /// If there is no thread, or `listen` fails.
+    pub(crate) fn serve(
+        options: NodeOptions,
+        listen: impl FnOnce() -> Result<Listener> + Send + 'static,
+    ) -> Result<Self> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let wake_event = eventfd(0, flags).map_err(|errno| NodeError::io("make an event")(errno.into()))?;
-        let counters = Counters::default();
-        let shared = Arc::new(Shared { options, counters, wake_event, is_closing: AtomicBool::new(false) });
+        let NodeOptions { tenants, max_sessions, opener, take_over_grace, successor_timeout, .. } = options;
+        let shared = Arc::new(Shared {
+            max_sessions,
+            opener,
+            take_over_grace,
+            successor_timeout,
+            tenants: RwLock::new(tenants),
+            successor: Mutex::new(None),
+            counters: Counters::default(),
+            wake_event,
+            is_closing: AtomicBool::new(false),
+        });
         let serving = Arc::clone(&shared);
+        let (listening, is_listening) = std::sync::mpsc::sync_channel(1);
         let thread = std::thread::Builder::new()
             .name("kvik-node".to_owned())
-            .spawn(move || accept(&serving, &listener))
+            .spawn(move || {
+                let (listener, outcome) = match listen() {
+                    Ok(listener) => (Some(listener), Ok(())),
+                    Err(error) => (None, Err(error)),
+                };
+                // The starting thread waits for it.
+                let _ = listening.send(outcome);
+                if let Some(listener) = listener {
+                    accept(&serving, listener);
+                }
+            })
             .map_err(NodeError::io("start the accepting thread"))?;
-        Ok(Self { shared, thread: Mutex::new(Some(thread)) })
+        let server = Self { shared, thread: Mutex::new(Some(thread)) };
+        match is_listening.recv() {
+            Ok(outcome) => outcome.map(|()| server),
+            Err(_) => Err(NodeError::Gone { reason: "the accepting thread ended" }),
+        }
     }
 
     /// Ends all sessions and joins the threads; nothing is served after it.
@@ -129,9 +202,11 @@ impl NodeServer {
         }
     }
 
-    /// The tenants that it serves.
-    pub fn tenants(&self) -> &[Tenant] {
-        &self.shared.options.tenants
+    /// The tenants that it serves; none while another daemon takes over, and after that.
+    ///
+    /// A clone of a store that is kept keeps another daemon from taking over.
+    pub fn tenants(&self) -> MappedRwLockReadGuard<'_, [Tenant]> {
+        RwLockReadGuard::map(self.shared.tenants.read(), Vec::as_slice)
     }
 
     /// What happened since the start.
@@ -165,10 +240,10 @@ impl Shared {
     }
 }
 
-fn accept(shared: &Arc<Shared>, listener: &Listener) {
+fn accept(shared: &Arc<Shared>, listener: Listener) {
     let mut sessions: Vec<RunningSession> = Vec::new();
     while !shared.is_closing.load(Ordering::Acquire) {
-        wait(shared, listener, &sessions);
+        wait(shared, Some(&listener), &sessions, None);
         // An error concerns one client; the next is accepted all the same.
         while let Some(connection) = listener.accept().unwrap_or_else(|error| {
             tracing::warn!(%error, "refuse a client of the store");
@@ -180,33 +255,49 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
                 Err(error) => tracing::warn!(%error, "refuse a client of the store"),
             }
         }
-        // Told, not waited for: a session may be in a slow read, and others must not wait for it.
-        sessions.iter().filter(|session| session.has_hung_up()).for_each(RunningSession::end);
-        let (ended, running): (Vec<_>, Vec<_>) =
-            sessions.into_iter().partition(|session| session.thread.is_finished());
-        sessions = running;
-        ended.into_iter().for_each(RunningSession::join);
+        sessions = reap(sessions);
+        let successor = shared.successor.lock().take();
+        if let Some(successor) = successor
+            && hand_over::run(shared, &listener, &mut sessions, &successor)
+        {
+            // The socket and its file are the successor's.
+            listener.leave();
+            return;
+        }
     }
     listener.close();
     sessions.iter().for_each(RunningSession::end);
     sessions.into_iter().for_each(RunningSession::join);
 }
 
-/// Waits for a client that comes or goes, or for the wake-up event.
-fn wait(shared: &Shared, listener: &Listener, sessions: &[RunningSession]) {
-    let mut descriptors = vec![
-        PollFd::new(&shared.wake_event, PollFlags::IN),
-        PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN),
-    ];
+/// Ends the sessions whose client is gone; returns those that have not ended yet.
+fn reap(sessions: Vec<RunningSession>) -> Vec<RunningSession> {
+    // Told, not waited for: a session may be in a slow read, and others must not wait for it.
+    sessions.iter().filter(|session| session.has_hung_up()).for_each(RunningSession::end);
+    let (ended, running): (Vec<_>, Vec<_>) =
+        sessions.into_iter().partition(|session| session.thread.is_finished());
+    ended.into_iter().for_each(RunningSession::join);
+    running
+}
+
+/// Waits for a client that comes to `listener` or goes, for the wake-up event, or for `timeout`.
+fn wait(
+    shared: &Shared,
+    listener: Option<&Listener>,
+    sessions: &[RunningSession],
+    timeout: Option<&Timespec>,
+) {
+    let mut descriptors = vec![PollFd::new(&shared.wake_event, PollFlags::IN)];
+    descriptors.extend(listener.map(|socket| PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN)));
     // Only the end of a connection counts; frames are the session's to read. A session that was told of it wakes this
     // thread when it has ended.
     let connections = sessions
         .iter()
-        .filter(|session| !session.end.is_set())
+        .filter(|session| !session.control.is_ended())
         .map(|session| PollFd::from_borrowed_fd(session.connection.as_fd(), PollFlags::RDHUP));
     descriptors.extend(connections);
     // A signal, too, makes the caller look again.
-    let _ = poll(&mut descriptors, None);
+    let _ = poll(&mut descriptors, timeout);
     let mut count = [0; 8];
     // Nothing to read is as good: there was no wake-up then.
     let _ = rustix::io::read(&shared.wake_event, &mut count);
@@ -218,17 +309,22 @@ fn start_session(
     n_sessions: usize,
 ) -> io::Result<RunningSession> {
     let connection = Arc::new(connection);
-    let end = Arc::new(SessionEnd::default());
-    let is_full = n_sessions >= shared.options.max_sessions;
-    let (serving, served, ending) = (Arc::clone(shared), Arc::clone(&connection), Arc::clone(&end));
+    let control = Arc::new(SessionControl::default());
+    let is_full = n_sessions >= shared.max_sessions;
+    let (serving, served, told) = (Arc::clone(shared), Arc::clone(&connection), Arc::clone(&control));
     let thread = std::thread::Builder::new().name("kvik-session".to_owned()).spawn(move || {
-        if let Err(error) = attach::serve(&serving, &served, &ending, is_full) {
-            tracing::info!(%error, "end the session of a client of the store");
+        match attach::serve(&serving, &served, &told, is_full) {
+            Ok(Served::ToTheEnd) => served.close(),
+            // The accepting thread goes on with the connection.
+            Ok(Served::AsSuccessor) => {}
+            Err(error) => {
+                served.close();
+                tracing::info!(%error, "end the session of a client of the store");
+            }
         }
-        served.close();
         serving.wake();
     })?;
-    Ok(RunningSession { connection, end, thread })
+    Ok(RunningSession { connection, control, thread })
 }
 
 // === impl RunningSession ===
@@ -242,7 +338,7 @@ impl RunningSession {
 
     /// Tells the session's thread that it is over.
     fn end(&self) {
-        self.end.set();
+        self.control.end();
         self.connection.close();
     }
 

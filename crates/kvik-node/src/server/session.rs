@@ -1,33 +1,25 @@
 //! One client's requests, until it or the daemon ends.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use kvik_store::{Chain, Commit, NamedChain, Space, Store, Write};
 use kvik_tier::TierKind;
 use kvik_tier::shared::{Checksum, SharedWords, checksum};
-use parking_lot::Mutex;
 
 use super::Counters;
-use super::handles::{Handles, Held, Layers};
+use super::control::SessionControl;
+use super::handles::{Handles, Held, Layers, Writers};
 use crate::error::{NodeError, Result};
 use crate::operation::{
     Completion, DIGEST_WORDS, NAME_WORDS, Operation, PRESENT, Span, Status, Submission, digest_of, name_of,
     place_word,
 };
-use crate::ring::{BrokenRing, COMPLETIONS, Consumer, PAYLOAD, Producer, SUBMISSIONS};
+use crate::ring::{BrokenRing, COMPLETIONS, Consumer, MOVED, PAYLOAD, Producer, SUBMISSIONS};
 
 /// How long a session sleeps at most: what wakes it otherwise is the client's wake-up, or its end.
 const LONGEST_SLEEP: Duration = Duration::from_mins(1);
-
-/// Tells a session's thread that it is over.
-#[derive(Debug, Default)]
-pub(super) struct SessionEnd {
-    is_set: AtomicBool,
-    /// Where the thread sleeps, once it has rings.
-    words: Mutex<Option<Arc<SharedWords>>>,
-}
 
 /// The state of one client.
 #[derive(Debug)]
@@ -39,26 +31,6 @@ pub(super) struct Session {
     submissions: Consumer,
     completions: Producer,
     handles: Handles,
-}
-
-// === impl SessionEnd ===
-
-impl SessionEnd {
-    pub(super) fn set(&self) {
-        self.is_set.store(true, Ordering::Release);
-        if let Some(words) = &*self.words.lock() {
-            Consumer::interrupt(&**words, SUBMISSIONS);
-        }
-    }
-
-    /// Says where the thread sleeps.
-    pub(super) fn sleeps_at(&self, words: &Arc<SharedWords>) {
-        *self.words.lock() = Some(Arc::clone(words));
-    }
-
-    pub(super) fn is_set(&self) -> bool {
-        self.is_set.load(Ordering::Acquire)
-    }
 }
 
 // === impl Session ===
@@ -77,15 +49,20 @@ impl Session {
         }
     }
 
-    /// Serves the client until it or the daemon ends.
+    /// Serves the client until it or the daemon ends, or another daemon takes over and the client holds no memory.
     ///
     /// # Errors
     /// If the client writes what cannot be, or does not read its answers.
-    pub(super) fn serve_until(&mut self, end: &SessionEnd, counters: &Counters) -> Result<()> {
+    pub(super) fn serve_until(&mut self, control: &SessionControl, counters: &Counters) -> Result<()> {
         loop {
-            // Before the look at the flag: what ends the session after it also ends the wait.
+            // Before the look at the flags: what sets one of them after it also ends the wait.
             let seen = self.submissions.wake_ups();
-            if end.is_set() {
+            if control.is_ended() {
+                return Ok(());
+            }
+            let is_moving = control.is_moving();
+            if is_moving && self.handles.n_memory() == 0 {
+                self.leave();
                 return Ok(());
             }
             match self.submissions.pop().map_err(broken)? {
@@ -93,7 +70,13 @@ impl Session {
                     let submission = Submission::decode(entry).ok_or_else(|| {
                         NodeError::invalid("submission", &format!("{entry:?}"), "a request")
                     })?;
-                    self.serve(submission, counters)?;
+                    counters.requests.fetch_add(1, Ordering::Relaxed);
+                    if is_moving && submission.operation.begins_something() {
+                        self.answer(Completion { status: Status::Moving, ..done(submission.request) })?;
+                    } else {
+                        self.serve(submission, counters)?;
+                    }
+                    control.set_n_held(self.handles.n_memory());
                 }
                 None => self.submissions.wait(seen, LONGEST_SLEEP),
             }
@@ -101,15 +84,7 @@ impl Session {
     }
 
     fn serve(&mut self, submission: Submission, counters: &Counters) -> Result<()> {
-        counters.requests.fetch_add(1, Ordering::Relaxed);
-        let done = Completion {
-            request: submission.request,
-            status: Status::Done,
-            n_chunks: 0,
-            handle: 0,
-            n_tokens: 0,
-            tier: TierKind::Ram,
-        };
+        let done = done(submission.request);
         let completion = match submission.operation {
             Operation::Open { span, n_tokens } => {
                 let chain = self.chain_of(span, n_tokens)?;
@@ -154,12 +129,22 @@ impl Session {
                 Completion { n_chunks: offsets.len() as u32, ..done }
             }
         };
+        self.answer(completion)
+    }
+
+    fn answer(&mut self, completion: Completion) -> Result<()> {
         // A client has room for the answers to all that it asks.
         if self.completions.push(completion.encode()).map_err(broken)? {
             Ok(())
         } else {
             Err(NodeError::Gone { reason: "the client does not read its answers" })
         }
+    }
+
+    /// Tells the client that another daemon takes over, after the last answer.
+    fn leave(&self) {
+        self.words.words()[MOVED].store(1, Ordering::Release);
+        Consumer::interrupt(&*self.words, COMPLETIONS);
     }
 
     fn retrieve(&mut self, chain: u32, first_chunk: u32, span: Span, done: Completion) -> Result<Completion> {
@@ -197,7 +182,7 @@ impl Session {
             }
         }
         self.write_payload(span, &offsets);
-        let kept = self.keep(Held::Write(writers), Completion { status, ..done });
+        let kept = self.keep(Held::Write(Writers::new(writers)), Completion { status, ..done });
         Ok(Completion { n_chunks: offsets.len() as u32, ..kept })
     }
 
@@ -206,7 +191,9 @@ impl Session {
         if checksum(writer.payload_mut()) != Checksum(expected) {
             return Ok(Status::Corrupt);
         }
-        Ok(match writer.commit() {
+        let (outcome, committed) = writer.commit_and_keep();
+        self.handles.keep_committed(write, committed);
+        Ok(match outcome {
             Commit::Stored => Status::Done,
             Commit::Present => Status::Present,
             Commit::NoParent => Status::NoParent,
@@ -256,6 +243,10 @@ impl Session {
         let words = &self.words.words()[first..][..span.n_chunks as usize];
         words.iter().zip(offsets).for_each(|(word, offset)| word.store(*offset, Ordering::Relaxed));
     }
+}
+
+fn done(request: u64) -> Completion {
+    Completion { request, status: Status::Done, n_chunks: 0, handle: 0, n_tokens: 0, tier: TierKind::Ram }
 }
 
 fn broken(_: BrokenRing) -> NodeError {

@@ -10,7 +10,7 @@ use kvik_store::{ChunkChange, ChunkObserver, Space, Store};
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags};
 
-use super::session::SessionEnd;
+use super::control::SessionControl;
 use crate::changes::{MAX_CHANGES, WatchFrame};
 use crate::error::{NodeError, Result};
 
@@ -41,18 +41,33 @@ impl ChunkObserver for Waiting {
     }
 }
 
-/// Tells a client everything, until it or the daemon ends.
-pub(super) fn run(store: &Store, space: &Space, connection: &Connection, end: &SessionEnd) -> Result<()> {
+/// Tells a client everything, until it or the daemon ends, or another daemon takes over.
+pub(super) fn run(
+    store: &Store,
+    space: &Space,
+    connection: &Connection,
+    control: &SessionControl,
+) -> Result<()> {
     let waiting = Arc::new(Waiting::default());
+    let woken = Arc::clone(&waiting);
+    control.woken_by(move || {
+        // With the lock: the watch sleeps, or looks at the control after this.
+        drop(woken.changes.lock());
+        woken.arrived.notify_one();
+    });
     let _observation = store.observe(space, Arc::clone(&waiting) as Arc<dyn ChunkObserver>);
     let mut is_snapshot = true;
-    while !end.is_set() {
+    while !control.is_ended() {
         let changes: Vec<ChunkChange> = {
             let mut changes = waiting.changes.lock();
             if changes.len() > MAX_WAITING {
                 return Err(NodeError::Gone { reason: "the client is too far behind" });
             }
-            if changes.is_empty() && !is_snapshot {
+            if changes.is_empty() && !is_snapshot && control.is_moving() {
+                drop(changes);
+                return send(connection, &WatchFrame::Moving);
+            }
+            if changes.is_empty() && !is_snapshot && !control.is_ended() {
                 waiting.arrived.wait_for(&mut changes, LOOK_INTERVAL);
             }
             let n_changes = changes.len().min(MAX_CHANGES);

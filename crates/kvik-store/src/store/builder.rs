@@ -4,11 +4,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvik_tier::{RamTier, Tier, TierKind};
+use kvik_tier::{Tier, TierKind};
 use parking_lot::Mutex;
 
 use super::Store;
 use super::core::Core;
+use super::kept::KeptMemory;
 use super::threads::Threads;
 use crate::chain::block_id;
 use crate::counters::Counters;
@@ -29,7 +30,7 @@ const TYPICAL_CHUNK_BYTES: u64 = 4 << 20;
 #[derive(Debug)]
 pub struct StoreBuilder {
     options: StoreOptions,
-    ram: RamTier,
+    memory: KeptMemory,
     locals: Vec<Arc<dyn Tier>>,
     remotes: Vec<Arc<dyn Tier>>,
     /// Threads that read from the tiers of a kind, where it is not the number of the options.
@@ -37,8 +38,8 @@ pub struct StoreBuilder {
 }
 
 impl StoreBuilder {
-    pub(super) fn new(options: StoreOptions, ram: RamTier) -> Self {
-        Self { options, ram, locals: Vec::new(), remotes: Vec::new(), read_threads: HashMap::new() }
+    pub(super) fn new(options: StoreOptions, memory: KeptMemory) -> Self {
+        Self { options, memory, locals: Vec::new(), remotes: Vec::new(), read_threads: HashMap::new() }
     }
 
     /// Adds a tier that only this store writes and that knows its keys, faster ones first. The store decides
@@ -64,12 +65,13 @@ impl StoreBuilder {
         self
     }
 
-    /// Opens the store: learns what the local tiers hold and starts the threads.
+    /// Opens the store: learns what memory and the local tiers hold and starts the threads.
     ///
     /// # Errors
     /// If a setting is not allowed, if two tiers are of one kind, or if there are no threads.
     pub fn open(self) -> Result<Store> {
-        let Self { options, ram, locals, remotes, read_threads } = self;
+        let Self { options, memory, locals, remotes, read_threads } = self;
+        let KeptMemory { ram, chunks } = memory;
         options.validate()?;
         if let Some(n_threads) = read_threads.values().find(|n_threads| !(1..=64).contains(*n_threads)) {
             return Err(StoreError::invalid("read_threads", n_threads, "1 to 64"));
@@ -108,6 +110,7 @@ impl StoreBuilder {
             counters: Counters::new(),
             opened: Instant::now(),
         };
+        core.learn_kept(&chunks);
         core.learn_residents();
         Ok(Store { threads: Arc::new(Threads::start(&Arc::new(core))?) })
     }

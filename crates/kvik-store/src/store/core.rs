@@ -109,8 +109,19 @@ impl Core {
         self.ram.is_for(&chain.key_of(chunk_idx, rank), chain.digest_of(chunk_idx))
     }
 
+    /// Pins a chunk of memory; one that memory had at the start gets its place first. `None` where it is no resident.
+    pub(crate) fn pin_placed(&self, chain: &Chain, chunk_idx: usize) -> Option<ResidentPin> {
+        let id = chain.id(chunk_idx);
+        ResidentPin::new(&self.ram_residents, id).or_else(|| {
+            self.ram_residents.lock().place(self.now_ms(), chain, chunk_idx + 1);
+            ResidentPin::new(&self.ram_residents, id)
+        })
+    }
+
     /// Pins the deepest of the first `n_chunks` chunks that is resident in memory.
     pub(crate) fn pin_deepest(&self, chain: &Chain, n_chunks: usize) -> Option<ResidentPin> {
+        // A chunk that memory had at the start can be pinned once it has its place.
+        self.ram_residents.lock().place(self.now_ms(), chain, n_chunks);
         ResidentPin::deepest(&self.ram_residents, chain, n_chunks)
     }
 }

@@ -4,11 +4,12 @@
 //! leaves memory), `publish` (what becomes visible there) and `survey` (what remote tiers have), then `reads`
 //! and `write_back`, which work on the queues of the lower tiers. What callers use comes last: `lookup`,
 //! `retrieve` with `prefetch`, `layers` with `promotion`, `write` with `layer_write`, `pins`, `moves`, `clear`, `observe`,
-//! `provide` (for other nodes) and `stats`; `builder` and `threads` begin and end a store.
+//! `provide` (for other nodes) and `stats`; `builder`, `threads` and `kept` begin and end a store.
 
 mod builder;
 mod clear;
 mod core;
+mod kept;
 mod layer_write;
 mod layers;
 mod lookup;
@@ -36,6 +37,7 @@ use kvik_types::Namespace;
 
 pub use builder::StoreBuilder;
 pub use clear::{Clear, Cleared};
+pub use kept::{KeptChunk, KeptMemory};
 pub use layer_write::{LayerWrite, LayerWriter};
 pub use layers::{Layer, LayerReader};
 pub use lookup::Lookup;
@@ -44,7 +46,7 @@ pub use prefetch::Prefetch;
 pub use provide::{LocalRange, LocalRead};
 pub use retrieve::{Retrieved, RetrievedChunk};
 pub use stats::StoreStats;
-pub use write::{ChunkWriter, Commit, Write};
+pub use write::{ChunkWriter, Commit, CommittedChunk, Write};
 
 use self::core::Core;
 use self::threads::Threads;
@@ -131,7 +133,7 @@ pub struct TierQueues {
 impl Store {
     /// Begins to put a store together on a memory tier.
     pub fn builder(options: StoreOptions, ram: RamTier) -> StoreBuilder {
-        StoreBuilder::new(options, ram)
+        StoreBuilder::new(options, KeptMemory::new(ram))
     }
 
     /// A namespace with the format of the chunks in it. Spaces that differ in either share nothing. The chains

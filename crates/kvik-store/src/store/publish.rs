@@ -10,7 +10,7 @@ use crate::counters::Counter;
 use crate::directory::Entry;
 use crate::flight::{Flight, FlightEnd};
 use crate::lower::Lower;
-use crate::residents::ResidentPin;
+use crate::residents::{ResidentPin, Residents};
 use crate::tiers::{RAM, TierIdx};
 
 /// What became of a chunk that was to be made visible in memory.
@@ -40,6 +40,36 @@ impl Core {
         lease: Lease,
     ) -> Published {
         let mut residents = self.ram_residents.lock();
+        self.publish_among(&mut residents, chain, chunk_idx, rank, generation, lease)
+    }
+
+    /// As [`Self::publish`], and pins the chunk if it is there then: it cannot leave in between.
+    pub(crate) fn publish_and_pin(
+        &self,
+        chain: &Chain,
+        chunk_idx: usize,
+        rank: u16,
+        generation: u64,
+        lease: Lease,
+    ) -> (Published, Option<ResidentPin>) {
+        let mut residents = self.ram_residents.lock();
+        let published = self.publish_among(&mut residents, chain, chunk_idx, rank, generation, lease);
+        let is_there = matches!(published, Published::Stored(_) | Published::Present);
+        let is_pinned = is_there && residents.pin(chain.id(chunk_idx));
+        drop(residents);
+        let pin = is_pinned.then(|| ResidentPin::of_pinned(&self.ram_residents, chain.id(chunk_idx)));
+        (published, pin)
+    }
+
+    fn publish_among(
+        &self,
+        residents: &mut Residents,
+        chain: &Chain,
+        chunk_idx: usize,
+        rank: u16,
+        generation: u64,
+        lease: Lease,
+    ) -> Published {
         if !self.has_parent_in(RAM, chain, chunk_idx, rank)
             || !residents.insert(self.now_ms(), chain, chunk_idx)
         {

@@ -72,6 +72,18 @@ impl Threads {
         }
     }
 
+    /// The state of a closed store, if no thread, lease or slot uses it any more; else the threads as they were.
+    pub(crate) fn into_core(self) -> std::result::Result<Core, Self> {
+        // A weak reference could be upgraded later; an observation's is only used to end it.
+        if Arc::strong_count(&self.core) > 1 || !self.core.has_only_chunks() {
+            return Err(self);
+        }
+        let core = Arc::clone(&self.core);
+        let live = Arc::clone(&self.live);
+        drop(self);
+        Arc::try_unwrap(core).map_err(|core| Self { core, handles: Mutex::default(), live })
+    }
+
     fn spawn(&self, name: String, work: impl FnOnce(&Arc<Core>) + Send + 'static) -> Result<()> {
         let live_thread = LiveThread::new(&self.live);
         let core = Arc::clone(&self.core);

@@ -57,6 +57,10 @@ pub struct ChunkWriter {
     _parent: Option<ResidentPin>,
 }
 
+/// Keeps a chunk that was committed, and all before it, in memory until it is dropped.
+#[derive(Debug)]
+pub struct CommittedChunk(#[expect(dead_code, reason = "it is held, not read")] ResidentPin);
+
 /// Counts a writer in the directory, so that the next chunk can be begun before this one is committed.
 #[derive(Debug)]
 struct Begun {
@@ -88,7 +92,7 @@ impl Store {
         if let Some(parent_idx) = chunk_idx.checked_sub(1) {
             let entry = core.directory.view(chain.hash(parent_idx));
             if core.is_in_memory(chain, parent_idx, rank) == Some(true) {
-                parent = ResidentPin::new(&core.ram_residents, chain.id(parent_idx));
+                parent = core.pin_placed(chain, parent_idx);
             }
             if parent.is_none() && entry.n_writers == 0 {
                 return Write::NoParent;
@@ -149,9 +153,15 @@ impl ChunkWriter {
 
     /// Makes the chunk visible, as a whole, and has it written to the lower tiers in the background.
     pub fn commit(self) -> Commit {
+        self.commit_and_keep().0
+    }
+
+    /// As [`Self::commit`], and keeps the chunk in memory: it cannot leave before what is written behind it.
+    pub fn commit_and_keep(self) -> (Commit, Option<CommittedChunk>) {
         let Self { begun, rank, generation, slot, _parent } = self;
         let Begun { core, chain, chunk_idx } = &begun;
-        match core.publish(chain, *chunk_idx, rank, generation, slot.freeze()) {
+        let (published, pin) = core.publish_and_pin(chain, *chunk_idx, rank, generation, slot.freeze());
+        let outcome = match published {
             Published::Stored(lease) => {
                 core.counters.add(Counter::StoredPayloads, 1);
                 core.counters.add(Counter::StoredBytes, lease.len() as u64);
@@ -169,7 +179,8 @@ impl ChunkWriter {
             Published::NoParent => Commit::NoParent,
             Published::Stale => Commit::Cleared,
             Published::Collision => Commit::Collision,
-        }
+        };
+        (outcome, pin.map(CommittedChunk))
     }
 }
 

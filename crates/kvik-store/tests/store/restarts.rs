@@ -184,3 +184,87 @@ impl Tier for Log {
         self.tier.stat()
     }
 }
+
+#[test]
+fn a_store_goes_on_with_the_memory_of_another_and_the_lower_tiers_are_free_for_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let nvme = || -> Arc<dyn Tier> {
+        let tier = NvmeTier::open(&NvmeOptions::new(folder.path(), 64 << 20)).unwrap();
+        Arc::new(Checksummed::new(tier))
+    };
+    let first = Setup::new(64).local_dyn(nvme()).open();
+    for name in 0..5 {
+        assert_eq!(store_chain(&first, &chain_of(&first, name, 4)), 4);
+    }
+    let options = first.options().clone();
+    let memory = first.take_apart().unwrap();
+    assert_eq!(memory.chunks.len(), 20);
+    // The first store has let go of the folder, or this would fail.
+    let second = Store::builder_on(options, memory).local(nvme()).open().unwrap();
+    assert_eq!(second.stats().n_entries, 20);
+    for name in 0..5 {
+        let chain = chain_of(&second, name, 4);
+        assert_eq!(second.lookup_local(&chain).tokens_in(TierKind::Ram), 16);
+        assert_eq!(retrieve_all(&second, &chain), 4);
+        assert!(second.tiers_of(&chain, 3).contains(&TierKind::Nvme), "what waited was written");
+        // The chain goes on without a word to the policies before.
+        let longer = chain_of(&second, name, 6);
+        assert!((0..6).all(|chunk_idx| store_chunk(&second, &longer, chunk_idx)));
+        assert_eq!(retrieve_all(&second, &longer), 6);
+    }
+    // Ranks and depths are known too: nothing is left after a clear.
+    second.clear(&Clear::default());
+    assert_eq!(second.arena().stat().used_bytes, 0);
+    assert_eq!(second.stats().n_entries, 0);
+}
+
+#[test]
+fn kept_chunks_leave_in_the_order_of_the_policy_before_them_and_children_first() {
+    let first = Setup::new(8).open();
+    for name in 0..2 {
+        assert_eq!(store_chain(&first, &chain_of(&first, name, 4)), 4);
+    }
+    // The older chain was used again.
+    first.note_request(&chain_of(&first, 0, 4), None);
+    let options = first.options().clone();
+    let memory = first.take_apart().unwrap();
+    let depths: Vec<u32> = memory.chunks.iter().map(|chunk| chunk.depth).collect();
+    assert_eq!(depths, [3, 2, 1, 0, 3, 2, 1, 0]);
+    let second = Store::builder_on(options, memory).open().unwrap();
+    // Three of the unused chain leave, the last ones first.
+    assert_eq!(store_chain(&second, &chain_of(&second, 7, 3)), 3);
+    assert_eq!(retrieve_all(&second, &chain_of(&second, 0, 4)), 4);
+    assert_eq!(retrieve_all(&second, &chain_of(&second, 1, 4)), 1);
+}
+
+#[test]
+fn a_store_with_another_user_is_not_taken_apart() {
+    let store = Setup::new(64).open();
+    let chain = chain_of(&store, 1, 2);
+    assert_eq!(store_chain(&store, &chain), 2);
+    let other = store.clone();
+    assert!(store.is_shared());
+    let store = store.take_apart().unwrap_err();
+    drop(other);
+    assert!(!store.is_shared());
+    let retrieved = store.retrieve(&chain, 0);
+    let store = store.take_apart().unwrap_err();
+    assert_eq!(verify(&retrieved, &chain, 0), 2, "a lease keeps the memory");
+    drop(retrieved);
+    let longer = chain_of(&store, 1, 3);
+    let write = store.begin_write(&longer, 2, 0);
+    let store = store.take_apart().unwrap_err();
+    drop(write);
+    assert_eq!(store.take_apart().unwrap().chunks.len(), 2);
+}
+
+#[test]
+fn memory_without_a_list_of_its_chunks_is_emptied() {
+    let first = Setup::new(64).open();
+    assert_eq!(store_chain(&first, &chain_of(&first, 1, 2)), 2);
+    let options = first.options().clone();
+    let memory = first.take_apart().unwrap();
+    let second = Store::builder(options, memory.ram).open().unwrap();
+    assert_eq!(second.arena().stat().used_bytes, 0);
+    assert_eq!(retrieve_all(&second, &chain_of(&second, 1, 2)), 0);
+}

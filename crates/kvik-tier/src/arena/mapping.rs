@@ -6,7 +6,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::{self, NonNull};
 
 use rustix::fs::{
-    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstat, fstatfs,
+    ftruncate, memfd_create,
 };
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
@@ -17,6 +18,9 @@ use crate::error::{Result, TierError};
 
 /// The size of the huge pages that are asked for: every x86-64 and most arm64 machines have it.
 pub(super) const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+/// The type of file systems whose files lie in huge pages.
+const HUGE_FILE_SYSTEM: i64 = 0x9584_58F6;
 
 /// A shared mapping of a whole memory file, which it owns.
 ///
@@ -50,6 +54,29 @@ impl Mapping {
             Err(_) if huge_pages == HugePages::Auto => Self::with_pages(n_bytes, false),
             outcome => outcome,
         }
+    }
+
+    /// Maps all of a memory file that another mapping was made with.
+    ///
+    /// # Errors
+    /// If it is empty, or if its size is not sealed.
+    pub(super) fn adopt(file: OwnedFd) -> Result<Self> {
+        let failed = |errno: Errno| TierError::io("adopt a memory file", errno.into());
+        let refused = |reason: &str| {
+            TierError::io(
+                "adopt a memory file",
+                io::Error::new(io::ErrorKind::InvalidData, reason.to_owned()),
+            )
+        };
+        let seals = fcntl_get_seals(&file).map_err(failed)?;
+        if !seals.contains(SealFlags::SHRINK | SealFlags::GROW) {
+            return Err(refused("its size is not sealed"));
+        }
+        let found = fstat(&file).map_err(failed)?.st_size;
+        let n_bytes = usize::try_from(found).ok().filter(|n_bytes| *n_bytes > 0);
+        let n_bytes = n_bytes.ok_or_else(|| refused("it is empty"))?;
+        let is_huge = fstatfs(&file).map_err(failed)?.f_type == HUGE_FILE_SYSTEM;
+        Self::map(file, n_bytes, is_huge).map_err(failed)
     }
 
     pub(super) fn n_bytes(&self) -> usize {
@@ -123,9 +150,14 @@ impl Mapping {
         ftruncate(&file, n_bytes as u64).map_err(failed("size a memory file"))?;
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
             .map_err(failed("seal a memory file"))?;
-        let address = map_aligned(&file, n_bytes).map_err(failed("map a memory file"))?;
+        Self::map(file, n_bytes, is_huge).map_err(failed("map a memory file"))
+    }
+
+    /// Maps a file of this length, of which no child of `fork` gets a copy.
+    fn map(file: OwnedFd, n_bytes: usize, is_huge: bool) -> rustix::io::Result<Self> {
+        let address = map_aligned(&file, n_bytes)?;
         let mapping = Self { address, n_bytes, file, is_huge };
-        mapping.advise(Advice::LinuxDontFork).map_err(failed("keep a mapping from children"))?;
+        mapping.advise(Advice::LinuxDontFork)?;
         if !is_huge {
             // A kernel that is built or set up without them goes on with ordinary pages.
             let _ = mapping.advise(Advice::LinuxHugepage);

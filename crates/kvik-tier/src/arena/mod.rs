@@ -16,6 +16,7 @@
 //!
 //! The memory file can be handed to other processes. They must not write to it.
 
+mod adoption;
 mod bits;
 mod buddy;
 mod commit;
@@ -38,6 +39,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
+pub use adoption::ChunkPlace;
 pub(crate) use compaction::Tenants;
 pub use slot::{Lease, Slot};
 
@@ -198,21 +200,7 @@ impl Arena {
         }
         let unit_bytes = capacity_bytes as usize - capacity_bytes as usize % UNIT_BYTES;
         let mapping = Mapping::new(unit_bytes, options.huge_pages)?;
-        let n_units = (mapping.n_bytes() / UNIT_BYTES) as u32;
-        let nodes = if options.numa == NumaPlacement::Auto { numa::nodes_with_memory() } else { Vec::new() };
-        let is_interleaved = nodes.len() > 1 && mapping.interleave(&nodes).is_ok();
-        let shared = Shared {
-            mapping,
-            registrars: Mutex::default(),
-            committed: Committed::new(n_units),
-            buddy: Mutex::new(Buddy::new(n_units)),
-            slabs: Slabs::new(n_units),
-            compaction: Mutex::default(),
-            moved: Moved::default(),
-            n_refusals: AtomicU64::new(0),
-            n_units,
-            n_numa_nodes: if is_interleaved { nodes.len() } else { 1 },
-        };
+        let shared = Shared::new(mapping, options.numa);
         if options.commitment == Commitment::AtStart {
             shared.commit_all()?;
         }
@@ -264,6 +252,11 @@ impl Arena {
         }
     }
 
+    /// Whether a lease lies in this arena and has no other clone.
+    pub(crate) fn is_only_lease(&self, lease: &Lease) -> bool {
+        lease.movable_run(&self.shared).is_some()
+    }
+
     /// The memory file, for processes that read leases at their offsets.
     ///
     /// Its size is sealed. A process that gets it must not write to it and must not punch holes into it.
@@ -295,6 +288,25 @@ impl fmt::Debug for Arena {
 // === impl Shared ===
 
 impl Shared {
+    /// The state of an arena all of which is free.
+    fn new(mapping: Mapping, numa: NumaPlacement) -> Self {
+        let n_units = (mapping.n_bytes() / UNIT_BYTES) as u32;
+        let nodes = if numa == NumaPlacement::Auto { numa::nodes_with_memory() } else { Vec::new() };
+        let is_interleaved = nodes.len() > 1 && mapping.interleave(&nodes).is_ok();
+        Self {
+            mapping,
+            registrars: Mutex::default(),
+            committed: Committed::new(n_units),
+            buddy: Mutex::new(Buddy::new(n_units)),
+            slabs: Slabs::new(n_units),
+            compaction: Mutex::default(),
+            moved: Moved::default(),
+            n_refusals: AtomicU64::new(0),
+            n_units,
+            n_numa_nodes: if is_interleaved { nodes.len() } else { 1 },
+        }
+    }
+
     /// Takes what lies ready: a slot of the size's slab, or a free block.
     fn take(&self, n_units: u32) -> Option<(Run, Home)> {
         if let Some((slab_id, slab)) = self.slabs.for_size(n_units)

@@ -54,7 +54,7 @@ impl Slot {
     pub fn freeze(mut self) -> Lease {
         let n_bytes = self.0.n_bytes;
         self.padded_mut()[n_bytes..].fill(0);
-        Lease(Arc::new(self.0))
+        Lease::new(self.0)
     }
 
     /// Where the slot starts in the arena's memory file.
@@ -94,6 +94,11 @@ impl fmt::Debug for Slot {
 // === impl Lease ===
 
 impl Lease {
+    pub(super) fn new(held: Held) -> Self {
+        debug_assert!(held.n_bytes <= held.run.n_bytes());
+        Self(Arc::new(held))
+    }
+
     /// Where the memory starts in the arena's memory file.
     ///
     /// It does not change while this lease is held.
@@ -144,10 +149,11 @@ impl Held {
     /// All bytes of the run.
     fn bytes(&self) -> &[u8] {
         let start = self.shared.mapping.at(self.run.byte_range().start);
-        // SAFETY: the run lies inside of the mapping, which `shared` keeps; its memory is committed, so it is
-        // readable, and bytes of a memory file are always initialized. The allocator hands out a unit once
-        // until it is given back, which only the drop of this value does, so a writer of these bytes borrows
-        // this value mutably, which the returned borrow excludes. A run, too, changes only through such a borrow.
+        // SAFETY: the run lies inside of the mapping, which `shared` keeps; its memory is committed, here or by the
+        // arena that left its file to this one, so it is readable, and bytes of a memory file are always
+        // initialized. The allocator hands out a unit once until it is given back, which only the drop of this value
+        // does, so a writer of these bytes borrows this value mutably, which the returned borrow excludes. A run, too,
+        // changes only through such a borrow.
         unsafe { slice::from_raw_parts(start.as_ptr(), self.run.n_bytes()) }
     }
 

@@ -94,6 +94,13 @@ impl Index {
         }
     }
 
+    /// Calls `visit` with every chunk, under the lock of its shard.
+    pub(super) fn visit_chunks(&self, visit: &mut dyn FnMut(ChunkKey, TokenDigest, &Lease)) {
+        for shard in &self.shards {
+            shard.chunks.lock().iter().for_each(|(key, chunk)| visit(*key, chunk.digest, &chunk.lease));
+        }
+    }
+
     fn shard(&self, key: &ChunkKey) -> &Shard {
         // The tables use other bytes of the hash, so that the keys of one shard are spread over its table.
         &self.shards[usize::from(key.chunk.0[0]) % N_SHARDS]

@@ -1,6 +1,7 @@
 //! The tier in memory.
 
 mod index;
+mod inventory;
 #[cfg(test)]
 mod tests;
 
@@ -11,6 +12,7 @@ use crate::error::Result;
 use crate::key::{ChunkKey, TokenDigest};
 use crate::tier::{GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierKind, TierStat};
 use index::{Held, Index};
+pub use inventory::PlacedChunk;
 
 /// Chunks in an [`Arena`], found by their keys.
 ///

@@ -33,6 +33,12 @@ pub(crate) struct StoreServeArguments {
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) peer: Vec<String>,
 
+    /// Take over from the daemon that serves at the socket, with all chunks in its memory; engines see a pause. The
+    /// running daemon goes on if this one cannot serve, and ends otherwise. Memory, chunk length, keys, tenants and tokens
+    /// must be those of the running daemon; disk and remote may differ
+    #[arg(long)]
+    pub(crate) take_over: bool,
+
     #[command(flatten)]
     pub(crate) store: StoreArguments,
 

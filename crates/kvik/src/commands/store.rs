@@ -30,13 +30,19 @@ pub(crate) fn serve(arguments: &StoreServeArguments) -> anyhow::Result<()> {
     let mut config =
         service::load::<DaemonConfig>("store", common.config.as_deref(), flags, &common.set)?.value;
     let refused = |error| InvalidInput::new(format!("read the configuration: {error}"));
-    if config.tiers.resolve().map_err(refused)?.is_none() && config.tenants.is_empty() {
+    // A daemon that takes over has the memory of the running one where nothing is said.
+    let is_ram_chosen = !arguments.take_over && config.tenants.is_empty();
+    if config.tiers.resolve().map_err(refused)?.is_none() && is_ram_chosen {
         config.tiers.ram = (machine::available_memory_bytes().unwrap_or(0) / RAM_SHARE).to_string();
     }
     service::run(common, "info", async |shutdown| {
         shutdown.listen_for_signals(Duration::from_secs(config.drain_grace_s));
-        let daemon = StoreDaemon::start(config, &shutdown).await.context("start the store daemon")?;
-        for tenant in daemon.server().tenants() {
+        let daemon = if arguments.take_over {
+            StoreDaemon::take_over(config, &shutdown).await.context("take over from the store daemon")?
+        } else {
+            StoreDaemon::start(config, &shutdown).await.context("start the store daemon")?
+        };
+        for tenant in &*daemon.server().tenants() {
             let ram = ByteSize(tenant.store.arena().stat().capacity_bytes);
             tracing::info!(tenant = tenant.name, %ram, "store is open");
         }

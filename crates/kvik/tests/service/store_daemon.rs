@@ -20,17 +20,14 @@ struct Daemon {
 impl Daemon {
     #[track_caller]
     fn start(folder: &Path, more: &[&str]) -> Self {
+        Self::start_at(folder, "127.0.0.1:0", more)
+    }
+
+    /// With its metrics at an address.
+    #[track_caller]
+    fn start_at(folder: &Path, metrics: &str, more: &[&str]) -> Self {
         let mut command = process::kvik();
-        command.args([
-            "store",
-            "serve",
-            "--log-format",
-            "json",
-            "--ram",
-            "64MiB",
-            "--metrics",
-            "127.0.0.1:0",
-        ]);
+        command.args(["store", "serve", "--log-format", "json", "--ram", "64MiB", "--metrics", metrics]);
         command.arg("--socket").arg(socket(folder)).args(more);
         let mut process = Process::start(&mut command);
         let metrics = process.logged("store daemon is ready")["metrics"].as_str().unwrap().to_owned();
@@ -164,6 +161,40 @@ fn workers_serve_without_the_daemon_and_attach_again_when_it_is_back() {
     assert_eq!(salted, (expected, json!({"nvme": 512})), "the disk outlived the daemon");
     daemon.process.signal("TERM");
     assert!(daemon.process.ended().success());
+}
+
+#[test]
+fn a_new_daemon_takes_over_from_a_running_one_and_workers_find_everything_in_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let nvme = format!("{}:64MiB", folder.path().join("nvme").display());
+    let metrics = process::free_address();
+    let mut old = Daemon::start_at(folder.path(), &metrics, &["--nvme", &nvme]);
+    let (first, second) = (start_worker(folder.path(), &[]), start_worker(folder.path(), &[]));
+    let (expected, _) = complete(&first, &prompt(6), None);
+    old.wait_for_chunks(2);
+
+    let mut refused = process::kvik();
+    refused.args(["store", "serve", "--take-over", "--ram", "32MiB", "--socket"]).arg(socket(folder.path()));
+    let output = refused.output().unwrap();
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(text.contains("`ram` is 33554432; allowed: 67108864"), "{text}");
+    assert!(!output.status.success());
+
+    // At the same address of the metrics, too: it is free when the old daemon has ended.
+    let mut new = Daemon::start_at(folder.path(), &metrics, &["--nvme", &nvme, "--take-over"]);
+    assert!(old.process.ended().success());
+    assert!(old.process.logged_text().contains("another daemon has taken over"));
+    assert_eq!(complete(&second, &prompt(6), None), (expected, json!({"ram": 512})));
+    eventually("both workers attached", || (new.metric("kvik_node_sessions") == 4).then_some(()));
+    new.process.signal("TERM");
+    assert!(new.process.ended().success());
+    let without = process::kvik()
+        .args(["store", "serve", "--take-over", "--ram", "1MiB", "--socket"])
+        .arg(socket(folder.path()))
+        .output()
+        .unwrap();
+    let text = String::from_utf8(without.stderr).unwrap();
+    assert!(text.contains("take over from the daemon at"), "{text}");
 }
 
 #[test]

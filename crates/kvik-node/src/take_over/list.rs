@@ -1,0 +1,231 @@
+//! The list of the chunks in an arena, as it goes from one daemon to the next.
+//!
+//! A start, the number of chunks, the chunks in the order in which they leave, and a CRC-64 of all before it. All numbers
+//! are little-endian.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, Read as _, Seek as _, Write as _};
+use std::os::fd::OwnedFd;
+
+use kvik_store::{KeptChunk, KeptMemory};
+use kvik_tier::shared::checksum;
+use kvik_tier::{ChunkKey, ChunkPlace, NamespaceId, PlacedChunk, RamTier, TokenDigest};
+use kvik_types::BlockHash;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+
+use crate::error::{NodeError, Result};
+
+/// The first bytes of a list, with its version.
+const MAGIC: [u8; 8] = *b"KVIKCL01";
+
+const HEADER_BYTES: usize = MAGIC.len() + 8;
+const CHECKSUM_BYTES: usize = 8;
+
+/// Namespace, hash, rank, depth, digest, offset and length.
+const CHUNK_BYTES: usize = 16 + 16 + 2 + 4 + 32 + 8 + 8;
+
+/// The least that a chunk takes of an arena.
+const UNIT_BYTES: u64 = 4096;
+
+/// A chunk in a list.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ListedChunk {
+    /// Its name, tokens and place.
+    pub placed: PlacedChunk,
+    /// Its place in its chain.
+    pub depth: u32,
+}
+
+/// The chunks of an arena, in the order in which they leave when there is no room.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ChunkList {
+    /// The chunks.
+    pub chunks: Vec<ListedChunk>,
+}
+
+impl ChunkList {
+    /// All chunks of a memory that no reader or writer uses; `None` while one does.
+    pub(crate) fn of(memory: &KeptMemory) -> Option<Self> {
+        let placed = memory.ram.inventory()?;
+        let mut by_key: HashMap<ChunkKey, PlacedChunk> =
+            placed.into_iter().map(|placed| (placed.key, placed)).collect();
+        let listed = |chunk: &KeptChunk| {
+            let placed = by_key.remove(&chunk.key)?;
+            Some(ListedChunk { placed, depth: chunk.depth })
+        };
+        let chunks = memory.chunks.iter().filter_map(listed).collect();
+        // The next daemon takes what is not listed for free memory, and here no other chunk is.
+        by_key.is_empty().then_some(Self { chunks })
+    }
+
+    /// The memory that a list describes. The caller has the right to the file.
+    pub(crate) fn adopt(self, arena: OwnedFd) -> Result<KeptMemory> {
+        let placed: Vec<PlacedChunk> = self.chunks.iter().map(|chunk| chunk.placed).collect();
+        let ram = RamTier::adopt(arena, &placed)?;
+        let kept = |chunk: &ListedChunk| KeptChunk { key: chunk.placed.key, depth: chunk.depth };
+        Ok(KeptMemory { ram, chunks: self.chunks.iter().map(kept).collect() })
+    }
+
+    /// The list as a memory file that cannot change any more.
+    pub(crate) fn to_file(&self) -> io::Result<OwnedFd> {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let mut file = File::from(memfd_create("kvik-chunks", flags)?);
+        file.write_all(&self.encode())?;
+        let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        fcntl_add_seals(&file, seals)?;
+        Ok(file.into())
+    }
+
+    /// Reads the list of an arena of this size.
+    pub(crate) fn from_file(file: OwnedFd, arena_bytes: u64) -> Result<Self> {
+        let max_bytes =
+            (HEADER_BYTES + CHECKSUM_BYTES) as u64 + arena_bytes / UNIT_BYTES * CHUNK_BYTES as u64;
+        let mut bytes = Vec::new();
+        let mut file = File::from(file);
+        file.rewind()
+            .and_then(|()| file.take(max_bytes.saturating_add(1)).read_to_end(&mut bytes))
+            .map_err(NodeError::io("read the list of chunks"))?;
+        Self::decode(&bytes)
+    }
+
+    /// The bytes of the list.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(HEADER_BYTES + self.chunks.len() * CHUNK_BYTES + CHECKSUM_BYTES);
+        bytes.extend(MAGIC);
+        bytes.extend((self.chunks.len() as u64).to_le_bytes());
+        for ListedChunk { placed: PlacedChunk { key, digest, place }, depth } in &self.chunks {
+            bytes.extend(key.namespace.0.0);
+            bytes.extend(key.chunk.0);
+            bytes.extend(key.rank.to_le_bytes());
+            bytes.extend(depth.to_le_bytes());
+            bytes.extend(digest.0);
+            bytes.extend(place.offset.to_le_bytes());
+            bytes.extend(place.n_bytes.to_le_bytes());
+        }
+        bytes.extend(checksum(&bytes).0.to_le_bytes());
+        bytes
+    }
+
+    /// Reads the bytes of a list. Whether the places are possible is for the arena to say.
+    ///
+    /// # Errors
+    /// If they are no such list; the error names what is wrong.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        let refused = |value: &str, allowed: &str| NodeError::invalid("list of chunks", &value, allowed);
+        let Some((body, sum)) = bytes.split_last_chunk::<CHECKSUM_BYTES>() else {
+            return Err(refused("cut off", "all of its fields"));
+        };
+        if checksum(body).0 != u64::from_le_bytes(*sum) {
+            return Err(refused("damaged", "bytes with their checksum"));
+        }
+        let Some(body) = body.strip_prefix(&MAGIC) else {
+            return Err(refused("of another kind", "KVIKCL01"));
+        };
+        let Some((n_chunks, body)) = body.split_first_chunk::<8>() else {
+            return Err(refused("cut off", "all of its fields"));
+        };
+        let (chunks, rest) = body.as_chunks::<CHUNK_BYTES>();
+        if !rest.is_empty() || u64::from_le_bytes(*n_chunks) != chunks.len() as u64 {
+            return Err(refused("of another length", "as many chunks as it says"));
+        }
+        Ok(Self { chunks: chunks.iter().map(chunk_of).collect() })
+    }
+}
+
+fn chunk_of(bytes: &[u8; CHUNK_BYTES]) -> ListedChunk {
+    let mut rest = &bytes[..];
+    let key = ChunkKey {
+        namespace: NamespaceId(BlockHash(field(&mut rest))),
+        chunk: BlockHash(field(&mut rest)),
+        rank: u16::from_le_bytes(field(&mut rest)),
+    };
+    let depth = u32::from_le_bytes(field(&mut rest));
+    let digest = TokenDigest(field(&mut rest));
+    let place = ChunkPlace {
+        offset: u64::from_le_bytes(field(&mut rest)),
+        n_bytes: u64::from_le_bytes(field(&mut rest)),
+    };
+    ListedChunk { placed: PlacedChunk { key, digest, place }, depth }
+}
+
+/// Takes the next field; zeros behind the end, which the length of a chunk excludes.
+fn field<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
+    let Some((field, after)) = rest.split_first_chunk::<N>() else { return [0; N] };
+    *rest = after;
+    *field
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn chunks() -> impl Strategy<Value = ListedChunk> {
+        let key = any::<([u8; 16], [u8; 16], u16)>().prop_map(|(namespace, chunk, rank)| ChunkKey {
+            namespace: NamespaceId(BlockHash(namespace)),
+            chunk: BlockHash(chunk),
+            rank,
+        });
+        (key, any::<([u8; 32], u64, u64, u32)>()).prop_map(|(key, (digest, offset, n_bytes, depth))| {
+            let place = ChunkPlace { offset, n_bytes };
+            ListedChunk { placed: PlacedChunk { key, digest: TokenDigest(digest), place }, depth }
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn a_list_is_read_as_it_was_written(chunks in prop::collection::vec(chunks(), 0..20)) {
+            let list = ChunkList { chunks };
+            prop_assert_eq!(ChunkList::decode(&list.encode()).unwrap(), list.clone());
+            let read = ChunkList::from_file(list.to_file().unwrap(), 1 << 20).unwrap();
+            prop_assert_eq!(read, list);
+        }
+
+        #[test]
+        fn a_list_that_is_cut_longer_or_changed_is_refused(
+            chunks in prop::collection::vec(chunks(), 1..4),
+            place in any::<prop::sample::Index>(),
+            bit in 0..8_u32,
+        ) {
+            let bytes = ChunkList { chunks }.encode();
+            prop_assert!(ChunkList::decode(&bytes[..place.index(bytes.len())]).is_err());
+            prop_assert!(ChunkList::decode(&[&bytes[..], &[0]].concat()).is_err());
+            let mut changed = bytes;
+            let place = place.index(changed.len());
+            changed[place] ^= 1 << bit;
+            prop_assert!(ChunkList::decode(&changed).is_err());
+        }
+
+        #[test]
+        fn any_bytes_are_a_list_or_refused(mut bytes in prop::collection::vec(any::<u8>(), 0..400)) {
+            let _ = ChunkList::decode(&bytes);
+            // With the right start and checksum.
+            bytes.splice(0..0, MAGIC);
+            bytes.extend(checksum(&bytes).0.to_le_bytes());
+            if let Ok(list) = ChunkList::decode(&bytes) {
+                prop_assert_eq!(list.encode(), bytes);
+            }
+        }
+    }
+
+    #[test]
+    fn a_list_with_more_chunks_than_the_arena_has_room_for_is_refused() {
+        let chunk = ListedChunk {
+            placed: PlacedChunk {
+                key: ChunkKey {
+                    namespace: NamespaceId(BlockHash([1; 16])),
+                    chunk: BlockHash([2; 16]),
+                    rank: 0,
+                },
+                digest: TokenDigest([3; 32]),
+                place: ChunkPlace { offset: 0, n_bytes: 1 },
+            },
+            depth: 0,
+        };
+        let list = ChunkList { chunks: vec![chunk; 3] };
+        assert!(ChunkList::from_file(list.to_file().unwrap(), 3 * UNIT_BYTES).is_ok());
+        assert!(ChunkList::from_file(list.to_file().unwrap(), 2 * UNIT_BYTES).is_err());
+    }
+}
