@@ -7,9 +7,9 @@ use std::sync::Arc;
 use kvik_runtime::config::cloud_environment;
 use kvik_store::{DigestKey, Store, StoreOptions, WriteBack, register_with_cuda};
 use kvik_tier::{
-    Arena, ArenaOptions, Breaker, BreakerOptions, Checksummed, IoKind, Metered, NvmeOptions, NvmeTier,
-    ObjectOptions, RamTier, RedisOptions, RemoteOptions, Retry, RetryOptions, Throttled, ThrottledOptions,
-    Tier, open_remote,
+    Arena, ArenaOptions, Breaker, BreakerOptions, Checksummed, Encrypted, EncryptionKeys, IoKind, Metered,
+    NvmeOptions, NvmeTier, ObjectOptions, RamTier, RedisOptions, RemoteOptions, Retry, RetryOptions,
+    Throttled, ThrottledOptions, Tier, open_remote,
 };
 use kvik_types::BlockSize;
 
@@ -26,7 +26,7 @@ const MIN_SECRET_BYTES: usize = 16;
 /// come, and until then it is left alone.
 ///
 /// # Errors
-/// If memory or the disk cannot be used, or the key of digests cannot be read.
+/// If memory or the disk cannot be used, or a file of keys cannot be read.
 pub fn open_store(config: &StoreConfig, plan: &StorePlan) -> Result<Store> {
     let options = StoreOptions {
         chunk_tokens: BlockSize::try_new(plan.chunk_tokens).map_err(refused)?,
@@ -37,6 +37,7 @@ pub fn open_store(config: &StoreConfig, plan: &StorePlan) -> Result<Store> {
         digest_key: config.digest_key_file.as_deref().map(read_digest_key).transpose()?,
         ..StoreOptions::default()
     };
+    let keys = config.encryption_key_file.as_deref().map(read_encryption_keys).transpose()?;
     let arena = Arena::new(ArenaOptions::new(plan.ram_bytes)).map_err(refused)?;
     if let Some(ordinal) = config.cuda_device {
         register_with_cuda(&arena, ordinal).map_err(refused)?;
@@ -50,7 +51,7 @@ pub fn open_store(config: &StoreConfig, plan: &StorePlan) -> Result<Store> {
             _ => IoKind::Auto,
         };
         let tier = NvmeTier::open(&options).map_err(refused)?;
-        builder = builder.local(guarded(Checksummed::new(tier)));
+        builder = builder.local(guarded(proven(tier, keys.as_ref())));
     }
     if let Some(url) = &plan.remote {
         let tier = open_remote(url, &remote_options(config, plan)).map_err(refused)?;
@@ -63,7 +64,7 @@ pub fn open_store(config: &StoreConfig, plan: &StorePlan) -> Result<Store> {
             max_calls: plan.remote_max_calls.unwrap_or(default.max_calls),
             ..default
         };
-        let tier = Throttled::new(Retry::new(Checksummed::new(tier), retry), bounds);
+        let tier = Throttled::new(Retry::new(proven(tier, keys.as_ref()), retry), bounds);
         builder = builder.remote(guarded(tier));
     }
     builder.open().map_err(refused)
@@ -78,6 +79,12 @@ fn read_digest_key(path: &Path) -> Result<DigestKey> {
         return Err(refuse(&format!("{} bytes; allowed: {MIN_SECRET_BYTES} or more", secret.len())));
     }
     Ok(DigestKey::from_secret(secret))
+}
+
+fn read_encryption_keys(path: &Path) -> Result<Arc<EncryptionKeys>> {
+    let keys = EncryptionKeys::open(path);
+    keys.map(Arc::new)
+        .map_err(|error| refused(format!("`store.encryption_key_file` is {}: {error}", path.display())))
 }
 
 fn remote_options(config: &StoreConfig, plan: &StorePlan) -> RemoteOptions {
@@ -101,6 +108,14 @@ fn remote_options(config: &StoreConfig, plan: &StorePlan) -> RemoteOptions {
             ca_file: config.remote_ca_file.clone(),
             ..ObjectOptions::default()
         },
+    }
+}
+
+/// A tier that serves only what it can prove, and is unreadable without the keys where there are some.
+fn proven(tier: impl Tier + 'static, keys: Option<&Arc<EncryptionKeys>>) -> Box<dyn Tier> {
+    match keys {
+        Some(keys) => Box::new(Encrypted::new(tier, Arc::clone(keys))),
+        None => Box::new(Checksummed::new(tier)),
     }
 }
 

@@ -54,6 +54,9 @@ pub struct TenantConfig {
 }
 
 impl Default for DaemonConfig {
+    /// File with the keys that seal its chunks on disk and remote. Default: that of `tiers`.
+    #[serde(default)]
+    pub encryption_key_file: Option<PathBuf>,
     fn default() -> Self {
         Self {
             socket: PathBuf::from("/run/kvik/store.sock"),
@@ -93,7 +96,7 @@ impl DaemonConfig {
     }
 
     fn open_tenant(&self, tenant: &TenantConfig) -> Result<Tenant> {
-        let TenantConfig { name, token_file, ram, nvme, digest_key_file } = tenant;
+        let TenantConfig { name, token_file, ram, nvme, digest_key_file, encryption_key_file } = tenant;
         check((1..=256).contains(&name.len()), "tenants.name", name.as_str(), "1 to 256 bytes")?;
         let tiers = StoreConfig {
             ram: ram.clone(),
@@ -103,6 +106,9 @@ impl DaemonConfig {
             local_cpu: None,
             max_local_cpu_size: None,
             local_disk: None,
+            encryption_key_file: encryption_key_file
+                .clone()
+                .or_else(|| self.tiers.encryption_key_file.clone()),
             max_local_disk_size: None,
             ..self.tiers.clone()
         };
