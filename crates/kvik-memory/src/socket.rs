@@ -54,6 +54,15 @@ pub struct Connection {
     owner: Owner,
 }
 
+/// The process at the other end, as the kernel saw it when the connection was made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Peer {
+    /// Its id; none where it is in a namespace that this process cannot see.
+    pub pid: Option<u32>,
+    /// Its user.
+    pub uid: u32,
+}
+
 /// The process that made something: its forked children have a copy that must not end the original.
 #[derive(Debug)]
 pub(crate) struct Owner {
@@ -168,8 +177,16 @@ impl Connection {
         Self::from_same_user(socket)
     }
 
+    /// The process at the other end.
+    ///
+    /// # Errors
+    /// If the kernel does not tell.
+    pub fn peer(&self) -> io::Result<Peer> {
+        peer_of(self.socket.as_fd())
+    }
+
     fn from_same_user(socket: OwnedFd) -> io::Result<Self> {
-        let peer_uid = peer_uid(socket.as_fd())?;
+        let peer_uid = peer_of(socket.as_fd())?.uid;
         let own_uid = rustix::process::geteuid().as_raw();
         if peer_uid != own_uid {
             let reason = format!("the peer is user {peer_uid}, and this process is user {own_uid}");
@@ -348,8 +365,7 @@ fn new_socket() -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
 }
 
-/// The user of the other end, as the kernel saw it when the connection was made.
-fn peer_uid(socket: BorrowedFd<'_>) -> io::Result<u32> {
+fn peer_of(socket: BorrowedFd<'_>) -> io::Result<Peer> {
     let mut peer = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = mem::size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: `peer` and `length` are live for the call and `length` is the size of `peer`, of which any
@@ -363,7 +379,10 @@ fn peer_uid(socket: BorrowedFd<'_>) -> io::Result<u32> {
             &raw mut length,
         )
     };
-    if status == 0 { Ok(peer.uid) } else { Err(io::Error::last_os_error()) }
+    if status != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(Peer { pid: u32::try_from(peer.pid).ok().filter(|pid| *pid > 0), uid: peer.uid })
 }
 
 /// Makes sure that the directory of `path` is only for this user, and locks it.

@@ -47,6 +47,7 @@ impl StoreDaemon {
                 socket: config.address(),
                 tenants: config.open_tenants()?,
                 max_sessions: config.max_sessions,
+                audit_log: config.audit_log.clone(),
             };
             NodeServer::start(options)
         };

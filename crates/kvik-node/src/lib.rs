@@ -14,6 +14,7 @@
 
 #![forbid(unsafe_code)]
 
+mod audit;
 mod changes;
 mod client;
 mod config;

@@ -31,6 +31,9 @@ pub struct DaemonConfig {
     pub tiers: StoreConfig,
     /// Tenants, which share no chunk and no memory. Default: none, all engines share everything.
     pub tenants: Vec<TenantConfig>,
+    /// File to which is appended which engine attached, stored and read which chunks, one JSON object a line, with mode
+    /// 0600 where it is new; it is opened again after it was renamed. Default: none.
+    pub audit_log: Option<PathBuf>,
     /// Time for chunks to be written to lower tiers at the end. Default: 20 s.
     pub drain_grace_s: u64,
 }
@@ -51,12 +54,12 @@ pub struct TenantConfig {
     /// File with the secret that keys its digests and names. Default: that of `tiers`.
     #[serde(default)]
     pub digest_key_file: Option<PathBuf>,
-}
-
-impl Default for DaemonConfig {
     /// File with the keys that seal its chunks on disk and remote. Default: that of `tiers`.
     #[serde(default)]
     pub encryption_key_file: Option<PathBuf>,
+}
+
+impl Default for DaemonConfig {
     fn default() -> Self {
         Self {
             socket: PathBuf::from("/run/kvik/store.sock"),
@@ -65,6 +68,7 @@ impl Default for DaemonConfig {
             token_file: None,
             tiers: StoreConfig::default(),
             tenants: Vec::new(),
+            audit_log: None,
             drain_grace_s: 20,
         }
     }
@@ -102,13 +106,13 @@ impl DaemonConfig {
             ram: ram.clone(),
             nvme: nvme.clone(),
             digest_key_file: digest_key_file.clone().or_else(|| self.tiers.digest_key_file.clone()),
+            encryption_key_file: encryption_key_file
+                .clone()
+                .or_else(|| self.tiers.encryption_key_file.clone()),
             // Of memory and disk a tenant has only its own.
             local_cpu: None,
             max_local_cpu_size: None,
             local_disk: None,
-            encryption_key_file: encryption_key_file
-                .clone()
-                .or_else(|| self.tiers.encryption_key_file.clone()),
             max_local_disk_size: None,
             ..self.tiers.clone()
         };

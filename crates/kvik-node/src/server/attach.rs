@@ -12,6 +12,7 @@ use kvik_tier::shared::SharedWords;
 use kvik_types::Namespace;
 use rustix::event::{PollFd, PollFlags};
 
+use super::records::Auditor;
 use super::session::{Session, SessionEnd};
 use super::{Shared, watch};
 use crate::error::{NodeError, Result};
@@ -33,18 +34,23 @@ struct Admitted<'a> {
 /// Serves a client until it or the daemon ends; `is_full` says that there are too many.
 pub(super) fn serve(shared: &Shared, connection: &Connection, end: &SessionEnd, is_full: bool) -> Result<()> {
     let counters = &shared.counters;
+    let mut auditor = Auditor::new(shared.audit.as_ref(), connection);
     let admitted = match admit(shared, connection, is_full) {
         Ok(admitted) => admitted,
         Err(error) => {
             counters.refused.fetch_add(1, Ordering::Relaxed);
+            auditor.refused(&error);
             // A client that is gone does not need to know.
             let _ = connection.send(&refusal(&error.to_string()));
             return Err(error);
         }
     };
+    auditor.attached(admitted.tenant, &admitted.attach, &admitted.space);
     if admitted.attach.purpose == Purpose::Watch {
-        answer(&admitted, connection, &[])?;
-        return watch::run(admitted.store, &admitted.space, connection, end);
+        let served = answer(&admitted, connection, &[])
+            .and_then(|()| watch::run(admitted.store, &admitted.space, connection, end));
+        auditor.detached(served.as_ref().err());
+        return served;
     }
     let words = Arc::new(SharedWords::create(SESSION_WORDS)?);
     end.sleeps_at(&words);
@@ -55,6 +61,7 @@ pub(super) fn serve(shared: &Shared, connection: &Connection, end: &SessionEnd, 
         admitted.space.clone(),
         admitted.attach.rank,
         Arc::clone(&words),
+        auditor.clone(),
     );
     // Before the answer, so that a client that has attached is counted.
     counters.attached.fetch_add(1, Ordering::Relaxed);
@@ -64,6 +71,7 @@ pub(super) fn serve(shared: &Shared, connection: &Connection, end: &SessionEnd, 
     counters.failed.fetch_add(served.is_err().into(), Ordering::Relaxed);
     // What it held is given back before it counts as gone.
     drop(session);
+    auditor.detached(served.as_ref().err());
     counters.sessions.fetch_sub(1, Ordering::Relaxed);
     served
 }

@@ -4,6 +4,8 @@ use std::collections::HashMap;
 
 use kvik_store::{ChunkWriter, Layer, LayerReader, NamedChain, Retrieved};
 
+use super::records::Record;
+
 /// Things that a client may hold at a time. It has a few for each of its requests.
 const MAX_HANDLES: usize = 4096;
 
@@ -13,11 +15,12 @@ pub(super) enum Held {
     /// A chain of names.
     Chain(NamedChain),
     /// Chunks that may be read; kept for its leases.
-    Lease(#[expect(dead_code, reason = "it is held, not read")] Retrieved),
+    #[expect(dead_code, reason = "they are held, not read")]
+    Lease(Retrieved, Record),
     /// Chunks that are being written; `None` for those that are committed, or were there.
-    Write(Vec<Option<ChunkWriter>>),
+    Write(Vec<Option<ChunkWriter>>, Record),
     /// Chunks that are read layer by layer.
-    Layers(Layers),
+    Layers(Layers, Record),
 }
 
 /// A read layer by layer, with the layer that the client copies at present.
@@ -60,15 +63,23 @@ impl Handles {
     /// Takes the writer at `place` of a write.
     pub(super) fn take_writer(&mut self, handle: u32, place: usize) -> Option<ChunkWriter> {
         match self.held.get_mut(&handle)? {
-            Held::Write(writers) => writers.get_mut(place)?.take(),
+            Held::Write(writers, _) => writers.get_mut(place)?.take(),
             _ => None,
         }
     }
 
     /// The read layer by layer that a handle stands for.
-    pub(super) fn layers(&mut self, handle: u32) -> Option<&mut Layers> {
+    pub(super) fn layers(&mut self, handle: u32) -> Option<(&mut Layers, &mut Record)> {
         match self.held.get_mut(&handle)? {
-            Held::Layers(layers) => Some(layers),
+            Held::Layers(layers, record) => Some((layers, record)),
+            _ => None,
+        }
+    }
+
+    /// What will be said of a write.
+    pub(super) fn record_of_write(&mut self, handle: u32) -> Option<&mut Record> {
+        match self.held.get_mut(&handle)? {
+            Held::Write(_, record) => Some(record),
             _ => None,
         }
     }
@@ -83,6 +94,12 @@ impl Handles {
 impl Layers {
     pub(super) fn new(reader: LayerReader) -> Self {
         Self { reader, current: None }
+    }
+
+    /// Bytes of the current layer.
+    pub(super) fn n_current_bytes(&self, rank: u16) -> usize {
+        let Some(layer) = &self.current else { return 0 };
+        (0..layer.n_chunks()).map(|chunk_idx| layer.section(chunk_idx, rank).len()).sum()
     }
 
     /// Gives the current layer back and waits for the next; where each chunk's section of it starts.
@@ -101,7 +118,7 @@ mod tests {
     #[test]
     fn handles_are_bounded_and_their_numbers_are_used_again() {
         let mut handles = Handles { next: u32::MAX - 1, ..Handles::default() };
-        let write = || Held::Write(Vec::new());
+        let write = || Held::Write(Vec::new(), Record::default());
         let given: Vec<u32> = (0..MAX_HANDLES).map(|_| handles.add(write()).unwrap()).collect();
         assert_eq!(handles.add(write()), None);
         assert!(handles.remove(given[2]).is_some() && handles.remove(given[2]).is_none());

@@ -2,11 +2,13 @@
 
 mod attach;
 mod handles;
+mod records;
 mod session;
 mod watch;
 
 use std::io;
 use std::os::fd::AsFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -19,8 +21,10 @@ use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::OwnedFd;
 
+use crate::audit::AuditLog;
 use crate::error::{NodeError, Result};
 use crate::tenant::Tenant;
+use records::Auditor;
 use session::SessionEnd;
 
 /// How a store is served.
@@ -32,6 +36,8 @@ pub struct NodeOptions {
     pub tenants: Vec<Tenant>,
     /// Clients at a time; more are refused. Default: 64.
     pub max_sessions: usize,
+    /// Where is said what clients do. Default: nowhere.
+    pub audit_log: Option<PathBuf>,
 }
 
 /// A store that the engines of this machine attach to; dropping it ends all sessions and joins its threads.
@@ -46,6 +52,7 @@ pub struct NodeServer {
 struct Shared {
     options: NodeOptions,
     counters: Counters,
+    audit: Option<Arc<AuditLog>>,
     /// Wakes the accepting thread.
     wake_event: OwnedFd,
     is_closing: AtomicBool,
@@ -77,6 +84,8 @@ pub struct NodeStats {
     pub n_requests: u64,
     /// Chunks that were not published because their bytes were not those of their checksum.
     pub n_corrupt: u64,
+    /// Lines that the audit log has lost, because too many came at a time or the file could not be written.
+    pub n_audit_lost: u64,
 }
 
 /// A session as the accepting thread knows it.
@@ -92,7 +101,7 @@ struct RunningSession {
 impl NodeOptions {
     /// The defaults for one store, at a socket.
     pub fn new(socket: SocketAddress, store: Store) -> Self {
-        Self { socket, tenants: vec![Tenant::only(store)], max_sessions: 64 }
+        Self { socket, tenants: vec![Tenant::only(store)], max_sessions: 64, audit_log: None }
     }
 }
 
@@ -105,12 +114,14 @@ impl NodeServer {
     /// If tenants cannot be told apart, the socket cannot be opened, or another daemon listens there.
     pub fn start(options: NodeOptions) -> Result<Self> {
         Tenant::check_all(&options.tenants)?;
+        let audit = options.audit_log.as_deref().map(AuditLog::open).transpose()?.map(Arc::new);
         let listener = Listener::open(&options.socket)
             .map_err(NodeError::io(format!("listen on {}", options.socket)))?;
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let wake_event = eventfd(0, flags).map_err(|errno| NodeError::io("make an event")(errno.into()))?;
         let counters = Counters::default();
-        let shared = Arc::new(Shared { options, counters, wake_event, is_closing: AtomicBool::new(false) });
+        let is_closing = AtomicBool::new(false);
+        let shared = Arc::new(Shared { options, counters, audit, wake_event, is_closing });
         let serving = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("kvik-node".to_owned())
@@ -126,6 +137,10 @@ impl NodeServer {
         if let Some(thread) = self.thread.lock().take() {
             // A thread that panicked has said so.
             let _ = thread.join();
+        }
+        // All sessions have said what they had to say.
+        if let Some(audit) = &self.shared.audit {
+            audit.close();
         }
     }
 
@@ -145,6 +160,7 @@ impl NodeServer {
             n_failed: read(&counters.failed),
             n_requests: read(&counters.requests),
             n_corrupt: read(&counters.corrupt),
+            n_audit_lost: self.shared.audit.as_ref().map_or(0, |audit| audit.n_lost()),
         }
     }
 }
@@ -172,6 +188,7 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
         // An error concerns one client; the next is accepted all the same.
         while let Some(connection) = listener.accept().unwrap_or_else(|error| {
             tracing::warn!(%error, "refuse a client of the store");
+            Auditor::unknown(shared.audit.as_ref()).refused(&error);
             None
         }) {
             let n_running = sessions.iter().filter(|session| !session.thread.is_finished()).count();
