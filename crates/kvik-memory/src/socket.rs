@@ -56,6 +56,15 @@ pub struct Connection {
     owner: Owner,
 }
 
+/// The process at the other end, as the kernel saw it when the connection was made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Peer {
+    /// Its id; none where it is in a namespace that this process cannot see.
+    pub pid: Option<u32>,
+    /// Its user.
+    pub uid: u32,
+}
+
 /// The process that made something: its forked children have a copy that must not end the original.
 #[derive(Debug)]
 pub(crate) struct Owner {
@@ -192,8 +201,16 @@ impl Connection {
         Self::from_same_user(socket)
     }
 
+    /// The process at the other end.
+    ///
+    /// # Errors
+    /// If the kernel does not tell.
+    pub fn peer(&self) -> io::Result<Peer> {
+        peer_of(self.socket.as_fd())
+    }
+
     fn from_same_user(socket: OwnedFd) -> io::Result<Self> {
-        let peer_uid = peer(socket.as_fd())?.uid;
+        let peer_uid = peer_of(socket.as_fd())?.uid;
         let own_uid = rustix::process::geteuid().as_raw();
         if peer_uid != own_uid {
             let reason = format!("the peer is user {peer_uid}, and this process is user {own_uid}");
@@ -203,8 +220,8 @@ impl Connection {
     }
 
     /// The process at the other end, as the kernel saw it when the connection was made; 0 for one of another namespace.
-    pub fn peer_pid(&self) -> i32 {
-        peer(self.socket.as_fd()).map_or(0, |peer| peer.pid)
+    pub fn peer_pid(&self) -> u32 {
+        self.peer().ok().and_then(|peer| peer.pid).unwrap_or(0)
     }
 
     /// Sends one frame; `false` where the peer's buffer is full.
@@ -377,8 +394,7 @@ fn new_socket() -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
 }
 
-/// The process and user of the other end, as the kernel saw them when the connection was made.
-fn peer(socket: BorrowedFd<'_>) -> io::Result<libc::ucred> {
+fn peer_of(socket: BorrowedFd<'_>) -> io::Result<Peer> {
     let mut peer = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut length = mem::size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: `peer` and `length` are live for the call and `length` is the size of `peer`, of which any
@@ -392,7 +408,10 @@ fn peer(socket: BorrowedFd<'_>) -> io::Result<libc::ucred> {
             &raw mut length,
         )
     };
-    if status == 0 { Ok(peer) } else { Err(io::Error::last_os_error()) }
+    if status != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(Peer { pid: u32::try_from(peer.pid).ok().filter(|pid| *pid > 0), uid: peer.uid })
 }
 
 /// Makes sure that the directory of `path` is only for this user, and locks it.

@@ -68,6 +68,7 @@ impl StoreDaemon {
                 take_over_grace: config.take_over_grace(),
                 successor_timeout: SUCCESSOR_TIMEOUT,
                 opener: Some(opening),
+                audit_log: config.audit_log.clone(),
             };
             NodeServer::start(options)
         });
@@ -96,6 +97,7 @@ impl StoreDaemon {
                 tenants: config.terms()?,
                 max_sessions: config.max_sessions,
                 take_over_grace: config.take_over_grace(),
+                audit_log: config.audit_log.clone(),
                 opener: opening,
             })
         });

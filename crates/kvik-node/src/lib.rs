@@ -15,6 +15,7 @@
 
 #![forbid(unsafe_code)]
 
+mod audit;
 mod changes;
 mod client;
 mod config;

@@ -18,6 +18,7 @@
 //! | `kvik_node_peer_connections` | gauge | connections of other nodes |
 //! | `kvik_node_refused_peers_total` | counter | connections of other nodes that were refused, or ended by a mistake |
 //! | `kvik_node_corrupt_chunks_total` | counter | chunks whose bytes were not those of their checksum |
+//! | `kvik_node_audit_lost_total` | counter | lines that the audit log has lost |
 
 use std::sync::Arc;
 
@@ -95,7 +96,8 @@ impl DaemonMetrics {
             publish_store(&[("tenant", tenant.name.clone())], &cache_stats(&tenant.store));
         }
         let stats = self.server.stats();
-        let NodeStats { n_sessions, n_attached, n_refused, n_failed, n_requests, n_corrupt } = stats;
+        let NodeStats { n_sessions, n_attached, n_refused, n_failed, n_requests, n_corrupt, n_audit_lost } =
+            stats;
         gauge!("kvik_node_sessions").set(n_sessions as f64);
         for (name, count) in [
             ("kvik_node_attached_total", n_attached),
@@ -103,6 +105,7 @@ impl DaemonMetrics {
             ("kvik_node_failed_sessions_total", n_failed),
             ("kvik_node_requests_total", n_requests),
             ("kvik_node_corrupt_chunks_total", n_corrupt),
+            ("kvik_node_audit_lost_total", n_audit_lost),
         ] {
             counter!(name).absolute(count);
         }

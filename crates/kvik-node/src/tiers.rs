@@ -7,9 +7,9 @@ use std::sync::Arc;
 use kvik_runtime::config::cloud_environment;
 use kvik_store::{DigestKey, KeptMemory, Store, StoreOptions, WriteBack};
 use kvik_tier::{
-    Arena, ArenaOptions, Breaker, BreakerOptions, Checksummed, IoKind, Metered, NvmeOptions, NvmeTier,
-    ObjectOptions, RamTier, RedisOptions, RemoteOptions, Retry, RetryOptions, Throttled, ThrottledOptions,
-    Tier, TierKind, open_remote,
+    Arena, ArenaOptions, Breaker, BreakerOptions, Checksummed, Encrypted, EncryptionKeys, IoKind, Metered,
+    NvmeOptions, NvmeTier, ObjectOptions, RamTier, RedisOptions, RemoteOptions, Retry, RetryOptions,
+    Throttled, ThrottledOptions, Tier, TierKind, open_remote,
 };
 use kvik_types::BlockSize;
 
@@ -27,7 +27,7 @@ const MIN_SECRET_BYTES: usize = 16;
 /// come, and until then it is left alone.
 ///
 /// # Errors
-/// If memory or the disk cannot be used, or the key of digests cannot be read.
+/// If memory or the disk cannot be used, or a file of keys cannot be read.
 pub fn open_store(config: &StoreConfig, plan: &StorePlan, peers: Option<&PeerPlan>) -> Result<Store> {
     let arena = Arena::new(ArenaOptions::new(plan.ram_bytes)).map_err(refused)?;
     store_parts(config, plan, peers)?.open(KeptMemory::new(RamTier::new(arena)))
@@ -60,6 +60,7 @@ pub(crate) fn store_parts(
 ) -> Result<StoreParts> {
     let mut options = store_options(config, plan)?;
     let (mut locals, mut remotes, mut read_threads) = (Vec::new(), Vec::new(), Vec::new());
+    let keys = config.encryption_key_file.as_deref().map(read_encryption_keys).transpose()?;
     if let Some(nvme) = &plan.nvme {
         let mut options = NvmeOptions::new(&nvme.dir, nvme.capacity_bytes);
         options.io = match config.nvme_io.as_str() {
@@ -68,7 +69,7 @@ pub(crate) fn store_parts(
             _ => IoKind::Auto,
         };
         let tier = NvmeTier::open(&options).map_err(refused)?;
-        locals.push(guarded(Checksummed::new(tier)));
+        locals.push(guarded(proven(tier, keys.as_ref())));
     }
     if let Some(peers) = peers {
         let bounds = ThrottledOptions { bytes_per_s: peers.bytes_per_s, ..ThrottledOptions::default() };
@@ -90,7 +91,7 @@ pub(crate) fn store_parts(
             max_calls: plan.remote_max_calls.unwrap_or(default.max_calls),
             ..default
         };
-        let tier = Throttled::new(Retry::new(Checksummed::new(tier), retry), bounds);
+        let tier = Throttled::new(Retry::new(proven(tier, keys.as_ref()), retry), bounds);
         remotes.push(guarded(tier));
     }
     Ok(StoreParts { options, locals, remotes, read_threads, cuda_device: config.cuda_device })
@@ -105,6 +106,12 @@ fn read_digest_key(path: &Path) -> Result<DigestKey> {
         return Err(refuse(&format!("{} bytes; allowed: {MIN_SECRET_BYTES} or more", secret.len())));
     }
     Ok(DigestKey::from_secret(secret))
+}
+
+fn read_encryption_keys(path: &Path) -> Result<Arc<EncryptionKeys>> {
+    let keys = EncryptionKeys::open(path);
+    keys.map(Arc::new)
+        .map_err(|error| refused(format!("`store.encryption_key_file` is {}: {error}", path.display())))
 }
 
 fn remote_options(config: &StoreConfig, plan: &StorePlan) -> RemoteOptions {
@@ -128,6 +135,14 @@ fn remote_options(config: &StoreConfig, plan: &StorePlan) -> RemoteOptions {
             ca_file: config.remote_ca_file.clone(),
             ..ObjectOptions::default()
         },
+    }
+}
+
+/// A tier that serves only what it can prove, and is unreadable without the keys where there are some.
+fn proven(tier: impl Tier + 'static, keys: Option<&Arc<EncryptionKeys>>) -> Box<dyn Tier> {
+    match keys {
+        Some(keys) => Box::new(Encrypted::new(tier, Arc::clone(keys))),
+        None => Box::new(Checksummed::new(tier)),
     }
 }
 

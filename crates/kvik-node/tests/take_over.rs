@@ -125,6 +125,7 @@ impl Place {
             opener: Arc::clone(opener) as _,
             max_sessions: 64,
             take_over_grace: Duration::from_secs(30),
+            audit_log: None,
         })
     }
 

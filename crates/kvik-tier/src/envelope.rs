@@ -25,6 +25,7 @@ use crc_fast::{CrcAlgorithm, Digest, checksum};
 use kvik_types::BlockHash;
 
 use crate::key::{ChunkKey, NamespaceId, TokenDigest};
+use crate::sections::Sections;
 
 #[cfg(test)]
 mod tests;
@@ -60,8 +61,8 @@ pub fn seal(
     envelope: &mut [u8; ENVELOPE_BYTES],
 ) {
     let chunk_bytes: u64 = parts.iter().map(|part| part.len() as u64).sum();
-    let section_bytes = coarsen(chunk_bytes, section_bytes as u64);
-    let n_sections = chunk_bytes.div_ceil(section_bytes) as u16;
+    let sections = Sections::at_most(MAX_SECTIONS, chunk_bytes, section_bytes as u64);
+    let (section_bytes, n_sections) = (sections.section_bytes, sections.n_sections() as u16);
     envelope.fill(0);
     let mut write = |offset: usize, field: &[u8]| envelope[offset..][..field.len()].copy_from_slice(field);
     write(0, &MAGIC);
@@ -153,12 +154,8 @@ impl<'a> Envelope<'a> {
 
     /// The range of whole sections that has all bytes from `offset` to `end`; none if the chunk has not.
     pub fn widen(self, offset: u64, end: u64) -> Option<(u64, u64)> {
-        if offset > end || end > self.chunk_bytes() {
-            return None;
-        }
-        let section_bytes = self.section_bytes();
-        let widened_end = end.div_ceil(section_bytes).saturating_mul(section_bytes).min(self.chunk_bytes());
-        Some((offset / section_bytes * section_bytes, widened_end))
+        let (chunk_bytes, section_bytes) = (self.chunk_bytes(), self.section_bytes());
+        Sections { chunk_bytes, section_bytes }.widen(offset, end)
     }
 
     /// Whether `sections`, the bytes of whole sections from `offset` on, are what was stored.
@@ -193,16 +190,6 @@ impl<'a> Envelope<'a> {
         field.copy_from_slice(&self.bytes[offset..][..N]);
         field
     }
-}
-
-/// The size of sections that are checked together, so that their checksums fit. At least 1.
-fn coarsen(chunk_bytes: u64, section_bytes: u64) -> u64 {
-    let section_bytes = match section_bytes {
-        0 => chunk_bytes.max(1),
-        section_bytes => section_bytes.min(chunk_bytes.max(1)),
-    };
-    let n_sections = chunk_bytes.div_ceil(section_bytes);
-    section_bytes * n_sections.div_ceil(MAX_SECTIONS).max(1)
 }
 
 /// Calls `take` with the checksum of each section; sections run across the borders of parts.

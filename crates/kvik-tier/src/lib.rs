@@ -31,6 +31,7 @@ mod ram;
 mod random;
 mod redis;
 mod remote;
+mod sections;
 mod tally;
 mod tier;
 mod tls;
@@ -41,8 +42,9 @@ pub use arena::{
     Slot,
 };
 pub use decorator::{
-    Breaker, BreakerOptions, Checksummed, Clock, FaultRates, Faulty, Metered, Retry, RetryOptions,
-    SystemClock, Throttled, ThrottledOptions, TierMetrics,
+    Breaker, BreakerOptions, Checksummed, Clock, Encrypted, EncryptionKeys, FaultRates, Faulty, KeyId,
+    KeyRing, Metered, OpenedHead, Retry, RetryOptions, SEALED_HEAD_BYTES, SealedHead, SealingKey,
+    SystemClock, Throttled, ThrottledOptions, TierMetrics, seal_chunk,
 };
 pub use envelope::{ENVELOPE_BYTES, Envelope, seal};
 pub use error::{Result, TierError};

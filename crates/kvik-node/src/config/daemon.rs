@@ -36,6 +36,9 @@ pub struct DaemonConfig {
     pub tenants: Vec<TenantConfig>,
     /// Other nodes, whose chunks are read and that read those of this one.
     pub peer: PeerConfig,
+    /// File to which is appended which engine attached, stored and read which chunks, one JSON object a line, with mode
+    /// 0600 where it is new; it is opened again after it was renamed. Default: none.
+    pub audit_log: Option<PathBuf>,
     /// Time for chunks to be written to lower tiers at the end. Default: 20 s.
     pub drain_grace_s: u64,
     /// Time for engines to give back the chunks that they read or write when another daemon takes over. After it the
@@ -69,6 +72,9 @@ pub struct TenantConfig {
     /// File with the secret that keys its digests and names. Default: that of `tiers`.
     #[serde(default)]
     pub digest_key_file: Option<PathBuf>,
+    /// File with the keys that seal its chunks on disk and remote. Default: that of `tiers`.
+    #[serde(default)]
+    pub encryption_key_file: Option<PathBuf>,
 }
 
 impl Default for DaemonConfig {
@@ -81,6 +87,7 @@ impl Default for DaemonConfig {
             tiers: StoreConfig::default(),
             tenants: Vec::new(),
             peer: PeerConfig::default(),
+            audit_log: None,
             drain_grace_s: 20,
             take_over_grace_s: 10,
         }
@@ -176,12 +183,15 @@ impl DaemonConfig {
     }
 
     fn configured_tenant(&self, tenant: &TenantConfig) -> Result<ConfiguredTenant> {
-        let TenantConfig { name, token_file, ram, nvme, digest_key_file } = tenant;
+        let TenantConfig { name, token_file, ram, nvme, digest_key_file, encryption_key_file } = tenant;
         check((1..=256).contains(&name.len()), "tenants.name", name.as_str(), "1 to 256 bytes")?;
         let tiers = StoreConfig {
             ram: ram.clone(),
             nvme: nvme.clone(),
             digest_key_file: digest_key_file.clone().or_else(|| self.tiers.digest_key_file.clone()),
+            encryption_key_file: encryption_key_file
+                .clone()
+                .or_else(|| self.tiers.encryption_key_file.clone()),
             // Of memory and disk a tenant has only its own.
             local_cpu: None,
             max_local_cpu_size: None,

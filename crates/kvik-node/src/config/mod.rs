@@ -77,6 +77,10 @@ pub struct StoreConfig {
     /// at its end does not count. Workers that share tiers need the same one: chunks of another key are misses.
     /// Default: none, digests that need no secret.
     pub digest_key_file: Option<PathBuf>,
+    /// File with keys, one a line as 64 hexadecimal digits, that only its user and group can use: chunks on disk and
+    /// remote are sealed with the first and opened with any. It is read again within a second when it changes.
+    /// Default: none, chunks are stored as they are.
+    pub encryption_key_file: Option<PathBuf>,
     /// How the disk is read and written: `auto`, `uring` or `positional`. Default: `auto`.
     pub nvme_io: String,
     /// GPU through which the memory is registered with CUDA, for engines that copy from it. Default: none.
@@ -175,6 +179,7 @@ impl Default for StoreConfig {
             daemon_token_file: None,
             tenant: String::new(),
             digest_key_file: None,
+            encryption_key_file: None,
             nvme_io: "auto".to_owned(),
             cuda_device: None,
             remote_timeout_ms: 2000,

@@ -13,6 +13,7 @@ use kvik_types::Namespace;
 use rustix::event::{PollFd, PollFlags};
 
 use super::control::SessionControl;
+use super::records::Auditor;
 use super::session::Session;
 use super::{Served, Shared, hand_over, watch};
 use crate::error::{NodeError, Result};
@@ -43,6 +44,7 @@ pub(super) fn serve(
     is_full: bool,
 ) -> Result<Served> {
     let counters = &shared.counters;
+    let mut auditor = Auditor::new(shared.audit.as_ref(), connection);
     let served = receive(connection, control).and_then(|frame| {
         if is_take_over(&frame) {
             return hand_over::ask(shared, connection, &frame).map(|()| None);
@@ -54,15 +56,18 @@ pub(super) fn serve(
         Ok(None) => return Ok(Served::AsSuccessor),
         Err(error) => {
             counters.refused.fetch_add(1, Ordering::Relaxed);
+            auditor.refused(&error);
             // A client that is gone does not need to know.
             let _ = connection.send(&refusal(&error.to_string()));
             return Err(error);
         }
     };
+    auditor.attached(&admitted.tenant, &admitted.attach, &admitted.space);
     if admitted.attach.purpose == Purpose::Watch {
-        answer(&admitted, connection, &[])?;
-        watch::run(&admitted.store, &admitted.space, connection, control)?;
-        return Ok(Served::ToTheEnd);
+        let served = answer(&admitted, connection, &[])
+            .and_then(|()| watch::run(&admitted.store, &admitted.space, connection, control));
+        auditor.detached(served.as_ref().err());
+        return served.map(|()| Served::ToTheEnd);
     }
     let words = Arc::new(SharedWords::create(SESSION_WORDS)?);
     let sleeping = Arc::clone(&words);
@@ -74,6 +79,7 @@ pub(super) fn serve(
         admitted.space.clone(),
         admitted.attach.rank,
         Arc::clone(&words),
+        auditor.clone(),
     );
     // Before the answer, so that a client that has attached is counted.
     counters.attached.fetch_add(1, Ordering::Relaxed);
@@ -83,6 +89,7 @@ pub(super) fn serve(
     counters.failed.fetch_add(served.is_err().into(), Ordering::Relaxed);
     // What it held is given back before it counts as gone.
     drop(session);
+    auditor.detached(served.as_ref().err());
     counters.sessions.fetch_sub(1, Ordering::Relaxed);
     served.map(|()| Served::ToTheEnd)
 }

@@ -4,6 +4,8 @@ use std::collections::HashMap;
 
 use kvik_store::{ChunkWriter, CommittedChunk, Layer, LayerReader, NamedChain, Retrieved};
 
+use super::records::Record;
+
 /// Things that a client may hold at a time. It has a few for each of its requests.
 const MAX_HANDLES: usize = 4096;
 
@@ -13,11 +15,12 @@ pub(super) enum Held {
     /// A chain of names.
     Chain(NamedChain),
     /// Chunks that may be read; kept for its leases.
-    Lease(#[expect(dead_code, reason = "it is held, not read")] Retrieved),
+    #[expect(dead_code, reason = "they are held, not read")]
+    Lease(Retrieved, Record),
     /// Chunks that are being written.
-    Write(Writers),
+    Write(Writers, Record),
     /// Chunks that are read layer by layer.
-    Layers(Layers),
+    Layers(Layers, Record),
 }
 
 /// A write of chunks, one behind the other.
@@ -72,22 +75,30 @@ impl Handles {
     /// Takes the writer at `place` of a write.
     pub(super) fn take_writer(&mut self, handle: u32, place: usize) -> Option<ChunkWriter> {
         match self.held.get_mut(&handle)? {
-            Held::Write(write) => write.writers.get_mut(place)?.take(),
+            Held::Write(write, _) => write.writers.get_mut(place)?.take(),
             _ => None,
         }
     }
 
     /// Keeps a committed chunk of a write in memory as long as the handle.
     pub(super) fn keep_committed(&mut self, handle: u32, committed: Option<CommittedChunk>) {
-        if let Some(Held::Write(write)) = self.held.get_mut(&handle) {
+        if let Some(Held::Write(write, _)) = self.held.get_mut(&handle) {
             write.committed.extend(committed);
         }
     }
 
     /// The read layer by layer that a handle stands for.
-    pub(super) fn layers(&mut self, handle: u32) -> Option<&mut Layers> {
+    pub(super) fn layers(&mut self, handle: u32) -> Option<(&mut Layers, &mut Record)> {
         match self.held.get_mut(&handle)? {
-            Held::Layers(layers) => Some(layers),
+            Held::Layers(layers, record) => Some((layers, record)),
+            _ => None,
+        }
+    }
+
+    /// What will be said of a write.
+    pub(super) fn record_of_write(&mut self, handle: u32) -> Option<&mut Record> {
+        match self.held.get_mut(&handle)? {
+            Held::Write(_, record) => Some(record),
             _ => None,
         }
     }
@@ -127,6 +138,12 @@ impl Layers {
         Self { reader, current: None }
     }
 
+    /// Bytes of the current layer.
+    pub(super) fn n_current_bytes(&self, rank: u16) -> usize {
+        let Some(layer) = &self.current else { return 0 };
+        (0..layer.n_chunks()).map(|chunk_idx| layer.section(chunk_idx, rank).len()).sum()
+    }
+
     /// Gives the current layer back and waits for the next; where each chunk's section of it starts.
     pub(super) fn next_offsets(&mut self, rank: u16) -> Vec<u64> {
         self.current = None;
@@ -143,7 +160,7 @@ mod tests {
     #[test]
     fn handles_are_bounded_and_their_numbers_are_used_again() {
         let mut handles = Handles { next: u32::MAX - 1, ..Handles::default() };
-        let write = || Held::Write(Writers::default());
+        let write = || Held::Write(Writers::default(), Record::default());
         let given: Vec<u32> = (0..MAX_HANDLES).map(|_| handles.add(write()).unwrap()).collect();
         assert_eq!(handles.add(write()), None);
         assert_eq!(handles.n_memory(), MAX_HANDLES);

@@ -4,11 +4,13 @@ mod attach;
 mod control;
 mod hand_over;
 mod handles;
+mod records;
 mod session;
 mod watch;
 
 use std::io;
 use std::os::fd::AsFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -21,11 +23,13 @@ use parking_lot::{MappedRwLockReadGuard, Mutex, RwLock, RwLockReadGuard};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fd::OwnedFd;
 
+use crate::audit::AuditLog;
 use crate::error::{NodeError, Result};
 use crate::take_over::TenantOpener;
 use crate::tenant::Tenant;
 use control::SessionControl;
 use hand_over::Successor;
+use records::Auditor;
 
 /// Time for a daemon that takes over to open its stores: its disks read what describes their segments.
 pub(crate) const SUCCESSOR_TIMEOUT: Duration = Duration::from_mins(2);
@@ -46,6 +50,8 @@ pub struct NodeOptions {
     pub take_over_grace: Duration,
     /// Time for a daemon that takes over to open its stores. Default: 2 min; clients go on without a store after 5 s of it.
     pub successor_timeout: Duration,
+    /// Where is said what clients do. Default: nowhere.
+    pub audit_log: Option<PathBuf>,
 }
 
 /// A store that the engines of this machine attach to; dropping it ends all sessions and joins its threads.
@@ -67,6 +73,7 @@ struct Shared {
     /// A daemon whose terms are accepted and that waits to take over.
     successor: Mutex<Option<Successor>>,
     counters: Counters,
+    audit: Option<Arc<AuditLog>>,
     /// Wakes the accepting thread.
     wake_event: OwnedFd,
     is_closing: AtomicBool,
@@ -98,6 +105,8 @@ pub struct NodeStats {
     pub n_requests: u64,
     /// Chunks that were not published because their bytes were not those of their checksum.
     pub n_corrupt: u64,
+    /// Lines that the audit log has lost, because too many came at a time or the file could not be written.
+    pub n_audit_lost: u64,
 }
 
 /// How a client was served.
@@ -129,6 +138,7 @@ impl NodeOptions {
             opener: None,
             take_over_grace: Duration::from_secs(10),
             successor_timeout: SUCCESSOR_TIMEOUT,
+            audit_log: None,
         }
     }
 }
@@ -157,7 +167,10 @@ impl NodeServer {
     ) -> Result<Self> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let wake_event = eventfd(0, flags).map_err(|errno| NodeError::io("make an event")(errno.into()))?;
-        let NodeOptions { tenants, max_sessions, opener, take_over_grace, successor_timeout, .. } = options;
+        let NodeOptions {
+            tenants, max_sessions, opener, take_over_grace, successor_timeout, audit_log, ..
+        } = options;
+        let audit = audit_log.as_deref().map(AuditLog::open).transpose()?.map(Arc::new);
         let shared = Arc::new(Shared {
             max_sessions,
             opener,
@@ -166,6 +179,7 @@ impl NodeServer {
             tenants: RwLock::new(tenants),
             successor: Mutex::new(None),
             counters: Counters::default(),
+            audit,
             wake_event,
             is_closing: AtomicBool::new(false),
         });
@@ -200,6 +214,10 @@ impl NodeServer {
             // A thread that panicked has said so.
             let _ = thread.join();
         }
+        // All sessions have said what they had to say.
+        if let Some(audit) = &self.shared.audit {
+            audit.close();
+        }
     }
 
     /// The tenants that it serves; none while another daemon takes over, and after that.
@@ -220,6 +238,7 @@ impl NodeServer {
             n_failed: read(&counters.failed),
             n_requests: read(&counters.requests),
             n_corrupt: read(&counters.corrupt),
+            n_audit_lost: self.shared.audit.as_ref().map_or(0, |audit| audit.n_lost()),
         }
     }
 }
@@ -247,6 +266,7 @@ fn accept(shared: &Arc<Shared>, listener: Listener) {
         // An error concerns one client; the next is accepted all the same.
         while let Some(connection) = listener.accept().unwrap_or_else(|error| {
             tracing::warn!(%error, "refuse a client of the store");
+            Auditor::unknown(shared.audit.as_ref()).refused(&error);
             None
         }) {
             let n_running = sessions.iter().filter(|session| !session.thread.is_finished()).count();

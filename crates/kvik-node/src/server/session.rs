@@ -11,6 +11,7 @@ use kvik_tier::shared::{Checksum, SharedWords, checksum};
 use super::Counters;
 use super::control::SessionControl;
 use super::handles::{Handles, Held, Layers, Writers};
+use super::records::Auditor;
 use crate::error::{NodeError, Result};
 use crate::operation::{
     Completion, DIGEST_WORDS, NAME_WORDS, Operation, PRESENT, Span, Status, Submission, digest_of, name_of,
@@ -31,13 +32,20 @@ pub(super) struct Session {
     submissions: Consumer,
     completions: Producer,
     handles: Handles,
+    auditor: Auditor,
 }
 
 // === impl Session ===
 
 impl Session {
     /// The session of a client of `rank`, with rings of zeros in `words`.
-    pub(super) fn new(store: Store, space: Space, rank: u16, words: Arc<SharedWords>) -> Self {
+    pub(super) fn new(
+        store: Store,
+        space: Space,
+        rank: u16,
+        words: Arc<SharedWords>,
+        auditor: Auditor,
+    ) -> Self {
         Self {
             store,
             space,
@@ -46,6 +54,7 @@ impl Session {
             completions: Producer::new(Arc::clone(&words), COMPLETIONS),
             words,
             handles: Handles::default(),
+            auditor,
         }
     }
 
@@ -119,11 +128,13 @@ impl Session {
                 let chain = self.proven_chain(chain, span)?;
                 let reader = self.store.retrieve_layers(&chain, first_chunk as usize);
                 let n_chunks = reader.n_chunks() as u32;
-                Completion { n_chunks, ..self.keep(Held::Layers(Layers::new(reader)), done) }
+                let record = self.auditor.reads_layers(&chain, first_chunk as usize, &reader);
+                Completion { n_chunks, ..self.keep(Held::Layers(Layers::new(reader), record), done) }
             }
             Operation::NextLayer { reader, span } => {
-                let layers = self.handles.layers(reader).ok_or_else(|| unknown(reader))?;
+                let (layers, record) = self.handles.layers(reader).ok_or_else(|| unknown(reader))?;
                 let mut offsets = layers.next_offsets(self.rank);
+                record.add_bytes(|| layers.n_current_bytes(self.rank));
                 offsets.truncate(span.n_chunks as usize);
                 self.write_payload(span, &offsets);
                 Completion { n_chunks: offsets.len() as u32, ..done }
@@ -148,7 +159,8 @@ impl Session {
     }
 
     fn retrieve(&mut self, chain: u32, first_chunk: u32, span: Span, done: Completion) -> Result<Completion> {
-        let retrieved = self.store.retrieve(&self.proven_chain(chain, span)?, first_chunk as usize);
+        let chain = self.proven_chain(chain, span)?;
+        let retrieved = self.store.retrieve(&chain, first_chunk as usize);
         let offsets: Vec<u64> = retrieved
             .chunks()
             .iter()
@@ -156,7 +168,8 @@ impl Session {
             .map_while(|chunk| Some(place_word(chunk.offset(self.rank)?, chunk.tier())))
             .collect();
         self.write_payload(span, &offsets);
-        let kept = self.keep(Held::Lease(retrieved), done);
+        let record = self.auditor.reads(&chain, first_chunk as usize, &retrieved, self.rank);
+        let kept = self.keep(Held::Lease(retrieved, record), done);
         Ok(Completion { n_chunks: offsets.len() as u32, ..kept })
     }
 
@@ -182,24 +195,32 @@ impl Session {
             }
         }
         self.write_payload(span, &offsets);
-        let kept = self.keep(Held::Write(Writers::new(writers)), Completion { status, ..done });
+        let record = self.auditor.writes(&chain, first_chunk as usize, &writers, status);
+        let kept = self.keep(Held::Write(Writers::new(writers), record), Completion { status, ..done });
         Ok(Completion { n_chunks: offsets.len() as u32, ..kept })
     }
 
     fn commit(&mut self, write: u32, place: usize, expected: u64) -> Result<Status> {
         let mut writer = self.handles.take_writer(write, place).ok_or_else(|| unknown(write))?;
-        if checksum(writer.payload_mut()) != Checksum(expected) {
-            return Ok(Status::Corrupt);
+        let n_bytes = writer.payload_mut().len();
+        let is_right = checksum(writer.payload_mut()) == Checksum(expected);
+        let status = if is_right {
+            let (outcome, committed) = writer.commit_and_keep();
+            self.handles.keep_committed(write, committed);
+            match outcome {
+                Commit::Stored => Status::Done,
+                Commit::Present => Status::Present,
+                Commit::NoParent => Status::NoParent,
+                Commit::Cleared => Status::Cleared,
+                Commit::Collision => Status::Collision,
+            }
+        } else {
+            Status::Corrupt
+        };
+        if let Some(record) = self.handles.record_of_write(write) {
+            record.add_commit(status, n_bytes, self.space.format());
         }
-        let (outcome, committed) = writer.commit_and_keep();
-        self.handles.keep_committed(write, committed);
-        Ok(match outcome {
-            Commit::Stored => Status::Done,
-            Commit::Present => Status::Present,
-            Commit::NoParent => Status::NoParent,
-            Commit::Cleared => Status::Cleared,
-            Commit::Collision => Status::Collision,
-        })
+        Ok(status)
     }
 
     fn keep(&mut self, held: Held, completion: Completion) -> Completion {

@@ -1,6 +1,7 @@
 //! The new daemon's side of a take-over.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -33,6 +34,8 @@ pub struct TakeOverOptions {
     pub max_sessions: usize,
     /// Time for clients to give back what they hold when the next daemon takes over from this one.
     pub take_over_grace: Duration,
+    /// Where is said what clients do.
+    pub audit_log: Option<PathBuf>,
 }
 
 /// What the running daemon hands over.
@@ -53,7 +56,8 @@ impl NodeServer {
     /// # Errors
     /// If no daemon listens, the running daemon refuses, or a store cannot be opened. The running daemon then goes on.
     pub fn take_over(options: TakeOverOptions) -> Result<Self> {
-        let TakeOverOptions { socket, tenants: terms, opener, max_sessions, take_over_grace } = options;
+        let TakeOverOptions { socket, tenants: terms, opener, max_sessions, take_over_grace, audit_log } =
+            options;
         let failed_to = || NodeError::io(format!("take over from the daemon at {socket}"));
         let connection = Connection::open(&socket).map_err(failed_to())?;
         let asked = TakeOver { tenants: terms.clone() }.encode()?;
@@ -82,6 +86,7 @@ impl NodeServer {
             opener,
             take_over_grace,
             successor_timeout: SUCCESSOR_TIMEOUT,
+            audit_log,
         };
         Self::serve(options, move || {
             // The memory belongs to this daemon from here on, or never.

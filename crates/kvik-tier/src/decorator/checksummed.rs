@@ -4,6 +4,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::scratch::ScratchPool;
+use super::wanted::{Wanted, get_by_range, section_bytes_behind_page};
 use crate::envelope::{ENVELOPE_BYTES, Envelope, seal};
 use crate::error::Result;
 use crate::key::{ChunkKey, TokenDigest};
@@ -42,16 +43,6 @@ struct Seals<'a> {
 /// An envelope that direct I/O takes from where it lies.
 #[repr(align(4096))]
 struct AlignedEnvelope([u8; ENVELOPE_BYTES]);
-
-/// A range of a chunk, as the caller counts, and where it goes.
-struct Wanted<'a> {
-    key: ChunkKey,
-    digest: TokenDigest,
-    offset: u64,
-    /// What the chunk must be long; none where it may be longer than the range.
-    chunk_bytes: Option<u64>,
-    buffer: &'a mut [u8],
-}
 
 /// What can be said of bytes that have arrived.
 enum Verdict {
@@ -186,7 +177,7 @@ impl<T: Tier> Tier for Checksummed<T> {
         };
         let mut inner_batch: Vec<PutItem<'_>> = batch
             .iter()
-            .map(|item| PutItem::with_sections(item.key, item.parts, inner_section_bytes(item)))
+            .map(|item| PutItem::with_sections(item.key, item.parts, section_bytes_behind_page(item)))
             .collect();
         self.inner.put_each(&mut inner_batch, &seals);
         let outcomes: Vec<PutOutcome> = inner_batch.into_iter().map(|item| item.outcome).collect();
@@ -196,29 +187,7 @@ impl<T: Tier> Tier for Checksummed<T> {
     }
 
     fn get(&self, batch: &mut [GetItem<'_>]) {
-        let mut wanted: Vec<Wanted<'_>> = Vec::with_capacity(batch.len());
-        let mut owners: Vec<usize> = Vec::with_capacity(batch.len());
-        for (item_idx, item) in batch.iter_mut().enumerate() {
-            let (key, digest) = (item.key, item.digest);
-            let chunk_bytes = item.is_whole.then_some(item.n_bytes() as u64);
-            if !item.head.is_empty() {
-                wanted.push(Wanted { key, digest, offset: 0, chunk_bytes, buffer: item.head });
-                owners.push(item_idx);
-            }
-            wanted.push(Wanted { key, digest, offset: item.offset, chunk_bytes, buffer: item.buffer });
-            owners.push(item_idx);
-        }
-        let outcomes = self.get_wanted(&mut wanted);
-        drop(wanted);
-        for item in &mut *batch {
-            item.outcome = GetOutcome::Hit;
-        }
-        for (item_idx, outcome) in owners.into_iter().zip(outcomes) {
-            let item = &mut batch[item_idx];
-            if item.outcome.is_hit() {
-                item.outcome = outcome;
-            }
-        }
+        get_by_range(batch, |wanted| self.get_wanted(wanted));
     }
 
     fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> Result<()> {
@@ -291,12 +260,4 @@ fn outcome_of_proof(proof: Result<(), &'static str>) -> GetOutcome {
         Ok(()) => GetOutcome::Hit,
         Err(reason) => GetOutcome::Corrupt(reason),
     }
-}
-
-/// The largest unit that the envelope and the sections behind it are multiples of.
-fn inner_section_bytes(item: &PutItem<'_>) -> usize {
-    if item.section_bytes == 0 || item.section_bytes >= item.n_bytes() {
-        return ENVELOPE_BYTES;
-    }
-    ENVELOPE_BYTES.min(1 << item.section_bytes.trailing_zeros())
 }

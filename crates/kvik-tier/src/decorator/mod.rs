@@ -2,17 +2,19 @@
 //!
 //! A decorator owns what it wraps and is a tier itself, so they stack in any order. Shared and boxed tiers
 //! are tiers too. From the outside in, the order that makes sense is `Metered`, `Breaker`, `Retry`,
-//! `Throttled`, `Checksummed` and then the place itself: what was skipped is counted and not tried again,
-//! and a breaker sees a failure only after it was tried again.
+//! `Throttled`, `Checksummed` or `Encrypted`, and then the place itself: what was skipped is counted and not
+//! tried again, and a breaker sees a failure only after it was tried again.
 
 mod breaker;
 mod checksummed;
 mod clock;
+mod encrypted;
 mod faulty;
 mod metered;
 mod retry;
 mod scratch;
 mod throttled;
+mod wanted;
 
 use std::sync::Arc;
 
@@ -20,6 +22,10 @@ pub use breaker::{Breaker, BreakerOptions};
 pub(crate) use breaker::{Gate, Permit, Verdict};
 pub use checksummed::Checksummed;
 pub use clock::{Clock, SystemClock};
+pub use encrypted::{
+    Encrypted, EncryptionKeys, KeyId, KeyRing, OpenedHead, SEALED_HEAD_BYTES, SealedHead, SealingKey,
+    seal_chunk,
+};
 pub use faulty::{FaultRates, Faulty};
 pub use metered::{Metered, TierMetrics};
 pub use retry::{Retry, RetryOptions};

@@ -44,6 +44,7 @@ use std::sync::atomic::AtomicU64;
 use parking_lot::{Condvar, Mutex};
 use rustix::fs::{Access, FlockOperation};
 
+pub(crate) use aligned::AlignedBuffer;
 pub use io::IoKind;
 pub use options::{NvmeOptions, SyncMode};
 

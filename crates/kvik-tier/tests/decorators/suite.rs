@@ -10,6 +10,8 @@ use kvik_tier::{
     ThrottledOptions, Tier,
 };
 
+use crate::encrypted::encrypted;
+
 const CAPACITY_BYTES: u64 = 8 << 20;
 
 /// Runs the whole suite on a tier around a map, unbounded and bounded.
@@ -61,6 +63,30 @@ fn a_map_is_a_tier() {
 #[test]
 fn a_checksummed_tier_is_a_tier() {
     run(|map| Box::new(Checksummed::new(map)));
+}
+
+#[test]
+fn an_encrypted_tier_is_a_tier() {
+    run(|map| Box::new(encrypted(map)));
+}
+
+#[test]
+fn checksums_and_encryption_stack_in_any_order() {
+    run(|map| Box::new(encrypted(Checksummed::new(map))));
+    run(|map| Box::new(Checksummed::new(encrypted(map))));
+}
+
+#[test]
+fn a_hit_of_an_encrypted_tier_is_right_whatever_fails() {
+    for per_thousand in [5, 30, 150] {
+        let make = |seed| {
+            let clock = Arc::new(ManualClock::new());
+            let faulty = Faulty::with_clock(MapTier::new(), all_faults(per_thousand), seed, clock);
+            Box::new(encrypted(faulty)) as Box<dyn Tier>
+        };
+        let n_hits = conformance::run_under_faults(&make, 0..20);
+        assert!(n_hits > 100, "{n_hits} hits prove nothing");
+    }
 }
 
 #[test]
