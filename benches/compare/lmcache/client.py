@@ -1,7 +1,7 @@
 """Measures a running server of LMCache with LMCache's own client code; runs in the environment that has LMCache.
 
-The calls are those that LMCache's connector for vLLM makes: a worker's transfer context for stores and retrieves, and the
-request client of a scheduler for lookups. One process measures one way of transfer.
+The calls are those that LMCache's connector for vLLM makes: a worker's transfer context for stores and retrieves, and
+the request client of a scheduler for lookups. One process measures one way of transfer.
 """
 
 import argparse
@@ -12,11 +12,11 @@ import pathlib
 import random
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 from lmcache.v1.multiprocess.transfer_context import TransferContext, create_transfer_context
+from lmcache.v1.multiprocess.transport.base import RequestClient
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
 CHUNK_TOKENS = 256
@@ -30,6 +30,7 @@ TRANSFER_WIDTH = 2048
 # Half of the blocks are stored from, half are read into: 1 GiB each, more than the processor's caches hold.
 POOL_BLOCKS = 1024
 LAYOUTS = ["rows", "planes"]
+N_ROW_AXES = 3
 
 # Small chunks, so that all of a long prompt are there: 64 bytes a token and layer.
 LOOKUP_TOKENS = 100_000
@@ -52,7 +53,7 @@ class WrongAnswer(Exception):
 class KvMemory:
     """An engine's paged KV memory with the context that moves its blocks to and from the server."""
 
-    def __init__(self, client: Any, mode: str, model: str, layers: dict[str, torch.Tensor]) -> None:
+    def __init__(self, client: RequestClient, mode: str, model: str, layers: dict[str, torch.Tensor]) -> None:
         self.client = client
         self.model = model
         self.layers = layers
@@ -109,8 +110,8 @@ class KvMemory:
 def new_layers(layout: str, n_layers: int, n_blocks: int, width: int) -> dict[str, torch.Tensor]:
     """Random KV of `width` values of 16 bits a token and layer.
 
-    `rows` has one piece of memory for a block and layer, as models with one latent vector a token have; `planes` has one
-    for keys and one for values.
+    `rows` has one piece of memory for a block and layer, as models with one latent vector a token have; `planes` has
+    one for keys and one for values.
     """
     shape = {
         "rows": (n_blocks, BLOCK_TOKENS, width),
@@ -126,7 +127,11 @@ def new_layers(layout: str, n_layers: int, n_blocks: int, width: int) -> dict[st
 
 def blocks_of(layer: torch.Tensor, blocks: list[int]) -> torch.Tensor:
     """The bits of some blocks; as numbers, some would not be equal to themselves."""
-    return layer.view(torch.int16).index_select(1 if layer.dim() == 5 else 0, torch.tensor(blocks))
+    return layer.view(torch.int16).index_select(block_axis(layer), torch.tensor(blocks))
+
+
+def block_axis(layer: torch.Tensor) -> int:
+    return 0 if layer.dim() == N_ROW_AXES else 1
 
 
 def new_prompt(n_tokens: int) -> list[int]:
@@ -140,7 +145,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def find_stored(memory: KvMemory, tokens: list[int], request: str) -> None:
-    """Looks a stored prompt up until it is found: where the server copies, it answers before the chunks can be found."""
+    """Looks a stored prompt up until it is found: a server that copies answers before the chunks can be found."""
     n_chunks = len(tokens) // CHUNK_TOKENS
     deadline = time.monotonic() + TIMEOUT_S
     while (n_found := memory.lookup(tokens, request)) != n_chunks:
@@ -160,7 +165,7 @@ def measure_round(memory: KvMemory, request: str) -> tuple[float, float]:
 
     find_stored(memory, tokens, request)
     for layer in memory.layers.values():
-        layer.view(torch.int16).index_fill_(1 if layer.dim() == 5 else 0, torch.tensor(targets), 0)
+        layer.view(torch.int16).index_fill_(block_axis(layer), torch.tensor(targets), 0)
     retrieve_s = seconds(lambda: memory.retrieve(key, targets))
     memory.client.end_session(request).result(timeout=TIMEOUT_S)
     for name, layer in memory.layers.items():
@@ -169,8 +174,8 @@ def measure_round(memory: KvMemory, request: str) -> tuple[float, float]:
     return store_s, retrieve_s
 
 
-def measure_transfers(client: Any, mode: str, layout: str, n_rounds: int) -> dict[str, list[float]]:
-    """Seconds of stores and retrieves. A first pass touches all memory; then the server is emptied and uses it again."""
+def measure_transfers(client: RequestClient, mode: str, layout: str, n_rounds: int) -> dict[str, list[float]]:
+    """Seconds of stores and retrieves. A first pass touches all memory; then the server is emptied and reuses it."""
     layers = new_layers(layout, TRANSFER_LAYERS, POOL_BLOCKS, TRANSFER_WIDTH)
     memory = KvMemory(client, mode, f"transfers-{layout}", layers)
     for idx in range(n_rounds):
@@ -183,7 +188,7 @@ def measure_transfers(client: Any, mode: str, layout: str, n_rounds: int) -> dic
     return {"store_s": list(stores), "retrieve_s": list(retrieves)}
 
 
-def measure_lookups(client: Any, mode: str, n_lookups: int) -> dict[str, list[float]]:
+def measure_lookups(client: RequestClient, mode: str, n_lookups: int) -> dict[str, list[float]]:
     """Seconds of lookups, from the tokens to the number of chunks, of a prompt that is there and of others."""
     tokens = new_prompt(LOOKUP_TOKENS)
     n_chunks = LOOKUP_TOKENS // CHUNK_TOKENS

@@ -34,8 +34,7 @@ class Environment:
             "LMCACHE_DISABLE_BANNER": "1",
             "LMCACHE_TRACK_USAGE": "false",
             "LMCACHE_LOG_LEVEL": "WARNING",
-            # A GPU would not be used, and would take seconds to start.
-            "LMCACHE_DEVICE_BACKEND": "cpu",
+            # With a GPU it would copy by the GPU's rules also what is in the CPU's memory.
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
