@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tarfile
 from dataclasses import dataclass
 
 from problem import Problem, last_lines
@@ -72,11 +73,20 @@ def in_venv(folder: pathlib.Path, n_threads: int, keeps_memory: bool) -> Environ
     return environment
 
 
+def unpack(file: pathlib.Path, folder: pathlib.Path) -> None:
+    """Unpacks what `pack` has packed."""
+    try:
+        with tarfile.open(file) as archive:
+            archive.extractall(folder, filter="data")
+    except (OSError, tarfile.TarError) as error:
+        raise Problem(f"{file} cannot be unpacked: {error}") from error
+
+
 def in_packages(folder: pathlib.Path, python: pathlib.Path, n_threads: int, keeps_memory: bool) -> Environment:
     """An interpreter that has torch, with packages of a folder before its own; nothing is installed."""
     environment = Environment(python, folder.absolute(), n_threads, keeps_memory)
     if not environment.versions():
-        raise Problem(f"{python} with {folder} has not both lmcache and torch")
+        raise Problem(f"{python} has not both lmcache and torch: they need a Python with torch, named by --python")
     return environment
 
 
