@@ -76,7 +76,7 @@ def in_venv(folder: pathlib.Path, n_threads: int, keeps_memory: bool) -> Environ
 def unpack(file: pathlib.Path, folder: pathlib.Path) -> None:
     """Unpacks what `pack` has packed."""
     try:
-        with tarfile.open(file) as archive:
+        with tarfile.open(file, "r:xz") as archive:
             archive.extractall(folder, filter="data")
     except (OSError, tarfile.TarError) as error:
         raise Problem(f"{file} cannot be unpacked: {error}") from error
