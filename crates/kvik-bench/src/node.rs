@@ -176,17 +176,31 @@ impl NodeBench {
                 .context("write a chunk")?;
         }
         write.finish().context("write the chunks")?;
+        let unknown: Vec<u32> = prompt.iter().map(|token| token ^ 1).collect();
+        let hit = self.time_lookups("lookup_100k_tokens", &client, &prompt, chain.n_tokens())?;
+        let miss = self.time_lookups("lookup_100k_tokens_miss", &client, &unknown, 0)?;
+        Ok(hit.into_iter().chain(miss).collect())
+    }
+
+    /// Looks a prompt up, of which `n_expected` tokens are there, from its tokens on.
+    fn time_lookups(
+        &self,
+        name: &str,
+        client: &NodeClient,
+        prompt: &[u32],
+        n_expected: usize,
+    ) -> anyhow::Result<Option<Measurement>> {
         let n_repeats = if self.options.is_quick { 100 } else { 2000 };
         let mut times_us = Vec::with_capacity(n_repeats);
         for _ in 0..n_repeats {
             let begin = Instant::now();
-            let opened = client.open(&client.space().chain(&prompt)).context("look up")?;
+            let opened = client.open(&client.space().chain(prompt)).context("look up")?;
             times_us.push(begin.elapsed().as_secs_f64() * 1e6);
-            if opened.n_found_tokens() != chain.n_tokens() {
-                bail!("only {} of {} tokens were found", opened.n_found_tokens(), chain.n_tokens());
+            if opened.n_found_tokens() != n_expected {
+                bail!("{} tokens were found, not {n_expected}", opened.n_found_tokens());
             }
         }
-        Ok(Measurement::from_repeats("lookup_100k_tokens".to_owned(), "us", times_us).into_iter().collect())
+        Ok(Measurement::from_repeats(name.to_owned(), "us", times_us))
     }
 
     fn measure_attach(&self) -> anyhow::Result<Vec<Measurement>> {

@@ -231,6 +231,7 @@ fn nodes_of_other_tokens_and_other_tenants_share_nothing() {
             ram: "8MiB".to_owned(),
             nvme: None,
             digest_key_file: None,
+            encryption_key_file: None,
         })
         .into();
     let token = |name: &str| Some(ClientToken::try_new(format!("the token of node {name}")).unwrap());

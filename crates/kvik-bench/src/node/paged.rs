@@ -16,8 +16,8 @@ const BLOCK_TOKENS: usize = 16;
 const BLOCK_BYTES: usize = BLOCK_TOKENS * TOKEN_LAYER_BYTES;
 const CHUNK_BLOCKS: usize = CHUNK_BYTES / N_LAYERS / BLOCK_BYTES;
 
-/// Blocks of the engine: twice those of the prompt.
-const N_BLOCKS: usize = 2 * N_CHUNKS * CHUNK_BLOCKS;
+/// Blocks of the engine: four times those of the prompt.
+const N_BLOCKS: usize = 4 * N_CHUNKS * CHUNK_BLOCKS;
 
 /// An engine's KV memory, and where the blocks of a prompt lie in it.
 struct PagedMemory {
@@ -43,6 +43,7 @@ pub(super) fn measure(options: NodeBenchOptions) -> anyhow::Result<Vec<Measureme
         let n_tokens = (N_CHUNKS * client.space().chunk_tokens()) as u32;
         let tokens: Vec<u32> = (0..n_tokens).map(|place| place ^ (round as u32) << 16).collect();
         let store = rate_of(|| source.store(&client, &tokens))?;
+        target.bytes.fill(0);
         let retrieve = rate_of(|| target.retrieve(&client, &tokens))?;
         if round >= n_warm_up {
             stores.push(store);
