@@ -63,7 +63,7 @@ impl Place {
             encryption_key_file: self.keys.clone(),
             ..StoreConfig::default()
         };
-        open_store(&config, &config.resolve().unwrap().unwrap()).unwrap()
+        open_store(&config, &config.resolve().unwrap().unwrap(), None).unwrap()
     }
 
     /// Whether the marker is on the disk, and in what the server saves.
@@ -189,7 +189,7 @@ fn a_key_file_that_cannot_be_used_is_refused_by_its_setting() {
             encryption_key_file: Some(path.to_owned()),
             ..StoreConfig::default()
         };
-        open_store(&config, &config.resolve().unwrap().unwrap()).unwrap_err().to_string()
+        open_store(&config, &config.resolve().unwrap().unwrap(), None).unwrap_err().to_string()
     };
     let path = folder.path().join("keys");
     assert!(message(&path).contains("`store.encryption_key_file` is"));
