@@ -8,8 +8,8 @@ use kvik_types::BlockSize;
 use crate::error::{NodeError, Result};
 use crate::frame::{Fields, MAGIC, REFUSED, push_text, refusal};
 
-/// Where the frame of a client says what it attaches for, this says that a daemon takes over.
-const TAKE_OVER: u8 = 2;
+/// Where the frame of a client says what it attaches for, this says that a daemon takes over. No other frame has it.
+const TAKE_OVER: u8 = 9;
 
 const TENANT: u8 = 6;
 const LISTENER: u8 = 7;
