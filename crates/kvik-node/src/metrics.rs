@@ -9,6 +9,7 @@
 //! | `kvik_store_tier_operations_total{tier,operation,outcome}` | counter | items that a lower tier was asked, by what became of them, such as `corrupt` or `skipped` |
 //! | `kvik_store_tier_calls_total{tier,operation}`, `_bytes_total` | counter | calls to a lower tier, and bytes that they stored or read |
 //! | `kvik_store_tier_call_seconds{tier,operation,quantile}` | gauge | what half and 99 of 100 calls took at most, since the start |
+//! | `kvik_store_tier_unknown_key_reads_total{tier}` | counter | chunks of an encrypted tier that were misses, because their key is not in the file |
 //! | `kvik_store_indexed_chunks`, `kvik_store_index_bytes` | gauge | chunks that the store knows, and what knowing them takes |
 //! | `kvik_store_<count>_total` | counter | the counts of `GET /cache/stats`, such as `kvik_store_hit_tokens_ram_total` |
 //! | `kvik_node_sessions` | gauge | engines that are attached to the daemon |
@@ -55,6 +56,9 @@ pub fn publish_store(labels: &[Label], stats: &CacheStats) {
             if let Some(value) = value {
                 gauge!(name, &labels).set(value as f64);
             }
+        }
+        if let Some(count) = tier.details.get("unknown_key_reads") {
+            counter!("kvik_store_tier_unknown_key_reads_total", &labels).absolute(*count);
         }
         tier.operations.iter().for_each(|operation| publish_operation(&labels, operation));
     }

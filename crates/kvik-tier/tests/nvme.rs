@@ -3,6 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
 use std::cell::RefCell;
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,8 +13,8 @@ use std::thread;
 use kvik_tier::conformance::{self, Traits, content, content_key};
 use kvik_tier::nvme::{IoKind, SyncMode};
 use kvik_tier::{
-    Checksummed, FaultRates, Faulty, GetItem, NvmeOptions, NvmeTier, PutItem, PutOutcome, Tier, TierExt,
-    TierHealth,
+    Checksummed, Encrypted, EncryptionKeys, FaultRates, Faulty, GetItem, NvmeOptions, NvmeTier, PutItem,
+    PutOutcome, Tier, TierExt, TierHealth,
 };
 
 const MIB: u64 = 1 << 20;
@@ -67,6 +69,23 @@ fn run_suite(io: IoKind, sync: SyncMode) {
 #[test]
 fn it_is_a_tier_with_io_uring() {
     run_suite(IoKind::Uring, SyncMode::AtSeal);
+}
+
+#[test]
+fn it_is_a_tier_when_it_is_encrypted() {
+    let dir = tempfile::tempdir().unwrap();
+    let key_file = dir.path().join("keys");
+    fs::write(&key_file, "5e".repeat(32)).unwrap();
+    fs::set_permissions(&key_file, fs::Permissions::from_mode(0o600)).unwrap();
+    let keys = Arc::new(EncryptionKeys::open(key_file).unwrap());
+    let n_tiers = AtomicU64::new(0);
+    let make = || -> Box<dyn Tier> {
+        let dir = dir.path().join(n_tiers.fetch_add(1, Ordering::Relaxed).to_string());
+        let tier = NvmeTier::open(&options(&dir, 64 * MIB)).unwrap();
+        Box::new(Encrypted::new(tier, Arc::clone(&keys)))
+    };
+    let traits = Traits { capacity_bytes: Some(40 * MIB), ..Traits::default() };
+    conformance::run(&make, &traits);
 }
 
 #[test]

@@ -7,13 +7,16 @@ mod faults;
 #[path = "../../../../tests/support/redis.rs"]
 mod server;
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use kvik_tier::conformance::{self, Traits, content, content_key};
 use kvik_tier::{
-    Checksummed, ChunkKey, FaultRates, Faulty, GetItem, GetOutcome, PutItem, PutOutcome, RedisOptions,
-    RedisTier, Tier, TierExt as _, TierHealth,
+    Checksummed, ChunkKey, Encrypted, EncryptionKeys, FaultRates, Faulty, GetItem, GetOutcome, PutItem,
+    PutOutcome, RedisOptions, RedisTier, Tier, TierExt as _, TierHealth,
 };
 use server::{Certificates, RedisCluster, RedisServer, wait_until};
 
@@ -47,6 +50,17 @@ fn conform(url: &str, options: &RedisOptions) {
     };
     conformance::run(&|| Box::new(make()), &TRAITS);
     conformance::run(&|| Box::new(Checksummed::new(make())), &TRAITS);
+    let keys = encryption_keys();
+    conformance::run(&|| Box::new(Encrypted::new(make(), Arc::clone(&keys))), &TRAITS);
+}
+
+fn encryption_keys() -> Arc<EncryptionKeys> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("keys");
+    fs::write(&path, "5e".repeat(32)).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+    // What it has read stays when the file goes.
+    Arc::new(EncryptionKeys::open(path).unwrap())
 }
 
 /// Runs the suite on tiers whose server loses, tears, flips and mixes what it has.
