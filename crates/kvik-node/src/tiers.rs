@@ -29,7 +29,8 @@ const MIN_SECRET_BYTES: usize = 16;
 /// # Errors
 /// If memory or the disk cannot be used, or a file of keys cannot be read.
 pub fn open_store(config: &StoreConfig, plan: &StorePlan, peers: Option<&PeerPlan>) -> Result<Store> {
-    let arena = Arena::new(ArenaOptions::new(plan.ram_bytes)).map_err(refused)?;
+    let options = ArenaOptions { numa: plan.numa, ..ArenaOptions::new(plan.ram_bytes) };
+    let arena = Arena::new(options).map_err(refused)?;
     store_parts(config, plan, peers)?.open(KeptMemory::new(RamTier::new(arena)))
 }
 
@@ -69,7 +70,7 @@ pub(crate) fn store_parts(
             _ => IoKind::Auto,
         };
         let tier = NvmeTier::open(&options).map_err(refused)?;
-        locals.push(guarded(proven(tier, keys.as_ref())));
+        locals.push(guarded(Throttled::new(proven(tier, keys.as_ref()), plan.nvme_bounds.clone())));
     }
     if let Some(peers) = peers {
         let bounds = ThrottledOptions { bytes_per_s: peers.bytes_per_s, ..ThrottledOptions::default() };
@@ -85,13 +86,8 @@ pub(crate) fn store_parts(
         // One more try within the time of one: a short failure of the network is worth it, and a server
         // that is gone must not block a caller.
         let retry = RetryOptions { max_attempts: 2, budget: plan.remote_timeout, ..RetryOptions::default() };
-        let default = ThrottledOptions::default();
-        let bounds = ThrottledOptions {
-            bytes_per_s: plan.remote_bytes_per_s,
-            max_calls: plan.remote_max_calls.unwrap_or(default.max_calls),
-            ..default
-        };
-        let tier = Throttled::new(Retry::new(proven(tier, keys.as_ref()), retry), bounds);
+        let tier = Retry::new(proven(tier, keys.as_ref()), retry);
+        let tier = Throttled::new(tier, plan.remote_bounds.clone());
         remotes.push(guarded(tier));
     }
     Ok(StoreParts { options, locals, remotes, read_threads, cuda_device: config.cuda_device })

@@ -482,3 +482,40 @@ fn a_watch_follows_what_the_daemon_has_also_over_its_restart() {
     }
     drop(late_watch);
 }
+
+#[test]
+fn a_chunk_is_found_only_with_the_parts_of_all_ranks_and_leaves_with_all_of_them() {
+    let daemon = Daemon::start(4 << 20);
+    let attach = |rank: u16| {
+        let mut options = daemon.options();
+        options.format.n_ranks = 2;
+        options.rank = rank;
+        NodeClient::attach(&options).unwrap()
+    };
+    let (first, second) = (attach(0), attach(1));
+    assert_eq!(chain(&first, 1, 3).names(), chain(&second, 1, 3).names(), "ranks name chunks alike");
+    assert_eq!(store(&first, 1, 3).unwrap(), 3);
+    assert_eq!(
+        (verify(&first, 1, 3).unwrap(), verify(&second, 1, 3).unwrap()),
+        (0, 0),
+        "one part is not enough"
+    );
+    // The other rank stores less: only that much is there.
+    assert_eq!(store(&second, 1, 2).unwrap(), 2);
+    assert_eq!((verify(&first, 1, 3).unwrap(), verify(&second, 1, 3).unwrap()), (2, 2));
+    assert_eq!(store(&second, 1, 3).unwrap(), 1);
+    assert_eq!((verify(&first, 1, 3).unwrap(), verify(&second, 1, 3).unwrap()), (3, 3));
+    // Others take the memory: what one rank lacks, the other one lacks too.
+    for seed in 2..40 {
+        store(&first, seed, 3).unwrap();
+        store(&second, seed, 3).unwrap();
+        for seed in (1..=seed).rev().step_by(7) {
+            assert_eq!(
+                verify(&first, seed, 3).unwrap(),
+                verify(&second, seed, 3).unwrap(),
+                "sequence {seed}"
+            );
+        }
+    }
+    assert_eq!(verify(&first, 1, 3).unwrap(), 0, "it was evicted");
+}

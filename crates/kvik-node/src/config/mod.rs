@@ -15,7 +15,7 @@ use std::time::Duration;
 use kvik_memory::SocketAddress;
 use kvik_runtime::secret::{HIDDEN, Secret, SecretUrl};
 use kvik_store::policy::PolicyKind;
-use kvik_tier::RemoteUrl;
+use kvik_tier::{NumaPlacement, RemoteUrl, ThrottledOptions};
 use kvik_types::ByteSize;
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -83,6 +83,16 @@ pub struct StoreConfig {
     pub encryption_key_file: Option<PathBuf>,
     /// How the disk is read and written: `auto`, `uring` or `positional`. Default: `auto`.
     pub nvme_io: String,
+    /// NUMA nodes that the memory is on: `interleave`, all that have memory in turn; `local`, that of the thread that
+    /// needs it first; or the number of a node. Default: `interleave`.
+    #[serde(deserialize_with = "size_text")]
+    pub numa: String,
+    /// Bytes a second that move to and from the disk, such as `2GB`: what is over is not read or written, and is counted
+    /// as skipped. Default: `0`, no bound.
+    #[serde(deserialize_with = "size_text")]
+    pub nvme_bytes_per_s: String,
+    /// Calls to the disk at a time; further ones are skipped. Default: 0, no bound but the threads of the store.
+    pub nvme_max_calls: usize,
     /// GPU through which the memory is registered with CUDA, for engines that copy from it. Default: none.
     pub cuda_device: Option<u32>,
     /// Time for one call to the remote tier. Default: 2000 ms.
@@ -138,7 +148,9 @@ pub struct DaemonPlan {
 pub struct StorePlan {
     /// Memory for chunks, at least 1.
     pub ram_bytes: u64,
+    pub(crate) numa: NumaPlacement,
     pub(crate) nvme: Option<NvmePlan>,
+    pub(crate) nvme_bounds: ThrottledOptions,
     pub(crate) remote: Option<RemoteUrl>,
     pub(crate) chunk_tokens: usize,
     pub(crate) policy: PolicyKind,
@@ -150,10 +162,7 @@ pub struct StorePlan {
     pub load_timeout: Duration,
     pub(crate) remote_timeout: Duration,
     pub(crate) remote_ttl: Option<Duration>,
-    /// `None`: no bound.
-    pub(crate) remote_bytes_per_s: Option<u64>,
-    /// `None`: no bound.
-    pub(crate) remote_max_calls: Option<usize>,
+    pub(crate) remote_bounds: ThrottledOptions,
 }
 
 /// A folder on a local disk.
@@ -181,6 +190,9 @@ impl Default for StoreConfig {
             digest_key_file: None,
             encryption_key_file: None,
             nvme_io: "auto".to_owned(),
+            numa: "interleave".to_owned(),
+            nvme_bytes_per_s: "0".to_owned(),
+            nvme_max_calls: 0,
             cuda_device: None,
             remote_timeout_ms: 2000,
             remote_ttl_s: None,
@@ -247,6 +259,17 @@ impl StoreConfig {
         Ok(Some(self.plan()?).filter(|plan| plan.ram_bytes > 0))
     }
 
+    fn numa_placement(&self) -> Result<NumaPlacement> {
+        match self.numa.as_str() {
+            "interleave" => Ok(NumaPlacement::Auto),
+            "local" => Ok(NumaPlacement::Local),
+            node => match node.parse() {
+                Ok(node) => Ok(NumaPlacement::Node(node)),
+                Err(_) => refuse("store.numa", node, "interleave, local, or the number of a node"),
+            },
+        }
+    }
+
     /// What to build, also with no memory of its own.
     pub(crate) fn plan(&self) -> Result<StorePlan> {
         let default = Self::default();
@@ -295,10 +318,13 @@ impl StoreConfig {
             check((1..=315_360_000).contains(&seconds), "store.remote_ttl_s", &seconds, "1 to 315360000")?;
         }
         let remote_bytes_per_s = parse_size("store.remote_bytes_per_s", &self.remote_bytes_per_s)?;
+        let nvme_bytes_per_s = parse_size("store.nvme_bytes_per_s", &self.nvme_bytes_per_s)?;
         check(self.tenant.len() <= 256, "store.tenant", &self.tenant, "at most 256 bytes")?;
         Ok(StorePlan {
             ram_bytes,
+            numa: self.numa_placement()?,
             nvme,
+            nvme_bounds: bounds(nvme_bytes_per_s, self.nvme_max_calls),
             remote,
             chunk_tokens,
             policy,
@@ -308,8 +334,7 @@ impl StoreConfig {
             load_timeout: Duration::from_millis(self.load_timeout_ms),
             remote_timeout: Duration::from_millis(self.remote_timeout_ms),
             remote_ttl: self.remote_ttl_s.map(Duration::from_secs),
-            remote_bytes_per_s: Some(remote_bytes_per_s).filter(|bytes_per_s| *bytes_per_s > 0),
-            remote_max_calls: Some(self.remote_max_calls).filter(|max_calls| *max_calls > 0),
+            remote_bounds: bounds(remote_bytes_per_s, self.remote_max_calls),
         })
     }
 
@@ -401,6 +426,16 @@ fn contradiction<T>(alias_field: &'static str) -> Result<T> {
 
 fn refuse<T>(field: &'static str, value: &str, allowed: &'static str) -> Result<T> {
     Err(NodeError::invalid(field, &value, allowed))
+}
+
+/// The bounds of a tier; 0 is none.
+fn bounds(bytes_per_s: u64, max_calls: usize) -> ThrottledOptions {
+    let default = ThrottledOptions::default();
+    ThrottledOptions {
+        bytes_per_s: (bytes_per_s > 0).then_some(bytes_per_s),
+        max_calls: if max_calls > 0 { max_calls } else { default.max_calls },
+        ..default
+    }
 }
 
 fn check(

@@ -1,5 +1,7 @@
 //! What settings are refused, and what plan they make.
 
+use kvik_tier::{NumaPlacement, ThrottledOptions};
+
 use super::*;
 
 fn plan(yaml: &str) -> Result<Option<StorePlan>> {
@@ -41,18 +43,32 @@ fn the_names_of_lmcache_give_the_same_plan() {
 }
 
 #[test]
-fn bounds_of_the_remote_tier_are_none_where_they_are_zero() {
-    let bounds = |json: &str| {
-        let plan = plan(json).unwrap().unwrap();
-        (plan.remote_bytes_per_s, plan.remote_max_calls)
-    };
-    assert_eq!(bounds(r#"{"remote": "redis://h"}"#), (None, None));
-    assert_eq!(
-        bounds(r#"{"remote": "redis://h", "remote_bytes_per_s": "500MB", "remote_max_calls": 2}"#),
-        (Some(500_000_000), Some(2))
-    );
-    let text = message(r#"{"remote": "redis://h", "remote_bytes_per_s": "fast"}"#);
-    assert!(text.contains("`store.remote_bytes_per_s` is fast; allowed: a size"), "{text}");
+fn bounds_of_a_tier_are_none_where_they_are_zero() {
+    let free = ThrottledOptions::default();
+    let bounded = ThrottledOptions { bytes_per_s: Some(500_000_000), max_calls: 2, ..free.clone() };
+    for tier in ["remote", "nvme"] {
+        let place = if tier == "remote" { "redis://h" } else { "/d:1GiB" };
+        let bounds = |more: &str| {
+            let plan = plan(&format!(r#"{{"{tier}": "{place}"{more}}}"#)).unwrap().unwrap();
+            if tier == "remote" { plan.remote_bounds } else { plan.nvme_bounds }
+        };
+        assert_eq!(bounds(""), free);
+        let more = format!(r#", "{tier}_bytes_per_s": "500MB", "{tier}_max_calls": 2"#);
+        assert_eq!(bounds(&more), bounded);
+        let text = message(&format!(r#"{{"{tier}": "{place}", "{tier}_bytes_per_s": "fast"}}"#));
+        assert!(text.contains(&format!("`store.{tier}_bytes_per_s` is fast; allowed: a size")), "{text}");
+    }
+}
+
+#[test]
+fn memory_is_spread_over_numa_nodes_near_its_user_or_on_one_of_them() {
+    let numa = |value: &str| plan(&format!(r#"{{"ram": "1GiB", "numa": {value}}}"#)).unwrap().unwrap().numa;
+    assert_eq!(plan(r#"{"ram": "1GiB"}"#).unwrap().unwrap().numa, NumaPlacement::Auto);
+    assert_eq!(numa(r#""interleave""#), NumaPlacement::Auto);
+    assert_eq!(numa(r#""local""#), NumaPlacement::Local);
+    assert_eq!((numa("1"), numa(r#""1""#)), (NumaPlacement::Node(1), NumaPlacement::Node(1)));
+    let text = message(r#"{"ram": "1GiB", "numa": "near"}"#);
+    assert!(text.contains("`store.numa` is near; allowed: interleave, local, or the number"), "{text}");
 }
 
 #[test]

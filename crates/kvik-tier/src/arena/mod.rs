@@ -86,6 +86,8 @@ pub enum NumaPlacement {
     Auto,
     /// On the node of the thread that first needs it.
     Local,
+    /// On this node, which must have memory.
+    Node(u32),
 }
 
 /// When the memory of an arena is taken from the kernel.
@@ -198,6 +200,12 @@ impl Arena {
             let allowed = format!("{HUGE_PAGE_BYTES} or more in huge pages");
             return Err(TierError::invalid("capacity_bytes", &capacity_bytes, allowed));
         }
+        if let NumaPlacement::Node(node) = options.numa
+            && !numa::nodes_with_memory().contains(&node)
+        {
+            let allowed = format!("one with memory: {:?}", numa::nodes_with_memory());
+            return Err(TierError::invalid("NUMA node", &node, allowed));
+        }
         let unit_bytes = capacity_bytes as usize - capacity_bytes as usize % UNIT_BYTES;
         let mapping = Mapping::new(unit_bytes, options.huge_pages)?;
         let shared = Shared::new(mapping, options.numa);
@@ -291,8 +299,13 @@ impl Shared {
     /// The state of an arena all of which is free.
     fn new(mapping: Mapping, numa: NumaPlacement) -> Self {
         let n_units = (mapping.n_bytes() / UNIT_BYTES) as u32;
-        let nodes = if numa == NumaPlacement::Auto { numa::nodes_with_memory() } else { Vec::new() };
-        let is_interleaved = nodes.len() > 1 && mapping.interleave(&nodes).is_ok();
+        let nodes = match numa {
+            NumaPlacement::Auto => Some(numa::nodes_with_memory()).filter(|nodes| nodes.len() > 1),
+            NumaPlacement::Local => None,
+            NumaPlacement::Node(node) => Some(vec![node]),
+        };
+        let nodes = nodes.unwrap_or_default();
+        let is_interleaved = !nodes.is_empty() && mapping.interleave(&nodes).is_ok();
         Self {
             mapping,
             registrars: Mutex::default(),

@@ -182,6 +182,11 @@ fn memory_can_be_spread_over_a_list_of_nodes() {
     let nodes = numa::nodes_with_memory();
     assert!(!nodes.is_empty());
     arena.shared.mapping.interleave(&nodes).unwrap();
+    let options = |numa| ArenaOptions { numa, ..ArenaOptions::new(512 * UNIT_BYTES as u64) };
+    let on_one = Arena::new(options(NumaPlacement::Node(nodes[0]))).unwrap();
+    on_one.allocate(512 * UNIT_BYTES).unwrap().fill(1);
+    let error = Arena::new(options(NumaPlacement::Node(4000))).unwrap_err().to_string();
+    assert!(error.contains("`NUMA node` is 4000"), "{error}");
     assert!(arena.shared.mapping.interleave(&[5000]).is_err());
     arena.allocate(512 * UNIT_BYTES).unwrap().fill(1);
 }

@@ -12,7 +12,7 @@ use crate::key::ChunkKey;
 use crate::tier::{GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierKind, TierStat};
 
 /// The bounds of a throttled tier.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ThrottledOptions {
     /// Bytes a second, read and written together; none: as many as there are. Default: none.
     pub bytes_per_s: Option<u64>,
