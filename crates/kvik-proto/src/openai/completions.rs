@@ -189,11 +189,14 @@ impl CompletionRequest {
 impl CachedTiers {
     /// Adds the counts of another prompt.
     pub fn add(&mut self, other: Self) {
-        self.engine += other.engine;
-        self.ram += other.ram;
-        self.nvme += other.nvme;
-        self.redis += other.redis;
-        self.object += other.object;
+        // By name, so that a new tier is not left out.
+        let Self { engine, ram, nvme, peer, redis, object } = other;
+        self.engine += engine;
+        self.ram += ram;
+        self.nvme += nvme;
+        self.peer += peer;
+        self.redis += redis;
+        self.object += object;
     }
 
     fn is_empty(&self) -> bool {
