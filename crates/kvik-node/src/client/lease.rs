@@ -51,6 +51,10 @@ impl RemoteLease {
     /// If there is no such chunk, or it is not in the arena.
     pub fn copy_out(&self, place: usize, start: usize, target: &mut [u8]) -> Result<()> {
         let offset = offset_of(&self.offsets, place, start)?;
+        let n_bytes = self.payload_bytes(place);
+        if target.len() < n_bytes {
+            self.handle.client.shared.reading.prepare(offset_of(&self.offsets, place, 0)?, n_bytes)?;
+        }
         Ok(self.handle.client.shared.reading.copy_out(offset, target)?)
     }
 }

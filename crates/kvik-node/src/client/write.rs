@@ -1,7 +1,7 @@
 //! Chunks that a client writes.
 
 use kvik_store::{Chain, Commit};
-use kvik_tier::shared::{Checksum, checksum, combine_checksums};
+use kvik_tier::shared::{Checksum, RunningChecksum, combine_checksums};
 
 use super::exchange::{Ticket, broken};
 use super::{Handle, offset_of};
@@ -89,7 +89,9 @@ impl RemoteWrite {
         pieces: impl IntoIterator<Item = &'a [u8]>,
     ) -> Result<()> {
         let n_bytes = self.payload_bytes(place);
-        let (mut start, mut whole) = (0, checksum(&[]));
+        let writing = &self.handle.client.shared.writing;
+        writing.prepare(offset_of(&self.offsets, place, 0)?, n_bytes)?;
+        let (mut start, mut sum) = (0, RunningChecksum::default());
         for piece in pieces {
             if piece.len() > n_bytes - start {
                 return Err(NodeError::invalid(
@@ -98,13 +100,14 @@ impl RemoteWrite {
                     n_bytes.to_string(),
                 ));
             }
-            whole = combine_checksums(whole, self.copy_in(place, start, piece)?, piece.len());
+            let offset = offset_of(&self.offsets, place, start)?;
+            writing.copy_in_summed(offset, piece, &mut sum)?;
             start += piece.len();
         }
         if start != n_bytes {
             return Err(NodeError::invalid("length of a chunk", &start, n_bytes.to_string()));
         }
-        self.begin_commit(place, whole)
+        self.begin_commit(place, sum.finish())
     }
 
     /// Writes one layer of a chunk, in any order, and lets the daemon publish the chunk after the last one.

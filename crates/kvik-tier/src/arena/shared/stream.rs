@@ -5,7 +5,7 @@
 
 use std::ptr;
 
-use super::{ALGORITHM, Checksum};
+use super::RunningChecksum;
 
 /// Bytes that are copied and then summed up while they are in the processor's first cache.
 const SUMMED_BYTES: usize = 16 << 10;
@@ -13,23 +13,21 @@ const SUMMED_BYTES: usize = 16 << 10;
 /// Bytes of a cache line: what is stored past the cache at a time.
 const LINE_BYTES: usize = 64;
 
-/// Copies `source` to `target` and returns its checksum. All bytes are visible to other processors when it returns.
+/// Copies `source` to `target` and adds it to a checksum. All bytes are visible to other processors when it returns.
 ///
 /// # Safety
 /// `target` must be valid for writes of as many bytes as `source` has, which must not overlap it, and no reference to
 /// them may exist in this process.
-pub(super) unsafe fn copy_summed(source: &[u8], target: *mut u8) -> Checksum {
-    let mut digest = crc_fast::Digest::new(ALGORITHM);
+pub(super) unsafe fn copy_summed(source: &[u8], target: *mut u8, sum: &mut RunningChecksum) {
     let mut offset = 0;
     for part in source.chunks(SUMMED_BYTES) {
         // Before the copy: it brings the part into the cache.
-        digest.update(part);
+        sum.update(part);
         // SAFETY: the part lies as far behind the start of the target as in `source`; the caller answers for the rest.
         unsafe { copy_past_cache(part, target.add(offset)) };
         offset += part.len();
     }
     finish_stores();
-    Checksum(digest.finalize())
 }
 
 /// # Safety
@@ -88,9 +86,10 @@ mod tests {
         for n_bytes in lengths {
             for start in [0, 1, 15, 16, 63, 64, 65] {
                 let mut target = vec![0xEE; start + n_bytes + 70];
+                let mut sum = RunningChecksum::default();
                 // SAFETY: the target has room for the bytes behind `start`.
-                let summed = unsafe { copy_summed(&source[..n_bytes], target.as_mut_ptr().add(start)) };
-                assert_eq!(summed, checksum(&source[..n_bytes]));
+                unsafe { copy_summed(&source[..n_bytes], target.as_mut_ptr().add(start), &mut sum) };
+                assert_eq!(sum.finish(), checksum(&source[..n_bytes]));
                 assert!(target[start..start + n_bytes] == source[..n_bytes], "{n_bytes} at {start}");
                 let beside = target[..start].iter().chain(&target[start + n_bytes..]);
                 assert!(beside.copied().all(|byte| byte == 0xEE), "{n_bytes} at {start}");

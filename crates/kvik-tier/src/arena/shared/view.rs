@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::mm::{Advice, ProtFlags, madvise};
 
-use super::Checksum;
 use super::mapping::SealedMapping;
 use super::stream::copy_summed;
+use super::{Checksum, RunningChecksum};
 use crate::error::{Result, TierError};
 
 /// Bytes of a page, or of several: advice begins at one.
@@ -77,12 +77,32 @@ impl ArenaView {
     /// # Errors
     /// If the arena has no such bytes, or the view is for reading.
     pub fn copy_in(&self, offset: u64, source: &[u8]) -> Result<Checksum> {
+        let mut sum = RunningChecksum::default();
+        self.copy_in_summed(offset, source, &mut sum)?;
+        Ok(sum.finish())
+    }
+
+    /// Maps the pages of bytes that will be copied in pieces. It is done for whole ranges of pages, and once for each: a
+    /// piece alone would leave the pages around it to be mapped one by one.
+    ///
+    /// # Errors
+    /// If the bytes are not inside of the arena.
+    pub fn prepare(&self, offset: u64, n_bytes: usize) -> Result<()> {
+        self.range(offset, n_bytes).map(drop)
+    }
+
+    /// Copies bytes to the arena as [`Self::copy_in`] does, and adds them to a checksum.
+    ///
+    /// # Errors
+    /// If the view is for reading, or the bytes are not inside of the arena.
+    pub fn copy_in_summed(&self, offset: u64, source: &[u8], sum: &mut RunningChecksum) -> Result<()> {
         if self.access != ViewAccess::Write {
             return Err(refused("write to", offset, source.len(), "the view is for reading"));
         }
         let target = self.range(offset, source.len())?;
         // SAFETY: as in `copy_out`; the mapping is writable, and this process makes no references to its bytes.
-        Ok(unsafe { copy_summed(source, target) })
+        unsafe { copy_summed(source, target, sum) };
+        Ok(())
     }
 
     /// Maps the pages of the parts that a range lies in, once for each part.
