@@ -7,8 +7,9 @@ use parking_lot::Mutex;
 
 use crate::key::ChunkKey;
 
-/// How long a peer's answer counts: as long as the peer keeps what it has told of.
-pub(super) const LOCATION_LIFE: Duration = super::LEASE_TIME;
+/// How long a peer's answer counts: longer than the peer keeps what it has told of, because the chunks of a long prompt
+/// are read one after the other. A peer that has evicted one by then says so.
+pub(super) const LOCATION_LIFE: Duration = Duration::from_mins(1);
 
 /// Chunks that are remembered: some prompts of a million tokens.
 const MAX_LOCATIONS: usize = 32_768;
