@@ -43,6 +43,14 @@ pub struct PeerConfig {
     /// skipped. Default: `0`, no bound.
     #[serde(deserialize_with = "size_text")]
     pub bytes_per_s: String,
+
+    /// LMCache's name: whether other nodes read chunks of this one; `p2p_host` and `p2p_init_ports` say where. Default:
+    /// none.
+    pub enable_p2p: Option<bool>,
+    /// LMCache's name for the address of `listen`. Default: none.
+    pub p2p_host: Option<String>,
+    /// LMCache's name for the port of `listen`, the first of the list; its ranks have one each. Default: none.
+    pub p2p_init_ports: Option<Vec<u16>>,
 }
 
 /// PEM files of TLS between nodes.
@@ -80,6 +88,9 @@ impl Default for PeerConfig {
             response_timeout_ms: 1000,
             connections: 4,
             bytes_per_s: "0".to_owned(),
+            enable_p2p: None,
+            p2p_host: None,
+            p2p_init_ports: None,
         }
     }
 }
@@ -132,12 +143,38 @@ impl PeerConfig {
         self.nodes.iter().map(parse).collect()
     }
 
+    /// What `listen` says, under its own name or under those of LMCache.
+    fn listen_text(&self) -> Result<Option<String>> {
+        let named = match (&self.p2p_host, self.p2p_init_ports.as_deref()) {
+            (Some(host), Some([port, ..])) if host.contains(':') => Some(format!("[{host}]:{port}")),
+            (Some(host), Some([port, ..])) => Some(format!("{host}:{port}")),
+            (None, None) => None,
+            _ => {
+                return refuse(
+                    "peer.p2p_host",
+                    "alone",
+                    "together with `peer.p2p_init_ports`, which has a port",
+                );
+            }
+        };
+        match (self.enable_p2p, named, &self.listen) {
+            (Some(true), None, None) => {
+                refuse("peer.enable_p2p", "true", "together with `peer.p2p_host`, or `peer.listen`")
+            }
+            (Some(true) | None, Some(named), Some(listen)) if named != *listen => {
+                refuse("peer.p2p_host", named.as_str(), "what `peer.listen` says, or nothing")
+            }
+            (Some(false), _, listen) => Ok(listen.clone()),
+            (_, named, listen) => Ok(listen.clone().or(named)),
+        }
+    }
+
     /// The address at which other nodes are served, if it may be used.
     ///
     /// # Errors
     /// If it is none, or other machines could reach it and nothing proves that they may.
     pub(crate) fn check_listener(&self) -> Result<Option<SocketAddr>> {
-        let Some(address) = &self.listen else { return Ok(None) };
+        let Some(address) = &self.listen_text()? else { return Ok(None) };
         let Ok(parsed) = address.parse::<SocketAddr>() else {
             return refuse("peer.listen", address.as_str(), "an address and a port, such as 0.0.0.0:9106");
         };
@@ -187,5 +224,38 @@ impl PeerTlsConfig {
     fn files(&self) -> PeerTlsFiles {
         let Self { authorities, certificate, key } = self.clone();
         PeerTlsFiles { authorities, certificate, key }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn listens(json: &str) -> Result<Option<SocketAddr>> {
+        serde_json::from_str::<PeerConfig>(json).unwrap().check_listener()
+    }
+
+    #[test]
+    fn lmcaches_names_say_where_nodes_are_served() {
+        let address = |text: &str| Some(text.parse().unwrap());
+        let named = r#"{"enable_p2p": true, "p2p_host": "127.0.0.1", "p2p_init_ports": [8200, 8201]}"#;
+        assert_eq!(listens(named).unwrap(), address("127.0.0.1:8200"));
+        assert_eq!(listens(r#"{"p2p_host": "::1", "p2p_init_ports": [1]}"#).unwrap(), address("[::1]:1"));
+        assert_eq!(listens(&named.replace("true", "false")).unwrap(), None);
+        assert_eq!(
+            listens(r#"{"enable_p2p": true, "listen": "127.0.0.1:9"}"#).unwrap(),
+            address("127.0.0.1:9")
+        );
+        assert_eq!(listens("{}").unwrap(), None);
+        for (wrong, field) in [
+            (r#"{"enable_p2p": true}"#, "peer.enable_p2p"),
+            (r#"{"p2p_host": "127.0.0.1"}"#, "peer.p2p_host"),
+            (r#"{"p2p_host": "127.0.0.1", "p2p_init_ports": []}"#, "peer.p2p_host"),
+            (&named.replace('{', r#"{"listen": "127.0.0.1:1", "#), "peer.p2p_host"),
+            (&named.replace("127.0.0.1", "10.0.0.1"), "peer.listen"),
+        ] {
+            let error = listens(wrong).unwrap_err().to_string();
+            assert!(error.contains(&format!("`{field}`")), "{wrong}: {error}");
+        }
     }
 }
