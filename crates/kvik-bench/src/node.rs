@@ -43,6 +43,8 @@ const START_TIMEOUT: Duration = Duration::from_secs(30);
 pub struct NodeBenchOptions {
     /// Takes less time for less precise values.
     pub is_quick: bool,
+    /// Threads that copy an engine's blocks.
+    pub n_threads: usize,
 }
 
 /// The measurements, in their order.
@@ -107,6 +109,7 @@ impl NodeBench {
             "chunks_per_client_and_round": round_chunks(self.options),
             "rounds": self.n_rounds(),
             "lookup_tokens": LOOKUP_TOKENS,
+            "threads": self.options.n_threads,
         })
     }
 

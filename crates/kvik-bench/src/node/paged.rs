@@ -30,6 +30,7 @@ struct PagedMemory {
 /// Stores and reads a prompt that others have not stored, several times.
 pub(super) fn measure(options: NodeBenchOptions) -> anyhow::Result<Vec<Measurement>> {
     let n_repeats = if options.is_quick { 3 } else { 9 };
+    let n_threads = options.n_threads;
     // The first rounds touch all of the memory; later ones take that of the oldest.
     let n_warm_up = 4;
     let ram_bytes = 3 * N_CHUNKS * (CHUNK_BYTES + MIB);
@@ -43,9 +44,9 @@ pub(super) fn measure(options: NodeBenchOptions) -> anyhow::Result<Vec<Measureme
     for round in 0..n_repeats + n_warm_up {
         let n_tokens = (N_CHUNKS * client.space().chunk_tokens()) as u32;
         let tokens: Vec<u32> = (0..n_tokens).map(|place| place ^ (round as u32) << 16).collect();
-        let store = rate_of(|| source.store(&client, &tokens))?;
+        let store = rate_of(|| source.store(&client, &tokens, n_threads))?;
         target.bytes.fill(0);
-        let retrieve = rate_of(|| target.retrieve(&client, &tokens))?;
+        let retrieve = rate_of(|| target.retrieve(&client, &tokens, n_threads))?;
         if round >= n_warm_up {
             stores.push(store);
             retrieves.push(retrieve);
@@ -87,29 +88,29 @@ impl PagedMemory {
         })
     }
 
-    fn store(&self, client: &NodeClient, tokens: &[u32]) -> anyhow::Result<()> {
+    fn store(&self, client: &NodeClient, tokens: &[u32], n_threads: usize) -> anyhow::Result<()> {
         let opened = client.open(&client.space().chain(tokens))?;
         opened.note_request(None)?;
         let mut write = opened.write(0, N_CHUNKS)?;
         ensure!(write.n_chunks() == N_CHUNKS, "there is room for {} chunks", write.n_chunks());
-        for chunk_idx in 0..N_CHUNKS {
-            write.write_pieces(chunk_idx, self.pieces(chunk_idx).map(|piece| &self.bytes[piece]))?;
-        }
+        write.write_all(n_threads, |chunk_idx| self.pieces(chunk_idx).map(|piece| &self.bytes[piece]))?;
         let outcomes = write.finish()?;
         ensure!(outcomes.iter().all(Option::is_some), "chunks were not stored: {outcomes:?}");
         Ok(())
     }
 
-    fn retrieve(&mut self, client: &NodeClient, tokens: &[u32]) -> anyhow::Result<()> {
+    fn retrieve(&mut self, client: &NodeClient, tokens: &[u32], n_threads: usize) -> anyhow::Result<()> {
         let lease = client.open(&client.space().chain(tokens))?.retrieve(0)?;
         ensure!(lease.n_chunks() == N_CHUNKS, "only {} chunks were there", lease.n_chunks());
-        for chunk_idx in 0..N_CHUNKS {
-            let pieces: Vec<_> = self.pieces(chunk_idx).collect();
-            for (piece_idx, piece) in pieces.into_iter().enumerate() {
-                lease.copy_out(chunk_idx, piece_idx * BLOCK_BYTES, &mut self.bytes[piece])?;
-            }
-        }
-        Ok(())
+        let places: Vec<Vec<usize>> = (0..N_CHUNKS)
+            .map(|chunk_idx| self.pieces(chunk_idx).map(|piece| piece.start / BLOCK_BYTES).collect())
+            .collect();
+        let mut blocks: Vec<Option<&mut [u8]>> = self.bytes.chunks_mut(BLOCK_BYTES).map(Some).collect();
+        let chunks = places
+            .into_iter()
+            .map(|places| places.into_iter().filter_map(|place| blocks[place].take()).collect())
+            .collect();
+        Ok(lease.copy_all(n_threads, chunks)?)
     }
 
     /// Whether the blocks of the prompt have the same bytes as those of another memory.

@@ -26,8 +26,8 @@ pub(super) fn measure(options: NodeBenchOptions) -> anyhow::Result<Vec<Measureme
     // Two sets for each round: one that is read whole, and one that is read layer by layer.
     let holder_bytes = 2 * n_rounds * n_chunks * (CHUNK_BYTES + MIB);
     let holder = Daemon::start("holder", holder_bytes, &["--listen", &address])?;
-    // What waits to be read may take half of the memory.
-    let reader_bytes = 4 * n_chunks * (CHUNK_BYTES + MIB);
+    // What waits to be read may take half of the memory. The rounds that are not counted touch all of it.
+    let reader_bytes = 5 * n_chunks * (CHUNK_BYTES + MIB) / 2;
     let settings = ["--peer", &address, "--set", "peer.lookup_timeout_ms=1000"];
     let reader = Daemon::start("reader", reader_bytes, &settings)?;
     let attach = |daemon: &Daemon| NodeClient::attach(&attach_options(daemon.socket(), 32, 4096));

@@ -4,9 +4,10 @@ use std::ops::Range;
 
 use kvik_store::Chain;
 use kvik_tier::TierKind;
+use parking_lot::Mutex;
 
 use super::{Handle, offset_of};
-use crate::error::Result;
+use crate::error::{NodeError, Result};
 use crate::operation::place_of;
 
 /// Chunks that stay as they are until this is dropped.
@@ -56,5 +57,37 @@ impl RemoteLease {
             self.handle.client.shared.reading.prepare(offset_of(&self.offsets, place, 0)?, n_bytes)?;
         }
         Ok(self.handle.client.shared.reading.copy_out(offset, target)?)
+    }
+
+    /// Copies whole chunks into pieces, on several threads: those of the first chunk first, each in the order of its bytes.
+    ///
+    /// # Errors
+    /// If there are more chunks than it has, or pieces are longer than their chunk.
+    pub fn copy_all(&self, n_threads: usize, chunks: Vec<Vec<&mut [u8]>>) -> Result<()> {
+        let n_threads = n_threads.clamp(1, chunks.len().max(1));
+        let chunks = Mutex::new(chunks.into_iter().enumerate());
+        let copy_next = || {
+            loop {
+                let next = chunks.lock().next();
+                let Some((place, pieces)) = next else { return Ok(()) };
+                let mut start = 0;
+                for piece in pieces {
+                    if start + piece.len() > self.payload_bytes(place) {
+                        let allowed = self.payload_bytes(place).to_string();
+                        return Err(NodeError::invalid("length of a chunk", &(start + piece.len()), allowed));
+                    }
+                    self.copy_out(place, start, piece)?;
+                    start += piece.len();
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            let others: Vec<_> = (1..n_threads).map(|_| scope.spawn(copy_next)).collect();
+            let own = copy_next();
+            let others = others.into_iter().map(|thread| {
+                thread.join().unwrap_or(Err(NodeError::Gone { reason: "a copying thread panicked" }))
+            });
+            others.fold(own, Result::and)
+        })
     }
 }

@@ -1,5 +1,8 @@
 //! Chunks that a client writes.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
+
 use kvik_store::{Chain, Commit};
 use kvik_tier::shared::{Checksum, RunningChecksum, combine_checksums};
 
@@ -88,6 +91,60 @@ impl RemoteWrite {
         place: usize,
         pieces: impl IntoIterator<Item = &'a [u8]>,
     ) -> Result<()> {
+        let checksum = self.copy_pieces(place, pieces)?;
+        self.begin_commit(place, checksum)
+    }
+
+    /// Writes all chunks that are not present, on several threads, as [`Self::write_pieces`] does; `pieces_of` gives the
+    /// pieces of a chunk.
+    ///
+    /// # Errors
+    /// If the daemon is gone, or the pieces of a chunk have another length. Chunks before that one are being published.
+    pub fn write_all<'a, P: IntoIterator<Item = &'a [u8]>>(
+        &mut self,
+        n_threads: usize,
+        pieces_of: impl Fn(usize) -> P + Sync,
+    ) -> Result<()> {
+        let places: Vec<usize> = (0..self.n_chunks()).filter(|place| !self.is_present(*place)).collect();
+        let next = AtomicUsize::new(0);
+        let (sender, copied) = mpsc::channel();
+        let (writing, places, pieces_of) = (&*self, &places, &pieces_of);
+        let mut checksums = vec![None; self.n_chunks()];
+        let (mut n_committed, mut commits) = (0, Vec::new());
+        let outcome = std::thread::scope(|scope| {
+            for _ in 0..n_threads.clamp(1, places.len().max(1)) {
+                let (sender, next) = (sender.clone(), &next);
+                scope.spawn(move || {
+                    while let Some(place) = places.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        // The receiver is gone after a failure.
+                        if sender.send((*place, writing.copy_pieces(*place, pieces_of(*place)))).is_err() {
+                            return;
+                        }
+                    }
+                });
+            }
+            drop(sender);
+            for (place, checksum) in copied {
+                checksums[place] = Some(checksum?);
+                // In the order of the chain: a chunk is stored only behind the one before it.
+                while let Some(place) = places.get(n_committed)
+                    && let Some(checksum) = checksums[*place]
+                {
+                    let operation = writing.commit_operation(*place, checksum);
+                    let ticket = writing.handle.client.exchange().send(operation)?;
+                    commits.push((*place, ticket, checksum));
+                    n_committed += 1;
+                }
+            }
+            Ok(())
+        });
+        for (place, ticket, checksum) in commits {
+            self.chunks[place].commit = Some((ticket, checksum));
+        }
+        outcome
+    }
+
+    fn copy_pieces<'a>(&self, place: usize, pieces: impl IntoIterator<Item = &'a [u8]>) -> Result<Checksum> {
         let n_bytes = self.payload_bytes(place);
         let writing = &self.handle.client.shared.writing;
         writing.prepare(offset_of(&self.offsets, place, 0)?, n_bytes)?;
@@ -107,7 +164,7 @@ impl RemoteWrite {
         if start != n_bytes {
             return Err(NodeError::invalid("length of a chunk", &start, n_bytes.to_string()));
         }
-        self.begin_commit(place, sum.finish())
+        Ok(sum.finish())
     }
 
     /// Writes one layer of a chunk, in any order, and lets the daemon publish the chunk after the last one.

@@ -195,6 +195,10 @@ pub(crate) struct BenchNodeArguments {
     #[arg(long)]
     pub(crate) quick: bool,
 
+    /// Threads that copy an engine's blocks, for the rows `store_256mib` and `retrieve_256mib`
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) threads: u16,
+
     /// Print one JSON object instead of a table
     #[arg(long)]
     pub(crate) json: bool,

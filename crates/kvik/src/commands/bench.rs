@@ -141,7 +141,10 @@ pub(crate) fn memory(arguments: &BenchMemoryArguments) -> anyhow::Result<()> {
 
 /// Runs `kvik bench node`.
 pub(crate) fn node(arguments: &BenchNodeArguments) -> anyhow::Result<()> {
-    let bench = NodeBench::try_new(NodeBenchOptions { is_quick: arguments.quick })?;
+    let bench = NodeBench::try_new(NodeBenchOptions {
+        is_quick: arguments.quick,
+        n_threads: usize::from(arguments.threads),
+    })?;
     let progress = progress_bar(node::Kind::ALL.len());
     let mut results = Vec::new();
     for kind in node::Kind::ALL {
