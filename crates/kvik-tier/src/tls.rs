@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustls::crypto::CryptoProvider;
@@ -12,7 +12,17 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 use crate::error::{Result, TierError};
-use crate::peer::PeerTlsFiles;
+
+/// PEM files of TLS between peers: each side shows its certificate and checks that of the other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PeerTlsFiles {
+    /// Authorities that sign the peers' certificates.
+    pub authorities: PathBuf,
+    /// The certificate chain of this node.
+    pub certificate: PathBuf,
+    /// Its private key.
+    pub key: PathBuf,
+}
 
 /// The TLS settings of a client that trusts `ca_file`, or the authorities of this system without one.
 ///

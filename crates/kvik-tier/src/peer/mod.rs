@@ -17,7 +17,6 @@ mod peer;
 mod serve;
 
 use std::io;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -28,6 +27,8 @@ pub use frame::{PeerRequest, RangeAnswer, RangeFingerprint, RangeOutcome, Wanted
 pub use handshake::PeerToken;
 pub use peer::PeerAddress;
 pub use serve::{PeerAdmission, PeerSource, Provided, serve_peer};
+
+pub use crate::tls::PeerTlsFiles;
 
 use self::connection::{Connection, Dialer};
 use self::frame::MAX_ITEMS;
@@ -68,17 +69,6 @@ pub struct PeerOptions {
     pub n_asked: usize,
     /// Files of TLS. Default: none, no TLS.
     pub tls: Option<PeerTlsFiles>,
-}
-
-/// PEM files of TLS between peers: each side shows its certificate and checks that of the other.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PeerTlsFiles {
-    /// Authorities that sign the peers' certificates.
-    pub authorities: PathBuf,
-    /// The certificate chain of this node.
-    pub certificate: PathBuf,
-    /// Its private key.
-    pub key: PathBuf,
 }
 
 /// The chunks of other nodes. It is read only: what is put is skipped.

@@ -9,17 +9,17 @@ use std::time::{Duration, Instant};
 
 use rustls::ServerConfig;
 
+use super::PIECE_BYTES;
 use super::frame::{
     KEY_BYTES, PeerRequest, REQUEST_BYTES, RangeAnswer, RangeOutcome, WANTED_BYTES, WantedRange, decode_key,
 };
 use super::handshake::{PeerToken, accept, read_array, refuse};
-use super::{PIECE_BYTES, PeerTlsFiles};
 use crate::arena::Lease;
 use crate::arena::shared::RunningChecksum;
 use crate::channel::{Channel, TimedSocket, write_all_slices};
 use crate::error::{Result, TierError};
 use crate::key::ChunkKey;
-use crate::tls;
+use crate::tls::{self, PeerTlsFiles};
 
 /// Time for a client to prove the token.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
