@@ -1,4 +1,4 @@
-"""The Python that has LMCache: a virtual environment, made if there is none, or a folder of packages."""
+"""The Python that has LMCache: a virtual environment, created if it is missing, or a folder of packages."""
 
 import os
 import pathlib

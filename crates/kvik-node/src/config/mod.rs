@@ -428,7 +428,7 @@ fn refuse<T>(field: &'static str, value: &str, allowed: &'static str) -> Result<
     Err(NodeError::invalid(field, &value, allowed))
 }
 
-/// The bounds of a tier; 0 is none.
+/// The bounds of a tier; 0 means unbounded.
 fn bounds(bytes_per_s: u64, max_calls: usize) -> ThrottledOptions {
     let default = ThrottledOptions::default();
     ThrottledOptions {

@@ -172,7 +172,7 @@ impl PeerConfig {
     /// The address at which other nodes are served, if it may be used.
     ///
     /// # Errors
-    /// If it is none, or other machines could reach it and nothing proves that they may.
+    /// If it cannot be parsed, or other machines can reach it and neither a token nor TLS is configured.
     pub(crate) fn check_listener(&self) -> Result<Option<SocketAddr>> {
         let Some(address) = &self.listen_text()? else { return Ok(None) };
         let Ok(parsed) = address.parse::<SocketAddr>() else {

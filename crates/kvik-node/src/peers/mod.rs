@@ -57,7 +57,7 @@ struct Shared {
 enum Pause {
     #[default]
     None,
-    /// Connections are told to end.
+    /// Open connections are being closed.
     Begun,
     /// There is no connection, and none is accepted.
     Reached,

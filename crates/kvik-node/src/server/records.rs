@@ -1,4 +1,4 @@
-//! What the audit log is told of one client.
+//! The audit records of one client.
 
 use std::fmt::Display;
 use std::sync::Arc;
