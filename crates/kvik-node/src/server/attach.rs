@@ -79,6 +79,7 @@ pub(super) fn serve(
         admitted.space.clone(),
         admitted.attach.rank,
         Arc::clone(&words),
+        Arc::clone(&shared.sums),
         auditor.clone(),
     );
     // Before the answer, so that a client that has attached is counted.

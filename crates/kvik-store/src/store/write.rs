@@ -134,6 +134,11 @@ impl Store {
 // === impl ChunkWriter ===
 
 impl ChunkWriter {
+    /// The whole payload as far as it is written, layer 0 first.
+    pub fn payload(&self) -> &[u8] {
+        &self.slot
+    }
+
     /// The whole payload, layer 0 first.
     pub fn payload_mut(&mut self) -> &mut [u8] {
         &mut self.slot

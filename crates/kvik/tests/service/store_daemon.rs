@@ -229,7 +229,10 @@ fn wrong_settings_of_a_daemon_are_refused_with_the_field() {
     let refused = |arguments: &[&str]| {
         let output = process::kvik().args(arguments).output().unwrap();
         assert!(!output.status.success(), "{arguments:?}");
-        String::from_utf8(output.stderr).unwrap()
+        let text = String::from_utf8(output.stderr).unwrap();
+        let is_refused = text.contains("; allowed: ");
+        assert_eq!(output.status.code(), Some(if is_refused { 3 } else { 1 }), "{text}");
+        text
     };
     let socket = socket(folder.path()).display().to_string();
     let daemon = |more: &[&str]| refused(&[&["store", "serve", "--socket", &socket][..], more].concat());
