@@ -591,10 +591,13 @@ fn chunks_in_pieces_are_written_and_read_by_several_threads() {
 
     let mut read: Vec<Vec<u8>> = vec![vec![0; CHUNK_BYTES]; N_CHUNKS];
     let lease = opened.retrieve(0).unwrap();
-    lease.copy_all(3, read.iter_mut().map(|chunk| chunk.chunks_mut(777).collect()).collect()).unwrap();
+    let pieces_of = |chunk: &mut Vec<u8>| -> Vec<_> {
+        chunk.chunks_mut(777).enumerate().map(|(idx, piece)| (idx * 777, piece)).collect()
+    };
+    lease.copy_all(3, read.iter_mut().map(pieces_of).collect()).unwrap();
     assert!(read == contents, "other bytes came back");
     let mut longer = vec![0; CHUNK_BYTES + 1];
-    let error = lease.copy_all(2, vec![vec![&mut longer[..]]]).unwrap_err().to_string();
+    let error = lease.copy_all(2, vec![vec![(0, &mut longer[..])]]).unwrap_err().to_string();
     assert!(error.contains("length of a chunk"), "{error}");
 
     // A chunk with too few bytes is not stored, and those before it are.
