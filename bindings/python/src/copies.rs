@@ -7,6 +7,7 @@ use kvik_node::{NodeClient, NodeError, OpenChain};
 use kvik_store::Commit;
 use pyo3::prelude::*;
 
+use crate::gpu::{Direction, Gpu};
 use crate::memory::{EngineMemory, Piece};
 
 /// Chunks that one request to the daemon is about: some are published while the next are copied.
@@ -22,6 +23,8 @@ pub(crate) struct Transfer {
     pub(crate) memory: Arc<Py<EngineMemory>>,
     pub(crate) blocks: Vec<u32>,
     pub(crate) n_threads: usize,
+    /// For memory of a GPU: an event behind which the blocks may be used.
+    pub(crate) after: Option<u64>,
 }
 
 impl Transfer {
@@ -47,11 +50,49 @@ impl Transfer {
         }
         let lease = client.open(&self.chain)?.retrieve(self.first_chunk())?;
         let n_chunks = lease.n_chunks().min(self.n_chunks());
+        if let Some(gpu) = &self.memory.get().gpu {
+            let places = (0..n_chunks).filter_map(|place| Some((place, lease.offset(place)?)));
+            self.copy_gpu(client, gpu, Direction::ToGpu, places)?;
+            return Ok(self.n_blocks_up_to(n_chunks));
+        }
         let chunks = (0..n_chunks)
             .map(|place| self.pieces(place).map(|(start, piece)| (start, piece_mut(piece))).collect())
             .collect();
         lease.copy_all(self.n_threads, chunks)?;
-        Ok(((self.first_chunk() + n_chunks) * self.chunk_blocks()).saturating_sub(self.first_block))
+        Ok(self.n_blocks_up_to(n_chunks))
+    }
+
+    /// Blocks of the first `n_chunks` chunks.
+    fn n_blocks_up_to(&self, n_chunks: usize) -> usize {
+        ((self.first_chunk() + n_chunks) * self.chunk_blocks()).saturating_sub(self.first_block)
+    }
+
+    /// Copies chunks, each with its place in the arena, from or to the GPU.
+    fn copy_gpu(
+        &self,
+        client: &NodeClient,
+        gpu: &Gpu,
+        direction: Direction,
+        places: impl Iterator<Item = (usize, u64)>,
+    ) -> Result<(), NodeError> {
+        gpu.register(client);
+        let (arena, arena_bytes) = client.arena();
+        let chunk_bytes = self.chunk_blocks() * self.memory.get().block_bytes();
+        // The daemon says where chunks lie; what is not in the arena is not touched.
+        let inside = |(_, offset): &(usize, u64)| {
+            (*offset as usize).checked_add(chunk_bytes).is_some_and(|end| end <= arena_bytes)
+        };
+        let pieces = places.filter(inside).flat_map(|(place, offset)| {
+            let chunk = arena.as_ptr() as usize + offset as usize;
+            self.pieces(place).map(move |(start, (address, n_bytes))| (address, chunk + start, n_bytes))
+        });
+        // SAFETY: the blocks are the engine's, as in `piece`, behind the event; those of the arena are leased or being
+        // written for this client, and mapped as long as the client is.
+        let copied = unsafe { gpu.copy(direction, pieces, self.after) };
+        copied.map_err(|error| {
+            tracing::warn!(%error, "could not copy between the store and the GPU");
+            NodeError::Gone { reason: "the GPU does not copy" }
+        })
     }
 
     /// Writes chunks from the blocks, which begin with the chain, from `first_chunk` on; how many blocks are stored, from the
@@ -63,22 +104,34 @@ impl Transfer {
             return Ok(0);
         }
         let opened = client.open(&self.chain)?;
-        let mut n_stored = self.save_from(&opened, first_chunk)?;
+        let mut n_stored = self.save_from(client, &opened, first_chunk)?;
         if n_stored == first_chunk && first_chunk > 0 {
-            n_stored = self.save_from(&opened, 0)?;
+            n_stored = self.save_from(client, &opened, 0)?;
         }
         Ok(n_stored * self.chunk_blocks())
     }
 
-    fn save_from(&self, opened: &OpenChain, first_chunk: usize) -> Result<usize, NodeError> {
+    fn save_from(
+        &self,
+        client: &NodeClient,
+        opened: &OpenChain,
+        first_chunk: usize,
+    ) -> Result<usize, NodeError> {
         let mut n_stored = first_chunk;
         while n_stored < self.n_chunks() {
             let wanted = CHUNKS_A_WRITE.min(self.n_chunks() - n_stored);
             let mut write = opened.write(n_stored, wanted)?;
             let n_begun = write.n_chunks();
-            write.write_all(self.n_threads, |place| {
-                self.pieces(n_stored + place).map(|(_, bytes)| piece(bytes))
-            })?;
+            if let Some(gpu) = &self.memory.get().gpu {
+                let new: Vec<usize> = (0..n_begun).filter(|place| !write.is_present(*place)).collect();
+                let places = new.iter().filter_map(|place| Some((n_stored + place, write.offset(*place)?)));
+                self.copy_gpu(client, gpu, Direction::FromGpu, places)?;
+                new.into_iter().try_for_each(|place| write.commit_written(place))?;
+            } else {
+                write.write_all(self.n_threads, |place| {
+                    self.pieces(n_stored + place).map(|(_, bytes)| piece(bytes))
+                })?;
+            }
             let outcomes = write.finish()?;
             let is_there =
                 |outcome: &&Option<Commit>| matches!(outcome, None | Some(Commit::Stored | Commit::Present));

@@ -8,6 +8,7 @@
 mod chain;
 mod copies;
 mod error;
+mod gpu;
 mod job;
 mod memory;
 mod store;

@@ -1,14 +1,18 @@
 //! The KV memory of an engine: a list of pieces, each of blocks at equal distances.
 
+use std::sync::Arc;
+
 use pyo3::prelude::*;
 
 use crate::error::invalid;
+use crate::gpu::Gpu;
 
 /// Blocks of an engine's KV memory, in pieces.
 ///
 /// `pieces` has an address, the bytes of a block and the bytes from one block to the next. It has one entry for each layer
 /// where a block of a layer is contiguous, or the same number of entries for each layer, one layer after the other.
-/// `owner` is kept alive as long as this is, and must keep the memory where it is. Blocks that a running job names must
+/// `owner` is kept alive as long as this is, and must keep the memory where it is. With `cuda_device` the addresses are those of
+/// that GPU. Blocks that a running job names must
 /// not be used otherwise until it is done: a save reads them, a load writes them.
 #[pyclass(frozen, module = "kvik")]
 #[derive(Debug)]
@@ -16,6 +20,8 @@ pub(crate) struct EngineMemory {
     pub(crate) pieces: Vec<Piece>,
     pub(crate) n_blocks: usize,
     pub(crate) block_tokens: usize,
+    /// The memory is that of a GPU.
+    pub(crate) gpu: Option<Arc<Gpu>>,
     _owner: Py<PyAny>,
 }
 
@@ -30,12 +36,13 @@ pub(crate) struct Piece {
 #[pymethods]
 impl EngineMemory {
     #[new]
-    #[pyo3(signature = (pieces, *, n_blocks, block_tokens, owner))]
+    #[pyo3(signature = (pieces, *, n_blocks, block_tokens, owner, cuda_device=None))]
     fn new(
         pieces: Vec<(usize, usize, usize)>,
         n_blocks: usize,
         block_tokens: usize,
         owner: Py<PyAny>,
+        cuda_device: Option<u32>,
     ) -> PyResult<Self> {
         if pieces.is_empty() {
             return Err(invalid("pieces", &"empty", "at least one"));
@@ -62,7 +69,8 @@ impl EngineMemory {
                 return Err(invalid("distance of blocks", block_stride, "at least the bytes of a block"));
             }
         }
-        Ok(Self { pieces, n_blocks, block_tokens, _owner: owner })
+        let gpu = cuda_device.map(Gpu::open).transpose()?.map(Arc::new);
+        Ok(Self { pieces, n_blocks, block_tokens, gpu, _owner: owner })
     }
 
     /// Number of blocks.

@@ -21,6 +21,9 @@ use crate::error::{KvikError, StoreGoneError, exception_of, invalid, invalid_typ
 use crate::job::{Job, Workers};
 use crate::memory::EngineMemory;
 
+/// The socket of a store in this process, in a folder of its own.
+const SOCKET_NAME: &str = "store.sock";
+
 /// A session with the store of this node; it outlives the daemon, and is attached again when the daemon is back.
 ///
 /// Calls release Python's lock. While there is no daemon, lookups find nothing and jobs end with 0.
@@ -35,7 +38,7 @@ pub(crate) struct Store {
     workers: Mutex<Option<StoreWorkers>>,
     n_copy_threads: usize,
     /// The store of this process, where it has one; dropped after the sessions.
-    _own: Option<OwnStore>,
+    own: Option<OwnStore>,
 }
 
 #[derive(Debug)]
@@ -146,6 +149,12 @@ impl Store {
         })
     }
 
+    /// Where other engines attach to a store in this process; `None` for the store of a daemon.
+    #[getter]
+    fn socket(&self) -> Option<PathBuf> {
+        self.own.as_ref().map(|own| own.folder.path().join(SOCKET_NAME))
+    }
+
     /// Whether a daemon serves this store now.
     #[getter]
     fn is_attached(&self) -> bool {
@@ -215,15 +224,18 @@ impl Store {
     }
 
     /// Begins to read blocks of a chain, from its block `first_block` on, into `blocks` of an engine, as far as they are of whole
-    /// chunks; the job's result is how many came, from the first on. Blocks behind those have any bytes.
+    /// chunks; the job's result is how many came, from the first on. Blocks behind those have any bytes. For memory of a GPU,
+    /// `after` is a `CUevent` behind which they may be written; it must live until the job is done.
+    #[pyo3(signature = (chain, first_block, memory, blocks, *, after=None))]
     fn start_load(
         &self,
         chain: &Chain,
         first_block: usize,
         memory: Py<EngineMemory>,
         blocks: Vec<u32>,
+        after: Option<u64>,
     ) -> PyResult<Job> {
-        let transfer = self.transfer(chain, first_block, memory, blocks)?;
+        let transfer = self.transfer(chain, first_block, memory, blocks, after)?;
         let mut distinct = transfer.blocks.clone();
         distinct.sort_unstable();
         distinct.dedup();
@@ -237,15 +249,18 @@ impl Store {
     }
 
     /// Begins to write blocks of a chain, from its block `first_block` on, which begins a chunk. `blocks` are those of an engine
-    /// from the start of the chain on; the job's result is how many of them are stored, those included that were there.
+    /// from the start of the chain on; the job's result is how many of them are stored, those included that were there. For memory of a GPU, `after` is a
+    /// `CUevent` behind which they are written; it must live until the job is done.
+    #[pyo3(signature = (chain, first_block, memory, blocks, *, after=None))]
     fn start_save(
         &self,
         chain: &Chain,
         first_block: usize,
         memory: Py<EngineMemory>,
         blocks: Vec<u32>,
+        after: Option<u64>,
     ) -> PyResult<Job> {
-        let transfer = self.transfer(chain, 0, memory, blocks)?;
+        let transfer = self.transfer(chain, 0, memory, blocks, after)?;
         let chunk_blocks = chain.inner.space().chunk_tokens() / self.format.block_tokens.get();
         if !first_block.is_multiple_of(chunk_blocks) {
             return Err(invalid("first_block", &first_block, &format!("a multiple of {chunk_blocks}")));
@@ -254,6 +269,23 @@ impl Store {
         let workers = self.workers.lock();
         let saves = &workers.as_ref().ok_or_else(closed)?.saves;
         Ok(saves.submit(move || run(&session, |client| transfer.save(client, first_block / chunk_blocks))))
+    }
+
+    /// Registers the store's memory with the GPU of `memory`, so that the first copies are fast too.
+    fn prepare(&self, memory: Py<EngineMemory>) -> PyResult<Vec<Job>> {
+        let workers = self.workers.lock();
+        let StoreWorkers { loads, saves, .. } = workers.as_ref().ok_or_else(closed)?;
+        let Some(gpu) = memory.get().gpu.clone() else { return Ok(Vec::new()) };
+        let prepared = |session: &Arc<NodeSession>, workers: &Workers| {
+            let (session, gpu) = (Arc::clone(session), Arc::clone(&gpu));
+            workers.submit(move || {
+                run(&session, |client| {
+                    gpu.register(client);
+                    Ok(1)
+                })
+            })
+        };
+        Ok(vec![prepared(&self.loads, loads), prepared(&self.saves, saves)])
     }
 
     /// Tells the eviction policies of a request with this chain, once for each.
@@ -318,7 +350,7 @@ impl Store {
             saves: session()?,
             workers: Mutex::new(Some(workers)),
             n_copy_threads,
-            _own: own,
+            own,
         })
     }
 
@@ -332,6 +364,7 @@ impl Store {
         first_block: usize,
         memory: Py<EngineMemory>,
         mut blocks: Vec<u32>,
+        after: Option<u64>,
     ) -> PyResult<Transfer> {
         let engine = memory.get();
         let block_bytes = self.format.payload_bytes(self.format.block_tokens.get());
@@ -351,7 +384,7 @@ impl Store {
         // A transfer of nothing begins at the chain's start.
         let first_block = if blocks.is_empty() { 0 } else { first_block };
         let (chain, n_threads) = (chain.inner.clone(), self.n_copy_threads);
-        Ok(Transfer { chain, first_block, memory: Arc::new(memory), blocks, n_threads })
+        Ok(Transfer { chain, first_block, memory: Arc::new(memory), blocks, n_threads, after })
     }
 }
 
@@ -410,13 +443,13 @@ impl OwnStore {
             .permissions(Permissions::from_mode(0o700))
             .tempdir()
             .map_err(|error| KvikError::new_err(format!("make a folder: {error}")))?;
-        let options = NodeOptions::new(SocketAddress::Path(folder.path().join("store.sock")), store);
+        let options = NodeOptions::new(SocketAddress::Path(folder.path().join(SOCKET_NAME)), store);
         let server = NodeServer::start(options).map_err(|error| exception_of(&error))?;
         Ok(Self { server, folder })
     }
 
     fn socket(&self) -> SocketAddress {
-        SocketAddress::Path(self.folder.path().join("store.sock"))
+        SocketAddress::Path(self.folder.path().join(SOCKET_NAME))
     }
 }
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import final
 
@@ -76,6 +77,7 @@ class EngineMemory:
         n_blocks: int,
         block_tokens: int,
         owner: object,
+        cuda_device: int | None = None,
     ) -> None:
         """`pieces` has the address, the bytes of a block and the bytes from one block to the next."""
     @property
@@ -126,6 +128,9 @@ class Store:
     ) -> Store:
         """Opens a store in this process."""
     @property
+    def socket(self) -> Path | None:
+        """Where other engines attach to a store in this process; `None` for the store of a daemon."""
+    @property
     def is_attached(self) -> bool:
         """Whether a daemon serves this store now."""
     def wait_attached(self, timeout_s: float) -> bool:
@@ -143,10 +148,16 @@ class Store:
         """How much of a chain the store has, from its first chunk on."""
     def start_lookup(self, chain: Chain) -> Job:
         """Begins a lookup; the job's result is the number of tokens."""
-    def start_load(self, chain: Chain, first_block: int, memory: EngineMemory, blocks: Sequence[int]) -> Job:
+    def start_load(
+        self, chain: Chain, first_block: int, memory: EngineMemory, blocks: Sequence[int], *, after: int | None = None
+    ) -> Job:
         """Begins to read blocks of whole chunks; the job's result is how many came, from the first on."""
-    def start_save(self, chain: Chain, first_block: int, memory: EngineMemory, blocks: Sequence[int]) -> Job:
+    def start_save(
+        self, chain: Chain, first_block: int, memory: EngineMemory, blocks: Sequence[int], *, after: int | None = None
+    ) -> Job:
         """Begins to write blocks of whole chunks from `first_block` on; `blocks` begins with the chain."""
+    def prepare(self, memory: EngineMemory) -> list[Job]:
+        """Registers the store's memory with the GPU of `memory`."""
     def note_request(self, chain: Chain, n_generated_tokens: int | None = None) -> Job:
         """Tells the eviction policies of a request with this chain, once for each."""
     def close(self) -> None:

@@ -41,6 +41,11 @@ impl RemoteLease {
         self.chain.payload_bytes(self.first_chunk.saturating_add(place))
     }
 
+    /// Where a chunk lies in the arena; `None` behind the last one.
+    pub fn offset(&self, place: usize) -> Option<u64> {
+        self.offsets.get(place).copied()
+    }
+
     /// The tier that a chunk came from.
     pub fn tier(&self, place: usize) -> TierKind {
         self.tiers.get(place).copied().unwrap_or(TierKind::Ram)

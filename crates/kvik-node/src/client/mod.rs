@@ -9,6 +9,7 @@ mod watch;
 mod write;
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -117,6 +118,13 @@ impl NodeClient {
     /// Its rank.
     pub fn rank(&self) -> u16 {
         self.shared.rank
+    }
+
+    /// The arena where it is mapped for writing, for a device that copies by itself. It is mapped as long as the client is.
+    ///
+    /// Only bytes of chunks that are leased may be read, and only those of chunks that are being written may be written.
+    pub fn arena(&self) -> (NonNull<u8>, usize) {
+        (self.shared.writing.address(), self.shared.writing.n_bytes())
     }
 
     /// Whether the daemon has ended the session, or is gone.

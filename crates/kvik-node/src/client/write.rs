@@ -61,6 +61,21 @@ impl RemoteWrite {
         self.offsets.get(place) == Some(&PRESENT)
     }
 
+    /// Where a chunk lies in the arena; `None` where it is present, and behind the last one.
+    pub fn offset(&self, place: usize) -> Option<u64> {
+        self.offsets.get(place).copied().filter(|offset| *offset != PRESENT)
+    }
+
+    /// Sums up what was written into a chunk's memory by other means, and lets the daemon publish it as [`Self::write_chunk`] does.
+    ///
+    /// # Errors
+    /// If the daemon is gone, or there is no such chunk.
+    pub fn commit_written(&mut self, place: usize) -> Result<()> {
+        let offset = offset_of(&self.offsets, place, 0)?;
+        let sum = self.handle.client.shared.reading.sum(offset, self.payload_bytes(place))?;
+        self.begin_commit(place, sum)
+    }
+
     /// Bytes that this rank holds of a chunk.
     pub fn payload_bytes(&self, place: usize) -> usize {
         self.chain.payload_bytes(self.first_chunk.saturating_add(place))

@@ -13,7 +13,7 @@ from kvik.vllm.worker import WorkerHalf
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 TIMEOUT_S = 10.0
 

@@ -19,9 +19,11 @@ use crate::{MemoryError, Result};
 
 mod call;
 mod context;
+mod copier;
 mod fence;
 mod host;
 
+pub use self::copier::{CopyPiece, CudaCopier};
 pub use self::host::CudaHostMemory;
 
 /// Virtual memory of an NVIDIA GPU.
