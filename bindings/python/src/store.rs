@@ -161,6 +161,12 @@ impl Store {
         self.lookups.space().is_some()
     }
 
+    /// Why no daemon serves this store; `None` while one does.
+    #[getter]
+    fn last_error(&self) -> Option<String> {
+        self.lookups.last_error()
+    }
+
     /// Waits for a daemon; says whether there is one within `timeout_s` seconds.
     fn wait_attached(&self, py: Python<'_>, timeout_s: f64) -> bool {
         let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(Duration::MAX);

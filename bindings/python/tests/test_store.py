@@ -146,7 +146,8 @@ def test_an_extended_chain_is_the_chain_of_the_longer_sequence(store):
     [
         ({"dtype": "float7"}, "float7"),
         ({"rank": 1}, "`rank` is 1; allowed: less than n_ranks, 1"),
-        ({"n_layers": 0}, "n_layers"),
+        ({"n_layers": 0}, "`n_layers` is 0; allowed: 1 or more"),
+        ({"block_tokens": 48}, "block_tokens"),
         ({"ram": "much"}, "`store.ram` is much"),
         ({"chunk_tokens": 17}, "multiples of 16"),
     ],
@@ -156,7 +157,7 @@ def test_wrong_settings_are_refused_with_the_field(change, message):
         store = kvik.Store.in_process(**({"ram": "16MiB", "chunk_tokens": CHUNK_TOKENS} | ENGINE | change))
         # A format that the store refuses shows when a session is attached.
         if not store.is_attached:
-            raise kvik.InvalidValueError("n_layers")
+            raise kvik.RefusedError(store.last_error)
 
 
 def test_blocks_that_the_engine_does_not_have_are_refused(store):
@@ -176,6 +177,7 @@ def test_blocks_that_the_engine_does_not_have_are_refused(store):
 def test_without_a_daemon_nothing_is_found_and_nothing_waits(tmp_path):
     with kvik.Store.attach(tmp_path / "none.sock", **ENGINE) as store:
         assert not store.is_attached
+        assert "none.sock" in store.last_error
         assert store.chunk_tokens is None
         begin = time.monotonic()
         with pytest.raises(kvik.StoreGoneError):

@@ -133,6 +133,9 @@ class Store:
     @property
     def is_attached(self) -> bool:
         """Whether a daemon serves this store now."""
+    @property
+    def last_error(self) -> str | None:
+        """Why no daemon serves this store; `None` while one does."""
     def wait_attached(self, timeout_s: float) -> bool:
         """Waits for a daemon; says whether there is one in time."""
     @property

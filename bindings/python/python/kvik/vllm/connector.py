@@ -56,7 +56,9 @@ class KvikConnector(KVConnectorBase_V1):
             self.worker = WorkerHalf(self.store, self.settings, self.geometry)
 
     def log_start(self) -> None:
-        state = "attached" if self.store.is_attached else "not there yet; vLLM goes on without it until it is"
+        state = "attached"
+        if not self.store.is_attached:
+            state = f"not attached, vLLM goes on without it until it is: {self.store.last_error}"
         block_bytes = self.geometry.page_bytes * len(self.geometry.layer_names)
         logger.info(
             "kvik: KV is kept in the store at %s (%s): chunks of %s tokens, %d bytes a token, saved: %s",

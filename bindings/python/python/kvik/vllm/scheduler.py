@@ -29,6 +29,8 @@ class Tracked:
     # When its lookup is given up.
     lookup_deadline: float = 0.0
     block_ids: list[int] = field(default_factory=list)
+    # Tokens that the engine itself has; what is loaded comes behind them.
+    n_local_tokens: int = 0
     # Tokens that the store has, or gets by an order that was given.
     n_stored_tokens: int = 0
     # Whether blocks of it were or are read by a save.
@@ -49,6 +51,7 @@ class SchedulerHalf:
     def matched_tokens(self, request: "Request", n_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens behind the computed ones the store has; None while that is not known."""
         tracked = self.track(request)
+        tracked.n_local_tokens = n_computed_tokens
         if params(request).get("skip_load"):
             return 0, False
         if tracked.lookup is None:
@@ -79,10 +82,11 @@ class SchedulerHalf:
         tracked.block_ids = list(blocks.get_block_ids()[0])
         if n_external_tokens == 0 or tracked.chain is None:
             return
-        # The load ends where the store's tokens end.
-        end = tracked.n_stored_tokens // self.block_tokens
-        first = end - n_external_tokens // self.block_tokens
-        n_chunks = tracked.n_stored_tokens // (self.store.chunk_tokens or tracked.n_stored_tokens)
+        end_token = tracked.n_local_tokens + n_external_tokens
+        first, end = tracked.n_local_tokens // self.block_tokens, end_token // self.block_tokens
+        chunk_tokens = self.store.chunk_tokens
+        # Without a daemon the order is given all the same: the worker reports that nothing came.
+        n_chunks = 0 if chunk_tokens is None else -(-end_token // chunk_tokens)
         packed = tracked.chain.pack(n_chunks)
         self.loads.append(LoadOrder(request.request_id, packed, first, tracked.block_ids[first:end]))
 

@@ -34,11 +34,6 @@ def run_self_test(
         if chunk_tokens is None:
             return
         n_blocks = chunk_tokens // geometry.block_tokens
-        if chunk_tokens % geometry.block_tokens != 0:
-            raise kvik.InvalidValueError(
-                f"the store has chunks of {chunk_tokens} tokens; allowed: multiples of the engine's blocks of "
-                f"{geometry.block_tokens} (kvik store serve --set tiers.chunk_tokens=N, vllm serve --block-size N)"
-            )
         blocks = list(range(1, 1 + n_blocks))
         tensors = [kv_caches[name] for name in geometry.layer_names]
         if tensors[0].shape[0] <= n_blocks:

@@ -81,7 +81,7 @@ class Geometry:
         spec = group.kv_cache_spec
         if not hasattr(spec, "dtype"):
             raise kvik.InvalidValueError(f"the KV is of {type(spec).__name__}; allowed: layers of one kind")
-        layout = getattr(cache, "kv_cache_layout", None) or getattr(config.cache_config, "kv_cache_layout", None)
+        layout = getattr(cache, "kv_cache_layout", None) or older_layout()
         return cls(
             layer_names=tuple(group.layer_names),
             block_tokens=spec.block_size,
@@ -94,6 +94,15 @@ class Geometry:
     @property
     def token_layer_bytes(self) -> int:
         return self.page_bytes // self.block_tokens
+
+
+def older_layout() -> str:
+    """The order of axes in versions of vLLM that do not say it with the configuration."""
+    try:
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+    except ImportError:
+        return "unknown"
+    return get_kv_cache_layout()
 
 
 def attach(config: "VllmConfig", settings: Settings, geometry: Geometry, rank: int, **other: Any) -> kvik.Store:
