@@ -74,7 +74,7 @@ impl Replica {
     /// Reads until it is at the number `next_sequence`.
     async fn follow(&mut self, listener: &mut Listener, next_sequence: u64) {
         while self.next_sequence != Some(next_sequence) {
-            self.take(&listener.next().await);
+            self.take(&listener.next().await.unwrap());
         }
     }
 }
@@ -145,7 +145,7 @@ proptest! {
                 Operation::Read => {
                     let (listener, replica) = listeners.last_mut().unwrap();
                     if replica.next_sequence != Some(next_of(&log)) {
-                        replica.take(&runtime.block_on(listener.next()));
+                        replica.take(&runtime.block_on(listener.next()).unwrap());
                     }
                 }
             }
@@ -175,7 +175,7 @@ async fn a_listener_goes_on_where_it_was_in_the_same_epoch_only() {
         let keys: &[u64] = if resumes_at == Some(1) { &[1, 2] } else { &[2] };
         let held = keys.iter().map(|key| (BLOCKS, KvTier::Gpu, KvKey(*key))).collect();
         let mut replica = Replica { held, ..Replica::default() };
-        replica.take(&listener.next().await);
+        replica.take(&listener.next().await.unwrap());
         assert_eq!(replica.hellos[0].resumes_at, resumes_at, "{resume:?}");
         replica.follow(&mut listener, 2).await;
         assert_eq!(replica.n_snapshots, usize::from(resumes_at.is_none()));
@@ -204,8 +204,8 @@ async fn what_changes_while_a_snapshot_is_read_comes_after_it() {
     log.append(BLOCKS, (0..50_000).map(|key| change(key, true)));
     let mut listener = log.listen(None).unwrap();
     let mut replica = Replica::default();
-    replica.take(&listener.next().await);
-    replica.take(&listener.next().await);
+    replica.take(&listener.next().await.unwrap());
+    replica.take(&listener.next().await.unwrap());
     assert!(!replica.parts.is_empty() && replica.n_snapshots == 0);
     log.append(BLOCKS, (0..50_000).filter(|key| key % 2 == 0).map(|key| change(key, false)));
     replica.follow(&mut listener, next_of(&log)).await;
@@ -227,7 +227,7 @@ async fn many_changes_are_cut_into_batches_and_chains_into_runs() {
     let mut decoder = FrameDecoder::default();
     let mut runs = Vec::new();
     while runs.len() < 3 {
-        decoder.push(&listener.next().await);
+        decoder.push(&listener.next().await.unwrap());
         while let Some(frame) = decoder.next_frame().unwrap() {
             if let Frame::Batch(batch) = frame {
                 runs.push(batch.changes.iter().map(|change| change.keys().len()).collect::<Vec<_>>());
@@ -244,7 +244,7 @@ async fn a_quiet_log_says_that_it_lives_and_a_change_wakes_at_once() {
     let mut replica = Replica::default();
     replica.follow(&mut listener, 0).await;
     let started = tokio::time::Instant::now();
-    replica.take(&listener.next().await);
+    replica.take(&listener.next().await.unwrap());
     assert_eq!((replica.n_alive, started.elapsed()), (1, ALIVE_INTERVAL));
     let appending = Arc::clone(&log);
     tokio::spawn(async move {
