@@ -280,9 +280,13 @@ impl ManageAnswer {
             4 => Self::Count(number(&mut fields)?),
             5 => Self::Cleared(list(&mut fields, tier_count)?),
             6 => {
+                let text = fields.rest();
+                if text.len() > MAX_STATS_BYTES {
+                    return Err(NodeError::invalid("statistics", &text.len(), "what a frame has room for"));
+                }
                 let refused =
                     |_| NodeError::invalid("statistics", &"other bytes", "JSON of counts and tiers");
-                Self::Stats(serde_json::from_slice(fields.rest()).map_err(refused)?)
+                Self::Stats(serde_json::from_slice(text).map_err(refused)?)
             }
             7 => Self::Refused { reason: fields.text("reason")? },
             8 => Self::Moving,

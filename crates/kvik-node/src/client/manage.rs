@@ -1,8 +1,8 @@
 //! A client that manages its tenant's chunks.
 
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use kvik_memory::socket::{Connection, FrameBuffer, wait_ready};
@@ -39,7 +39,7 @@ pub struct NodeManager {
     timeout: Duration,
     state: Mutex<ManagerState>,
     /// That of the attachment, to end it while a call has the state.
-    connection: Mutex<Option<Arc<Connection>>>,
+    connection: Mutex<Weak<Connection>>,
     is_closed: AtomicBool,
     /// Waited on between two attempts to attach.
     retry: Condvar,
@@ -85,7 +85,7 @@ impl NodeManager {
             options,
             timeout: CALL_TIMEOUT,
             state: Mutex::default(),
-            connection: Mutex::new(None),
+            connection: Mutex::new(Weak::new()),
             is_closed: AtomicBool::new(false),
             retry: Condvar::new(),
         }
@@ -207,7 +207,7 @@ impl NodeManager {
     /// Ends the attachment, and with it its prefetches; the call that runs fails, and every later one.
     pub fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
-        if let Some(connection) = self.connection.lock().take() {
+        if let Some(connection) = self.connection.lock().upgrade() {
             connection.close();
         }
     }
@@ -290,7 +290,7 @@ impl NodeManager {
                     if self.is_closed.load(Ordering::Acquire) {
                         return Err(NodeError::Gone { reason: "the client is closed" });
                     }
-                    *connection = Some(Arc::clone(&link.connection));
+                    *connection = Arc::downgrade(&link.connection);
                     state.link = Some(link);
                     state.n_links += 1;
                 }

@@ -2,6 +2,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use kvik_proto::kv_stream::{ALIVE_INTERVAL, FrameDecoder};
+use kvik_types::BlockHash;
 use proptest::prelude::*;
 
 use super::*;
@@ -253,6 +254,36 @@ async fn a_quiet_log_says_that_it_lives_and_a_change_wakes_at_once() {
     });
     replica.follow(&mut listener, 1).await;
     assert_eq!((replica.n_alive, started.elapsed()), (1, ALIVE_INTERVAL + Duration::from_millis(100)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_group_that_comes_later_ends_streams_and_is_named_to_those_that_come_back() {
+    let log = log_of(KEPT_BYTES);
+    let chunk = |key: u64| Change { tier: KvTier::Cpu, ..change(key, true) };
+    log.append(BLOCKS, std::iter::once(change(1, true)));
+    let mut waiting = log.listen(None).unwrap();
+    let mut replica = Replica::default();
+    replica.follow(&mut waiting, 1).await;
+    let (slow, adding) = (log.listen(None).unwrap(), Arc::clone(&log));
+    let n_before = log.n_groups();
+    tokio::spawn(async move {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        adding.add_group(BlockGroup { number: 7, block_tokens: 256, root: BlockHash([7; 16]) });
+        adding.append(7, std::iter::once(chunk(2)));
+    });
+    let started = tokio::time::Instant::now();
+    assert!(waiting.next().await.is_none(), "it hears nothing of a group that it does not know");
+    assert_eq!(started.elapsed(), Duration::from_millis(100), "at once");
+    let mut slow = slow;
+    assert!(slow.next().await.is_none());
+    assert!(log.has_group(7));
+    // It goes on from where it was, or from the start; either is told of the group.
+    for resume in [Some((log.epoch(), 1)), None] {
+        let (mut again, mut replica) = (log.listen(resume).unwrap(), Replica::default());
+        replica.follow(&mut again, 2).await;
+        assert_eq!(replica.hellos[0].groups.len(), n_before + 1);
+        assert!(replica.held.contains(&(7, KvTier::Cpu, KvKey(2))));
+    }
 }
 
 #[test]
