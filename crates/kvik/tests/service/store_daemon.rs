@@ -203,7 +203,9 @@ fn what_one_worker_pins_stays_while_another_one_fills_the_memory() {
         daemon.wait_for_chunks(u64::from(2 * (number - 20) + 4));
     }
     assert_eq!(tiers_of(&second, 8), json!({"ram": 512}), "although the worker that pinned it is gone");
-    assert_eq!(tiers_of(&second, 20), json!({}), "there was not room for all");
+    let is_whole = |number: u32| tiers_of(&second, number) == json!({"ram": 512});
+    let n_whole = (20..27).filter(|number| is_whole(*number)).count();
+    assert!(n_whole <= 2, "there is room for two more, and {n_whole} are there");
 }
 
 #[test]
