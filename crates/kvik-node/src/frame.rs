@@ -24,6 +24,8 @@ pub enum Purpose {
     Session,
     /// To be told which chunks there are.
     Watch,
+    /// To ask for what people and tools do with a store: look up, pin, move, clear and the like.
+    Manage,
 }
 
 /// What a client says of itself.
@@ -64,7 +66,11 @@ impl Attach {
     pub fn encode(&self) -> Vec<u8> {
         let Self { namespace, format, rank, token, purpose } = self;
         let mut frame = MAGIC.to_vec();
-        frame.push((*purpose == Purpose::Watch).into());
+        frame.push(match purpose {
+            Purpose::Session => 0,
+            Purpose::Watch => 1,
+            Purpose::Manage => 2,
+        });
         frame.extend(rank.to_le_bytes());
         frame.extend(format.n_layers.to_le_bytes());
         frame.extend(format.token_layer_bytes.to_le_bytes());
@@ -82,7 +88,12 @@ impl Attach {
     /// If the bytes are no such frame; the error names the wrong field.
     pub fn decode(frame: &[u8]) -> Result<Self> {
         let mut fields = Fields::after_magic(frame)?;
-        let purpose = if fields.flag("purpose")? { Purpose::Watch } else { Purpose::Session };
+        let purpose = match fields.array()? {
+            [0] => Purpose::Session,
+            [1] => Purpose::Watch,
+            [2] => Purpose::Manage,
+            [other] => return Err(NodeError::invalid("purpose", &other, "0, 1 or 2")),
+        };
         let rank = u16::from_le_bytes(fields.array()?);
         let format = ChunkFormat {
             n_layers: u32::from_le_bytes(fields.array()?),
@@ -235,6 +246,11 @@ impl<'a> Fields<'a> {
         size.ok_or_else(|| NodeError::invalid(field, &n_tokens, "a number of tokens of a block"))
     }
 
+    /// All that is left.
+    pub(crate) fn rest(&mut self) -> &'a [u8] {
+        std::mem::take(&mut self.0)
+    }
+
     pub(crate) fn end(&self) -> Result<()> {
         match self.0.len() {
             0 => Ok(()),
@@ -276,7 +292,13 @@ mod tests {
 
     #[test]
     fn frames_are_read_as_they_were_written() {
-        assert_eq!(Attach::decode(&attach().encode()).unwrap(), attach());
+        for purpose in [Purpose::Session, Purpose::Watch, Purpose::Manage] {
+            let attach = Attach { purpose, ..attach() };
+            assert_eq!(Attach::decode(&attach.encode()).unwrap(), attach);
+        }
+        let mut unknown = attach().encode();
+        unknown[MAGIC.len()] = 3;
+        assert!(Attach::decode(&unknown).unwrap_err().to_string().contains("`purpose` is 3"));
         for key in [None, Some(DigestKey::from_secret(b"secret"))] {
             assert_eq!(Attached::decode(&attached(key.clone()).encode()).unwrap(), attached(key));
         }

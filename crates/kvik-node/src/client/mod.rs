@@ -4,7 +4,9 @@ mod chain;
 mod exchange;
 mod layers;
 mod lease;
+mod manage;
 mod session;
+mod survey;
 mod watch;
 mod write;
 
@@ -29,7 +31,9 @@ pub use chain::OpenChain;
 use exchange::Exchange;
 pub use layers::RemoteLayers;
 pub use lease::RemoteLease;
+pub use manage::{NodeManager, RemotePrefetch};
 pub use session::NodeSession;
+pub use survey::survey;
 pub use watch::NodeWatch;
 pub use write::RemoteWrite;
 

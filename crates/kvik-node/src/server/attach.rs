@@ -13,9 +13,10 @@ use kvik_types::Namespace;
 use rustix::event::{PollFd, PollFlags};
 
 use super::control::SessionControl;
+use super::manage::Management;
 use super::records::Auditor;
 use super::session::Session;
-use super::{Served, Shared, hand_over, watch};
+use super::{Served, Shared, hand_over, manage, watch};
 use crate::error::{NodeError, Result};
 use crate::frame::{Attach, Attached, Purpose, refusal};
 use crate::ring::{Consumer, SESSION_WORDS, SUBMISSIONS};
@@ -69,6 +70,13 @@ pub(super) fn serve(
         auditor.detached(served.as_ref().err());
         return served.map(|()| Served::ToTheEnd);
     }
+    if admitted.attach.purpose == Purpose::Manage {
+        let served = answer(&admitted, connection, &[])
+            .and_then(|()| manage(shared, &admitted, connection, control, &auditor));
+        counters.failed.fetch_add(served.is_err().into(), Ordering::Relaxed);
+        auditor.detached(served.as_ref().err());
+        return served.map(|()| Served::ToTheEnd);
+    }
     let words = Arc::new(SharedWords::create(SESSION_WORDS)?);
     let sleeping = Arc::clone(&words);
     control.woken_by(move || Consumer::interrupt(&*sleeping, SUBMISSIONS));
@@ -93,6 +101,19 @@ pub(super) fn serve(
     auditor.detached(served.as_ref().err());
     counters.sessions.fetch_sub(1, Ordering::Relaxed);
     served.map(|()| Served::ToTheEnd)
+}
+
+fn manage(
+    shared: &Shared,
+    admitted: &Admitted,
+    connection: &Connection,
+    control: &SessionControl,
+    auditor: &Auditor,
+) -> Result<()> {
+    let Admitted { attach, tenant, store, space } = admitted;
+    let namespace = Namespace { tenant: tenant.clone(), ..attach.namespace.clone() };
+    let management = Management::new(store, space, namespace, auditor);
+    manage::run(management, connection, control, &shared.counters)
 }
 
 fn admit(shared: &Shared, frame: &[u8], is_full: bool) -> Result<Admitted> {

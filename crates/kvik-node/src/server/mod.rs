@@ -4,6 +4,7 @@ mod attach;
 mod control;
 mod hand_over;
 mod handles;
+mod manage;
 mod records;
 mod session;
 mod sums;

@@ -48,6 +48,11 @@ impl Store {
         }
         true
     }
+
+    /// Pins of all chains.
+    pub fn n_pins(&self) -> usize {
+        self.core().pinned.lock().values().map(Vec::len).sum()
+    }
 }
 
 impl Core {
