@@ -10,8 +10,12 @@
 //! | `GET /ring` | none | [`RingView`] |
 //! | `GET /route?seq_id=..&explain=true` | none | [`RouteResponse`] |
 //! | `GET /watch` | none | server-sent [`WatchEvent`]s: a snapshot, then one after each change |
+//!
+//! [`stores`](crate::stores) has the calls of store daemons.
 
 use serde::{Deserialize, Serialize};
+
+use crate::stores::StoreInfo;
 
 /// A worker as it describes itself.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -161,6 +165,9 @@ pub struct Snapshot {
     pub ring: RingConfig,
     /// The members, by id.
     pub members: Vec<Member>,
+    /// The store daemons, by id; they take no requests.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub stores: Vec<StoreInfo>,
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "the form that serde calls")]

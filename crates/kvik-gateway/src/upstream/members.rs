@@ -284,7 +284,7 @@ mod tests {
 
     fn snapshot(term: u64, version: u64, ids: &[&str]) -> Snapshot {
         let members = ids.iter().map(|id| member(id, 1)).collect();
-        Snapshot { incarnation: 0, term, version, ring: RingConfig::default(), members }
+        Snapshot { incarnation: 0, term, version, ring: RingConfig::default(), members, stores: Vec::new() }
     }
 
     fn ids(book: &mut MemberBook) -> Vec<String> {
