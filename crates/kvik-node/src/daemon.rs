@@ -12,14 +12,16 @@ use axum::routing::get;
 use kvik_runtime::http::{ListenLimits, listen, serve};
 use kvik_runtime::shutdown::Shutdown;
 use kvik_runtime::telemetry::render_metrics;
+use kvik_tier::PeerAddress;
 use kvik_tier::peer::PeerAdmission;
 use parking_lot::Mutex;
 use tokio::net::TcpListener;
+use tokio::sync::watch;
 
-use crate::config::{DaemonConfig, PeerPlans};
+use crate::config::{DaemonConfig, PeerPlans, store_info};
 use crate::error::{NodeError, Result};
 use crate::metrics::DaemonMetrics;
-use crate::peers::{Discovery, PeerServer};
+use crate::peers::{Discovery, Listing, PeerServer};
 use crate::server::{NodeOptions, NodeServer, SUCCESSOR_TIMEOUT};
 use crate::take_over::{StoreParts, TakeOverOptions, TenantOpener};
 use crate::tenant::Tenant;
@@ -52,6 +54,7 @@ impl StoreDaemon {
     /// # Errors
     /// If the configuration is wrong, a tier cannot be opened, or the socket or address is taken.
     pub async fn start(config: DaemonConfig, shutdown: &Shutdown) -> Result<RunningDaemon> {
+        config.check_cluster()?;
         let metrics_listener = match &config.metrics {
             Some(address) => Some(listen(address).await?),
             None => None,
@@ -89,7 +92,7 @@ impl StoreDaemon {
         let opener = Arc::new(ConfiguredOpener::try_new(&config, shutdown)?);
         let (socket, peer) = (config.socket.clone(), config.peer.clone());
         // What cannot work is refused before anything happens.
-        peer.check_listener()?;
+        config.check_cluster()?;
         let opening = Arc::clone(&opener);
         let server = open(move || {
             NodeServer::take_over(TakeOverOptions {
@@ -145,9 +148,31 @@ impl ConfiguredOpener {
         if !tiers.is_empty() {
             let own = peer_server.as_ref().map(|peers| peers.address());
             let (names, keeps_names) = (self.config.peer.addresses()?, self.config.peer.tls.is_some());
-            Discovery::new(names, own, keeps_names, tiers).start(&self.shutdown).await;
+            let listed = self.list(server, own)?;
+            Discovery::new(names, listed, own, keeps_names, tiers).start(&self.shutdown).await;
         }
         Ok(peer_server)
+    }
+}
+
+impl ConfiguredOpener {
+    /// Has this node listed by the coordinators, where it listens; returns the other nodes of their list.
+    fn list(
+        &self,
+        server: &NodeServer,
+        listening: Option<SocketAddr>,
+    ) -> Result<Option<watch::Receiver<Vec<PeerAddress>>>> {
+        let clients = self.config.coordinator_clients()?;
+        if clients.is_empty() {
+            return Ok(None);
+        }
+        let memory_bytes =
+            server.tenants().iter().map(|tenant| tenant.store.arena().stat().capacity_bytes).sum();
+        let advertised = self.config.peer.advertised(listening)?;
+        let own = advertised.map(|address| store_info(&address, memory_bytes));
+        let (listing, listed) = Listing::new(clients, own);
+        self.shutdown.spawn(listing.run(self.shutdown.clone()));
+        Ok(Some(listed))
     }
 }
 

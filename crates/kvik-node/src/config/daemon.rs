@@ -29,6 +29,11 @@ pub struct DaemonConfig {
     /// File with a token of at least 16 bytes that engines show when they attach. Default: none, every process of this
     /// user may attach.
     pub token_file: Option<PathBuf>,
+    /// Token that all services of a cluster share, of 16 characters or more, for calls to coordinators.
+    /// `KVIK_CLUSTER_TOKEN` in the environment sets it for every role. Default: none.
+    pub cluster_token: Option<Secret>,
+    /// File with the cluster token, less a line break at its end. Default: none.
+    pub cluster_token_file: Option<PathBuf>,
     /// Where chunks are kept. With `tenants` these are the settings that a tenant does not have itself, and no tenant
     /// is without a name.
     pub tiers: StoreConfig,
@@ -84,6 +89,8 @@ impl Default for DaemonConfig {
             max_sessions: 64,
             metrics: None,
             token_file: None,
+            cluster_token: None,
+            cluster_token_file: None,
             tiers: StoreConfig::default(),
             tenants: Vec::new(),
             peer: PeerConfig::default(),

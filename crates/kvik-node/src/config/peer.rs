@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvik_runtime::secret::Secret;
+use kvik_runtime::tls::TlsClientFiles;
 use kvik_tier::peer::{PeerAdmission, PeerTlsFiles, PeerToken};
 use kvik_tier::{PeerAddress, PeerOptions, PeerTier};
 use serde::{Deserialize, Serialize};
@@ -26,6 +27,14 @@ pub struct PeerConfig {
     /// Nodes whose chunks are read, `host:port` each. A name stands for all its addresses, which are looked up again
     /// every few seconds; this node itself is left out. Default: none.
     pub nodes: Vec<String>,
+    /// Base addresses of coordinators, tried in order: this node has itself listed there, where it listens, and reads
+    /// from all nodes of the list, besides `nodes`. Default: none.
+    pub coordinators: Vec<String>,
+    /// Address at which other nodes reach this one, `host:port`, which coordinators are told. Default: none, that of
+    /// `listen`, which then must not be a wildcard.
+    pub advertise: Option<String>,
+    /// TLS towards coordinators. Default: none, only `http://` works.
+    pub coordinator_tls: TlsClientFiles,
     /// File with a token of at least 16 bytes that all nodes share. Default: none.
     pub token_file: Option<PathBuf>,
     /// PEM files of TLS between nodes: each shows its certificate and checks that of the other. Default: none, no TLS.
@@ -81,6 +90,9 @@ impl Default for PeerConfig {
         Self {
             listen: None,
             nodes: Vec::new(),
+            coordinators: Vec::new(),
+            advertise: None,
+            coordinator_tls: TlsClientFiles::default(),
             token_file: None,
             tls: None,
             insecure: false,
@@ -96,7 +108,7 @@ impl Default for PeerConfig {
 }
 
 impl PeerConfig {
-    /// Opens what other nodes are read through for one tenant; `None` where no node is named.
+    /// Opens what other nodes are read through for one tenant; `None` where no node is named and no coordinator asked.
     ///
     /// # Errors
     /// For the first value that is not allowed, and where a token or a file of TLS cannot be read.
@@ -110,7 +122,7 @@ impl PeerConfig {
         }
         check((1..=64).contains(&self.connections), "peer.connections", &self.connections, "1 to 64")?;
         let bytes_per_s = parse_size("peer.bytes_per_s", &self.bytes_per_s)?;
-        if self.nodes.is_empty() {
+        if self.nodes.is_empty() && self.coordinators.is_empty() {
             return Ok(None);
         }
         let options = PeerOptions {

@@ -1,4 +1,5 @@
-//! Which nodes there are: the addresses of the names in the configuration, looked up again and again.
+//! Which nodes there are: the addresses of the names in the configuration and on the coordinators' list, looked up
+//! again and again.
 
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, UdpSocket};
@@ -7,6 +8,7 @@ use std::time::Duration;
 
 use kvik_runtime::shutdown::Shutdown;
 use kvik_tier::{PeerAddress, PeerTier};
+use tokio::sync::watch;
 
 /// How often names are looked up. A node that comes is asked after so long; one that goes is left alone at once,
 /// because it does not answer.
@@ -16,6 +18,8 @@ const INTERVAL: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(crate) struct Discovery {
     names: Vec<PeerAddress>,
+    /// What the coordinators list; `None` where none is asked.
+    listed: Option<watch::Receiver<Vec<PeerAddress>>>,
     /// Where this node listens for peers.
     own: Option<SocketAddr>,
     /// Whether addresses are taken for those of the names: with TLS a certificate is for the name.
@@ -26,30 +30,44 @@ pub(crate) struct Discovery {
 impl Discovery {
     pub(crate) fn new(
         names: Vec<PeerAddress>,
+        listed: Option<watch::Receiver<Vec<PeerAddress>>>,
         own: Option<SocketAddr>,
         keeps_names: bool,
         tiers: Vec<Arc<PeerTier>>,
     ) -> Self {
-        Self { names, own, keeps_names, tiers }
+        Self { names, listed, own, keeps_names, tiers }
     }
 
     /// Looks the names up once, then again and again until the service ends.
-    pub(crate) async fn start(self, shutdown: &Shutdown) {
+    pub(crate) async fn start(mut self, shutdown: &Shutdown) {
         self.look_up().await;
         let draining = shutdown.clone();
         shutdown.spawn(async move {
             loop {
                 tokio::select! {
                     () = draining.draining() => return,
-                    () = tokio::time::sleep(INTERVAL) => self.look_up().await,
+                    () = tokio::time::sleep(INTERVAL) => {}
+                    () = self.list_changed() => {}
                 }
+                self.look_up().await;
             }
         });
     }
 
+    /// Waits for another list; for ever where there will be none.
+    async fn list_changed(&mut self) {
+        if let Some(listed) = &mut self.listed
+            && listed.changed().await.is_ok()
+        {
+            return;
+        }
+        std::future::pending::<()>().await;
+    }
+
     async fn look_up(&self) {
         let mut peers = BTreeSet::new();
-        for name in &self.names {
+        let listed = self.listed.as_ref().map(|listed| listed.borrow().clone()).unwrap_or_default();
+        for name in self.names.iter().chain(&listed) {
             let found = tokio::net::lookup_host((name.host.as_str(), name.port)).await;
             let addresses: Vec<SocketAddr> = match found {
                 Ok(addresses) => addresses.collect(),
@@ -99,7 +117,7 @@ mod tests {
                 .map(|text| text.parse().unwrap())
                 .collect();
         let own = Some("127.0.0.1:9106".parse().unwrap());
-        let discovery = Discovery::new(names.clone(), own, false, vec![Arc::clone(&tier)]);
+        let discovery = Discovery::new(names.clone(), None, own, false, vec![Arc::clone(&tier)]);
         discovery.look_up().await;
         let found = |tier: &PeerTier| tier.peers().iter().map(ToString::to_string).collect::<Vec<_>>();
         assert_eq!(
@@ -107,7 +125,13 @@ mod tests {
             ["127.0.0.1:9107", "127.0.0.2:9106", "[::1]:9106", "no.such.name.invalid:9106"]
         );
         let own = Some("0.0.0.0:9106".parse().unwrap());
-        Discovery::new(names[..3].to_vec(), own, false, vec![Arc::clone(&tier)]).look_up().await;
+        Discovery::new(names[..3].to_vec(), None, own, false, vec![Arc::clone(&tier)]).look_up().await;
         assert_eq!(found(&tier), ["127.0.0.1:9107"], "all addresses of loopback are this machine's");
+        let (_sender, listed) = watch::channel(names[1..3].to_vec());
+        let own = Some("127.0.0.2:9106".parse().unwrap());
+        Discovery::new(names[..1].to_vec(), Some(listed), own, false, vec![Arc::clone(&tier)])
+            .look_up()
+            .await;
+        assert_eq!(found(&tier), ["127.0.0.1:9106", "127.0.0.1:9107"], "names and the list add up");
     }
 }

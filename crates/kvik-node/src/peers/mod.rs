@@ -1,6 +1,7 @@
 //! The daemon's side towards other nodes: a listener, and one thread for each connection.
 
 mod discovery;
+mod listing;
 mod source;
 
 use std::collections::HashMap;
@@ -19,6 +20,7 @@ use rustix::fd::OwnedFd;
 use crate::error::{NodeError, Result};
 use crate::tenant::Tenant;
 pub(crate) use discovery::Discovery;
+pub(crate) use listing::Listing;
 use source::StoreSource;
 
 /// Connections at a time: those of a hundred nodes.
