@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -14,6 +15,7 @@ use axum::{Json, Router};
 use kvik_memory::SocketAddress;
 use kvik_node::{AttachOptions, DaemonConfig, NodeClient, PeerConfig, RunningDaemon, StoreDaemon};
 use kvik_proto::coordinator::{DeregisterRequest, HeartbeatResponse, RegisterResponse, WorkerState};
+use kvik_proto::index::{HoldersRequest, HoldersResponse};
 use kvik_proto::stores::{RegisterStoreRequest, StoreHeartbeatRequest, StoreInfo, StoreList};
 use kvik_runtime::shutdown::Shutdown;
 use kvik_store::{Chain, ChunkFormat};
@@ -35,7 +37,26 @@ const PATIENCE: Duration = Duration::from_mins(1);
 struct Board {
     stores: BTreeMap<String, StoreInfo>,
     is_away: bool,
+    workers: BTreeMap<String, String>,
     n_heartbeats: u64,
+    index: Index,
+}
+
+/// What stands in for the global KV index.
+#[derive(Debug, Default)]
+struct Index {
+    holders: BTreeMap<String, u64>,
+    state: IndexState,
+    n_questions: u64,
+    keys: Vec<String>,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+enum IndexState {
+    #[default]
+    Answers,
+    Refuses,
+    Hangs,
 }
 
 type SharedBoard = Arc<Mutex<Board>>;
@@ -57,6 +78,7 @@ impl Coordinator {
             .route("/stores/register", post(register))
             .route("/stores/heartbeat", post(heartbeat))
             .route("/stores/deregister", post(deregister))
+            .route("/index/holders", post(holders))
             .with_state(Arc::clone(&board));
         runtime.spawn(async move { axum::serve(listener, router).await.unwrap() });
         Self { board, base, _runtime: runtime }
@@ -73,7 +95,7 @@ async fn list(State(board): State<SharedBoard>) -> Result<Json<StoreList>, Statu
     if board.is_away {
         Err(StatusCode::SERVICE_UNAVAILABLE)
     } else {
-        Ok(Json(StoreList { term: 1, version: 1, stores }))
+        Ok(Json(StoreList { term: 1, version: 1, stores, workers: board.workers.clone() }))
     }
 }
 
@@ -107,6 +129,23 @@ async fn heartbeat(
 async fn deregister(State(board): State<SharedBoard>, Json(request): Json<DeregisterRequest>) -> StatusCode {
     board.lock().stores.retain(|id, store| *id != request.id || store.epoch != request.epoch);
     StatusCode::NO_CONTENT
+}
+
+async fn holders(
+    State(board): State<SharedBoard>,
+    Json(request): Json<HoldersRequest>,
+) -> Result<Json<HoldersResponse>, StatusCode> {
+    let state = {
+        let index = &mut board.lock().index;
+        index.n_questions += 1;
+        index.keys.extend(request.keys);
+        index.state
+    };
+    match state {
+        IndexState::Answers => Ok(Json(HoldersResponse { holders: board.lock().index.holders.clone() })),
+        IndexState::Refuses => Err(StatusCode::SERVICE_UNAVAILABLE),
+        IndexState::Hangs => std::future::pending().await,
+    }
 }
 
 /// A node's daemon, in a runtime of its own.
@@ -318,6 +357,71 @@ fn a_node_that_others_could_not_reach_is_refused() {
     let started = StoreDaemon::start(config, &shutdown);
     let error = Runtime::new().unwrap().block_on(started).unwrap_err().to_string();
     assert!(error.contains("`peer.advertise` is not set"), "{error}");
+}
+
+#[test]
+fn the_index_is_asked_first_and_believed_only_as_far_as_nodes_confirm_it() {
+    const ALL: [TierKind; DOCUMENT_CHUNKS] = [TierKind::Peer; DOCUMENT_CHUNKS];
+    let folder = tempfile::tempdir().unwrap();
+    let coordinator = Coordinator::start();
+    let listed = |config: &mut DaemonConfig| config.peer.coordinators = vec![coordinator.base.clone()];
+    let first = Node::start(folder.path(), "first", listed);
+    let second = Node::start(folder.path(), "second", listed);
+    let reader = Node::start(folder.path(), "reader", |config| {
+        listed(config);
+        config.peer.index = Some(coordinator.base.clone());
+        // A node that is gone: to ask it is a failure.
+        config.peer.nodes = vec!["127.0.0.1:1".to_owned()];
+    });
+    reader.wait_for_peers(3);
+    let (stored, client) = (first.attach(), reader.attach());
+    let say = |holders: &[(&str, u64)], state| {
+        let mut board = coordinator.board.lock();
+        board.index.holders = holders.iter().map(|(worker, n)| ((*worker).to_owned(), *n)).collect();
+        board.index.state = state;
+        board.index.n_questions
+    };
+    let hints = || ["right_hints", "wrong_hints"].map(|name| reader.detail(name));
+    let next_document = Cell::new(0);
+    // Reads a document that only the first node has.
+    let read_new = || {
+        next_document.set(next_document.get() + 1);
+        assert_eq!(serve(&stored, next_document.get()), []);
+        serve(&client, next_document.get())
+    };
+    assert_eq!(read_new(), ALL, "before it is known which worker is where, all nodes are asked");
+    assert_eq!((hints(), coordinator.board.lock().index.n_questions), ([0, 0], 0));
+    assert!(reader.detail("failures") > 0, "the node that is gone, too");
+
+    let nodes = [("w1", first.address()), ("w2", second.address())];
+    coordinator.board.lock().workers = nodes.map(|(worker, node)| (worker.to_owned(), node)).into();
+    say(&[("w1", 4)], IndexState::Answers);
+    eventually("the reader has the list, and asks the index", || {
+        assert_eq!(read_new(), ALL);
+        reader.detail("right_hints") > 0
+    });
+    let names: Vec<String> = chain(&client, next_document.get(), DOCUMENT_CHUNKS)
+        .names()
+        .iter()
+        .map(|name| name.to_string()[..16].to_owned())
+        .collect();
+    // Chunks are looked up in groups, from the first on.
+    assert!(coordinator.board.lock().index.keys.ends_with(&names));
+
+    let [right, wrong] = hints();
+    say(&[("w2", 9)], IndexState::Answers);
+    assert_eq!(read_new(), ALL, "a hint that is wrong costs a question");
+    assert!(hints()[1] > wrong && hints()[0] == right);
+
+    let before = hints();
+    let n_questions = say(&[("w9", 4)], IndexState::Answers);
+    assert_eq!(read_new(), ALL, "a worker of no known node is no hint");
+    assert!(coordinator.board.lock().index.n_questions > n_questions);
+    say(&[], IndexState::Refuses);
+    assert_eq!(read_new(), ALL, "an index that is away");
+    say(&[("w1", 4)], IndexState::Hangs);
+    assert_eq!(read_new(), ALL, "an index that does not answer");
+    assert_eq!(hints(), before);
 }
 
 /// What a cluster of three nodes has after requests that ask for documents of very different popularity.

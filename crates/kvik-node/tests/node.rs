@@ -233,6 +233,7 @@ fn after_a_request_without_an_answer_every_call_fails_at_once() {
         stores_tails: false,
         digest_key: None,
         arena_bytes: arena.stat().capacity_bytes,
+        peer_address: None,
     };
     std::thread::scope(|scope| {
         let attaching = scope.spawn(|| NodeClient::attach(&options).unwrap());

@@ -33,6 +33,9 @@ pub struct WorkerInfo {
     /// Share of the ring relative to the other workers. Default: 1.
     #[serde(default = "one")]
     pub weight: f64,
+    /// Where other nodes read the chunks of the store daemon that it is attached to, `host:port`. Default: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub store: Option<String>,
 }
 
 /// What a worker has to do.

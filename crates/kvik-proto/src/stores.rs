@@ -10,6 +10,8 @@
 //! A daemon is a member by the rules of workers: the later epoch wins, and three missed heartbeats end it. It is never among
 //! the members of the ring, so no gateway sends it a request.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 /// A store daemon as it describes itself.
@@ -51,4 +53,7 @@ pub struct StoreList {
     pub version: u64,
     /// The daemons, by id.
     pub stores: Vec<StoreInfo>,
+    /// By worker: the address of the daemon that it is attached to, and whose chunks it tells the index of.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub workers: BTreeMap<String, String>,
 }

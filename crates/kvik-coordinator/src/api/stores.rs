@@ -23,8 +23,18 @@ use crate::leader::Command;
 const MAX_ADDRESS_BYTES: usize = 261;
 
 pub(super) async fn list(State(api): State<Arc<Api>>) -> Result<Json<StoreList>, ApiError> {
-    let snapshot = &held(&api)?.snapshot;
-    Ok(Json(StoreList { term: snapshot.term, version: snapshot.version, stores: snapshot.stores.clone() }))
+    let held = held(&api)?;
+    let snapshot = &held.snapshot;
+    let attached = snapshot.members.iter().filter_map(|member| {
+        let worker = &member.worker;
+        Some((worker.id.clone(), worker.store.clone()?))
+    });
+    Ok(Json(StoreList {
+        term: snapshot.term,
+        version: snapshot.version,
+        stores: snapshot.stores.clone(),
+        workers: attached.collect(),
+    }))
 }
 
 pub(super) async fn register(

@@ -29,6 +29,7 @@ async fn the_document_and_the_routes_are_the_same() {
         } else {
             let body = match path.as_str() {
                 "/v1/score" => r#"{"model":"m","token_ids":[1]}"#,
+                "/index/holders" => r#"{"keys":["0123456789abcdef"]}"#,
                 _ => r#"{"model":"m","prompt":"x"}"#,
             };
             assert_eq!(gateway.post(&path, &[], body).await.status, 200, "{path}");
@@ -47,6 +48,7 @@ async fn the_document_and_the_routes_are_the_same() {
         "get /v1/models/{model}",
         "post /detokenize",
         "post /generate",
+        "post /index/holders",
         "post /tokenize",
         "post /v1/chat/completions",
         "post /v1/completions",

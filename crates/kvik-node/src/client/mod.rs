@@ -65,6 +65,7 @@ struct ClientShared {
     exchange: Exchange,
     space: Space,
     rank: u16,
+    peer_address: Option<String>,
     reading: ArenaView,
     writing: ArenaView,
 }
@@ -103,6 +104,7 @@ impl NodeClient {
             exchange: Exchange::new(connection, words, *timeout),
             space: attached.space(namespace, *format)?,
             rank: *rank,
+            peer_address: attached.peer_address,
             reading: ArenaView::map(readable, attached.arena_bytes, ViewAccess::Read)?,
             writing: ArenaView::map(writable, attached.arena_bytes, ViewAccess::Write)?,
         };
@@ -117,6 +119,11 @@ impl NodeClient {
     /// Its rank.
     pub fn rank(&self) -> u16 {
         self.shared.rank
+    }
+
+    /// Where other nodes read the daemon's chunks, `host:port`; `None` where they do not.
+    pub fn peer_address(&self) -> Option<&str> {
+        self.shared.peer_address.as_deref()
     }
 
     /// Whether the daemon has ended the session, or is gone.

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::http::{HeaderName, HeaderValue, Uri};
-use kvik_proto::client::{CoordinatorClient, TlsClientConfig, http_client};
+use kvik_proto::client::{CoordinatorClient, HttpClient, IndexClient, TlsClientConfig, http_client};
 use kvik_proto::stores::StoreInfo;
 use kvik_runtime::http::TlsServerConfig;
 use kvik_runtime::secret::redacted_url;
@@ -50,6 +50,11 @@ impl DaemonConfig {
             let shown = redacted_url(coordinator);
             check(is_base_address(coordinator), "peer.coordinators", &shown, BASE)?;
         }
+        if let Some(index) = &self.peer.index {
+            check(is_base_address(index), "peer.index", &redacted_url(index), BASE)?;
+            let allowed = "none without `peer.coordinators`, which say on which node each worker is";
+            check(!self.peer.coordinators.is_empty(), "peer.index", index, allowed)?;
+        }
         self.peer.advertised(self.peer.check_listener()?).map(|_| ())
     }
 
@@ -61,12 +66,25 @@ impl DaemonConfig {
         if self.peer.coordinators.is_empty() {
             return Ok(Vec::new());
         }
-        let header = self.cluster_header()?;
-        let TlsClientPem { authorities_pem, identity_pem } = self.peer.coordinator_tls.read()?;
-        let http = http_client(&TlsClientConfig { authorities_pem, identity_pem })
-            .map_err(|error| NodeError::Open { reason: error.to_string() })?;
+        let (http, header) = (self.cluster_http()?, self.cluster_header()?);
         let client = |base: &String| CoordinatorClient::new(http.clone(), base).with_header(header.clone());
         Ok(self.peer.coordinators.iter().map(client).collect())
+    }
+
+    /// The index that says where chunks may be; `None` where none is asked.
+    ///
+    /// # Errors
+    /// If a token or a file of TLS cannot be read.
+    pub(crate) fn index_client(&self) -> Result<Option<IndexClient>> {
+        let Some(index) = &self.peer.index else { return Ok(None) };
+        let client = IndexClient::new(self.cluster_http()?, index);
+        Ok(Some(client.with_header(self.cluster_header()?)))
+    }
+
+    fn cluster_http(&self) -> Result<HttpClient> {
+        let TlsClientPem { authorities_pem, identity_pem } = self.peer.coordinator_tls.read()?;
+        http_client(&TlsClientConfig { authorities_pem, identity_pem })
+            .map_err(|error| NodeError::Open { reason: error.to_string() })
     }
 
     /// What calls to other services of the cluster show.
@@ -141,6 +159,11 @@ mod tests {
         }
         config.peer.coordinators = vec!["https://c:1".to_owned(), "http://[::1]:8081".to_owned()];
         config.check_cluster().unwrap();
+        config.peer.index = Some("http://g:1".to_owned());
+        config.check_cluster().unwrap();
+        config.peer.coordinators.clear();
+        let error = config.check_cluster().unwrap_err().to_string();
+        assert!(error.contains("`peer.index`"), "{error}");
     }
 
     #[test]

@@ -7,12 +7,13 @@ use std::time::Duration;
 
 use kvik_runtime::secret::Secret;
 use kvik_runtime::tls::TlsClientFiles;
-use kvik_tier::peer::{PeerAdmission, PeerTlsFiles, PeerToken};
+use kvik_tier::peer::{PeerAdmission, PeerHints, PeerTlsFiles, PeerToken};
 use kvik_tier::{PeerAddress, PeerOptions, PeerTier};
 use serde::{Deserialize, Serialize};
 
 use super::{TIMEOUTS, check, parse_size, refuse, size_text};
 use crate::error::{NodeError, Result};
+use crate::peers::IndexHints;
 
 /// The least that a token of peers must have: one that cannot be guessed.
 const MIN_TOKEN_BYTES: usize = 16;
@@ -33,8 +34,12 @@ pub struct PeerConfig {
     /// Address at which other nodes reach this one, `host:port`, which coordinators are told. Default: none, that of
     /// `listen`, which then must not be a wildcard.
     pub advertise: Option<String>,
-    /// TLS towards coordinators. Default: none, only `http://` works.
+    /// TLS towards coordinators and the index. Default: none, only `http://` works.
     pub coordinator_tls: TlsClientFiles,
+    /// Base address of a gateway or `kvik indexer` whose index is asked first which nodes have chunks, in a fifth of
+    /// `lookup_timeout_ms`; only those are asked then. It needs `coordinators`, which say on which node each worker is.
+    /// Default: none, all nodes are asked.
+    pub index: Option<String>,
     /// File with a token of at least 16 bytes that all nodes share. Default: none.
     pub token_file: Option<PathBuf>,
     /// PEM files of TLS between nodes: each shows its certificate and checks that of the other. Default: none, no TLS.
@@ -92,6 +97,7 @@ impl Default for PeerConfig {
             nodes: Vec::new(),
             coordinators: Vec::new(),
             advertise: None,
+            index: None,
             coordinator_tls: TlsClientFiles::default(),
             token_file: None,
             tls: None,
@@ -112,7 +118,11 @@ impl PeerConfig {
     ///
     /// # Errors
     /// For the first value that is not allowed, and where a token or a file of TLS cannot be read.
-    pub(crate) fn open_tier(&self, tenant: &str) -> Result<Option<PeerPlan>> {
+    pub(crate) fn open_tier(
+        &self,
+        tenant: &str,
+        hints: Option<&Arc<IndexHints>>,
+    ) -> Result<Option<PeerPlan>> {
         self.addresses()?;
         for (field, milliseconds) in [
             ("peer.lookup_timeout_ms", self.lookup_timeout_ms),
@@ -132,6 +142,7 @@ impl PeerConfig {
             response_timeout: Duration::from_millis(self.response_timeout_ms),
             n_connections: self.connections,
             tls: self.tls.as_ref().map(PeerTlsConfig::files),
+            hints: hints.map(|hints| Arc::clone(hints) as Arc<dyn PeerHints>),
             ..PeerOptions::default()
         };
         let tier = PeerTier::open(options).map_err(|error| NodeError::Open { reason: error.to_string() })?;

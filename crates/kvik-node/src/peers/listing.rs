@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use kvik_proto::client::{ClientError, CoordinatorClient};
 use kvik_proto::coordinator::DeregisterRequest;
-use kvik_proto::stores::{RegisterStoreRequest, StoreHeartbeatRequest, StoreInfo};
+use kvik_proto::stores::{RegisterStoreRequest, StoreHeartbeatRequest, StoreInfo, StoreList};
 use kvik_runtime::shutdown::Shutdown;
 use kvik_tier::PeerAddress;
 use tokio::sync::watch;
@@ -39,7 +39,16 @@ pub(crate) struct Listing {
     is_listed: bool,
     interval: Duration,
     others: Others,
-    found: watch::Sender<Vec<PeerAddress>>,
+    found: watch::Sender<Listed>,
+}
+
+/// What the coordinators list.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct Listed {
+    /// The other nodes.
+    pub(crate) nodes: Vec<PeerAddress>,
+    /// By worker: the node that it is on.
+    pub(crate) workers: BTreeMap<String, PeerAddress>,
 }
 
 /// The nodes that were listed, and on how many lists since they have been missing.
@@ -53,8 +62,8 @@ impl Listing {
     pub(crate) fn new(
         clients: Vec<CoordinatorClient>,
         own: Option<StoreInfo>,
-    ) -> (Self, watch::Receiver<Vec<PeerAddress>>) {
-        let (found, receiver) = watch::channel(Vec::new());
+    ) -> (Self, watch::Receiver<Listed>) {
+        let (found, receiver) = watch::channel(Listed::default());
         let listing = Self {
             clients,
             client_idx: 0,
@@ -130,13 +139,14 @@ impl Listing {
                 tracing::info!(store = own.id, coordinator = client.base(), "listed by a coordinator");
             }
         }
-        let listed = client.stores().await?.stores;
+        let StoreList { stores: listed, workers, .. } = client.stores().await?;
         let is_other = |store: &StoreInfo| self.own.as_ref().is_none_or(|own| own.id != store.id);
         let addresses = listed.iter().filter(|store| is_other(store)).filter_map(address_of).collect();
-        let others = self.others.take(addresses);
+        let workers = workers.into_iter().filter_map(|(worker, store)| Some((worker, store.parse().ok()?)));
+        let listed = Listed { nodes: self.others.take(addresses), workers: workers.collect() };
         self.found.send_if_modified(|found| {
-            let is_news = *found != others;
-            *found = others;
+            let is_news = *found != listed;
+            *found = listed;
             is_news
         });
         Ok(())

@@ -1,6 +1,7 @@
 //! The daemon's side towards other nodes: a listener, and one thread for each connection.
 
 mod discovery;
+mod hints;
 mod listing;
 mod source;
 
@@ -20,7 +21,8 @@ use rustix::fd::OwnedFd;
 use crate::error::{NodeError, Result};
 use crate::tenant::Tenant;
 pub(crate) use discovery::Discovery;
-pub(crate) use listing::Listing;
+pub(crate) use hints::IndexHints;
+pub(crate) use listing::{Listed, Listing};
 use source::StoreSource;
 
 /// Connections at a time: those of a hundred nodes.

@@ -65,14 +65,14 @@ impl Answer for StoresAnswer {
         };
         let id_width = width_of(|store| &store.id, "Store");
         let address_width = width_of(|store| &store.address, "Address");
-        writeln!(
-            output,
-            "{BOLD}{:<id_width$}  {:<address_width$}  {:>12}{BOLD:#}",
-            "Store", "Address", "Memory"
-        )?;
+        let (store, place, memory) = ("Store", "Address", "Memory");
+        writeln!(output, "{BOLD}{store:<id_width$}  {place:<address_width$}  {memory:>12}  Workers{BOLD:#}")?;
         for StoreInfo { id, address, memory_bytes, .. } in stores {
             let memory = size::long(*memory_bytes);
-            writeln!(output, "{id:<id_width$}  {address:<address_width$}  {memory:>12}")?;
+            let attached = self.0.workers.iter().filter(|(_, store)| *store == address);
+            let workers: Vec<&str> = attached.map(|(worker, _)| worker.as_str()).collect();
+            let workers = if workers.is_empty() { "-".to_owned() } else { workers.join(", ") };
+            writeln!(output, "{id:<id_width$}  {address:<address_width$}  {memory:>12}  {workers}")?;
         }
         Ok(())
     }
@@ -82,28 +82,38 @@ impl Answer for StoresAnswer {
 mod tests {
     use super::*;
 
-    fn text(stores: Vec<StoreInfo>) -> String {
+    fn text(stores: Vec<StoreInfo>, workers: &[(&str, &str)]) -> String {
         let mut output = Vec::new();
-        StoresAnswer(StoreList { term: 1, version: 2, stores }).write_text(&mut output).unwrap();
+        let workers =
+            workers.iter().map(|(worker, store)| ((*worker).to_owned(), (*store).to_owned())).collect();
+        let list = StoreList { term: 1, version: 2, stores, workers };
+        StoresAnswer(list).write_text(&mut output).unwrap();
         anstream::adapter::strip_bytes(&output).into_vec().try_into().unwrap()
     }
 
     #[test]
     fn stores_are_a_table() {
-        assert_eq!(text(Vec::new()), "no store is listed\n");
+        assert_eq!(text(Vec::new(), &[]), "no store is listed\n");
         let store = |id: &str, address: &str, memory_bytes| StoreInfo {
             id: id.to_owned(),
             epoch: 1,
             address: address.to_owned(),
             memory_bytes,
         };
-        let table = text(vec![
+        let stores = vec![
             store("fd00::1:9106", "[fd00::1]:9106", 20 << 30),
             store("node-2:9106", "node-2:9106", 1 << 20),
-        ]);
+        ];
+        let table = text(stores, &[("w1", "node-2:9106"), ("w2", "node-2:9106"), ("w3", "node-9:9106")]);
         let lines: Vec<&str> = table.lines().collect();
-        assert_eq!(lines[0], "Store         Address               Memory");
-        assert!(lines[1].starts_with("fd00::1:9106  [fd00::1]:9106  "), "{table}");
-        assert!(lines.iter().all(|line| line.len() == lines[0].len()), "{table}");
+        assert_eq!(lines[0], "Store         Address               Memory  Workers");
+        assert!(
+            lines[1].starts_with("fd00::1:9106  [fd00::1]:9106  ") && lines[1].ends_with("  -"),
+            "{table}"
+        );
+        assert!(
+            lines[2].starts_with("node-2:9106   node-2:9106     ") && lines[2].ends_with("  w1, w2"),
+            "{table}"
+        );
     }
 }
