@@ -10,7 +10,7 @@ use kvik_proto::index::{HoldersRequest, HoldersResponse, MAX_HOLDER_KEYS};
 use kvik_runtime::trust::Scope;
 use tokio::time::Instant;
 
-use super::index::{answer, refusal};
+use super::index::{answer, indexer, refusal};
 use crate::answer::refuse;
 use crate::config::millis;
 use crate::error::Refusal;
@@ -31,7 +31,8 @@ pub(super) async fn holders(State(shared): State<Arc<Shared>>, request: Request)
 
 async fn find(shared: &Shared, request: Request) -> Result<Response, Refusal> {
     let (parts, body) = request.into_parts();
-    let indexer = shared.indexer.as_deref().ok_or_else(|| Refusal::no_index().before_body())?;
+    // Where there is no token, a key keeps out those that `/v1/score` does.
+    let indexer = indexer(shared, &parts.headers).map_err(Refusal::before_body)?;
     let deadline = Instant::now() + millis(shared.view().config.timeouts.request_ms);
     let reading = read_body(body, &parts.headers, MAX_BODY_BYTES, deadline);
     let body = reading.await.map_err(Refusal::before_body)?;

@@ -90,7 +90,7 @@ async fn answer_score(shared: &Shared, request: Request) -> Result<Response, Ref
     Ok(answer(&response))
 }
 
-fn indexer<'a>(shared: &'a Shared, headers: &HeaderMap) -> Result<&'a Indexer, Refusal> {
+pub(super) fn indexer<'a>(shared: &'a Shared, headers: &HeaderMap) -> Result<&'a Indexer, Refusal> {
     // A token stands for the cluster or its administrator; neither needs a key.
     if !shared.trust.is_shown_token(headers) && !shared.view().keys.accepts(headers) {
         return Err(Refusal::unauthorized(WRONG_KEY));
