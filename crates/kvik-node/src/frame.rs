@@ -9,7 +9,7 @@ use kvik_types::{BlockSize, Namespace};
 use crate::error::{NodeError, Result};
 
 /// The first bytes of every frame, with the version of the frames and of the rings.
-pub(crate) const MAGIC: [u8; 8] = *b"KVIKND03";
+pub(crate) const MAGIC: [u8; 8] = *b"KVIKND04";
 
 /// The longest text: a frame of five has room in the socket's.
 const MAX_TEXT_BYTES: usize = 4096;
@@ -56,6 +56,8 @@ pub struct Attached {
     pub digest_key: Option<DigestKey>,
     /// Size of the arena.
     pub arena_bytes: u64,
+    /// Where other nodes read the daemon's chunks, `host:port`; `None` where they do not.
+    pub peer_address: Option<String>,
 }
 
 /// What is left of a frame.
@@ -153,6 +155,7 @@ impl Attached {
             frame.extend(key.expose());
         }
         frame.extend(self.arena_bytes.to_le_bytes());
+        push_text(&mut frame, self.peer_address.as_deref().unwrap_or_default());
         frame
     }
 
@@ -173,8 +176,9 @@ impl Attached {
         let digest_key =
             if fields.flag("digest_key")? { Some(DigestKey::from_exposed(fields.array()?)) } else { None };
         let arena_bytes = u64::from_le_bytes(fields.array()?);
+        let peer_address = Some(fields.text("peer_address")?).filter(|address| !address.is_empty());
         fields.end()?;
-        Ok(Self { tenant, chunk_tokens, stores_tails, digest_key, arena_bytes })
+        Ok(Self { tenant, chunk_tokens, stores_tails, digest_key, arena_bytes, peer_address })
     }
 }
 
@@ -200,7 +204,7 @@ impl<'a> Fields<'a> {
         if magic == MAGIC {
             Ok(fields)
         } else {
-            Err(NodeError::invalid("start of a frame", &"another", "KVIKND03"))
+            Err(NodeError::invalid("start of a frame", &"another", "KVIKND04"))
         }
     }
 
@@ -281,12 +285,14 @@ mod tests {
 
     fn attached(digest_key: Option<DigestKey>) -> Attached {
         let chunk_tokens = BlockSize::try_new(256).unwrap();
+        let digest_key_is_set = digest_key.is_some();
         Attached {
             tenant: "t".to_owned(),
             chunk_tokens,
             stores_tails: true,
             digest_key,
             arena_bytes: 1 << 40,
+            peer_address: digest_key_is_set.then(|| "node-2:9106".to_owned()),
         }
     }
 

@@ -127,6 +127,7 @@ fn after_a_request_without_an_answer_every_call_fails_at_once() {
         stores_tails: false,
         digest_key: None,
         arena_bytes: arena.stat().capacity_bytes,
+        peer_address: None,
     };
     std::thread::scope(|scope| {
         let attaching = scope.spawn(|| NodeClient::attach(&options).unwrap());
@@ -385,10 +386,10 @@ fn chunks_in_pieces_are_written_and_read_by_several_threads() {
 
     let mut read: Vec<Vec<u8>> = vec![vec![0; CHUNK_BYTES]; N_CHUNKS];
     let lease = opened.retrieve(0).unwrap();
-    let pieces_of = |chunk: &mut Vec<u8>| -> Vec<_> {
-        chunk.chunks_mut(777).enumerate().map(|(idx, piece)| (idx * 777, piece)).collect()
-    };
-    lease.copy_all(3, read.iter_mut().map(pieces_of).collect()).unwrap();
+    let targets = read
+        .iter_mut()
+        .map(|chunk| chunk.chunks_mut(777).enumerate().map(|(idx, piece)| (idx * 777, piece)).collect());
+    lease.copy_all(3, targets.collect()).unwrap();
     assert!(read == contents, "other bytes came back");
     let mut longer = vec![0; CHUNK_BYTES + 1];
     let error = lease.copy_all(2, vec![vec![(0, &mut longer[..])]]).unwrap_err().to_string();

@@ -47,6 +47,8 @@ pub(crate) struct Entry {
     pub(crate) was_used: bool,
     /// Whether it left a lower tier for others: it is not written there again while it is in memory.
     pub(crate) was_evicted_below: bool,
+    /// Whether it came from another node, which has it too as far as is known here.
+    pub(crate) is_copy: bool,
 }
 
 #[derive(Debug, Default)]
@@ -234,6 +236,10 @@ impl Directory {
         if entry.is_empty(self.n_local_tiers) { [0; MAX_TIERS] } else { entry.ranks }
     }
 
+    pub(crate) fn n_local_tiers(&self) -> usize {
+        self.n_local_tiers
+    }
+
     pub(crate) fn n_shards(&self) -> usize {
         self.shards.len()
     }
@@ -269,6 +275,7 @@ impl Entry {
             n_writers: 0,
             was_used: false,
             was_evicted_below: false,
+            is_copy: false,
         }
     }
 
@@ -276,9 +283,14 @@ impl Entry {
         BlockHash::from_u128(u128::from(id.0) << 64 | u128::from(self.second_half))
     }
 
+    /// Whether a local tier has any rank of it.
+    pub(crate) fn is_local(&self, n_local_tiers: usize) -> bool {
+        self.ranks[..n_local_tiers].iter().any(|ranks| *ranks != 0)
+    }
+
     /// Remote tiers alone keep no entry: they are asked.
     fn is_empty(&self, n_local_tiers: usize) -> bool {
-        self.n_writers == 0 && self.ranks[..n_local_tiers].iter().all(|ranks| *ranks == 0)
+        self.n_writers == 0 && !self.is_local(n_local_tiers)
     }
 }
 

@@ -70,6 +70,7 @@ struct ClientShared {
     exchange: Exchange,
     space: Space,
     rank: u16,
+    peer_address: Option<String>,
     reading: ArenaView,
     writing: ArenaView,
 }
@@ -108,6 +109,7 @@ impl NodeClient {
             exchange: Exchange::new(connection, words, *timeout),
             space: attached.space(namespace, *format)?,
             rank: *rank,
+            peer_address: attached.peer_address,
             reading: ArenaView::map(readable, attached.arena_bytes, ViewAccess::Read)?,
             writing: ArenaView::map(writable, attached.arena_bytes, ViewAccess::Write)?,
         };
@@ -129,6 +131,11 @@ impl NodeClient {
     /// Only bytes of chunks that are leased may be read, and only those of chunks that are being written may be written.
     pub fn arena(&self) -> (NonNull<u8>, usize) {
         (self.shared.writing.address(), self.shared.writing.n_bytes())
+    }
+
+    /// Where other nodes read the daemon's chunks, `host:port`; `None` where they do not.
+    pub fn peer_address(&self) -> Option<&str> {
+        self.shared.peer_address.as_deref()
     }
 
     /// Whether the daemon has ended the session, or is gone.

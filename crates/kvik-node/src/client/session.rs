@@ -88,6 +88,12 @@ impl NodeSession {
         self.shared.state.lock().last_error.clone()
     }
 
+    /// Where other nodes read the daemon's chunks, `host:port`; `None` where they do not, and while there is no daemon.
+    pub fn peer_address(&self) -> Option<String> {
+        let state = self.shared.state.lock();
+        state.client.as_ref().and_then(NodeClient::peer_address).map(str::to_owned)
+    }
+
     /// Waits for an attachment; `None` after `timeout`.
     pub fn wait_for_space(&self, timeout: Duration) -> Option<Space> {
         let deadline = Instant::now() + timeout;

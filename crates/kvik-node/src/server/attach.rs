@@ -65,7 +65,7 @@ pub(super) fn serve(
     };
     auditor.attached(&admitted.tenant, &admitted.attach, &admitted.space);
     if admitted.attach.purpose == Purpose::Watch {
-        let served = answer(&admitted, connection, &[])
+        let served = answer(shared, &admitted, connection, &[])
             .and_then(|()| watch::run(&admitted.store, &admitted.space, connection, control));
         auditor.detached(served.as_ref().err());
         return served.map(|()| Served::ToTheEnd);
@@ -93,7 +93,7 @@ pub(super) fn serve(
     // Before the answer, so that a client that has attached is counted.
     counters.attached.fetch_add(1, Ordering::Relaxed);
     counters.sessions.fetch_add(1, Ordering::Relaxed);
-    let served = answer(&admitted, connection, &[words.as_fd(), readable.as_fd(), arena.as_fd()])
+    let served = answer(shared, &admitted, connection, &[words.as_fd(), readable.as_fd(), arena.as_fd()])
         .and_then(|()| session.serve_until(control, counters));
     counters.failed.fetch_add(served.is_err().into(), Ordering::Relaxed);
     // What it held is given back before it counts as gone.
@@ -132,7 +132,12 @@ fn admit(shared: &Shared, frame: &[u8], is_full: bool) -> Result<Admitted> {
     Ok(Admitted { attach, tenant: name, store, space })
 }
 
-fn answer(admitted: &Admitted, connection: &Connection, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
+fn answer(
+    shared: &Shared,
+    admitted: &Admitted,
+    connection: &Connection,
+    descriptors: &[BorrowedFd<'_>],
+) -> Result<()> {
     let options = admitted.store.options();
     let attached = Attached {
         tenant: admitted.tenant.clone(),
@@ -140,6 +145,7 @@ fn answer(admitted: &Admitted, connection: &Connection, descriptors: &[BorrowedF
         stores_tails: options.stores_tails,
         digest_key: options.digest_key.clone(),
         arena_bytes: admitted.store.arena().stat().capacity_bytes,
+        peer_address: shared.opener.as_ref().and_then(|opener| opener.peer_address()),
     };
     let is_sent = connection
         .send_with_descriptors(&attached.encode(), descriptors)

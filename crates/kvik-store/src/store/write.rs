@@ -6,7 +6,7 @@ use kvik_tier::Slot;
 
 use super::Store;
 use super::core::Core;
-use super::publish::Published;
+use super::publish::{Arrival, Origin, Published};
 use crate::chain::{Chain, NamedChain};
 use crate::counters::Counter;
 use crate::options::WriteBack;
@@ -165,7 +165,8 @@ impl ChunkWriter {
     pub fn commit_and_keep(self) -> (Commit, Option<CommittedChunk>) {
         let Self { begun, rank, generation, slot, _parent } = self;
         let Begun { core, chain, chunk_idx } = &begun;
-        let (published, pin) = core.publish_and_pin(chain, *chunk_idx, rank, generation, slot.freeze());
+        let arrival = Arrival { lease: slot.freeze(), origin: Origin::Writer };
+        let (published, pin) = core.publish_and_pin(chain, *chunk_idx, rank, generation, arrival);
         let outcome = match published {
             Published::Stored(lease) => {
                 core.counters.add(Counter::StoredPayloads, 1);

@@ -141,6 +141,10 @@ impl KvStore for DaemonStore {
         Ok(Box::new(StoreSink::start(Box::new(copy), Arc::clone(&self.sink_counts))?))
     }
 
+    fn peer_address(&self) -> Option<String> {
+        self.loads.peer_address()
+    }
+
     fn close(&self) {
         self.loads.end();
         self.writes.end();

@@ -46,6 +46,11 @@ pub(crate) trait KvStore: fmt::Debug + Send + Sync {
     /// If the operating system gives no thread.
     fn sink(&self) -> Result<Box<dyn KvSink>>;
 
+    /// Where other nodes read the chunks of the store, `host:port`; `None` where they do not.
+    fn peer_address(&self) -> Option<String> {
+        None
+    }
+
     /// Writes down what waits for that, as far as its time allows, and ends the store's threads.
     fn close(&self);
 }
