@@ -75,7 +75,7 @@ impl Transfer {
         direction: Direction,
         places: impl Iterator<Item = (usize, u64)>,
     ) -> Result<(), NodeError> {
-        gpu.register(client);
+        let way = gpu.register(client);
         let (arena, arena_bytes) = client.arena();
         let chunk_bytes = self.chunk_blocks() * self.memory.get().block_bytes();
         // The daemon says where chunks lie; what is not in the arena is not touched.
@@ -88,7 +88,7 @@ impl Transfer {
         });
         // SAFETY: the blocks are the engine's, as in `piece`, behind the event; those of the arena are leased or being
         // written for this client, and mapped as long as the client is.
-        let copied = unsafe { gpu.copy(direction, pieces, self.after) };
+        let copied = unsafe { gpu.copy(direction, pieces, way, self.after) };
         copied.map_err(|error| {
             tracing::warn!(%error, "could not copy between the store and the GPU");
             NodeError::Gone { reason: "the GPU does not copy" }
@@ -123,10 +123,9 @@ impl Transfer {
             let mut write = opened.write(n_stored, wanted)?;
             let n_begun = write.n_chunks();
             if let Some(gpu) = &self.memory.get().gpu {
-                let new: Vec<usize> = (0..n_begun).filter(|place| !write.is_present(*place)).collect();
-                let places = new.iter().filter_map(|place| Some((n_stored + place, write.offset(*place)?)));
+                let places = (0..n_begun).filter_map(|place| Some((n_stored + place, write.offset(place)?)));
                 self.copy_gpu(client, gpu, Direction::FromGpu, places)?;
-                new.into_iter().try_for_each(|place| write.commit_written(place))?;
+                write.commit_written(self.n_threads)?;
             } else {
                 write.write_all(self.n_threads, |place| {
                     self.pieces(n_stored + place).map(|(_, bytes)| piece(bytes))

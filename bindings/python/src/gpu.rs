@@ -2,7 +2,7 @@
 
 use std::ptr::NonNull;
 
-use kvik_memory::vmm::cuda::{CopyPiece, CudaCopier, CudaHostMemory};
+use kvik_memory::vmm::cuda::{CopyPiece, CopyWay, CudaCopier, CudaHostMemory};
 use kvik_node::NodeClient;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
@@ -26,6 +26,8 @@ pub(crate) struct Gpu {
 struct RegisteredArena {
     client: NodeClient,
     parts: Vec<RegisteredPart>,
+    /// A kernel may read it only where all of it is registered.
+    way: CopyWay,
 }
 
 #[derive(Debug)]
@@ -52,12 +54,13 @@ impl Gpu {
         })
     }
 
-    /// Registers the arena of a client, once; copies of an arena that cannot be registered are slower.
-    pub(crate) fn register(&self, client: &NodeClient) {
+    /// Registers the arena of a client, once, and says how it may be copied; copies of an arena that cannot be registered are
+    /// slower.
+    pub(crate) fn register(&self, client: &NodeClient) -> CopyWay {
         let (address, n_bytes) = client.arena();
         let mut registered = self.registered.lock();
-        if registered.iter().any(|arena| arena.client.arena().0 == address) {
-            return;
+        if let Some(arena) = registered.iter().find(|arena| arena.client.arena().0 == address) {
+            return arena.way;
         }
         // Arenas of daemons that are gone.
         registered.retain(|arena| !arena.client.is_gone() || !self.forget(arena));
@@ -71,7 +74,10 @@ impl Gpu {
             }
             parts.push(RegisteredPart(part));
         }
-        registered.push(RegisteredArena { client: client.clone(), parts });
+        let is_whole = parts.len() == n_bytes.div_ceil(REGISTERED_BYTES);
+        let way = if is_whole { CopyWay::DriverOrKernel } else { CopyWay::Driver };
+        registered.push(RegisteredArena { client: client.clone(), parts, way });
+        way
     }
 
     fn forget(&self, arena: &RegisteredArena) -> bool {
@@ -87,6 +93,7 @@ impl Gpu {
         &self,
         direction: Direction,
         pieces: impl Iterator<Item = (usize, usize, usize)>,
+        way: CopyWay,
         after: Option<u64>,
     ) -> Result<(), kvik_memory::MemoryError> {
         let mut joined: Vec<CopyPiece> = Vec::new();
@@ -106,9 +113,13 @@ impl Gpu {
                 _ => joined.push(CopyPiece { target, source, n_bytes }),
             }
         }
-        let copier = if direction == Direction::ToGpu { &self.loads } else { &self.saves };
+        // Towards the host the driver's copies are as fast, and leave the GPU's processors alone.
+        let (copier, way) = match direction {
+            Direction::ToGpu => (&self.loads, way),
+            Direction::FromGpu => (&self.saves, CopyWay::Driver),
+        };
         // SAFETY: the caller answers for all of it.
-        unsafe { copier.copy(&joined, after) }
+        unsafe { copier.copy(&joined, way, after) }
     }
 }
 

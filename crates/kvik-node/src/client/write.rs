@@ -66,16 +66,6 @@ impl RemoteWrite {
         self.offsets.get(place).copied().filter(|offset| *offset != PRESENT)
     }
 
-    /// Sums up what was written into a chunk's memory by other means, and lets the daemon publish it as [`Self::write_chunk`] does.
-    ///
-    /// # Errors
-    /// If the daemon is gone, or there is no such chunk.
-    pub fn commit_written(&mut self, place: usize) -> Result<()> {
-        let offset = offset_of(&self.offsets, place, 0)?;
-        let sum = self.handle.client.shared.reading.sum(offset, self.payload_bytes(place))?;
-        self.begin_commit(place, sum)
-    }
-
     /// Bytes that this rank holds of a chunk.
     pub fn payload_bytes(&self, place: usize) -> usize {
         self.chain.payload_bytes(self.first_chunk.saturating_add(place))
@@ -137,10 +127,31 @@ impl RemoteWrite {
         n_threads: usize,
         pieces_of: impl Fn(usize) -> P + Sync,
     ) -> Result<()> {
+        self.commit_all(n_threads, |writing, part| writing.copy_part(part, pieces_of(part.place)))
+    }
+
+    /// Publishes all chunks that are not present, whose bytes were written into their memory by other means, such as by a
+    /// GPU: sums them up on several threads, and lets the daemon check one while the next is summed up.
+    ///
+    /// # Errors
+    /// If the daemon is gone. Chunks before that are being published.
+    pub fn commit_written(&mut self, n_threads: usize) -> Result<()> {
+        self.commit_all(n_threads, |writing, part| {
+            let offset = offset_of(&writing.offsets, part.place, part.range.start)?;
+            Ok(writing.handle.client.shared.writing.sum(offset, part.range.len())?)
+        })
+    }
+
+    /// Has the parts of all chunks that are not present made, with their checksums, and commits each chunk after its last.
+    fn commit_all(
+        &mut self,
+        n_threads: usize,
+        make: impl Fn(&Self, &ChunkPart) -> Result<Checksum> + Sync,
+    ) -> Result<()> {
         let parts = self.parts(n_threads);
         let next = AtomicUsize::new(0);
         let (sender, copied) = mpsc::channel();
-        let (writing, parts, pieces_of) = (&*self, &parts, &pieces_of);
+        let (writing, parts, make) = (&*self, &parts, &make);
         let (mut sums, mut n_committed, mut commits) = (vec![None; parts.len()], 0, Vec::new());
         let outcome = std::thread::scope(|scope| {
             for _ in 0..n_threads.clamp(1, parts.len().max(1)) {
@@ -149,7 +160,7 @@ impl RemoteWrite {
                     while let part_idx = next.fetch_add(1, Ordering::Relaxed)
                         && let Some(part) = parts.get(part_idx)
                     {
-                        let sum = writing.copy_part(part, pieces_of(part.place));
+                        let sum = make(writing, part);
                         // The receiver is gone after a failure.
                         if sender.send((part_idx, sum)).is_err() {
                             return;
