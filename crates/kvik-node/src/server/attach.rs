@@ -71,7 +71,7 @@ pub(super) fn serve(
         return served.map(|()| Served::ToTheEnd);
     }
     if admitted.attach.purpose == Purpose::Manage {
-        let served = answer(&admitted, connection, &[])
+        let served = answer(shared, &admitted, connection, &[])
             .and_then(|()| manage(shared, &admitted, connection, control, &auditor));
         counters.failed.fetch_add(served.is_err().into(), Ordering::Relaxed);
         auditor.detached(served.as_ref().err());
