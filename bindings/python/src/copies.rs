@@ -89,9 +89,9 @@ impl Transfer {
         // SAFETY: the blocks are the engine's, as in `piece`, behind the event; those of the arena are leased or being
         // written for this client, and mapped as long as the client is.
         let copied = unsafe { gpu.copy(direction, pieces, way, self.after) };
-        copied.map_err(|error| {
-            tracing::warn!(%error, "could not copy between the store and the GPU");
-            NodeError::Gone { reason: "the GPU does not copy" }
+        copied.map_err(|error| NodeError::Io {
+            action: "copy between the store and the GPU".to_owned(),
+            source: std::io::Error::other(error),
         })
     }
 

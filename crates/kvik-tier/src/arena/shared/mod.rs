@@ -4,6 +4,7 @@
 //! an arena are copied through raw pointers: what a peer writes at the wrong time can spoil values, never this
 //! process' memory. A file that its owner could still shorten is refused, because touching the lost part kills.
 
+mod combine;
 mod mapping;
 mod stream;
 mod view;
@@ -45,7 +46,7 @@ impl Default for RunningChecksum {
 
 /// The checksum of bytes with the checksum `first` that are followed by `n_bytes` with the checksum `second`.
 pub fn combine_checksums(first: Checksum, second: Checksum, n_bytes: usize) -> Checksum {
-    Checksum(crc_fast::checksum_combine(ALGORITHM, first.0, second.0, n_bytes as u64))
+    Checksum(combine::combine(first.0, second.0, n_bytes as u64))
 }
 
 const ALGORITHM: crc_fast::CrcAlgorithm = crc_fast::CrcAlgorithm::Crc64Nvme;
@@ -65,6 +66,18 @@ mod tests {
             running.update(first);
             running.update(second);
             assert_eq!(running.finish(), checksum(&bytes), "{cut}");
+        }
+    }
+
+    #[test]
+    fn long_parts_combine_as_the_crate_that_sums_says() {
+        let lengths = [0, 1, 7, 1 << 20, (1 << 20) + 13, 32 << 20, 1 << 40, (1 << 60) + 12_345];
+        for (place, n_bytes) in lengths.into_iter().enumerate() {
+            let first = 0x0123_4567_89AB_CDEF_u64.rotate_left(place as u32 * 7);
+            let second = first.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+            let expected = crc_fast::checksum_combine(ALGORITHM, first, second, n_bytes);
+            let joined = combine_checksums(Checksum(first), Checksum(second), n_bytes as usize);
+            assert_eq!(joined.0, expected, "{n_bytes}");
         }
     }
 }
