@@ -16,6 +16,7 @@ use kvik_tier::peer::PeerAdmission;
 use parking_lot::Mutex;
 use tokio::net::TcpListener;
 
+use crate::bandwidth::NodeBandwidth;
 use crate::config::{DaemonConfig, PeerPlans};
 use crate::error::{NodeError, Result};
 use crate::metrics::DaemonMetrics;
@@ -63,7 +64,7 @@ impl StoreDaemon {
         let server = open(move || {
             let options = NodeOptions {
                 socket: config.address(),
-                tenants: config.open_tenants(&opening.peers)?,
+                tenants: config.open_tenants(&opening.peers, &opening.bandwidth)?,
                 max_sessions: config.max_sessions,
                 take_over_grace: config.take_over_grace(),
                 successor_timeout: SUCCESSOR_TIMEOUT,
@@ -118,6 +119,8 @@ struct ConfiguredOpener {
     config: DaemonConfig,
     shutdown: Shutdown,
     peers: PeerPlans,
+    /// What the tenants share of tiers with a bound.
+    bandwidth: NodeBandwidth,
     /// Gives the stores to other nodes, once it is started.
     peer_server: Mutex<Option<Arc<PeerServer>>>,
 }
@@ -125,7 +128,13 @@ struct ConfiguredOpener {
 impl ConfiguredOpener {
     fn try_new(config: &DaemonConfig, shutdown: &Shutdown) -> Result<Self> {
         let (config, shutdown) = (config.clone(), shutdown.clone());
-        Ok(Self { peers: config.peer_plans()?, config, shutdown, peer_server: Mutex::default() })
+        Ok(Self {
+            peers: config.peer_plans()?,
+            bandwidth: NodeBandwidth::default(),
+            config,
+            shutdown,
+            peer_server: Mutex::default(),
+        })
     }
 
     /// Serves the stores to other nodes where there is a listener, and follows the nodes that are read from.
@@ -153,7 +162,7 @@ impl ConfiguredOpener {
 
 impl TenantOpener for ConfiguredOpener {
     fn parts(&self, tenant: &str) -> Result<StoreParts> {
-        self.config.parts_of(tenant, &self.peers)
+        self.config.parts_of(tenant, &self.peers, &self.bandwidth)
     }
 
     fn pausing(&self) {

@@ -16,6 +16,7 @@
 #![forbid(unsafe_code)]
 
 mod audit;
+mod bandwidth;
 mod changes;
 mod client;
 mod config;
@@ -38,6 +39,7 @@ pub use client::{
 };
 pub use config::{
     DaemonConfig, DaemonPlan, PeerConfig, PeerPlan, PeerTlsConfig, StoreConfig, StorePlan, TenantConfig,
+    TierConfig,
 };
 pub use daemon::{RunningDaemon, StoreDaemon};
 pub use error::{NodeError, Result};

@@ -1,6 +1,7 @@
 //! The metrics of a store, and of a store daemon.
 //!
-//! Those of a store have the labels of its owner: `model_name` and `engine` in a worker, `tenant` in a daemon.
+//! Those of a store have the labels of its owner: `model_name` and `engine` in a worker, `tenant` in a daemon. `tier` is the
+//! name of a tier; in the names of counts a `-` of it is a `_`.
 //!
 //! | name | kind | meaning |
 //! |---|---|---|

@@ -16,10 +16,11 @@ use kvik_node::{
     StoreParts, TakeOver, TakeOverFrame, TakeOverOptions, Tenant, TenantOpener, TenantTerms,
 };
 use kvik_store::{
-    Chain, ChunkChange, ChunkFormat, ChunkObserver, Clear, Commit, DigestKey, KeptMemory, StoreOptions,
+    Chain, ChunkChange, ChunkFormat, ChunkObserver, Clear, Commit, DigestKey, KeptMemory, LowerTier,
+    StoreOptions,
 };
 use kvik_tier::shared::{SharedWords, checksum};
-use kvik_tier::{Arena, ArenaOptions, Checksummed, NvmeOptions, NvmeTier, RamTier, Tier, TierKind};
+use kvik_tier::{Arena, ArenaOptions, Checksummed, NvmeOptions, NvmeTier, RamTier, TierKind};
 use kvik_types::{BlockHash, BlockSize, Dtype, Namespace};
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags};
@@ -49,18 +50,12 @@ impl TenantOpener for Opener {
         if self.is_failing.load(Ordering::SeqCst) {
             return Err(NodeError::Open { reason: "told to fail".to_owned() });
         }
-        let mut locals: Vec<Arc<dyn Tier>> = Vec::new();
+        let mut tiers = Vec::new();
         if let Some(folder) = &self.folder {
             let tier = NvmeTier::open(&NvmeOptions::new(folder, 64 << 20))?;
-            locals.push(Arc::new(Checksummed::new(tier)));
+            tiers.push(LowerTier::local(Arc::new(Checksummed::new(tier))));
         }
-        Ok(StoreParts {
-            options: store_options(),
-            locals,
-            remotes: Vec::new(),
-            read_threads: Vec::new(),
-            cuda_device: None,
-        })
+        Ok(StoreParts { options: store_options(), tiers, cuda_device: None })
     }
 
     fn taken_over(&self) {
@@ -362,7 +357,7 @@ fn a_daemon_that_dies_half_way_leaves_the_old_one_serving_with_all_chunks() {
     // The disk is there too.
     for tenant in &*old.tenants() {
         assert!(tenant.store.flush(Duration::from_secs(30)));
-        tenant.store.clear(&Clear { tiers: Some(vec![TierKind::Ram]), ..Clear::default() });
+        tenant.store.clear(&Clear { tiers: Some(vec![TierKind::Ram.into()]), ..Clear::default() });
     }
     assert_eq!(session.run(|client| verify(client, 1, 5)), Some(5));
     let new = place.take_over(&opener).unwrap();

@@ -42,9 +42,10 @@ pub use arena::{
     Slot,
 };
 pub use decorator::{
-    Breaker, BreakerOptions, Checksummed, Clock, Encrypted, EncryptionKeys, FaultRates, Faulty, KeyId,
-    KeyRing, Metered, OpenedHead, Retry, RetryOptions, SEALED_HEAD_BYTES, SealedHead, SealingKey,
-    SystemClock, Throttled, ThrottledOptions, TierMetrics, seal_chunk,
+    Absent, Bandwidth, BandwidthShare, Breaker, BreakerOptions, Checksummed, Clock, Encrypted,
+    EncryptionKeys, FaultRates, Faulty, KeyId, KeyRing, Metered, OpenedHead, Retry, RetryOptions,
+    SEALED_HEAD_BYTES, SealedHead, SealingKey, SystemClock, Throttled, ThrottledOptions, TierMetrics,
+    seal_chunk,
 };
 pub use envelope::{ENVELOPE_BYTES, Envelope, seal};
 pub use error::{Result, TierError};

@@ -5,6 +5,7 @@
 mod export;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use kvik_proto::cache::{
     CacheHealth, CacheStats, ClearResponse, LookupResponse, MoveResponse, PinResponse, PrefetchState,
     PrefetchStatus, StoreResponse, TierReport,
 };
-use kvik_store::{Chain, Clear, Prefetch};
+use kvik_store::{Chain, Clear, Prefetch, TierName};
 use kvik_tier::TierKind;
 use kvik_types::BlockHash;
 use parking_lot::Mutex;
@@ -24,10 +25,6 @@ use crate::store::LocalStore;
 
 /// Prefetches that are remembered; the oldest are forgotten, and with that cancelled.
 const MAX_PREFETCHES: usize = 1024;
-
-/// All kinds of tiers, fastest first.
-const TIERS: [TierKind; 5] =
-    [TierKind::Ram, TierKind::Nvme, TierKind::Peer, TierKind::Redis, TierKind::Object];
 
 /// The store as its administrators see it.
 #[derive(Debug)]
@@ -85,10 +82,18 @@ impl StoreAdmin {
         }
     }
 
-    /// Begins to load a prompt's KV into memory.
-    pub(crate) fn prefetch(&self, prompt: &Prompt) -> PrefetchStatus {
+    /// Begins to load a prompt's KV into memory, from one tier alone where one is named.
+    ///
+    /// # Errors
+    /// If there is no such tier.
+    pub(crate) fn prefetch(&self, prompt: &Prompt, tier: Option<&str>) -> Result<PrefetchStatus, Refusal> {
         let chain = self.chain(prompt);
-        let slot = PrefetchSlot::hold(self.store.store().prefetch(&chain, 0));
+        let store = self.store.store();
+        let prefetch = match self.optional_tier(tier)? {
+            None => store.prefetch(&chain, 0),
+            Some(tier) => store.prefetch_from(&chain, 0, &tier).ok_or_else(|| self.unknown("tier", &tier))?,
+        };
+        let slot = PrefetchSlot::hold(prefetch);
         let mut prefetches = self.prefetches.lock();
         let id = prefetches.n_begun;
         prefetches.n_begun += 1;
@@ -99,7 +104,7 @@ impl StoreAdmin {
             RememberedPrefetch { id, n_prompt_tokens: prompt.tokens.len(), chain, slot, is_cancelled: false };
         let status = self.status(&remembered);
         prefetches.remembered.push_back(remembered);
-        status
+        Ok(status)
     }
 
     pub(crate) fn prefetch_status(&self, id: &str) -> Result<PrefetchStatus, Refusal> {
@@ -189,20 +194,25 @@ impl StoreAdmin {
         Ok(ClearResponse { chunks: by_name(self.store.store().clear(&clear).chunks) })
     }
 
-    /// A prompt's KV as safetensors, of one layer or of all.
+    /// A prompt's KV as safetensors, of one layer or of all, and from one tier or from all.
     ///
     /// # Errors
-    /// If there is no such layer.
-    pub(crate) fn retrieve(&self, prompt: &Prompt, layer: Option<usize>) -> Result<Vec<u8>, Refusal> {
-        export::write(&self.store, prompt, layer)
+    /// If there is no such layer or tier.
+    pub(crate) fn retrieve(
+        &self,
+        prompt: &Prompt,
+        layer: Option<usize>,
+        tier: Option<&str>,
+    ) -> Result<Vec<u8>, Refusal> {
+        export::write(&self.store, prompt, layer, self.optional_tier(tier)?.as_ref())
     }
 
-    /// Stores what [`Self::retrieve`] gave here or elsewhere, of all layers.
+    /// Stores what [`Self::retrieve`] gave here or elsewhere, of all layers; in one tier alone where one is named.
     ///
     /// # Errors
-    /// If it is not that, or belongs to another model, type or layout.
-    pub(crate) fn store(&self, body: &[u8]) -> Result<StoreResponse, Refusal> {
-        export::read(&self.store, body)
+    /// If it is not that, or belongs to another model, type or layout, or if there is no such tier.
+    pub(crate) fn store(&self, body: &[u8], tier: Option<&str>) -> Result<StoreResponse, Refusal> {
+        export::read(&self.store, body, self.optional_tier(tier)?.as_ref())
     }
 
     pub(crate) fn health(&self) -> CacheHealth {
@@ -228,14 +238,19 @@ impl StoreAdmin {
     }
 
     /// The tier of that name.
-    fn tier(&self, field: &str, name: &str) -> Result<TierKind, Refusal> {
-        let configured: Vec<TierKind> =
-            self.store.store().health().into_iter().map(|(tier, _)| tier).collect();
-        let known = TIERS.into_iter().find(|tier| tier.name() == name && configured.contains(tier));
-        known.ok_or_else(|| {
-            let names: Vec<&str> = configured.iter().map(|tier| tier.name()).collect();
-            Refusal::field(field, name, &names.join(", "))
-        })
+    fn tier(&self, field: &str, name: &str) -> Result<TierName, Refusal> {
+        let mut tiers = self.store.store().tiers().iter();
+        let known = tiers.find(|label| label.name.as_str() == name).map(|label| label.name.clone());
+        known.ok_or_else(|| self.unknown(field, &name))
+    }
+
+    fn optional_tier(&self, name: Option<&str>) -> Result<Option<TierName>, Refusal> {
+        name.map(|name| self.tier("tier", name)).transpose()
+    }
+
+    fn unknown(&self, field: &str, name: &dyn Display) -> Refusal {
+        let names: Vec<&str> = self.store.store().tiers().iter().map(|label| label.name.as_str()).collect();
+        Refusal::field(field, name, &names.join(", "))
     }
 }
 
@@ -280,10 +295,10 @@ impl Prefetches {
     }
 }
 
-fn by_name(counts: Vec<(TierKind, usize)>) -> BTreeMap<String, usize> {
+fn by_name(counts: Vec<(TierName, usize)>) -> BTreeMap<String, usize> {
     counts
         .into_iter()
         .filter(|(_, count)| 0 < *count)
-        .map(|(tier, count)| (tier.name().to_owned(), count))
+        .map(|(tier, count)| (tier.to_string(), count))
         .collect()
 }

@@ -9,7 +9,7 @@
 use std::collections::HashMap;
 
 use kvik_proto::cache::StoreResponse;
-use kvik_store::{Chain, Write};
+use kvik_store::{Chain, TierName, TierWrite, Write};
 use kvik_types::{CacheSalt, TokenId};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 
@@ -23,8 +23,13 @@ const TOKEN_DIGEST: &str = "token_digest";
 const TOKEN_IDS: &str = "token_ids";
 const CACHE_SALT: &str = "cache_salt";
 
-/// What the store has of a prompt.
-pub(super) fn write(store: &LocalStore, prompt: &Prompt, layer: Option<usize>) -> Result<Vec<u8>, Refusal> {
+/// What the store, or one tier of it, has of a prompt.
+pub(super) fn write(
+    store: &LocalStore,
+    prompt: &Prompt,
+    layer: Option<usize>,
+    tier: Option<&TierName>,
+) -> Result<Vec<u8>, Refusal> {
     let Prompt { tokens, salt } = prompt;
     let chain = store.chain(tokens, salt.as_ref());
     let n_layers = chain.space().format().n_layers as usize;
@@ -33,7 +38,13 @@ pub(super) fn write(store: &LocalStore, prompt: &Prompt, layer: Option<usize>) -
         Some(layer) if layer < n_layers => layer..layer + 1,
         Some(layer) => return Err(Refusal::field("layer", layer, &format!("0 to {}", n_layers - 1))),
     };
-    let retrieved = store.store().retrieve(&chain, 0);
+    let retrieved = match tier {
+        None => store.store().retrieve(&chain, 0),
+        Some(tier) => {
+            let retrieved = store.store().retrieve_from(&chain, 0, tier);
+            retrieved.ok_or_else(|| Refusal::field("tier", tier, "a tier of the store"))?
+        }
+    };
     let failed = |error: safetensors::SafeTensorError| Refusal::failed(error.to_string());
     let ids: Vec<u8> =
         tokens[..retrieved.n_tokens()].iter().flat_map(|token| token.cast_signed().to_le_bytes()).collect();
@@ -51,8 +62,12 @@ pub(super) fn write(store: &LocalStore, prompt: &Prompt, layer: Option<usize>) -
     serialize(views, Some(metadata)).map_err(failed)
 }
 
-/// Stores what [`write`] gave.
-pub(super) fn read(store: &LocalStore, body: &[u8]) -> Result<StoreResponse, Refusal> {
+/// Stores what [`write`] gave, in one tier alone where one is named.
+pub(super) fn read(
+    store: &LocalStore,
+    body: &[u8],
+    tier: Option<&TierName>,
+) -> Result<StoreResponse, Refusal> {
     let invalid = |error: safetensors::SafeTensorError| {
         Refusal::invalid(format!("the body is not safetensors: {error}"), None)
     };
@@ -77,6 +92,21 @@ pub(super) fn read(store: &LocalStore, body: &[u8]) -> Result<StoreResponse, Ref
         }
     }
     let mut response = StoreResponse { stored_chunks: 0, present_chunks: 0 };
+    if let Some(tier) = tier {
+        for chunk_idx in 0..chain.n_chunks() {
+            let mut payload = Vec::with_capacity(n_layers);
+            for layer_idx in 0..n_layers {
+                payload.push(section(&tensors, &chain, chunk_idx, layer_idx)?);
+            }
+            let fill = |memory: &mut [u8]| memory.copy_from_slice(&payload.concat());
+            match store.store().write_to(&chain, chunk_idx, 0, tier, fill) {
+                TierWrite::Stored => response.stored_chunks += 1,
+                TierWrite::Present => response.present_chunks += 1,
+                TierWrite::Refused => break,
+            }
+        }
+        return Ok(response);
+    }
     for chunk_idx in 0..chain.n_chunks() {
         match store.store().begin_write(&chain, chunk_idx, 0) {
             Write::Slot(mut writer) => {
