@@ -47,10 +47,10 @@ pub fn cache_stats(store: &Store) -> CacheStats {
 
 /// The state of each tier, memory first.
 pub fn tier_reports(store: &Store) -> Vec<TierReport> {
-    store.health().into_iter().map(|(tier, stat)| report(tier, stat)).collect()
+    store.health().into_iter().map(|(tier, stat)| report(&tier, stat)).collect()
 }
 
-fn report(tier: TierLabel, stat: TierStat) -> TierReport {
+fn report(tier: &TierLabel, stat: TierStat) -> TierReport {
     let (state, reason) = match stat.health {
         TierHealth::Up => ("up", None),
         TierHealth::ReadOnly(reason) => ("read_only", Some(reason)),

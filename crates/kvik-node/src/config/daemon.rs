@@ -254,6 +254,20 @@ fn plan(tiers: &StoreConfig) -> Result<StorePlan> {
     if let Some(socket) = &tiers.daemon {
         return Err(NodeError::invalid("tiers.daemon", &socket.display(), "none: this is the daemon"));
     }
+    if tiers.enable_controller == Some(true) {
+        return refuse(
+            "tiers.enable_controller",
+            "true",
+            "false: `coordinators` of each worker names what governs it",
+        );
+    }
+    if let Some(id) = &tiers.lmcache_instance_id {
+        return refuse(
+            "tiers.lmcache_instance_id",
+            id,
+            "not set: a worker has a name, `id`, and a daemon has none",
+        );
+    }
     tiers.plan()
 }
 

@@ -3,6 +3,7 @@
 //! Options of LMCache are read too, under its names; [`StoreConfig::resolve`] makes one plan of both.
 
 mod daemon;
+mod lmcache;
 mod peer;
 #[cfg(test)]
 mod tests;
@@ -138,6 +139,26 @@ pub struct StoreConfig {
     pub cache_policy: Option<String>,
     /// LMCache's name for `layerwise`. Default: none.
     pub use_layerwise: Option<bool>,
+    /// LMCache's name for `tails`. Default: none.
+    pub save_unfull_chunk: Option<bool>,
+    /// LMCache's name: whether the worker is governed by others, which `coordinators` of the worker names. Default: none.
+    pub enable_controller: Option<bool>,
+    /// LMCache's name for `id` of the worker. Default: none.
+    pub lmcache_instance_id: Option<String>,
+    /// LMCache's name; refused, because a worker has one `id`. Default: none.
+    pub lmcache_worker_ids: Option<Vec<u32>>,
+    /// LMCache's name; refused, because a worker has one port. Default: none.
+    pub lmcache_worker_ports: Option<Vec<u16>>,
+    /// LMCache's name; refused: `coordinators` of a worker has the addresses. Default: none.
+    pub controller_pull_url: Option<SecretUrl>,
+    /// LMCache's name; refused: `coordinators` of a worker has the addresses. Default: none.
+    pub controller_reply_url: Option<SecretUrl>,
+    /// LMCache's name; only `false` is taken: `peer` of a store daemon has the settings of other nodes. Default: none.
+    pub enable_p2p: Option<bool>,
+    /// LMCache's name; taken beside `enable_p2p: false` only. Default: none.
+    pub p2p_host: Option<String>,
+    /// LMCache's name; taken beside `enable_p2p: false` only. Default: none.
+    pub p2p_init_ports: Option<Vec<u16>>,
 }
 
 /// How a store daemon is used.
@@ -208,6 +229,16 @@ impl Default for StoreConfig {
             chunk_size: None,
             cache_policy: None,
             use_layerwise: None,
+            save_unfull_chunk: None,
+            enable_controller: None,
+            lmcache_instance_id: None,
+            lmcache_worker_ids: None,
+            lmcache_worker_ports: None,
+            controller_pull_url: None,
+            controller_reply_url: None,
+            enable_p2p: None,
+            p2p_host: None,
+            p2p_init_ports: None,
         }
     }
 }
@@ -233,6 +264,9 @@ impl StoreConfig {
             daemon_token_file: self.daemon_token_file.clone(),
             load_timeout_ms: self.load_timeout_ms,
             layerwise: self.layerwise,
+            // What these say is about the worker.
+            lmcache_instance_id: self.lmcache_instance_id.clone(),
+            enable_controller: self.enable_controller,
             ..Self::default()
         };
         if *self != only_a_clients {
@@ -273,6 +307,7 @@ impl StoreConfig {
     /// What to build, also with no memory of its own.
     pub(crate) fn plan(&self) -> Result<StorePlan> {
         let default = Self::default();
+        self.check_lmcache()?;
         let tiers = self.tier_plans()?;
         let mut ram_bytes = self.ram_bytes()?;
         if ram_bytes == 0 && tiers.iter().any(|plan| plan.place != TierPlace::Peer) {
@@ -316,7 +351,7 @@ impl StoreConfig {
             chunk_tokens,
             policy,
             is_layerwise,
-            stores_tails: self.tails,
+            stores_tails: self.stores_tails()?,
             writes_on_reuse: write_back == "reuse",
             load_timeout: Duration::from_millis(self.load_timeout_ms),
         })
@@ -416,6 +451,10 @@ impl StoreConfig {
             (None, None) => None,
             (Some(dir), Some(size)) => {
                 let capacity_bytes = gigabytes("store.max_local_disk_size", size)?;
+                if dir.contains(',') {
+                    let allowed = "one folder; `store.tiers` has an entry for each of several";
+                    return refuse("store.local_disk", dir, allowed);
+                }
                 let dir = dir.strip_prefix("file://").unwrap_or(dir);
                 Some(defaults.disk("store.local_disk", &format!("{dir}:{capacity_bytes}"), None)?)
             }

@@ -187,7 +187,7 @@ fn a_list_that_makes_no_sense_is_refused_with_what_is_allowed() {
         (r#"{"peer": true}, {"name": "b", "peer": true}"#, "one entry with `peer: true` at most"),
         (r#"{"nvme": "/a"}"#, "DIR:SIZE"),
         (r#"{"nvme": "/a:1GiB", "io": "fast"}"#, "auto, uring or positional"),
-        (&vec![r#"{"nvme": "/a:1GiB"}"#; 7].join(","), "at most 7 tiers"),
+        (&[r#"{"nvme": "/a:1GiB"}"#; 7].join(","), "at most 7 tiers"),
     ] {
         assert!(of(entry).contains(allowed), "{entry}: {}", of(entry));
     }

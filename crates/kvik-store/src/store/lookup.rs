@@ -128,7 +128,7 @@ impl Core {
         Lookup {
             n_tokens: tokens.iter().sum(),
             n_chunks: found.len(),
-            slowest_tier: by_tier.clone().last().map(|(tier, _)| self.kind_of(tier)),
+            slowest_tier: by_tier.clone().next_back().map(|(tier, _)| self.kind_of(tier)),
             tokens_by_tier: by_tier.map(|(tier, n_tokens)| (self.name_of(tier), *n_tokens)).collect(),
         }
     }

@@ -46,7 +46,7 @@ struct CallGuard<'a>(&'a AtomicUsize);
 
 /// Bytes that are moving.
 struct InFlight<'a> {
-    bytes_in_flight: &'a AtomicU64,
+    of_all: &'a AtomicU64,
     n_bytes: u64,
     n_items: usize,
 }
@@ -106,7 +106,7 @@ impl<T: Tier> Throttled<T> {
 
     /// Lets items through, from the first on, as far as the bounds on bytes allow.
     fn admit(&self, lengths: &[usize]) -> InFlight<'_> {
-        let mut in_flight = InFlight { bytes_in_flight: &self.bytes_in_flight, n_bytes: 0, n_items: 0 };
+        let mut in_flight = InFlight { of_all: &self.bytes_in_flight, n_bytes: 0, n_items: 0 };
         for n_bytes in lengths.iter().map(|n_bytes| *n_bytes as u64) {
             // Relaxed: the number alone is the bound, and nothing else is read by it.
             let entered = self.bytes_in_flight.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |moving| {
@@ -220,6 +220,6 @@ impl Drop for CallGuard<'_> {
 
 impl Drop for InFlight<'_> {
     fn drop(&mut self) {
-        self.bytes_in_flight.fetch_sub(self.n_bytes, Ordering::Relaxed);
+        self.of_all.fetch_sub(self.n_bytes, Ordering::Relaxed);
     }
 }

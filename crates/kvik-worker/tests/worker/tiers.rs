@@ -71,7 +71,10 @@ async fn a_worker_starts_without_an_optional_disk_and_says_so() {
     .await;
     let health = worker.client.get("/cache/health").await.json();
     let states: Vec<&Value> = health["tiers"].as_array().unwrap().iter().map(|tier| &tier["state"]).collect();
-    assert_eq!((&health["status"], states), (&json!("degraded"), vec![&json!("up"), &json!("down"), &json!("up")]));
+    assert_eq!(
+        (&health["status"], states),
+        (&json!("degraded"), vec![&json!("up"), &json!("down"), &json!("up")])
+    );
     worker.client.ask("/v1/completions", &json!({"prompt": prompt(), "max_tokens": 1})).await;
     worker.client.wait_for_copies().await;
     let copy = json!({"token_ids": prompt(), "from": "ram", "to": "good"});
