@@ -52,4 +52,4 @@ pub use take_over::{
     ChunkList, ListedChunk, StoreParts, TakeOver, TakeOverFrame, TakeOverOptions, TenantOpener, TenantTerms,
 };
 pub use tenant::{ClientToken, Tenant};
-pub use tiers::open_store;
+pub use tiers::{format_device, open_store};

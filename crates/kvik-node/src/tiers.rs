@@ -104,10 +104,9 @@ pub(crate) fn store_parts(
 }
 
 fn open_disk(plan: &TierPlan, disk: &NvmePlan, bandwidth: Option<TenantBandwidth<'_>>) -> Result<LowerTier> {
-    let Some(capacity_bytes) = disk.capacity_bytes else {
-        return Err(refused(format!("{} has no size", disk.path.display())));
-    };
-    let options = NvmeOptions { io: disk.io, ..NvmeOptions::new(&disk.path, capacity_bytes) };
+    let capacity_bytes = disk.capacity_bytes.unwrap_or(NvmeOptions::WHOLE_DEVICE);
+    let NvmePlan { io, formats_device, .. } = *disk;
+    let options = NvmeOptions { io, formats_device, ..NvmeOptions::new(&disk.path, capacity_bytes) };
     let tier = NvmeTier::open(&options).map_err(refused)?;
     let tier = throttled(proven(tier, plan)?, plan, &plan.bounds, bandwidth)?;
     Ok(LowerTier::local(guarded(tier)))
@@ -202,6 +201,16 @@ fn proven(tier: impl Tier + 'static, plan: &TierPlan) -> Result<Box<dyn Tier>> {
 /// A tier that is left alone for a while when it fails, and is measured.
 fn guarded(tier: impl Tier + 'static) -> Arc<dyn Tier> {
     Arc::new(Metered::new(Breaker::new(tier, BreakerOptions::default())))
+}
+
+/// Makes a block device ready for chunks, `capacity_bytes` of it or all; returns the bytes that they may take with what
+/// describes them. Everything that was on it is lost.
+///
+/// # Errors
+/// If it is no device, is in use, has the mark of another program, or was formatted before.
+pub fn format_device(device: &Path, capacity_bytes: Option<u64>) -> Result<u64> {
+    let options = NvmeOptions::new(device, capacity_bytes.unwrap_or(NvmeOptions::WHOLE_DEVICE));
+    kvik_tier::format_device(&options).map_err(|error| NodeError::Open { reason: error.to_string() })
 }
 
 /// A store that refuses what is asked of it was configured wrongly.

@@ -51,7 +51,7 @@ pub use envelope::{ENVELOPE_BYTES, Envelope, seal};
 pub use error::{Result, TierError};
 pub use histogram::Latencies;
 pub use key::{ChunkKey, NamespaceId, TokenDigest};
-pub use nvme::{IoKind, NvmeOptions, NvmeTier};
+pub use nvme::{IoKind, NvmeOptions, NvmeTier, format_device};
 pub use object::{ObjectOptions, ObjectTier, ObjectUrl};
 pub use operations::OperationMetrics;
 pub use peer::{PeerAddress, PeerOptions, PeerTier};

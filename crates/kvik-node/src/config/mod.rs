@@ -92,6 +92,9 @@ pub struct StoreConfig {
     /// remote are sealed with the first and opened with any. It is read again within a second when it changes.
     /// Default: none, chunks are stored as they are.
     pub encryption_key_file: Option<PathBuf>,
+    /// Whether a block device without kvik's header is formatted at the start, which loses what is on it; one with the mark
+    /// of a file system, or that is in use, never is. Default: false; `kvik store format DEVICE` does it once.
+    pub format_devices: bool,
     /// How the disk is read and written: `auto`, `uring` or `positional`. Default: `auto`.
     pub nvme_io: String,
     /// NUMA nodes that the memory is on: `interleave`, all that have memory in turn; `local`, that of the thread that
@@ -210,6 +213,7 @@ impl Default for StoreConfig {
             tenant: String::new(),
             digest_key_file: None,
             encryption_key_file: None,
+            format_devices: false,
             nvme_io: "auto".to_owned(),
             numa: "interleave".to_owned(),
             nvme_bytes_per_s: "0".to_owned(),
@@ -405,6 +409,7 @@ impl StoreConfig {
     fn tier_plans(&self) -> Result<Vec<TierPlan>> {
         let defaults = TierDefaults {
             io: &self.nvme_io,
+            formats_devices: self.format_devices,
             timeout_ms: self.remote_timeout_ms,
             ttl_s: self.remote_ttl_s,
             options: &self.remote_options,

@@ -83,6 +83,8 @@ pub(crate) struct NvmePlan {
     /// `None`: that of the device.
     pub(crate) capacity_bytes: Option<u64>,
     pub(crate) io: IoKind,
+    /// Whether a device without kvik's header is formatted.
+    pub(crate) formats_device: bool,
 }
 
 /// A remote tier.
@@ -174,6 +176,7 @@ impl TierConfig {
 /// What a list of tiers takes from the store that it belongs to.
 pub(crate) struct TierDefaults<'a> {
     pub(crate) io: &'a str,
+    pub(crate) formats_devices: bool,
     pub(crate) timeout_ms: u64,
     pub(crate) ttl_s: Option<u64>,
     pub(crate) options: &'a BTreeMap<String, Secret>,
@@ -247,17 +250,21 @@ impl TierDefaults<'_> {
             "positional" => IoKind::Positional,
             io => return refuse("store.nvme_io", io, "auto, uring or positional"),
         };
+        let formats_device = self.formats_devices;
         let sized = text.rsplit_once(':').filter(|(path, _)| !path.is_empty());
         let Some((path, size)) = sized else {
             if text.starts_with("/dev/") {
-                return Ok(NvmePlan { path: PathBuf::from(text), capacity_bytes: None, io });
+                return Ok(NvmePlan { path: PathBuf::from(text), capacity_bytes: None, io, formats_device });
             }
             return refuse(field, text, NVME_FORM);
         };
         match size.parse::<ByteSize>().map(ByteSize::bytes) {
-            Ok(capacity_bytes @ 1..) => {
-                Ok(NvmePlan { path: PathBuf::from(path), capacity_bytes: Some(capacity_bytes), io })
-            }
+            Ok(capacity_bytes @ 1..) => Ok(NvmePlan {
+                path: PathBuf::from(path),
+                capacity_bytes: Some(capacity_bytes),
+                io,
+                formats_device,
+            }),
             _ => refuse(field, text, NVME_FORM),
         }
     }

@@ -134,7 +134,11 @@ fn write_tiers(tiers: &[TierReport], output: &mut dyn Write) -> io::Result<()> {
         return Ok(());
     }
     let width = name_width(tiers);
-    writeln!(output, "{:<width$} {:<10} {:>10} {:>12} {:>12}", "Tier", "State", "Chunks", "Used", "Capacity")?;
+    writeln!(
+        output,
+        "{:<width$} {:<10} {:>10} {:>12} {:>12}",
+        "Tier", "State", "Chunks", "Used", "Capacity"
+    )?;
     for TierReport { tier, state, reason, chunks, used_bytes, capacity_bytes, .. } in tiers {
         let style = state_style(state);
         let chunks = chunks.map_or("-".to_owned(), |n_chunks| n_chunks.to_string());
