@@ -109,10 +109,12 @@ fn a_device_in_use_and_a_size_that_it_does_not_have_are_refused() {
     assert!(refusal(&options(&path)).contains("no other program has open"));
     assert!(format_device(&options(&path)).unwrap_err().to_string().contains("no other program has open"));
     drop(tier);
-    let smaller = NvmeOptions { capacity_bytes: CAPACITY_BYTES - SEGMENT_BYTES, ..options(&path) };
-    assert!(refusal(&smaller).contains("that of the format, 524288 bytes"), "{}", refusal(&smaller));
-    let larger = NvmeOptions { capacity_bytes: 2 * DEVICE_BYTES, ..options(&path) };
-    assert!(refusal(&larger).contains("which the device has"));
+    // The device has become larger; its format has not.
+    File::options().write(true).open(&path).unwrap().set_len(2 * DEVICE_BYTES).unwrap();
+    let larger = NvmeOptions { capacity_bytes: 2 * CAPACITY_BYTES, ..options(&path) };
+    assert!(refusal(&larger).contains("that of the format, 524288 bytes"), "{}", refusal(&larger));
+    let too_large = NvmeOptions { capacity_bytes: 4 * DEVICE_BYTES, ..options(&path) };
+    assert!(refusal(&too_large).contains("which the device has"));
     let tiny = dir.path().join("tiny");
     fs::write(&tiny, [0; 8192]).unwrap();
     assert!(refusal(&NvmeOptions { capacity_bytes: u64::MAX, ..options(&tiny) }).contains("capacity_bytes"));
