@@ -1,7 +1,8 @@
 //! From a configuration to a store.
 
+use std::collections::BTreeMap;
 use std::fmt::Display;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use kvik_runtime::config::cloud_environment;
@@ -75,6 +76,11 @@ pub(crate) fn store_parts(
     bandwidth: Option<TenantBandwidth<'_>>,
 ) -> Result<StoreParts> {
     let mut options = store_options(config, plan)?;
+    // A file that cannot be used is an error of the start, also where no tier needs it yet.
+    let mut keys = KeyFiles::default();
+    if let Some(file) = &config.encryption_key_file {
+        keys.read(file)?;
+    }
     let mut tiers = Vec::new();
     for tier_plan in &plan.tiers {
         let opened = match (&tier_plan.place, peers) {
@@ -84,8 +90,8 @@ pub(crate) fn store_parts(
                 options.lookup_timeout = options.lookup_timeout.max(peers.lookup_timeout);
                 open_peers(tier_plan, peers, bandwidth)
             }
-            (TierPlace::Nvme(disk), _) => open_disk(tier_plan, disk, bandwidth),
-            (TierPlace::Remote(remote), _) => open_far(tier_plan, remote, bandwidth),
+            (TierPlace::Nvme(disk), _) => open_disk(tier_plan, disk, &mut keys, bandwidth),
+            (TierPlace::Remote(remote), _) => open_far(tier_plan, remote, &mut keys, bandwidth),
         };
         let opened = match opened {
             Err(error) if tier_plan.is_optional => {
@@ -103,12 +109,17 @@ pub(crate) fn store_parts(
     Ok(StoreParts { options, tiers, cuda_device: config.cuda_device })
 }
 
-fn open_disk(plan: &TierPlan, disk: &NvmePlan, bandwidth: Option<TenantBandwidth<'_>>) -> Result<LowerTier> {
+fn open_disk(
+    plan: &TierPlan,
+    disk: &NvmePlan,
+    keys: &mut KeyFiles,
+    bandwidth: Option<TenantBandwidth<'_>>,
+) -> Result<LowerTier> {
     let capacity_bytes = disk.capacity_bytes.unwrap_or(NvmeOptions::WHOLE_DEVICE);
     let NvmePlan { io, formats_device, .. } = *disk;
     let options = NvmeOptions { io, formats_device, ..NvmeOptions::new(&disk.path, capacity_bytes) };
     let tier = NvmeTier::open(&options).map_err(refused)?;
-    let tier = throttled(proven(tier, plan)?, plan, &plan.bounds, bandwidth)?;
+    let tier = throttled(proven(tier, plan, keys)?, plan, &plan.bounds, bandwidth)?;
     Ok(LowerTier::local(guarded(tier)))
 }
 
@@ -126,13 +137,14 @@ fn open_peers(
 fn open_far(
     plan: &TierPlan,
     remote: &RemotePlan,
+    keys: &mut KeyFiles,
     bandwidth: Option<TenantBandwidth<'_>>,
 ) -> Result<LowerTier> {
     let tier = open_remote(&remote.url, &remote_options(remote)).map_err(refused)?;
     // One more try within the time of one: a short failure of the network is worth it, and a server
     // that is gone must not block a caller.
     let retry = RetryOptions { max_attempts: 2, budget: remote.timeout, ..RetryOptions::default() };
-    let tier = Retry::new(proven(tier, plan)?, retry);
+    let tier = Retry::new(proven(tier, plan, keys)?, retry);
     Ok(LowerTier::remote(guarded(throttled(tier, plan, &plan.bounds, bandwidth)?)))
 }
 
@@ -163,10 +175,21 @@ fn read_digest_key(path: &Path) -> Result<DigestKey> {
     Ok(DigestKey::from_secret(secret))
 }
 
-fn read_encryption_keys(path: &Path) -> Result<Arc<EncryptionKeys>> {
-    let keys = EncryptionKeys::open(path);
-    keys.map(Arc::new)
-        .map_err(|error| refused(format!("`store.encryption_key_file` is {}: {error}", path.display())))
+/// The files of keys that were read, each once for all tiers.
+#[derive(Default)]
+struct KeyFiles(BTreeMap<PathBuf, Arc<EncryptionKeys>>);
+
+impl KeyFiles {
+    fn read(&mut self, path: &Path) -> Result<Arc<EncryptionKeys>> {
+        if let Some(keys) = self.0.get(path) {
+            return Ok(Arc::clone(keys));
+        }
+        let keys = EncryptionKeys::open(path).map(Arc::new).map_err(|error| {
+            refused(format!("`store.encryption_key_file` is {}: {error}", path.display()))
+        })?;
+        self.0.insert(path.to_owned(), Arc::clone(&keys));
+        Ok(keys)
+    }
 }
 
 fn remote_options(remote: &RemotePlan) -> RemoteOptions {
@@ -191,9 +214,9 @@ fn remote_options(remote: &RemotePlan) -> RemoteOptions {
 }
 
 /// A tier that serves only what it can prove, and is unreadable without the keys where there are some.
-fn proven(tier: impl Tier + 'static, plan: &TierPlan) -> Result<Box<dyn Tier>> {
+fn proven(tier: impl Tier + 'static, plan: &TierPlan, keys: &mut KeyFiles) -> Result<Box<dyn Tier>> {
     Ok(match &plan.encryption_key_file {
-        Some(file) => Box::new(Encrypted::new(tier, read_encryption_keys(file)?)),
+        Some(file) => Box::new(Encrypted::new(tier, keys.read(file)?)),
         None => Box::new(Checksummed::new(tier)),
     })
 }
