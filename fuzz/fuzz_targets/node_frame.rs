@@ -4,7 +4,7 @@
 
 #![no_main]
 
-use kvik_node::{Attach, Attached, WatchFrame};
+use kvik_node::{Attach, Attached, ManageAnswer, ManageRequest, WatchFrame};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|input: &[u8]| {
@@ -22,5 +22,11 @@ fn check(input: &[u8]) {
     }
     if let Ok(frame) = WatchFrame::decode(input) {
         assert_eq!(WatchFrame::decode(&frame.encode()).ok(), Some(frame));
+    }
+    if let Ok(request) = ManageRequest::decode(input) {
+        assert_eq!(request.encode(), input);
+    }
+    if let Ok(answer) = ManageAnswer::decode(input) {
+        assert_eq!(ManageAnswer::decode(&answer.encode()).ok(), Some(answer));
     }
 }

@@ -50,7 +50,7 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
     ),
     ("kvik-coordinator", &["kvik-index", "kvik-proto", "kvik-runtime"]),
     ("kvik-gateway", &["kvik-index", "kvik-proto", "kvik-runtime", "kvik-indexer"]),
-    (BINDINGS, &["kvik-memory"]),
+    (BINDINGS, &["kvik-types", "kvik-memory", "kvik-tier", "kvik-store", "kvik-node"]),
     (
         BENCH,
         &[

@@ -13,16 +13,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvik_proto::coordinator::{
-    DeregisterRequest, HeartbeatRequest, RegisterRequest, RingConfig, Snapshot, WorkerState,
+    DeregisterRequest, HeartbeatRequest, RegisterRequest, RingConfig, Snapshot, WorkerInfo, WorkerLoad,
+    WorkerState,
 };
+use kvik_proto::stores::{RegisterStoreRequest, StoreHeartbeatRequest, StoreInfo};
 use kvik_runtime::shutdown::Shutdown;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
 
-use crate::membership::{Change, Membership, MembershipError};
+use crate::membership::{Change, MemberInfo, Membership, MembershipError};
 use crate::metrics;
 use crate::publish::Publisher;
-use crate::state::{Role, StateBackend};
+use crate::state::{Role, StateBackend, StateError};
 
 /// What the members and operators ask for.
 #[derive(Debug)]
@@ -31,6 +33,9 @@ pub(crate) enum Command {
     Heartbeat(HeartbeatRequest, Reply<WorkerState>),
     Deregister(DeregisterRequest, Reply<()>),
     Drain(String, Reply<()>),
+    RegisterStore(RegisterStoreRequest, Reply<()>),
+    StoreHeartbeat(StoreHeartbeatRequest, Reply<WorkerState>),
+    DeregisterStore(DeregisterRequest, Reply<()>),
 }
 
 /// Where the answer goes, with the term it was given in.
@@ -70,7 +75,8 @@ pub(crate) struct Leader<B> {
 #[derive(Debug)]
 struct Leadership {
     term: u64,
-    membership: Membership,
+    membership: Membership<WorkerInfo>,
+    stores: Membership<StoreInfo>,
     published_version: u64,
     has_new_loads: bool,
 }
@@ -129,6 +135,7 @@ impl<B: StateBackend> Leader<B> {
                     "event loop stalled; extending heartbeats"
                 );
                 leadership.membership.excuse(pause);
+                leadership.stores.excuse(pause);
             }
             match command {
                 Some(command) => self.handle(command).await,
@@ -161,7 +168,12 @@ impl<B: StateBackend> Leader<B> {
     }
 
     async fn begin(&mut self, term: u64) {
-        let records = match self.backend.load(term).await {
+        let loaded = async {
+            let workers = self.backend.load::<WorkerInfo>(term).await?;
+            let stores = self.backend.load::<StoreInfo>(term).await?;
+            Ok::<_, StateError>((workers, stores))
+        };
+        let (records, store_records) = match loaded.await {
             Ok(records) => records,
             Err(error) => {
                 tracing::warn!(term, %error, "failed to take over the members");
@@ -175,9 +187,13 @@ impl<B: StateBackend> Leader<B> {
             members.iter().find(|member| member.worker.id == id).map(|member| member.load)
         };
         let mut membership = Membership::new(self.settings.heartbeat_interval, self.settings.slow_start);
-        tracing::info!(term, workers = records.len(), "took over the members");
+        tracing::info!(term, workers = records.len(), stores = store_records.len(), "took over the members");
         membership.restore(records, load_of, self.now());
-        self.leadership = Some(Leadership { term, membership, published_version: 0, has_new_loads: false });
+        // A daemon takes no requests, so nothing of it has to start slowly.
+        let mut stores = Membership::new(self.settings.heartbeat_interval, Duration::ZERO);
+        stores.restore(store_records, |_| None, self.now());
+        self.leadership =
+            Some(Leadership { term, membership, stores, published_version: 0, has_new_loads: false });
         self.settle().await;
     }
 
@@ -212,6 +228,27 @@ impl<B: StateBackend> Leader<B> {
                 let outcome = leadership.map(|leadership| leadership.membership.drain(&id, now));
                 self.answer(outcome, reply).await;
             }
+            Command::RegisterStore(request, reply) => {
+                let outcome = self.leadership.as_mut().filter(|_| is_leader).map(|leadership| {
+                    let (load, state) = (WorkerLoad::default(), WorkerState::Ready);
+                    leadership.stores.register(request.store, load, state, now)
+                });
+                self.answer(outcome, reply).await;
+            }
+            Command::StoreHeartbeat(request, reply) => {
+                let outcome = self.leadership.as_mut().filter(|_| is_leader).map(|leadership| {
+                    metrics::heartbeat();
+                    leadership.stores.heartbeat(&request.id, request.epoch, WorkerLoad::default(), now)
+                });
+                self.answer(outcome, reply).await;
+            }
+            Command::DeregisterStore(request, reply) => {
+                let outcome = self.leadership.as_mut().filter(|_| is_leader).map(|leadership| {
+                    leadership.stores.deregister(&request.id, request.epoch, now);
+                    Ok(())
+                });
+                self.answer(outcome, reply).await;
+            }
         }
     }
 
@@ -231,6 +268,7 @@ impl<B: StateBackend> Leader<B> {
         let now = self.now();
         if let Some(leadership) = &mut self.leadership {
             leadership.membership.advance(now);
+            leadership.stores.advance(now);
         }
         self.settle().await;
     }
@@ -239,21 +277,30 @@ impl<B: StateBackend> Leader<B> {
     async fn settle(&mut self) {
         let Some(leadership) = &mut self.leadership else { return };
         let changes = leadership.membership.take_changes();
+        let store_changes = leadership.stores.take_changes();
+        let version = leadership.version();
+        let is_new = leadership.published_version != version;
+        leadership.published_version = version;
         let term = leadership.term;
+        if !self.write_down(term, &changes).await || !self.write_down(term, &store_changes).await {
+            return;
+        }
+        if is_new {
+            self.publish();
+        }
+    }
+
+    /// Writes changes down and reports them; where that fails, the lead is given up.
+    async fn write_down<I: MemberInfo>(&mut self, term: u64, changes: &[Change<I>]) -> bool {
         if !changes.is_empty()
-            && let Err(error) = self.backend.write(term, &changes).await
+            && let Err(error) = self.backend.write(term, changes).await
         {
             tracing::warn!(term, %error, "failed to write down a change; giving up the lead");
             self.give_up(term).await;
-            return;
+            return false;
         }
-        for change in &changes {
-            report(change);
-        }
-        if leadership.published_version != leadership.membership.version() {
-            leadership.published_version = leadership.membership.version();
-            self.publish();
-        }
+        changes.iter().for_each(report);
+        true
     }
 
     async fn give_up(&mut self, term: u64) {
@@ -277,12 +324,14 @@ impl<B: StateBackend> Leader<B> {
             version: leadership.published_version,
             ring: self.settings.ring,
             members: leadership.membership.members(),
+            stores: leadership.stores.stores(),
         });
     }
 
     fn next_deadline(&self) -> Option<Instant> {
-        let due = self.leadership.as_ref()?.membership.next_deadline()?;
-        Some(self.origin + due)
+        let leadership = self.leadership.as_ref()?;
+        let due = [leadership.membership.next_deadline(), leadership.stores.next_deadline()];
+        Some(self.origin + due.into_iter().flatten().min()?)
     }
 
     fn now(&self) -> Duration {
@@ -290,16 +339,26 @@ impl<B: StateBackend> Leader<B> {
     }
 }
 
-fn report(change: &Change) {
+// === impl Leadership ===
+
+impl Leadership {
+    /// Counts the changes of both lists.
+    fn version(&self) -> u64 {
+        self.membership.version() + self.stores.version()
+    }
+}
+
+fn report<I: MemberInfo>(change: &Change<I>) {
+    let kind = I::FOLDER;
     match change {
         Change::Put(record) => {
-            let worker = &record.worker;
-            tracing::info!(worker = %worker.id, epoch = worker.epoch, state = ?record.state, "member changed");
+            let info = &record.info;
+            tracing::info!(kind, member = info.id(), epoch = info.epoch(), state = ?record.state, "member changed");
         }
-        Change::Delete(id) => tracing::info!(worker = %id, "member left"),
+        Change::Delete(id) => tracing::info!(kind, member = %id, "member left"),
         Change::Expire(id) => {
             metrics::expired();
-            tracing::warn!(worker = %id, "member missed its heartbeats");
+            tracing::warn!(kind, member = %id, "member missed its heartbeats");
         }
     }
 }

@@ -3,7 +3,7 @@
 //! Workers register and send heartbeats; gateways watch the snapshot that comes of it and route by
 //! themselves, so a coordinator that is away stops no request. Parts:
 //!
-//! * `membership`: the members as a state machine; the time is an argument;
+//! * `membership`: the members, workers and store daemons apart, as a state machine; the time is an argument;
 //! * `state`: the current leader and what the next one must know, in memory or in etcd;
 //! * `election`, `leader`, `mirror`: the tasks that keep the lead, own the membership while it is
 //!   held, and follow another leader while it is not;

@@ -3,6 +3,7 @@
 //! | name | kind | meaning |
 //! |---|---|---|
 //! | `kvik_coordinator_workers{state}` | gauge | members in the snapshot held, by state |
+//! | `kvik_coordinator_stores` | gauge | store daemons in the snapshot held |
 //! | `kvik_coordinator_heartbeats_total` | counter | heartbeats that a leader took |
 //! | `kvik_coordinator_expired_total` | counter | members that missed three heartbeats |
 //! | `kvik_coordinator_term` | gauge | term of the snapshot held |
@@ -12,6 +13,7 @@ use kvik_proto::coordinator::{Snapshot, WorkerState};
 use metrics::{counter, describe_counter, describe_gauge, gauge};
 
 const WORKERS: &str = "kvik_coordinator_workers";
+const STORES: &str = "kvik_coordinator_stores";
 const HEARTBEATS: &str = "kvik_coordinator_heartbeats_total";
 const EXPIRED: &str = "kvik_coordinator_expired_total";
 const TERM: &str = "kvik_coordinator_term";
@@ -20,6 +22,7 @@ const IS_LEADER: &str = "kvik_coordinator_is_leader";
 /// Tells the registry what the metrics mean.
 pub(crate) fn describe() {
     describe_gauge!(WORKERS, "Members in the snapshot held, by state.");
+    describe_gauge!(STORES, "Store daemons in the snapshot held.");
     describe_counter!(HEARTBEATS, "Heartbeats that a leader took.");
     describe_counter!(EXPIRED, "Members that missed three heartbeats.");
     describe_gauge!(TERM, "Term of the snapshot held.");
@@ -46,5 +49,6 @@ pub(crate) fn snapshot(snapshot: &Snapshot) {
     let of = |state| snapshot.members.iter().filter(|member| member.state == state).count() as f64;
     gauge!(WORKERS, "state" => "ready").set(of(WorkerState::Ready));
     gauge!(WORKERS, "state" => "draining").set(of(WorkerState::Draining));
+    gauge!(STORES).set(snapshot.stores.len() as f64);
     gauge!(TERM).set(snapshot.term as f64);
 }

@@ -11,6 +11,7 @@ use kvik_proto::client::ClientError;
 use kvik_proto::coordinator::{
     DeregisterRequest, RegisterRequest, RingHash, RingView, RouteResponse, Snapshot, WatchEvent, WorkerState,
 };
+use kvik_proto::stores::{RegisterStoreRequest, StoreHeartbeatRequest, StoreInfo};
 use kvik_runtime::shutdown::Shutdown;
 use serde_json::json;
 use support::{beat, call, client, config, eventually, ids, registration};
@@ -304,5 +305,54 @@ async fn clients_that_send_half_a_head_or_half_a_body_are_let_go() {
         assert!(answer.starts_with(answered), "{answer}");
         assert_eq!(answer.is_empty(), answered.is_empty(), "{answer}");
     }
+    shutdown.finish().await;
+}
+
+#[tokio::test]
+async fn store_daemons_are_listed_apart_from_workers_by_the_same_rules() {
+    let (running, shutdown) = start(beating()).await;
+    let client = client(&running.base);
+    let store = |id: &str, epoch, address: &str| RegisterStoreRequest {
+        store: StoreInfo { id: id.to_owned(), epoch, address: address.to_owned(), memory_bytes: 7 },
+    };
+    let beat = |id: &str, epoch| StoreHeartbeatRequest { id: id.to_owned(), epoch };
+    assert_eq!(status(&client.store_heartbeat(&beat("a", 1)).await.unwrap_err()), 404);
+    // A worker and a daemon may have one name.
+    client.register(&registration("a", 1)).await.unwrap();
+    let answer = client.register_store(&store("a", 2, "node-1:9106")).await.unwrap();
+    assert_eq!(answer.heartbeat_interval_ms, 500);
+    assert_eq!(client.store_heartbeat(&beat("a", 2)).await.unwrap().term, answer.term);
+    assert_eq!(status(&client.store_heartbeat(&beat("a", 1)).await.unwrap_err()), 409);
+    assert_eq!(status(&client.register_store(&store("a", 1, "node-1:9106")).await.unwrap_err()), 409);
+    assert_eq!(status(&client.register_store(&store("a", 2, "node-2:9106")).await.unwrap_err()), 409);
+
+    let snapshot = client.workers().await.unwrap();
+    assert_eq!(ids(&snapshot), ["a"], "gateways see no daemon");
+    assert_eq!(snapshot.stores, client.stores().await.unwrap().stores);
+    assert_eq!(snapshot.stores[0].address, "node-1:9106");
+    let ring = client.ring().await.unwrap();
+    assert_eq!(ring.members.len(), 1);
+    let (code, _) = call("POST", &format!("{}/workers/b/drain", running.base), "").await.unwrap();
+    assert_eq!(code, 404);
+
+    for (id, address, field) in [
+        ("a/b", "node-1:9106", "store.id"),
+        ("b", "node-1", "store.address"),
+        ("b", ":9106", "store.address"),
+        ("b", "http://node-1:9106", "store.address"),
+        ("b", "node-1:0", "store.address"),
+    ] {
+        let body = serde_json::to_string(&store(id, 1, address)).unwrap();
+        let (code, body) = call("POST", &format!("{}/stores/register", running.base), &body).await.unwrap();
+        assert_eq!((code, &body["error"]["param"]), (400, &json!(field)), "{id} {address}");
+    }
+
+    client.register_store(&store("c", 1, "node-3:9106")).await.unwrap();
+    client.deregister_store(&DeregisterRequest { id: "c".to_owned(), epoch: 1 }).await.unwrap();
+    assert_eq!(client.stores().await.unwrap().stores.len(), 1);
+    eventually(PATIENCE, "the daemon expires", async || {
+        client.stores().await.unwrap().stores.is_empty().then_some(())
+    })
+    .await;
     shutdown.finish().await;
 }

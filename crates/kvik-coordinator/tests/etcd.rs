@@ -19,6 +19,7 @@ use base64::engine::general_purpose::STANDARD;
 use kvik_coordinator::{Coordinator, CoordinatorConfig, EtcdConfig, Running, StateBackendKind, StateConfig};
 use kvik_proto::client::ClientError;
 use kvik_proto::coordinator::{DeregisterRequest, WorkerState};
+use kvik_proto::stores::{RegisterStoreRequest, StoreHeartbeatRequest, StoreInfo};
 use kvik_runtime::shutdown::Shutdown;
 use parking_lot::Mutex;
 use serde_json::json;
@@ -406,4 +407,36 @@ async fn a_campaign_whose_answer_is_lost_does_not_stand_in_the_way_of_the_next_o
     })
     .await;
     assert_eq!(etcd.leader().await.as_deref(), Some(node.base()));
+}
+
+#[tokio::test]
+async fn a_later_leader_knows_the_store_daemons_and_takes_none_for_a_worker() {
+    let etcd = Etcd::start().await;
+    let mut nodes = three(etcd.config()).await;
+    register_all(&nodes).await;
+    let store = |id: &str| StoreInfo {
+        id: id.to_owned(),
+        epoch: 1,
+        address: format!("{id}.test:9106"),
+        memory_bytes: 1 << 30,
+    };
+    // One has the name of a worker.
+    for (id, node) in ["s0", "w0"].iter().zip(&nodes) {
+        let (client, request) = (client(node.base()), RegisterStoreRequest { store: store(id) });
+        while_led(async || client.register_store(&request).await).await.unwrap();
+    }
+    drop(take_leader(&etcd, &mut nodes).await);
+    for node in &nodes {
+        let client = client(node.base());
+        let beat = StoreHeartbeatRequest { id: "s0".to_owned(), epoch: 1 };
+        eventually(PATIENCE, "another coordinator leads, and knows the daemon", async || {
+            client.store_heartbeat(&beat).await.ok()
+        })
+        .await;
+        eventually(PATIENCE, "every coordinator lists both kinds", async || {
+            let snapshot = client.workers().await.ok()?;
+            (snapshot.stores == [store("s0"), store("w0")] && ids(&snapshot) == WORKERS).then_some(())
+        })
+        .await;
+    }
 }

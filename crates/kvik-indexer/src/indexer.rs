@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use futures_util::future::BoxFuture;
-use kvik_index::holders::{BlockKey, BridgeConfig, Tier};
+use kvik_index::holders::{BlockKey, BridgeConfig, Tier, Walk};
 use kvik_proto::index::{
     BlockStats, BlocksPage, BookStats, ModelStats, ScoreRequest, ScoreResponse, SourceStats,
 };
@@ -23,6 +23,7 @@ use crate::config::{IndexConfig, TokenizeMode};
 use crate::error::{IndexerError, Result};
 use crate::grpc::{self, CallGuard, PodScore, PodScores};
 use crate::ingest::Learning;
+use crate::keys::KeyKind;
 use crate::score::{Query, ScorerKind, Scoring, WorkerScore, score_of_nothing, score_workers};
 use crate::storage::{Storage, open_storage};
 use crate::tasks;
@@ -348,6 +349,28 @@ impl Indexer {
             models.push(stats);
         }
         Ok(models)
+    }
+
+    /// How many of the chunks with these keys each worker has in memory or on disk, in the books of kvik's own stores.
+    ///
+    /// Keys are halves of hashes that depend on model, tenant and all tokens, so a chunk of another book is found by
+    /// chance only; the caller asks the worker's store before it believes the answer.
+    ///
+    /// # Errors
+    /// If the server that keeps the index is away.
+    pub async fn holders(&self, keys: &[BlockKey]) -> Result<BTreeMap<String, u64>> {
+        let mut holders = BTreeMap::new();
+        let books = self.catalog.all().into_iter().flat_map(|books| books.all());
+        for book in books.filter(|book| matches!(book.keys.kind, KeyKind::Kvik { .. })) {
+            for row in book.backend.lookup(keys, Walk::All).await? {
+                let n_chunks = [Tier::Cpu, Tier::Disk].map(|tier| u64::from(row.covered_in[tier.as_index()]));
+                let n_chunks = n_chunks.into_iter().sum::<u64>();
+                if n_chunks > 0 {
+                    *holders.entry(row.source.worker.to_string()).or_insert(0) += n_chunks;
+                }
+            }
+        }
+        Ok(holders)
     }
 
     /// A page of the blocks of a source, from the cursor that the page before named as the next.

@@ -12,15 +12,18 @@ use axum::routing::get;
 use kvik_runtime::http::{ListenLimits, listen, serve};
 use kvik_runtime::shutdown::Shutdown;
 use kvik_runtime::telemetry::render_metrics;
+use kvik_tier::PeerAddress;
 use kvik_tier::peer::PeerAdmission;
 use parking_lot::Mutex;
 use tokio::net::TcpListener;
+use tokio::runtime::Handle;
+use tokio::sync::watch;
 
 use crate::bandwidth::NodeBandwidth;
-use crate::config::{DaemonConfig, PeerPlans};
+use crate::config::{DaemonConfig, PeerPlans, store_info};
 use crate::error::{NodeError, Result};
 use crate::metrics::DaemonMetrics;
-use crate::peers::{Discovery, PeerServer};
+use crate::peers::{Discovery, IndexHints, Listed, Listing, PeerServer};
 use crate::server::{NodeOptions, NodeServer, SUCCESSOR_TIMEOUT};
 use crate::take_over::{StoreParts, TakeOverOptions, TenantOpener};
 use crate::tenant::Tenant;
@@ -53,12 +56,15 @@ impl StoreDaemon {
     /// # Errors
     /// If the configuration is wrong, a tier cannot be opened, or the socket or address is taken.
     pub async fn start(config: DaemonConfig, shutdown: &Shutdown) -> Result<RunningDaemon> {
+        config.check_cluster()?;
         let metrics_listener = match &config.metrics {
             Some(address) => Some(listen(address).await?),
             None => None,
         };
         let peer_listener = config.peer.listen()?;
         let opener = Arc::new(ConfiguredOpener::try_new(&config, shutdown)?);
+        let bound = peer_listener.as_ref().and_then(|(listener, _)| listener.local_addr().ok());
+        *opener.peer_address.lock() = config.peer.advertised(bound)?;
         let (socket, opening) = (config.socket.clone(), Arc::clone(&opener));
         // A disk tier reads its segments first.
         let server = open(move || {
@@ -90,7 +96,10 @@ impl StoreDaemon {
         let opener = Arc::new(ConfiguredOpener::try_new(&config, shutdown)?);
         let (socket, peer) = (config.socket.clone(), config.peer.clone());
         // What cannot work is refused before anything happens.
-        peer.check_listener()?;
+        config.check_cluster()?;
+        // A port that is not known yet is told to no engine: they attach before it is.
+        let listening = peer.check_listener()?.filter(|address| address.port() != 0);
+        *opener.peer_address.lock() = peer.advertised(listening)?;
         let opening = Arc::clone(&opener);
         let server = open(move || {
             NodeServer::take_over(TakeOverOptions {
@@ -121,6 +130,10 @@ struct ConfiguredOpener {
     peers: PeerPlans,
     /// What the tenants share of tiers with a bound.
     bandwidth: NodeBandwidth,
+    /// What says which nodes are asked first.
+    hints: Option<Arc<IndexHints>>,
+    /// What engines are told: where other nodes read.
+    peer_address: Mutex<Option<PeerAddress>>,
     /// Gives the stores to other nodes, once it is started.
     peer_server: Mutex<Option<Arc<PeerServer>>>,
 }
@@ -128,13 +141,12 @@ struct ConfiguredOpener {
 impl ConfiguredOpener {
     fn try_new(config: &DaemonConfig, shutdown: &Shutdown) -> Result<Self> {
         let (config, shutdown) = (config.clone(), shutdown.clone());
-        Ok(Self {
-            peers: config.peer_plans()?,
-            bandwidth: NodeBandwidth::default(),
-            config,
-            shutdown,
-            peer_server: Mutex::default(),
-        })
+        let client = config.index_client()?;
+        let hints = client.map(|client| Arc::new(IndexHints::new(client, Handle::current())));
+        let peers = config.peer_plans(hints.as_ref())?;
+        let bandwidth = NodeBandwidth::default();
+        let (peer_address, peer_server) = (Mutex::default(), Mutex::default());
+        Ok(Self { config, shutdown, peers, bandwidth, hints, peer_address, peer_server })
     }
 
     /// Serves the stores to other nodes where there is a listener, and follows the nodes that are read from.
@@ -154,13 +166,41 @@ impl ConfiguredOpener {
         if !tiers.is_empty() {
             let own = peer_server.as_ref().map(|peers| peers.address());
             let (names, keeps_names) = (self.config.peer.addresses()?, self.config.peer.tls.is_some());
-            Discovery::new(names, own, keeps_names, tiers).start(&self.shutdown).await;
+            let listed = self.list(server, own)?;
+            Discovery::new(names, (listed, self.hints.clone()), own, keeps_names, tiers)
+                .start(&self.shutdown)
+                .await;
         }
         Ok(peer_server)
     }
 }
 
+impl ConfiguredOpener {
+    /// Has this node listed by the coordinators, where it listens; returns the other nodes of their list.
+    fn list(
+        &self,
+        server: &NodeServer,
+        listening: Option<SocketAddr>,
+    ) -> Result<Option<watch::Receiver<Listed>>> {
+        let clients = self.config.coordinator_clients()?;
+        if clients.is_empty() {
+            return Ok(None);
+        }
+        let memory_bytes =
+            server.tenants().iter().map(|tenant| tenant.store.arena().stat().capacity_bytes).sum();
+        let advertised = self.config.peer.advertised(listening)?;
+        let own = advertised.map(|address| store_info(&address, memory_bytes));
+        let (listing, listed) = Listing::new(clients, own);
+        self.shutdown.spawn(listing.run(self.shutdown.clone()));
+        Ok(Some(listed))
+    }
+}
+
 impl TenantOpener for ConfiguredOpener {
+    fn peer_address(&self) -> Option<String> {
+        self.peer_address.lock().as_ref().map(ToString::to_string)
+    }
+
     fn parts(&self, tenant: &str) -> Result<StoreParts> {
         self.config.parts_of(tenant, &self.peers, &self.bandwidth)
     }

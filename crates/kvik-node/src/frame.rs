@@ -9,7 +9,7 @@ use kvik_types::{BlockSize, Namespace};
 use crate::error::{NodeError, Result};
 
 /// The first bytes of every frame, with the version of the frames and of the rings.
-pub(crate) const MAGIC: [u8; 8] = *b"KVIKND03";
+pub(crate) const MAGIC: [u8; 8] = *b"KVIKND04";
 
 /// The longest text: a frame of five has room in the socket's.
 const MAX_TEXT_BYTES: usize = 4096;
@@ -24,6 +24,8 @@ pub enum Purpose {
     Session,
     /// To be told which chunks there are.
     Watch,
+    /// To ask for what people and tools do with a store: look up, pin, move, clear and the like.
+    Manage,
 }
 
 /// What a client says of itself.
@@ -54,6 +56,8 @@ pub struct Attached {
     pub digest_key: Option<DigestKey>,
     /// Size of the arena.
     pub arena_bytes: u64,
+    /// Where other nodes read the daemon's chunks, `host:port`; `None` where they do not.
+    pub peer_address: Option<String>,
 }
 
 /// What is left of a frame.
@@ -64,7 +68,11 @@ impl Attach {
     pub fn encode(&self) -> Vec<u8> {
         let Self { namespace, format, rank, token, purpose } = self;
         let mut frame = MAGIC.to_vec();
-        frame.push((*purpose == Purpose::Watch).into());
+        frame.push(match purpose {
+            Purpose::Session => 0,
+            Purpose::Watch => 1,
+            Purpose::Manage => 2,
+        });
         frame.extend(rank.to_le_bytes());
         frame.extend(format.n_layers.to_le_bytes());
         frame.extend(format.token_layer_bytes.to_le_bytes());
@@ -82,7 +90,12 @@ impl Attach {
     /// If the bytes are no such frame; the error names the wrong field.
     pub fn decode(frame: &[u8]) -> Result<Self> {
         let mut fields = Fields::after_magic(frame)?;
-        let purpose = if fields.flag("purpose")? { Purpose::Watch } else { Purpose::Session };
+        let purpose = match fields.array()? {
+            [0] => Purpose::Session,
+            [1] => Purpose::Watch,
+            [2] => Purpose::Manage,
+            [other] => return Err(NodeError::invalid("purpose", &other, "0, 1 or 2")),
+        };
         let rank = u16::from_le_bytes(fields.array()?);
         let format = ChunkFormat {
             n_layers: u32::from_le_bytes(fields.array()?),
@@ -142,6 +155,7 @@ impl Attached {
             frame.extend(key.expose());
         }
         frame.extend(self.arena_bytes.to_le_bytes());
+        push_text(&mut frame, self.peer_address.as_deref().unwrap_or_default());
         frame
     }
 
@@ -162,8 +176,9 @@ impl Attached {
         let digest_key =
             if fields.flag("digest_key")? { Some(DigestKey::from_exposed(fields.array()?)) } else { None };
         let arena_bytes = u64::from_le_bytes(fields.array()?);
+        let peer_address = Some(fields.text("peer_address")?).filter(|address| !address.is_empty());
         fields.end()?;
-        Ok(Self { tenant, chunk_tokens, stores_tails, digest_key, arena_bytes })
+        Ok(Self { tenant, chunk_tokens, stores_tails, digest_key, arena_bytes, peer_address })
     }
 }
 
@@ -189,11 +204,11 @@ impl<'a> Fields<'a> {
         if magic == MAGIC {
             Ok(fields)
         } else {
-            Err(NodeError::invalid("start of a frame", &"another", "KVIKND03"))
+            Err(NodeError::invalid("start of a frame", &"another", "KVIKND04"))
         }
     }
 
-    fn take(&mut self, n_bytes: usize) -> Result<&'a [u8]> {
+    pub(crate) fn take(&mut self, n_bytes: usize) -> Result<&'a [u8]> {
         let (taken, rest) = self
             .0
             .split_at_checked(n_bytes)
@@ -235,6 +250,11 @@ impl<'a> Fields<'a> {
         size.ok_or_else(|| NodeError::invalid(field, &n_tokens, "a number of tokens of a block"))
     }
 
+    /// All that is left.
+    pub(crate) fn rest(&mut self) -> &'a [u8] {
+        std::mem::take(&mut self.0)
+    }
+
     pub(crate) fn end(&self) -> Result<()> {
         match self.0.len() {
             0 => Ok(()),
@@ -265,18 +285,26 @@ mod tests {
 
     fn attached(digest_key: Option<DigestKey>) -> Attached {
         let chunk_tokens = BlockSize::try_new(256).unwrap();
+        let digest_key_is_set = digest_key.is_some();
         Attached {
             tenant: "t".to_owned(),
             chunk_tokens,
             stores_tails: true,
             digest_key,
             arena_bytes: 1 << 40,
+            peer_address: digest_key_is_set.then(|| "node-2:9106".to_owned()),
         }
     }
 
     #[test]
     fn frames_are_read_as_they_were_written() {
-        assert_eq!(Attach::decode(&attach().encode()).unwrap(), attach());
+        for purpose in [Purpose::Session, Purpose::Watch, Purpose::Manage] {
+            let attach = Attach { purpose, ..attach() };
+            assert_eq!(Attach::decode(&attach.encode()).unwrap(), attach);
+        }
+        let mut unknown = attach().encode();
+        unknown[MAGIC.len()] = 3;
+        assert!(Attach::decode(&unknown).unwrap_err().to_string().contains("`purpose` is 3"));
         for key in [None, Some(DigestKey::from_secret(b"secret"))] {
             assert_eq!(Attached::decode(&attached(key.clone()).encode()).unwrap(), attached(key));
         }

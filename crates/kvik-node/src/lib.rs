@@ -23,9 +23,11 @@ mod config;
 mod daemon;
 mod error;
 mod frame;
+mod manage;
 mod metrics;
 mod operation;
 mod peers;
+mod prefetch;
 mod report;
 mod ring;
 mod server;
@@ -35,7 +37,8 @@ mod tiers;
 
 pub use changes::WatchFrame;
 pub use client::{
-    AttachOptions, NodeClient, NodeSession, NodeWatch, OpenChain, RemoteLayers, RemoteLease, RemoteWrite,
+    AttachOptions, NodeClient, NodeManager, NodeSession, NodeWatch, OpenChain, RemoteLayers, RemoteLease,
+    RemotePrefetch, RemoteWrite, survey,
 };
 pub use config::{
     DaemonConfig, DaemonPlan, PeerConfig, PeerPlan, PeerTlsConfig, StoreConfig, StorePlan, TenantConfig,
@@ -44,8 +47,10 @@ pub use config::{
 pub use daemon::{RunningDaemon, StoreDaemon};
 pub use error::{NodeError, Result};
 pub use frame::{Attach, Attached, Purpose};
+pub use manage::{ManageAnswer, ManageRequest};
 pub use metrics::publish_store;
 pub use peers::PeerStats;
+pub use prefetch::HeldPrefetch;
 pub use report::{cache_stats, tier_reports};
 pub use server::{NodeOptions, NodeServer, NodeStats};
 pub use take_over::{

@@ -19,17 +19,20 @@
 //! | `kvik_node_requests_total` | counter | requests that were answered |
 //! | `kvik_node_peer_connections` | gauge | connections of other nodes |
 //! | `kvik_node_refused_peers_total` | counter | connections of other nodes that were refused, or ended by a mistake |
+//! | `kvik_node_peer_hints_total{outcome}` | counter | lookups that asked the nodes which the index named: `right` where one had something, `wrong` where none had |
 //! | `kvik_node_corrupt_chunks_total` | counter | chunks whose bytes were not those of their checksum |
 //! | `kvik_node_audit_lost_total` | counter | lines that the audit log has lost |
 
 use std::sync::Arc;
 
 use kvik_proto::cache::{CacheStats, TierOperation};
+use kvik_tier::TierKind;
 use metrics::{counter, gauge};
 
 use crate::peers::{PeerServer, PeerStats};
 use crate::report::cache_stats;
 use crate::server::{NodeServer, NodeStats};
+use crate::tenant::Tenant;
 
 /// The counts of a store that can become less.
 const GAUGES: [&str; 3] = ["index_bytes", "indexed_chunks", "copy_queue_bytes"];
@@ -79,6 +82,22 @@ fn publish_operation(labels: &[Label], operation: &TierOperation) {
     }
 }
 
+/// Publishes what became of what the index said.
+fn publish_hints(tenant: &Tenant) {
+    let tiers = tenant.store.health();
+    let details =
+        tiers.iter().filter(|(tier, _)| tier.kind == TierKind::Peer).flat_map(|(_, stat)| &stat.details);
+    for (name, count) in details {
+        let outcome = match *name {
+            "right_hints" => "right",
+            "wrong_hints" => "wrong",
+            _ => continue,
+        };
+        let labels = [("tenant", tenant.name.clone()), ("outcome", outcome.to_owned())];
+        counter!("kvik_node_peer_hints_total", &labels).absolute(*count);
+    }
+}
+
 fn with<const N: usize>(labels: &[Label], more: [Label; N]) -> Vec<Label> {
     labels.iter().cloned().chain(more).collect()
 }
@@ -99,6 +118,7 @@ impl DaemonMetrics {
     pub(crate) fn update(&self) {
         for tenant in &*self.server.tenants() {
             publish_store(&[("tenant", tenant.name.clone())], &cache_stats(&tenant.store));
+            publish_hints(tenant);
         }
         let stats = self.server.stats();
         let NodeStats { n_sessions, n_attached, n_refused, n_failed, n_requests, n_corrupt, n_audit_lost } =

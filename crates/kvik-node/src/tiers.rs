@@ -58,6 +58,7 @@ pub(crate) fn store_options(config: &StoreConfig, plan: &StorePlan) -> Result<St
         chunk_tokens: BlockSize::try_new(plan.chunk_tokens).map_err(refused)?,
         stores_tails: plan.stores_tails,
         policy: plan.policy,
+        spares_last_copy: config.spare_last_copy,
         write_back: if plan.writes_on_reuse { WriteBack::OnReuse } else { WriteBack::OnStore },
         retrieve_timeout: plan.load_timeout,
         digest_key: config.digest_key_file.as_deref().map(read_digest_key).transpose()?,

@@ -8,10 +8,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvik_memory::SocketAddress;
-use kvik_node::{AttachOptions, ClientToken, NodeClient, NodeOptions, NodeServer, NodeWatch, Tenant};
+use kvik_node::{
+    AttachOptions, ClientToken, NodeClient, NodeManager, NodeOptions, NodeServer, NodeWatch, Tenant,
+};
 use kvik_store::{Chain, ChunkChange, ChunkFormat, ChunkObserver, Commit, Store, StoreOptions};
 use kvik_tier::shared::{Checksum, checksum};
-use kvik_tier::{Arena, ArenaOptions, RamTier};
+use kvik_tier::{Arena, ArenaOptions, RamTier, TierKind};
 use kvik_types::{BlockSize, Dtype, Namespace};
 use serde_json::{Value, json};
 
@@ -253,4 +255,45 @@ fn a_log_that_cannot_be_written_is_refused_at_the_start_by_its_setting() {
     let options = node_options(folder.path(), &folder.path().join("missing/audit.jsonl"));
     let error = NodeServer::start(options).unwrap_err().to_string();
     assert!(error.contains("`audit_log` is") && error.contains("missing/audit.jsonl"), "{error}");
+}
+
+#[test]
+fn what_a_managing_client_does_is_written_down() {
+    let daemon = Daemon::start();
+    let client = daemon.attach();
+    let names = chain(&client, 3);
+    let opened = client.open(&names).unwrap();
+    let mut write = opened.write(0, 2).unwrap();
+    write.write_chunk(0, &vec![1; CHUNK_BYTES]).unwrap();
+    write.write_chunk(1, &vec![2; CHUNK_BYTES]).unwrap();
+    drop((write, opened, client));
+    let manager = NodeManager::new(daemon.options("a token of acme, long"));
+    manager.lookup(&names, false).unwrap();
+    manager.prefetch(&names, None).unwrap();
+    assert_eq!(manager.pin(&names).unwrap(), 64);
+    assert!(manager.unpin(&names).unwrap() && !manager.unpin(&names).unwrap());
+    manager.relocate(&names, TierKind::Ram, TierKind::Nvme, true).unwrap();
+    manager.clear(Some(&names), None).unwrap();
+    manager.clear(None, None).unwrap();
+    drop(manager);
+    let lines = daemon.lines();
+    assert_eq!(of(&lines, "attach").last().unwrap()["outcome"], "manage");
+    let (first, second) = (names.names()[0].to_string(), names.names()[1].to_string());
+    let said = |operation: &str| -> Vec<Value> {
+        of(&lines, operation)
+            .iter()
+            .map(|line| json!([line["chunks"], line["tokens"], line["outcome"]]))
+            .collect()
+    };
+    assert_eq!(said("prefetch"), [json!([3, 96, "begun"])]);
+    assert_eq!(said("pin"), [json!([2, 64, "truncated"])]);
+    assert_eq!(said("unpin"), [json!([3, 96, "done"]), json!([0, 0, "not_pinned"])]);
+    assert_eq!(said("move"), [json!([0, 0, "copied from ram to nvme"])]);
+    assert_eq!(said("clear"), [json!([2, 64, "done"]), json!([0, 0, "done"])]);
+    let pin = &of(&lines, "pin")[0];
+    assert_eq!(
+        (&pin["tenant"], &pin["first_chunk"], &pin["last_chunk"]),
+        (&json!("acme"), &json!(first), &json!(second))
+    );
+    assert!(of(&lines, "lookup").is_empty(), "a look changes nothing");
 }

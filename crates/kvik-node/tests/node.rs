@@ -2,6 +2,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
+mod support;
+
 use std::collections::HashSet;
 use std::os::fd::AsFd as _;
 use std::sync::Arc;
@@ -11,121 +13,13 @@ use std::time::{Duration, Instant};
 use kvik_memory::SocketAddress;
 use kvik_memory::socket::{Connection, FrameBuffer, Listener, wait_ready};
 use kvik_node::{
-    Attach, AttachOptions, Attached, ClientToken, NodeClient, NodeError, NodeOptions, NodeServer, NodeWatch,
-    Purpose, Tenant,
+    Attach, AttachOptions, Attached, NodeClient, NodeError, NodeOptions, NodeServer, NodeWatch, Purpose,
 };
-use kvik_store::{Chain, ChunkChange, ChunkFormat, ChunkObserver, Clear, Commit, Store, StoreOptions};
+use kvik_store::{Clear, Commit};
 use kvik_tier::shared::{Checksum, SharedWords, checksum};
-use kvik_tier::{Arena, ArenaOptions, RamTier, TierKind};
-use kvik_types::{BlockHash, BlockSize, Dtype, Namespace};
-use parking_lot::Mutex;
+use kvik_types::BlockSize;
 use rustix::event::{PollFd, PollFlags};
-
-const CHUNK_TOKENS: usize = 32;
-const N_LAYERS: u32 = 4;
-const TOKEN_LAYER_BYTES: u64 = 256;
-const CHUNK_BYTES: usize = CHUNK_TOKENS * N_LAYERS as usize * TOKEN_LAYER_BYTES as usize;
-
-/// A daemon in a folder of its own.
-struct Daemon {
-    server: Option<NodeServer>,
-    store: Store,
-    socket: SocketAddress,
-    _folder: tempfile::TempDir,
-}
-
-impl Daemon {
-    fn start(arena_bytes: u64) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        // The folder of a socket is for its user alone.
-        let socket = SocketAddress::Path(folder.path().join("private/node.sock"));
-        let store = Self::open_store(arena_bytes);
-        let server = NodeServer::start(NodeOptions::new(socket.clone(), store.clone())).unwrap();
-        Self { server: Some(server), store, socket, _folder: folder }
-    }
-
-    fn open_store(arena_bytes: u64) -> Store {
-        let options = StoreOptions {
-            chunk_tokens: BlockSize::try_new(CHUNK_TOKENS).unwrap(),
-            ..StoreOptions::default()
-        };
-        let ram = RamTier::new(Arena::new(ArenaOptions::new(arena_bytes)).unwrap());
-        Store::builder(options, ram).open().unwrap()
-    }
-
-    fn options(&self) -> AttachOptions {
-        let namespace =
-            Namespace { model: "m".into(), dtype: Dtype::BF16, layout: "l".into(), tenant: String::new() };
-        let block_tokens = BlockSize::try_new(16).unwrap();
-        let format = ChunkFormat {
-            n_layers: N_LAYERS,
-            token_layer_bytes: TOKEN_LAYER_BYTES,
-            n_ranks: 1,
-            block_tokens,
-        };
-        AttachOptions::new(self.socket.clone(), namespace, format)
-    }
-
-    fn attach(&self) -> NodeClient {
-        NodeClient::attach(&self.options()).unwrap()
-    }
-
-    fn used_bytes(&self) -> u64 {
-        self.store.arena().stat().used_bytes
-    }
-}
-
-fn chain(client: &NodeClient, seed: u32, n_chunks: usize) -> Chain {
-    let tokens: Vec<u32> = (0..(n_chunks * CHUNK_TOKENS) as u32).map(|place| place ^ seed << 16).collect();
-    client.space().chain(&tokens)
-}
-
-/// The bytes of a chunk, which no other has.
-fn content(seed: u32, chunk_idx: usize) -> Vec<u8> {
-    let mut state = u64::from(seed) << 32 | chunk_idx as u64 | 1;
-    (0..CHUNK_BYTES)
-        .map(|_| {
-            state = state.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
-            (state >> 56) as u8
-        })
-        .collect()
-}
-
-/// Stores a chain; returns how many chunks were stored.
-fn store(client: &NodeClient, seed: u32, n_chunks: usize) -> Result<usize, NodeError> {
-    let chain = chain(client, seed, n_chunks);
-    let opened = client.open(&chain)?;
-    let write = opened.write(0, n_chunks)?;
-    let mut n_stored = 0;
-    for place in (0..write.n_chunks()).filter(|place| !write.is_present(*place)) {
-        let bytes = content(seed, place);
-        write.copy_in(place, 0, &bytes)?;
-        n_stored += usize::from(write.commit(place, checksum(&bytes))? == Commit::Stored);
-    }
-    Ok(n_stored)
-}
-
-/// Reads a chain and compares every byte; returns how many chunks were there.
-fn verify(client: &NodeClient, seed: u32, n_chunks: usize) -> Result<usize, NodeError> {
-    let chain = chain(client, seed, n_chunks);
-    let opened = client.open(&chain)?;
-    let lease = opened.retrieve(0)?;
-    let mut bytes = vec![0; CHUNK_BYTES];
-    for place in 0..lease.n_chunks() {
-        lease.copy_out(place, 0, &mut bytes)?;
-        assert!(bytes == content(seed, place), "chunk {place} of {seed} has other bytes");
-    }
-    Ok(lease.n_chunks())
-}
-
-#[track_caller]
-fn until(what: &str, condition: impl Fn() -> bool) {
-    let begin = Instant::now();
-    while !condition() {
-        assert!(begin.elapsed() < Duration::from_secs(30), "{what} did not happen");
-        std::thread::yield_now();
-    }
-}
+use support::{CHUNK_BYTES, CHUNK_TOKENS, Copy, Daemon, N_LAYERS, chain, content, store, until, verify};
 
 #[test]
 fn a_chunk_that_one_client_writes_is_read_by_another() {
@@ -233,6 +127,7 @@ fn after_a_request_without_an_answer_every_call_fails_at_once() {
         stores_tails: false,
         digest_key: None,
         arena_bytes: arena.stat().capacity_bytes,
+        peer_address: None,
     };
     std::thread::scope(|scope| {
         let attaching = scope.spawn(|| NodeClient::attach(&options).unwrap());
@@ -393,54 +288,6 @@ fn a_chunk_goes_in_and_comes_out_layer_by_layer() {
 }
 
 #[test]
-fn a_tenant_finds_nothing_of_another_and_a_wrong_token_is_refused() {
-    let token = |name: &str| ClientToken::try_new(format!("token of tenant {name}")).unwrap();
-    let mut daemon = Daemon::start(16 << 20);
-    let tenant = |name: &str| Tenant {
-        name: name.to_owned(),
-        token: Some(token(name)),
-        store: Daemon::open_store(16 << 20),
-    };
-    daemon.server = None;
-    let mut options = NodeOptions::new(daemon.socket.clone(), daemon.store.clone());
-    options.tenants = vec![tenant("a"), tenant("b")];
-    daemon.server = Some(NodeServer::start(options.clone()).unwrap());
-    let attach =
-        |token: Option<ClientToken>| NodeClient::attach(&AttachOptions { token, ..daemon.options() });
-    let (a, b) = (attach(Some(token("a"))).unwrap(), attach(Some(token("b"))).unwrap());
-    assert_eq!(store(&a, 1, 4).unwrap(), 4);
-    assert_eq!(verify(&b, 1, 4).unwrap(), 0);
-    // Not by its name either: names of the same tokens differ.
-    assert_ne!(chain(&a, 1, 4).names(), chain(&b, 1, 4).names());
-    assert!(b.open(&chain(&a, 1, 4)).unwrap_err().to_string().contains("another space"));
-    assert_eq!(store(&b, 1, 4).unwrap(), 4);
-    assert_eq!((verify(&a, 1, 4).unwrap(), verify(&b, 1, 4).unwrap()), (4, 4));
-    for wrong in [None, Some(token("c"))] {
-        let refused = attach(wrong).unwrap_err().to_string();
-        assert!(refused.contains("`token`") && !refused.contains("token of tenant"), "{refused}");
-    }
-    assert_eq!(daemon.server.as_ref().unwrap().stats().n_refused, 2);
-    options.tenants.push(Tenant { name: "c".to_owned(), ..tenant("a") });
-    let same = NodeServer::start(options).unwrap_err().to_string();
-    assert!(same.contains("a token that no other has"), "{same}");
-    assert!(ClientToken::try_new("short").unwrap_err().to_string().contains("16 to 4096 bytes"));
-}
-
-/// Keeps a copy of what it is told, and fails where a change repeats what holds already.
-#[derive(Debug, Default)]
-struct Copy(Mutex<HashSet<(BlockHash, TierKind)>>);
-
-impl ChunkObserver for Copy {
-    fn changed(&self, changes: &[ChunkChange]) {
-        let mut held = self.0.lock();
-        for ChunkChange { hash, tier, is_held, .. } in changes {
-            let place = (*hash, *tier);
-            assert!(if *is_held { held.insert(place) } else { held.remove(&place) }, "{place:?}");
-        }
-    }
-}
-
-#[test]
 fn a_watch_follows_what_the_daemon_has_also_over_its_restart() {
     let mut daemon = Daemon::start(1 << 20);
     let client = daemon.attach();
@@ -457,7 +304,7 @@ fn a_watch_follows_what_the_daemon_has_also_over_its_restart() {
         daemon.store.visit_chunks(&space, |hash, tiers| {
             there.extend(tiers.iter().map(|tier| (hash, *tier)));
         });
-        !there.is_empty() && *copy.0.lock() == there
+        !there.is_empty() && *copy.held.lock() == there
     };
     // More than there is room for: chunks leave, too.
     for seed in 0..20 {
@@ -472,7 +319,7 @@ fn a_watch_follows_what_the_daemon_has_also_over_its_restart() {
     until("a late copy is exact", || is_same(&daemon, &late));
     daemon.server = None;
     for (copy, _) in &watches {
-        until("a daemon that is gone has nothing", || copy.0.lock().is_empty());
+        until("a daemon that is gone has nothing", || copy.held.lock().is_empty());
     }
     daemon.server =
         Some(NodeServer::start(NodeOptions::new(daemon.socket.clone(), daemon.store.clone())).unwrap());
@@ -520,58 +367,6 @@ fn a_chunk_is_found_only_with_the_parts_of_all_ranks_and_leaves_with_all_of_them
     assert!((1..40).any(|seed| verify(&first, seed, 3).unwrap() == 0), "nothing was evicted");
 }
 
-/// How far apart two sets of times are: the rank sum of the first as a number of standard deviations (Mann and Whitney).
-fn separation(first: &[Duration], second: &[Duration]) -> f64 {
-    let mut all: Vec<(Duration, bool)> =
-        first.iter().map(|time| (*time, true)).chain(second.iter().map(|time| (*time, false))).collect();
-    all.sort_unstable();
-    let rank_sum: usize =
-        all.iter().enumerate().filter(|(_, (_, is_first))| *is_first).map(|(rank, _)| rank + 1).sum();
-    let (n, m) = (first.len() as f64, second.len() as f64);
-    let mean = n * (n + m + 1.0) / 2.0;
-    (rank_sum as f64 - mean) / (n * m * (n + m + 1.0) / 12.0).sqrt()
-}
-
-#[test]
-fn how_long_a_lookup_takes_does_not_tell_what_another_tenant_has() {
-    const N_CHUNKS: usize = 60;
-    let token = |name: &str| ClientToken::try_new(format!("token of tenant {name}")).unwrap();
-    let mut daemon = Daemon::start(16 << 20);
-    daemon.server = None;
-    let mut options = NodeOptions::new(daemon.socket.clone(), daemon.store.clone());
-    options.tenants = ["a", "b"]
-        .map(|name| Tenant {
-            name: name.to_owned(),
-            token: Some(token(name)),
-            store: Daemon::open_store(16 << 20),
-        })
-        .into();
-    daemon.server = Some(NodeServer::start(options).unwrap());
-    let attach = |name: &str| {
-        NodeClient::attach(&AttachOptions { token: Some(token(name)), ..daemon.options() }).unwrap()
-    };
-    let (a, b) = (attach("a"), attach("b"));
-    assert_eq!(store(&a, 1, N_CHUNKS).unwrap(), N_CHUNKS);
-    // In turns, so that what else the machine does falls on both alike.
-    let times = |client: &NodeClient| {
-        let chains = [1, 2].map(|seed| chain(client, seed, N_CHUNKS));
-        let mut times = [Vec::new(), Vec::new()];
-        for round in 0..1000 {
-            for place in [round % 2, 1 - round % 2] {
-                let begin = Instant::now();
-                drop(client.open(&chains[place]).unwrap());
-                times[place].push(begin.elapsed());
-            }
-        }
-        times
-    };
-    let [own_hit, own_miss] = times(&a);
-    assert!(separation(&own_hit, &own_miss) > 6.0, "the test would see a difference");
-    let [stored_by_another, stored_by_none] = times(&b);
-    let apart = separation(&stored_by_another, &stored_by_none).abs();
-    assert!(apart < 6.0, "the times are {apart:.1} standard deviations apart");
-}
-
 #[test]
 fn chunks_in_pieces_are_written_and_read_by_several_threads() {
     const N_CHUNKS: usize = 12;
@@ -591,10 +386,13 @@ fn chunks_in_pieces_are_written_and_read_by_several_threads() {
 
     let mut read: Vec<Vec<u8>> = vec![vec![0; CHUNK_BYTES]; N_CHUNKS];
     let lease = opened.retrieve(0).unwrap();
-    lease.copy_all(3, read.iter_mut().map(|chunk| chunk.chunks_mut(777).collect()).collect()).unwrap();
+    let targets = read
+        .iter_mut()
+        .map(|chunk| chunk.chunks_mut(777).enumerate().map(|(idx, piece)| (idx * 777, piece)).collect());
+    lease.copy_all(3, targets.collect()).unwrap();
     assert!(read == contents, "other bytes came back");
     let mut longer = vec![0; CHUNK_BYTES + 1];
-    let error = lease.copy_all(2, vec![vec![&mut longer[..]]]).unwrap_err().to_string();
+    let error = lease.copy_all(2, vec![vec![(0, &mut longer[..])]]).unwrap_err().to_string();
     assert!(error.contains("length of a chunk"), "{error}");
 
     // A chunk with too few bytes is not stored, and those before it are.

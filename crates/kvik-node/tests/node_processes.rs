@@ -7,6 +7,8 @@
 
 #[path = "node_processes/kills.rs"]
 mod kills;
+#[path = "node_processes/processes.rs"]
+mod processes;
 #[path = "node_processes/take_overs.rs"]
 mod take_overs;
 

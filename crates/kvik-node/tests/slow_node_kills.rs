@@ -5,6 +5,8 @@
 
 #[path = "node_processes/kills.rs"]
 mod kills;
+#[path = "node_processes/processes.rs"]
+mod processes;
 
 use std::path::Path;
 

@@ -3,6 +3,8 @@
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 #![expect(clippy::print_stdout, reason = "it is its own test harness")]
 
+#[path = "node_processes/processes.rs"]
+mod processes;
 #[path = "node_processes/take_overs.rs"]
 mod take_overs;
 

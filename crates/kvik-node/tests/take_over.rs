@@ -2,214 +2,26 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
-use std::collections::HashSet;
-use std::os::fd::{AsFd as _, OwnedFd};
-use std::path::{Path, PathBuf};
+mod support;
+
+use std::os::fd::AsFd as _;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvik_memory::SocketAddress;
-use kvik_memory::socket::{Connection, FrameBuffer, Listener, wait_ready};
+use kvik_memory::socket::{Connection, Listener, wait_ready};
 use kvik_node::{
-    AttachOptions, ClientToken, NodeClient, NodeError, NodeOptions, NodeServer, NodeSession, NodeWatch,
-    StoreParts, TakeOver, TakeOverFrame, TakeOverOptions, Tenant, TenantOpener, TenantTerms,
+    AttachOptions, ClientToken, NodeClient, NodeError, NodeSession, NodeWatch, TakeOverFrame, Tenant,
+    TenantOpener as _, TenantTerms,
 };
-use kvik_store::{
-    Chain, ChunkChange, ChunkFormat, ChunkObserver, Clear, Commit, DigestKey, KeptMemory, LowerTier,
-    StoreOptions,
-};
+use kvik_store::{Clear, Commit, DigestKey, KeptMemory};
 use kvik_tier::shared::{SharedWords, checksum};
-use kvik_tier::{Arena, ArenaOptions, Checksummed, NvmeOptions, NvmeTier, RamTier, TierKind};
-use kvik_types::{BlockHash, BlockSize, Dtype, Namespace};
-use parking_lot::Mutex;
+use kvik_tier::{Arena, ArenaOptions, RamTier, TierKind};
+use kvik_types::BlockSize;
 use rustix::event::{PollFd, PollFlags};
-
-const CHUNK_TOKENS: usize = 32;
-const N_LAYERS: u32 = 4;
-const TOKEN_LAYER_BYTES: u64 = 256;
-const CHUNK_BYTES: usize = CHUNK_TOKENS * N_LAYERS as usize * TOKEN_LAYER_BYTES as usize;
-const ARENA_BYTES: u64 = 16 << 20;
-
-/// Opens stores of memory, and of a disk where there is a folder.
-#[derive(Debug, Default)]
-struct Opener {
-    folder: Option<PathBuf>,
-    is_failing: AtomicBool,
-    is_taken_over: AtomicBool,
-}
-
-impl Opener {
-    fn on_disk(folder: &Path) -> Arc<Self> {
-        Arc::new(Self { folder: Some(folder.join("disk")), ..Self::default() })
-    }
-}
-
-impl TenantOpener for Opener {
-    fn parts(&self, _tenant: &str) -> Result<StoreParts, NodeError> {
-        if self.is_failing.load(Ordering::SeqCst) {
-            return Err(NodeError::Open { reason: "told to fail".to_owned() });
-        }
-        let mut tiers = Vec::new();
-        if let Some(folder) = &self.folder {
-            let tier = NvmeTier::open(&NvmeOptions::new(folder, 64 << 20))?;
-            tiers.push(LowerTier::local(Arc::new(Checksummed::new(tier))));
-        }
-        Ok(StoreParts { options: store_options(), tiers, cuda_device: None })
-    }
-
-    fn taken_over(&self) {
-        self.is_taken_over.store(true, Ordering::SeqCst);
-    }
-}
-
-fn store_options() -> StoreOptions {
-    StoreOptions { chunk_tokens: BlockSize::try_new(CHUNK_TOKENS).unwrap(), ..StoreOptions::default() }
-}
-
-fn terms() -> TenantTerms {
-    TenantTerms {
-        name: String::new(),
-        token: String::new(),
-        chunk_tokens: BlockSize::try_new(CHUNK_TOKENS).unwrap(),
-        stores_tails: false,
-        digest_key: None,
-        ram_bytes: ARENA_BYTES,
-    }
-}
-
-/// A folder with a daemon's socket and disk, and what is said to daemons there.
-struct Place {
-    folder: tempfile::TempDir,
-    socket: SocketAddress,
-}
-
-impl Place {
-    fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let socket = SocketAddress::Path(folder.path().join("private/node.sock"));
-        Self { folder, socket }
-    }
-
-    fn start(&self, opener: &Arc<Opener>) -> NodeServer {
-        self.start_with(opener, |_| {})
-    }
-
-    fn start_with(&self, opener: &Arc<Opener>, change: impl FnOnce(&mut NodeOptions)) -> NodeServer {
-        let ram = RamTier::new(Arena::new(ArenaOptions::new(ARENA_BYTES)).unwrap());
-        let store = opener.parts("").unwrap().open(KeptMemory::new(ram)).unwrap();
-        let mut options = NodeOptions::new(self.socket.clone(), store);
-        options.opener = Some(Arc::clone(opener) as _);
-        options.take_over_grace = Duration::from_secs(30);
-        change(&mut options);
-        NodeServer::start(options).unwrap()
-    }
-
-    fn take_over(&self, opener: &Arc<Opener>) -> Result<NodeServer, NodeError> {
-        self.take_over_with(opener, vec![terms()])
-    }
-
-    fn take_over_with(
-        &self,
-        opener: &Arc<Opener>,
-        tenants: Vec<TenantTerms>,
-    ) -> Result<NodeServer, NodeError> {
-        NodeServer::take_over(TakeOverOptions {
-            socket: self.socket.clone(),
-            tenants,
-            opener: Arc::clone(opener) as _,
-            max_sessions: 64,
-            take_over_grace: Duration::from_secs(30),
-            audit_log: None,
-        })
-    }
-
-    fn options(&self) -> AttachOptions {
-        let namespace =
-            Namespace { model: "m".into(), dtype: Dtype::BF16, layout: "l".into(), tenant: String::new() };
-        let block_tokens = BlockSize::try_new(16).unwrap();
-        let format = ChunkFormat {
-            n_layers: N_LAYERS,
-            token_layer_bytes: TOKEN_LAYER_BYTES,
-            n_ranks: 1,
-            block_tokens,
-        };
-        AttachOptions::new(self.socket.clone(), namespace, format)
-    }
-
-    fn attach(&self) -> NodeClient {
-        NodeClient::attach(&self.options()).unwrap()
-    }
-
-    /// Asks to take over as a daemon does, and nothing more.
-    fn ask(&self) -> Connection {
-        let connection = Connection::open(&self.socket).unwrap();
-        let asked = TakeOver { tenants: vec![terms()] }.encode().unwrap();
-        assert!(connection.send(&asked).unwrap());
-        connection
-    }
-}
-
-fn receive(connection: &Connection) -> (TakeOverFrame, Vec<OwnedFd>) {
-    let mut buffer = FrameBuffer::new();
-    loop {
-        if let Some((frame, descriptors)) = connection.receive_with_descriptors(&mut buffer).unwrap() {
-            return (TakeOverFrame::decode(frame).unwrap(), descriptors);
-        }
-        wait_ready(&mut [PollFd::from_borrowed_fd(connection.as_fd(), PollFlags::IN)], None).unwrap();
-    }
-}
-
-fn chain(client: &NodeClient, seed: u32, n_chunks: usize) -> Chain {
-    let tokens: Vec<u32> = (0..(n_chunks * CHUNK_TOKENS) as u32).map(|place| place ^ seed << 16).collect();
-    client.space().chain(&tokens)
-}
-
-/// The bytes of a chunk, which no other has.
-fn content(seed: u32, chunk_idx: usize) -> Vec<u8> {
-    let mut state = u64::from(seed) << 32 | chunk_idx as u64 | 1 << 63;
-    (0..CHUNK_BYTES)
-        .map(|_| {
-            state = state.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
-            (state >> 56) as u8
-        })
-        .collect()
-}
-
-/// Stores a chain; returns how many chunks are there now.
-fn store(client: &NodeClient, seed: u32, n_chunks: usize) -> Result<usize, NodeError> {
-    let opened = client.open(&chain(client, seed, n_chunks))?;
-    let mut write = opened.write(0, n_chunks)?;
-    for place in (0..write.n_chunks()).filter(|place| !write.is_present(*place)).collect::<Vec<_>>() {
-        write.write_chunk(place, &content(seed, place))?;
-    }
-    let outcomes = write.finish()?;
-    Ok(outcomes.iter().filter(|outcome| matches!(outcome, None | Some(Commit::Stored))).count())
-}
-
-/// Reads a chain and compares every byte; returns how many chunks were there.
-fn verify(client: &NodeClient, seed: u32, n_chunks: usize) -> Result<usize, NodeError> {
-    let lease = client.open(&chain(client, seed, n_chunks))?.retrieve(0)?;
-    let mut bytes = vec![0; CHUNK_BYTES];
-    for place in 0..lease.n_chunks() {
-        lease.copy_out(place, 0, &mut bytes)?;
-        assert!(bytes == content(seed, place), "chunk {place} of {seed} has other bytes");
-    }
-    Ok(lease.n_chunks())
-}
-
-fn used_bytes(server: &NodeServer) -> u64 {
-    server.tenants().iter().map(|tenant| tenant.store.arena().stat().used_bytes).sum()
-}
-
-#[track_caller]
-fn until(what: &str, condition: impl Fn() -> bool) {
-    let begin = Instant::now();
-    while !condition() {
-        assert!(begin.elapsed() < Duration::from_secs(30), "{what} did not happen");
-        std::thread::yield_now();
-    }
-}
+use support::place::{ARENA_BYTES, Opener, Place, receive, terms, used_bytes};
+use support::{CHUNK_BYTES, Copy, N_LAYERS, chain, complete, content, until, verify};
 
 #[test]
 fn chunks_are_found_after_a_take_over_with_the_same_bytes() {
@@ -218,7 +30,7 @@ fn chunks_are_found_after_a_take_over_with_the_same_bytes() {
     let old = place.start(&opener);
     let session = NodeSession::start(place.options()).unwrap();
     for seed in 0..20 {
-        assert_eq!(session.run(|client| store(client, seed, 5)), Some(5));
+        assert_eq!(session.run(|client| complete(client, seed, 5)), Some(5));
     }
     let used = used_bytes(&old);
     let new = place.take_over(&opener).unwrap();
@@ -229,7 +41,7 @@ fn chunks_are_found_after_a_take_over_with_the_same_bytes() {
     // The session notices by itself, with no miss between.
     for seed in 0..20 {
         assert_eq!(session.run(|client| verify(client, seed, 5)), Some(5));
-        assert_eq!(session.run(|client| store(client, seed, 7)), Some(7), "chains go on");
+        assert_eq!(session.run(|client| complete(client, seed, 7)), Some(7), "chains go on");
         assert_eq!(session.run(|client| verify(client, seed, 7)), Some(7));
     }
     // And once more, from the one that took over.
@@ -258,7 +70,7 @@ fn a_take_over_waits_for_leases_and_writes_and_begins_nothing_meanwhile() {
     let opener = Arc::<Opener>::default();
     let old = place.start(&opener);
     let client = place.attach();
-    assert_eq!(store(&client, 1, 3).unwrap(), 3);
+    assert_eq!(complete(&client, 1, 3).unwrap(), 3);
     let lease = client.open(&chain(&client, 1, 3)).unwrap().retrieve(0).unwrap();
     let mut layers = client.open(&chain(&client, 1, 3)).unwrap().retrieve_layers(0).unwrap();
     let write = client.open(&chain(&client, 2, 2)).unwrap().write(0, 2).unwrap();
@@ -299,7 +111,7 @@ fn a_lease_that_is_not_given_back_refuses_the_take_over_and_the_old_daemon_goes_
     let opener = Arc::<Opener>::default();
     let old = place.start_with(&opener, |options| options.take_over_grace = Duration::from_millis(200));
     let (holder, idle) = (place.attach(), NodeSession::start(place.options()).unwrap());
-    assert_eq!(store(&holder, 1, 3).unwrap(), 3);
+    assert_eq!(complete(&holder, 1, 3).unwrap(), 3);
     let lease = holder.open(&chain(&holder, 1, 3)).unwrap().retrieve(0).unwrap();
     let error = place.take_over(&opener).unwrap_err().to_string();
     let holds = format!("process {} holds 1", std::process::id());
@@ -310,7 +122,7 @@ fn a_lease_that_is_not_given_back_refuses_the_take_over_and_the_old_daemon_goes_
     assert!(bytes == content(1, 0));
     // The same session goes on, and others are back.
     assert_eq!(verify(&holder, 1, 3).unwrap(), 3);
-    assert_eq!(store(&holder, 2, 3).unwrap(), 3);
+    assert_eq!(complete(&holder, 2, 3).unwrap(), 3);
     assert_eq!(idle.run(|client| verify(client, 2, 3)), Some(3));
     // With the lease gone it works.
     drop((lease, holder));
@@ -326,7 +138,7 @@ fn a_daemon_that_dies_half_way_leaves_the_old_one_serving_with_all_chunks() {
     let opener = Opener::on_disk(place.folder.path());
     let old = place.start(&opener);
     let session = NodeSession::start(place.options()).unwrap();
-    assert_eq!(session.run(|client| store(client, 1, 5)), Some(5));
+    assert_eq!(session.run(|client| complete(client, 1, 5)), Some(5));
     let used = used_bytes(&old);
     let refuse = TakeOverFrame::Refused { reason: "changed its mind".to_owned() }.encode();
     for step in 0..6_u32 {
@@ -349,7 +161,7 @@ fn a_daemon_that_dies_half_way_leaves_the_old_one_serving_with_all_chunks() {
         // The call waits for the pause to end, if it has begun.
         assert_eq!(session.run(|client| verify(client, 1, 5)), Some(5), "step {step}");
         let seed = 10 + step;
-        assert_eq!(session.run(|client| store(client, seed, 2)), Some(2), "step {step}");
+        assert_eq!(session.run(|client| complete(client, seed, 2)), Some(2), "step {step}");
         until("the tenants are served again", || !old.tenants().is_empty());
     }
     assert!(!opener.is_taken_over.load(Ordering::SeqCst));
@@ -374,7 +186,7 @@ fn a_daemon_that_is_slow_to_serve_either_serves_or_is_told_that_it_does_not() {
     for round in 0..40_u32 {
         let opener = Arc::<Opener>::default();
         let old = place.start_with(&opener, |options| options.successor_timeout = TIMEOUT);
-        assert_eq!(store(&place.attach(), 1, 2).unwrap(), 2);
+        assert_eq!(complete(&place.attach(), 1, 2).unwrap(), 2);
         let connection = place.ask();
         while receive(&connection).0 != TakeOverFrame::Listener {}
         // From the start to twice the time that the old daemon waits.
@@ -405,14 +217,14 @@ fn a_daemon_that_cannot_open_its_tiers_leaves_the_old_one_serving() {
     let (opener, broken) = (Opener::on_disk(place.folder.path()), Arc::<Opener>::default());
     let old = place.start(&opener);
     let session = NodeSession::start(place.options()).unwrap();
-    assert_eq!(session.run(|client| store(client, 1, 5)), Some(5));
+    assert_eq!(session.run(|client| complete(client, 1, 5)), Some(5));
     broken.is_failing.store(true, Ordering::SeqCst);
     let error = place.take_over(&broken).unwrap_err().to_string();
     assert!(error.contains("told to fail"), "{error}");
     assert_eq!(session.run(|client| verify(client, 1, 5)), Some(5));
     // It lets go of the disk, and finds it again.
     let client = place.attach();
-    assert_eq!(store(&client, 2, 5).unwrap(), 5);
+    assert_eq!(complete(&client, 2, 5).unwrap(), 5);
     drop((client, old));
 }
 
@@ -427,7 +239,7 @@ fn settings_that_differ_are_refused_by_their_name_without_a_pause() {
     let with_token = || TenantTerms { token: token.to_owned(), ..terms() };
     let options = AttachOptions { token: Some(ClientToken::try_new(token).unwrap()), ..place.options() };
     let client = NodeClient::attach(&options).unwrap();
-    assert_eq!(store(&client, 1, 2).unwrap(), 2);
+    assert_eq!(complete(&client, 1, 2).unwrap(), 2);
     let lease = client.open(&chain(&client, 1, 2)).unwrap().retrieve(0).unwrap();
     for (field, wrong) in [
         ("`tenants` is 2", vec![with_token(), TenantTerms { name: "b".to_owned(), ..with_token() }]),
@@ -474,7 +286,7 @@ fn a_daemon_that_cannot_be_taken_over_says_so() {
     let kept = old.tenants()[0].store.clone();
     let error = place.take_over(&opener).unwrap_err().to_string();
     assert!(error.contains("another part of the process uses a store"), "{error}");
-    assert_eq!(store(&place.attach(), 1, 2).unwrap(), 2, "it goes on");
+    assert_eq!(complete(&place.attach(), 1, 2).unwrap(), 2, "it goes on");
     drop((kept, old));
     let error = place.take_over(&opener).unwrap_err().to_string();
     assert!(error.contains("take over from the daemon"), "{error}");
@@ -495,8 +307,8 @@ fn tenants_go_over_each_with_its_own_chunks() {
     });
     let attach =
         |name| NodeClient::attach(&AttachOptions { token: Some(token(name)), ..place.options() }).unwrap();
-    assert_eq!(store(&attach("a"), 1, 4).unwrap(), 4);
-    assert_eq!(store(&attach("b"), 2, 3).unwrap(), 3);
+    assert_eq!(complete(&attach("a"), 1, 4).unwrap(), 4);
+    assert_eq!(complete(&attach("b"), 2, 3).unwrap(), 3);
     let terms_of = |name: &str| TenantTerms {
         name: name.to_owned(),
         token: format!("token of tenant {name}"),
@@ -542,24 +354,6 @@ fn a_list_that_is_damaged_or_impossible_is_refused() {
     assert!(Connection::open(&place.socket).is_ok(), "the socket is as it was");
 }
 
-/// Keeps a copy of what it is told, counts it, and fails where a change repeats what holds already.
-#[derive(Debug, Default)]
-struct Copy {
-    held: Mutex<HashSet<(BlockHash, TierKind)>>,
-    n_changes: AtomicU64,
-}
-
-impl ChunkObserver for Copy {
-    fn changed(&self, changes: &[ChunkChange]) {
-        let mut held = self.held.lock();
-        self.n_changes.fetch_add(changes.len() as u64, Ordering::SeqCst);
-        for ChunkChange { hash, tier, is_held, .. } in changes {
-            let place = (*hash, *tier);
-            assert!(if *is_held { held.insert(place) } else { held.remove(&place) }, "{place:?}");
-        }
-    }
-}
-
 #[test]
 fn a_watch_is_told_only_what_differs_after_a_take_over() {
     let place = Place::new();
@@ -568,13 +362,13 @@ fn a_watch_is_told_only_what_differs_after_a_take_over() {
     let session = NodeSession::start(place.options()).unwrap();
     let copy = Arc::new(Copy::default());
     let watch = NodeWatch::start(place.options(), session.space().unwrap(), Arc::clone(&copy) as _).unwrap();
-    assert_eq!(session.run(|client| store(client, 1, 8)), Some(8));
+    assert_eq!(session.run(|client| complete(client, 1, 8)), Some(8));
     until("all was told", || copy.held.lock().len() == 8);
     for round in 0..3_u32 {
         let new = place.take_over(&opener).unwrap();
         drop(std::mem::replace(&mut server, new));
         assert!(session.space().is_some(), "chains can be made in the pause");
-        assert_eq!(session.run(|client| store(client, 2 + round, 1)), Some(1));
+        assert_eq!(session.run(|client| complete(client, 2 + round, 1)), Some(1));
         let expected = 9 + u64::from(round);
         until("the new chunk was told", || copy.held.lock().len() as u64 == expected);
         assert_eq!(copy.n_changes.load(Ordering::SeqCst), expected, "and nothing else");
@@ -589,7 +383,7 @@ fn without_a_take_over_a_dead_daemon_means_no_wait() {
     let place = Place::new();
     let old = place.start(&Arc::default());
     let session = NodeSession::start(place.options()).unwrap();
-    assert_eq!(session.run(|client| store(client, 1, 1)), Some(1));
+    assert_eq!(session.run(|client| complete(client, 1, 1)), Some(1));
     drop(old);
     let begin = Instant::now();
     assert_eq!(session.run(|client| verify(client, 1, 1)), None);

@@ -10,8 +10,12 @@
 //! | `GET /ring` | none | [`RingView`] |
 //! | `GET /route?seq_id=..&explain=true` | none | [`RouteResponse`] |
 //! | `GET /watch` | none | server-sent [`WatchEvent`]s: a snapshot, then one after each change |
+//!
+//! [`stores`](crate::stores) has the calls of store daemons.
 
 use serde::{Deserialize, Serialize};
+
+use crate::stores::StoreInfo;
 
 /// A worker as it describes itself.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -29,6 +33,9 @@ pub struct WorkerInfo {
     /// Share of the ring relative to the other workers. Default: 1.
     #[serde(default = "one")]
     pub weight: f64,
+    /// Where other nodes read the chunks of the store daemon that it is attached to, `host:port`. Default: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub store: Option<String>,
 }
 
 /// What a worker has to do.
@@ -161,6 +168,9 @@ pub struct Snapshot {
     pub ring: RingConfig,
     /// The members, by id.
     pub members: Vec<Member>,
+    /// The store daemons, by id; they take no requests.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub stores: Vec<StoreInfo>,
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "the form that serde calls")]

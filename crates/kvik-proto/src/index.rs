@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | `POST /v1/score` | [`ScoreRequest`] | [`ScoreResponse`] |
 //! | `GET /index/stats` | none | [`IndexStats`] |
+//! | `POST /index/holders` | [`HoldersRequest`] | [`HoldersResponse`] |
 //! | `GET /index/blocks?model=..&worker=..&rank=..&keys=..&after=..&limit=..` | none | [`BlocksPage`] |
 
 use std::collections::BTreeMap;
@@ -55,6 +56,24 @@ pub struct ScoreResponse {
     pub matched_by_tier: BTreeMap<String, BTreeMap<String, u64>>,
     /// The worker with the best score; of equals the first by name. `null` if no worker has anything.
     pub best: Option<String>,
+}
+
+/// Chunks of one question for holders.
+pub const MAX_HOLDER_KEYS: usize = 4096;
+
+/// Asks which workers are known to have chunks of a store, by the chunks' names.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HoldersRequest {
+    /// The first halves of the chunks' names, 16 hexadecimal digits each; at most [`MAX_HOLDER_KEYS`].
+    pub keys: Vec<String>,
+}
+
+/// The workers that are known to have some of the chunks in memory or on disk.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HoldersResponse {
+    /// By worker: how many of the chunks.
+    pub holders: BTreeMap<String, u64>,
 }
 
 /// What the index knows.

@@ -7,7 +7,7 @@
 //! Parts: [`coordinator`] and [`worker`] hold the messages of the two services' own APIs, [`cache`] those
 //! of a worker's store, [`openai`] those of the compatible one, [`events`] the KV events of engines, [`index`] the
 //! API of the global KV index, [`kv_stream`] what a worker tells of its KV, [`sse`] the framing of
-//! streams, [`client`] the clients.
+//! streams, [`stores`] the store daemons that a coordinator lists, [`client`] the clients.
 //!
 //! ```
 //! use kvik_proto::coordinator::{Snapshot, WatchEvent};
@@ -28,4 +28,5 @@ pub mod index;
 pub mod kv_stream;
 pub mod openai;
 pub mod sse;
+pub mod stores;
 pub mod worker;

@@ -10,6 +10,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::digest::{DigestChain, DigestKey, keyed_seed, root_digest, salted_digest};
 use crate::error::Result;
+use crate::extras::{ExtraKey, ExtraKeys};
 use crate::format::ChunkFormat;
 use crate::namespaces::NamespaceState;
 use crate::options::StoreOptions;
@@ -59,6 +60,8 @@ struct ChainShared {
     root: Root,
     /// The tokens of all chunks; empty where only names are known.
     tokens: Vec<TokenId>,
+    /// What else the KV depends on.
+    extras: ExtraKeys,
     n_tokens: usize,
     /// The names of all chunks.
     names: Vec<BlockHash>,
@@ -163,9 +166,21 @@ impl Space {
     /// Tokens after the last full chunk are a tail where the store keeps tails, as many as whole token
     /// blocks hold, and belong to no chunk otherwise.
     pub fn salted_chain(&self, tokens: &[TokenId], salt: Option<&CacheSalt>) -> Chain {
+        self.chain_with_extras(tokens, salt, Vec::new())
+    }
+
+    /// Hashes a sequence whose KV depends on more than its tokens, such as images. Chains with different extra keys share
+    /// the chunks before the first that differs, and no others; otherwise as [`Self::salted_chain`].
+    pub fn chain_with_extras(
+        &self,
+        tokens: &[TokenId],
+        salt: Option<&CacheSalt>,
+        extras: Vec<ExtraKey>,
+    ) -> Chain {
         let SpaceShared { seed, root_digest, digest_key, .. } = &*self.shared;
         let digest = salted_digest(digest_key.as_ref(), *root_digest, salt);
-        self.chain_after(Root { name: seed.salted(salt), digest }, &[], Vec::new(), tokens)
+        let root = Root { name: seed.salted(salt), digest };
+        self.chain_after(root, &[], Vec::new(), tokens, ExtraKeys::new(extras))
     }
 
     /// The chain of `tokens` that begins at `root`, of whose first full chunks these names and digests are known.
@@ -175,6 +190,7 @@ impl Space {
         known_names: &[BlockHash],
         known_digests: Vec<TokenDigest>,
         tokens: &[TokenId],
+        extras: ExtraKeys,
     ) -> Chain {
         let chunk_tokens = self.chunk_tokens();
         let block_tokens = self.format().block_tokens.get();
@@ -190,9 +206,13 @@ impl Space {
         let mut hasher = KvikChain::after(last, self.shared.chunk_tokens);
         let mut names = Vec::with_capacity(n_tokens.div_ceil(chunk_tokens));
         names.extend_from_slice(known_names);
-        let new_chunks = tokens[known_names.len() * chunk_tokens..].chunks(chunk_tokens);
-        names.extend(new_chunks.map(|chunk| hasher.push_block(chunk)));
-        self.chain_with(root, tokens.to_vec(), n_tokens, names, known_digests)
+        let new_chunks = tokens.chunks(chunk_tokens).enumerate().skip(known_names.len());
+        names.extend(new_chunks.map(|(idx, chunk)| {
+            let name = hasher.push_block(chunk);
+            let words = extras.words_of(idx * chunk_tokens, chunk.len());
+            words.map_or(name, |words| hasher.push_block(&words))
+        }));
+        self.chain_with(root, (tokens.to_vec(), extras), n_tokens, names, known_digests)
     }
 
     /// The chain whose chunks have these names, of tokens that are not known here: what a client in another process
@@ -206,13 +226,13 @@ impl Space {
             return None;
         }
         let root = Root { name: self.shared.seed, digest: self.shared.root_digest };
-        Some(NamedChain(self.chain_with(root, Vec::new(), n_tokens, names, Vec::new())))
+        Some(NamedChain(self.chain_with(root, Default::default(), n_tokens, names, Vec::new())))
     }
 
     fn chain_with(
         &self,
         root: Root,
-        tokens: Vec<TokenId>,
+        (tokens, extras): (Vec<TokenId>, ExtraKeys),
         n_tokens: usize,
         names: Vec<BlockHash>,
         digests: Vec<TokenDigest>,
@@ -223,7 +243,8 @@ impl Space {
         };
         let blocks = names.iter().enumerate().map(block).collect();
         let digests = Mutex::new(digests);
-        let shared = ChainShared { space: self.clone(), root, tokens, n_tokens, names, digests, blocks };
+        let shared =
+            ChainShared { space: self.clone(), root, tokens, extras, n_tokens, names, digests, blocks };
         Chain { shared: Arc::new(shared) }
     }
 
@@ -275,8 +296,8 @@ impl Chain {
         self.known_digests(n_chunks)[..n_chunks].to_vec()
     }
 
-    /// The chain of a sequence with the same salt that may begin as this one does; the full chunks that both
-    /// share are compared and not hashed again.
+    /// The chain of a sequence with the same salt and extra keys that may begin as this one does; the full chunks that
+    /// both share are compared and not hashed again.
     #[must_use]
     pub fn extended(&self, tokens: &[TokenId]) -> Self {
         let chunk_tokens = self.space().chunk_tokens();
@@ -284,7 +305,8 @@ impl Chain {
         let n_shared = own.zip(tokens.chunks_exact(chunk_tokens)).take_while(|(own, other)| own == other);
         let n_shared = n_shared.count();
         let digests = self.shared.digests.lock().iter().take(n_shared).copied().collect();
-        self.space().chain_after(self.shared.root, &self.shared.names[..n_shared], digests, tokens)
+        let ChainShared { root, names, extras, .. } = &*self.shared;
+        self.space().chain_after(*root, &names[..n_shared], digests, tokens, extras.clone())
     }
 
     /// Its names alone.
@@ -342,13 +364,18 @@ impl Chain {
 
     /// The digests of at least the first `n_chunks` chunks, which the caller knows to exist.
     fn known_digests(&self, n_chunks: usize) -> MutexGuard<'_, Vec<TokenDigest>> {
-        let ChainShared { space, root, tokens, digests, .. } = &*self.shared;
+        let ChainShared { space, root, tokens, extras, digests, .. } = &*self.shared;
         let mut digests = digests.lock();
         if digests.len() < n_chunks {
             let last = digests.last().copied().unwrap_or(root.digest);
             let mut chain = DigestChain::after(space.shared.digest_key.as_ref(), last);
-            let chunks = tokens.chunks(space.chunk_tokens()).take(n_chunks).skip(digests.len());
-            digests.extend(chunks.map(|chunk| chain.push_chunk(chunk)));
+            let chunk_tokens = space.chunk_tokens();
+            let chunks = tokens.chunks(chunk_tokens).enumerate().take(n_chunks).skip(digests.len());
+            digests.extend(chunks.map(|(idx, chunk)| {
+                let digest = chain.push_chunk(chunk);
+                let words = extras.words_of(idx * chunk_tokens, chunk.len());
+                words.map_or(digest, |words| chain.push_chunk(&words))
+            }));
         }
         digests
     }
@@ -390,7 +417,7 @@ impl NamedChain {
         let ChainShared { space, root, names, .. } = &*self.0.shared;
         let names = names.get(..digests.len())?.to_vec();
         let n_tokens = self.0.tokens_of(digests.len()).start;
-        Some(space.chain_with(*root, Vec::new(), n_tokens, names, digests))
+        Some(space.chain_with(*root, Default::default(), n_tokens, names, digests))
     }
 
     pub(crate) fn chain(&self) -> &Chain {
@@ -473,5 +500,26 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn extra_keys_change_the_chunk_that_they_begin_in_and_all_behind_it() {
+        let space = space(true);
+        let tokens: Vec<u32> = (0..12).collect();
+        let extra = |first_token, key: &[u8]| ExtraKey { first_token, key: key.to_vec() };
+        let plain = names(&space.chain(&tokens));
+        let image = space.chain_with_extras(&tokens, None, vec![extra(5, b"image")]);
+        let other = space.chain_with_extras(&tokens, None, vec![extra(5, b"other")]);
+        let (image_names, other_names) = (names(&image), names(&other));
+        assert_eq!((image_names[0], other_names[0]), (plain[0], plain[0]));
+        for idx in [1, 2] {
+            let (key, digest, ..) = image_names[idx];
+            for (other_key, other_digest, ..) in [plain[idx], other_names[idx]] {
+                assert!(key != other_key && digest != other_digest, "{idx}");
+            }
+        }
+        let longer: Vec<u32> = (0..16).collect();
+        let whole = space.chain_with_extras(&longer, None, vec![extra(5, b"image")]);
+        assert_eq!(names(&image.extended(&longer)), names(&whole));
     }
 }

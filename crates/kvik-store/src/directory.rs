@@ -47,6 +47,8 @@ pub(crate) struct Entry {
     pub(crate) was_used: bool,
     /// The lower tiers that it left for others: it is not written there again while it is in memory.
     pub(crate) left_tiers: TierSet,
+    /// Whether it came from another node, which has it too as far as is known here.
+    pub(crate) is_copy: bool,
 }
 
 #[derive(Debug, Default)]
@@ -234,6 +236,10 @@ impl Directory {
         if entry.is_empty(self.local_tiers) { [0; MAX_TIERS] } else { entry.ranks }
     }
 
+    pub(crate) fn local_tiers(&self) -> TierSet {
+        self.local_tiers
+    }
+
     pub(crate) fn n_shards(&self) -> usize {
         self.shards.len()
     }
@@ -269,6 +275,7 @@ impl Entry {
             n_writers: 0,
             was_used: false,
             left_tiers: TierSet::default(),
+            is_copy: false,
         }
     }
 
@@ -276,10 +283,15 @@ impl Entry {
         BlockHash::from_u128(u128::from(id.0) << 64 | u128::from(self.second_half))
     }
 
+    /// Whether a local tier has any rank of it.
+    pub(crate) fn is_local(&self, local_tiers: TierSet) -> bool {
+        let is_held = |(tier, ranks): (TierIdx, &u64)| *ranks != 0 && local_tiers.contains(tier);
+        self.ranks.iter().enumerate().any(is_held)
+    }
+
     /// Remote tiers alone keep no entry: they are asked.
     fn is_empty(&self, local_tiers: TierSet) -> bool {
-        let is_held = |(tier, ranks): (TierIdx, &u64)| *ranks != 0 && local_tiers.contains(tier);
-        self.n_writers == 0 && !self.ranks.iter().enumerate().any(is_held)
+        self.n_writers == 0 && !self.is_local(local_tiers)
     }
 }
 

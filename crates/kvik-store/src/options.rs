@@ -21,6 +21,9 @@ pub struct StoreOptions {
     pub stores_tails: bool,
     /// What leaves when a local tier is full. Default: [`PolicyKind::Kvik`].
     pub policy: PolicyKind,
+    /// Whether chunks that another node has too leave a full local tier before others that are hardly worth more.
+    /// Default: true.
+    pub spares_last_copy: bool,
     /// Part of the memory that a thread keeps free, so that stores need not evict. Default: 0.02.
     pub ram_free_share: f64,
     /// When chunks go to the lower tiers. Default: [`WriteBack::OnStore`].
@@ -67,6 +70,7 @@ impl Default for StoreOptions {
             chunk_tokens: default_chunk_tokens(),
             stores_tails: false,
             policy: PolicyKind::Kvik,
+            spares_last_copy: true,
             ram_free_share: 0.02,
             write_back: WriteBack::OnStore,
             write_queue_bytes: None,

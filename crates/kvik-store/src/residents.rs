@@ -93,6 +93,14 @@ impl Residents {
         is_inserted
     }
 
+    /// Says whether another node has a chunk too. One that is not placed is left as it is.
+    pub(crate) fn set_copy(&mut self, id: BlockId, is_copy: bool) {
+        // Most stores have no copies, and need no search for each chunk.
+        if is_copy || self.policy.tree().n_copies() > 0 {
+            self.policy.set_copy(id, is_copy);
+        }
+    }
+
     /// Says whether a missing chunk is worth that another one leaves.
     pub(crate) fn admits(&mut self, now_ms: u64, chain: &Chain, chunk_idx: usize) -> bool {
         self.policy.admits(now_ms, &Request::new(chain.blocks()), chunk_idx)

@@ -216,3 +216,83 @@ fn blocks_that_come_without_a_request_are_residents_like_others() {
         assert_eq!(rest, [second[2].id, first[1].id, first[0].id], "{kind}");
     }
 }
+
+/// A cache of single blocks, each used once, of which those with even numbers are copies.
+fn half_copies(kind: PolicyKind, n_blocks: u64) -> Box<dyn Policy> {
+    let mut policy = kind.build(n_blocks as usize);
+    for number in 0..n_blocks {
+        let chain = [Block::full(BlockId(number))];
+        policy.access(number, &Request::new(&chain));
+        assert!(policy.insert(number, &Request::new(&chain), 0), "{kind}");
+        assert!(policy.set_copy(BlockId(number), number % 2 == 0), "{kind}");
+    }
+    policy
+}
+
+#[test]
+fn copies_leave_before_blocks_that_no_other_place_has() {
+    for kind in PolicyKind::ALL {
+        let mut policy = half_copies(kind, 40);
+        assert_eq!(policy.tree().n_copies(), 20, "{kind}");
+        assert!(policy.set_copy(BlockId(0), false) && !policy.set_copy(BlockId(99), true), "{kind}");
+        let victims: Vec<u64> = std::iter::from_fn(|| policy.victim(1000)).map(|id| id.0).collect();
+        assert!(victims[..19].iter().all(|number| number % 2 == 0 && *number != 0), "{kind}: {victims:?}");
+        assert_eq!((victims.len(), policy.tree().n_copies()), (40, 0), "{kind}");
+    }
+}
+
+#[test]
+fn without_copies_victims_are_those_of_the_policy_alone() {
+    for kind in PolicyKind::ALL {
+        let mut policy = half_copies(kind, 40);
+        let mut plain = half_copies(kind, 40);
+        for number in 0..40 {
+            assert!(policy.set_copy(BlockId(number), false), "{kind}");
+            assert!(plain.set_copy(BlockId(number), true), "{kind}");
+        }
+        for _ in 0..40 {
+            assert_eq!(
+                policy.victim(1000),
+                plain.victim(1000),
+                "{kind}: where all are copies none is spared"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_block_that_is_never_used_leaves_however_many_copies_come() {
+    for kind in PolicyKind::ALL {
+        let mut policy = kind.build(100);
+        let only = [Block::full(BlockId(1))];
+        policy.access(0, &Request::new(&only));
+        assert!(policy.insert(0, &Request::new(&only), 0), "{kind}");
+        let mut leaves_after = None;
+        for number in 2..20_000_u64 {
+            let now_ms = number * 1000;
+            let chain = [Block::full(BlockId(number))];
+            policy.access(now_ms, &Request::new(&chain));
+            assert!(policy.insert(now_ms, &Request::new(&chain), 0), "{kind}");
+            assert!(policy.set_copy(BlockId(number), true), "{kind}");
+            if policy.tree().n_blocks() > 100 && policy.victim(now_ms) == Some(BlockId(1)) {
+                leaves_after = Some(number);
+                break;
+            }
+        }
+        assert!(leaves_after.is_some(), "{kind} keeps a dead block for ever");
+    }
+}
+
+#[test]
+fn a_copy_does_not_leave_before_what_hangs_on_it() {
+    for kind in PolicyKind::ALL {
+        let mut policy = kind.build(8);
+        let blocks = chain(&[1, 2, 3]);
+        for index in 0..3 {
+            assert!(policy.insert(0, &Request::new(&blocks), index), "{kind}");
+        }
+        assert!(policy.set_copy(blocks[0].id, true) && policy.set_copy(blocks[1].id, true), "{kind}");
+        let order: Vec<BlockId> = std::iter::from_fn(|| policy.victim(1)).collect();
+        assert_eq!(order, [blocks[2].id, blocks[1].id, blocks[0].id], "{kind}");
+    }
+}

@@ -19,6 +19,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use crate::engine_thread::EngineHandle;
 use crate::metrics::WorkerMetrics;
 use crate::state::{Loaded, WorkerState, random_seed};
+use crate::store::KvStore;
 
 /// First pause after a failure.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
@@ -32,6 +33,8 @@ pub(crate) struct Registration {
     /// The one that answered last.
     client_idx: usize,
     worker: WorkerInfo,
+    /// The store below the engine, which other nodes may read from.
+    store: Option<Arc<dyn KvStore>>,
     engine: EngineHandle,
     metrics: WorkerMetrics,
     draining: CancellationToken,
@@ -61,11 +64,13 @@ impl Registration {
             model: loaded.model_name.clone(),
             capacity_tokens: (state.config.kv_blocks * kvik_model::BLOCK_TOKENS) as u64,
             weight: state.config.weight,
+            store: None,
         };
         Self {
             clients,
             client_idx: 0,
             worker,
+            store: loaded.store.clone(),
             engine: loaded.engine.clone(),
             metrics: loaded.metrics.clone(),
             draining: state.draining.clone(),
@@ -107,6 +112,7 @@ impl Registration {
     async fn register(&mut self) -> Next {
         let is_draining = self.draining.is_cancelled();
         let state = if is_draining { MemberState::Draining } else { MemberState::Ready };
+        self.worker.store = self.peer_address();
         let request = RegisterRequest { worker: self.worker.clone(), load: self.load(), state };
         for attempt in 0..self.clients.len() {
             let idx = (self.client_idx + attempt) % self.clients.len();
@@ -133,6 +139,10 @@ impl Registration {
     }
 
     async fn heartbeat(&mut self, interval: Duration) -> Next {
+        // A daemon that came, went or moved is told as a correction of what was registered.
+        if self.worker.store != self.peer_address() {
+            return Next::Register;
+        }
         let request =
             HeartbeatRequest { id: self.worker.id.clone(), epoch: self.worker.epoch, load: self.load() };
         for attempt in 0..self.clients.len() {
@@ -180,6 +190,10 @@ impl Registration {
         let pause = self.pause.mul_f64(0.5 + share / 2.0);
         self.pause = (self.pause * 2).min(self.longest_pause);
         tokio::time::sleep(pause).await;
+    }
+
+    fn peer_address(&self) -> Option<String> {
+        self.store.as_ref().and_then(|store| store.peer_address())
     }
 
     fn load(&self) -> WorkerLoad {

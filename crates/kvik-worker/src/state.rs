@@ -52,7 +52,7 @@ pub(crate) struct Loaded {
     pub(crate) store: Option<Arc<dyn KvStore>>,
     /// Tells the log which chunks the store has.
     pub(crate) chunk_watch: Mutex<Option<ChunkWatch>>,
-    /// Its administration, where it is in this process.
+    /// Its administration.
     pub(crate) store_admin: Option<StoreAdmin>,
     /// What is held, as it changes.
     pub(crate) kv_log: Arc<KvLog>,

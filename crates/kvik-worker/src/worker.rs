@@ -200,12 +200,14 @@ async fn load(
     let max_tokens = engine.max_sequence_tokens();
     let groups = block_groups(&engine, space.as_ref());
     let kv_log = Arc::new(KvLog::new(state.id.clone(), epoch, model_name.clone(), groups, KEPT_BYTES));
-    let local = store.as_ref().and_then(WorkerStore::local).cloned();
-    let chunk_watch = match (&store, &space) {
-        // Before the engine runs: what a disk kept from before is told first.
-        (Some(store), Some(space)) => Some(store.watch(space, Arc::clone(&kv_log) as Arc<_>)?),
-        _ => None,
-    };
+    let store_admin = store.as_ref().map(StoreAdmin::new);
+    let naming = Arc::clone(&kv_log);
+    let on_space = move |space: &Space| naming.add_group(chunk_group(space));
+    // Before the engine runs: what a disk kept from before is told first.
+    let chunk_watch = store
+        .as_ref()
+        .map(|store| store.watch(space.as_ref(), on_space, Arc::clone(&kv_log) as Arc<_>))
+        .transpose()?;
     let patience =
         Patience { slow_client: config.slow_client_timeout(), memory: config.memory.wait_timeout() };
     let for_engine = store.as_ref().map(WorkerStore::for_engine);
@@ -219,7 +221,7 @@ async fn load(
         staging: Staging::new(config.kv_staging_bytes),
         store: for_engine,
         chunk_watch: Mutex::new(chunk_watch),
-        store_admin: local.map(StoreAdmin::new),
+        store_admin,
         kv_log,
         max_tokens,
         // Everything that decides the bits of an answer, given its request.
@@ -234,12 +236,11 @@ async fn load(
 fn block_groups(engine: &Engine, space: Option<&Space>) -> Vec<BlockGroup> {
     let root = engine.namespace().seed();
     let blocks = BlockGroup { number: BLOCKS, block_tokens: BLOCK_TOKENS as u32, root };
-    let chunks = space.map(|space| BlockGroup {
-        number: CHUNKS,
-        block_tokens: space.chunk_tokens() as u32,
-        root: space.root(),
-    });
-    std::iter::once(blocks).chain(chunks).collect()
+    std::iter::once(blocks).chain(space.map(chunk_group)).collect()
+}
+
+fn chunk_group(space: &Space) -> BlockGroup {
+    BlockGroup { number: CHUNKS, block_tokens: space.chunk_tokens() as u32, root: space.root() }
 }
 
 fn load_engine(config: &WorkerConfig) -> Result<(Model, Engine, Option<WorkerStore>, Option<Space>)> {

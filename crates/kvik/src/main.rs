@@ -21,9 +21,13 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use kvik_bench::sim::TraceError;
+use kvik_coordinator::CoordinatorError;
+use kvik_gateway::GatewayError;
 use kvik_model::ModelError;
+use kvik_node::NodeError;
 use kvik_runtime::terminal;
 use kvik_tokens::TokensError;
+use kvik_worker::WorkerError;
 
 use cli::bench::BenchCommand;
 use cli::store::StoreCommand;
@@ -94,7 +98,7 @@ fn message(error: &anyhow::Error) -> String {
 }
 
 fn exit_code(error: &anyhow::Error) -> u8 {
-    if error.is::<commands::service::InvalidInput>() {
+    if is_refused_setting(error) || error.is::<commands::service::InvalidInput>() {
         return exit::INVALID_INPUT;
     }
     if let Some(error) = error.downcast_ref::<TraceError>() {
@@ -107,6 +111,18 @@ fn exit_code(error: &anyhow::Error) -> u8 {
         ) => exit::FAILED,
         Some(_) => exit::INVALID_INPUT,
     }
+}
+
+/// Whether a role refused a setting that only its start can judge.
+fn is_refused_setting(error: &anyhow::Error) -> bool {
+    let is_worker = matches!(
+        error.downcast_ref(),
+        Some(WorkerError::InvalidConfig { .. } | WorkerError::Node(NodeError::Invalid { .. }))
+    );
+    is_worker
+        || matches!(error.downcast_ref(), Some(NodeError::Invalid { .. }))
+        || matches!(error.downcast_ref(), Some(GatewayError::InvalidConfig { .. }))
+        || matches!(error.downcast_ref(), Some(CoordinatorError::InvalidConfig { .. }))
 }
 
 fn is_closed_output(error: &anyhow::Error) -> bool {

@@ -108,7 +108,10 @@ impl PagedMemory {
         let mut blocks: Vec<Option<&mut [u8]>> = self.bytes.chunks_mut(BLOCK_BYTES).map(Some).collect();
         let chunks = places
             .into_iter()
-            .map(|places| places.into_iter().filter_map(|place| blocks[place].take()).collect())
+            .map(|places| {
+                let blocks = places.into_iter().filter_map(|place| blocks[place].take());
+                blocks.enumerate().map(|(idx, block)| (idx * BLOCK_BYTES, block)).collect()
+            })
             .collect();
         Ok(lease.copy_all(n_threads, chunks)?)
     }

@@ -65,19 +65,17 @@ impl ApiError {
         match error {
             CommandError::NotLeader => Self::no_leader(),
             CommandError::Refused(MembershipError::Unknown) => {
-                refused(StatusCode::NOT_FOUND, "unknown_worker", format!("worker `{id}` is not registered"))
+                refused(StatusCode::NOT_FOUND, "unknown_worker", format!("`{id}` is not registered"))
             }
             CommandError::Refused(MembershipError::StaleEpoch { registered }) => refused(
                 StatusCode::CONFLICT,
                 "stale_epoch",
-                format!("worker `{id}` is registered with epoch {registered}; allowed: a later one"),
+                format!("`{id}` is registered with epoch {registered}; allowed: a later one"),
             ),
             CommandError::Refused(MembershipError::AddressTaken { registered }) => refused(
                 StatusCode::CONFLICT,
                 "address_taken",
-                format!(
-                    "worker `{id}` is registered at {registered} with this epoch; allowed: a later epoch"
-                ),
+                format!("`{id}` is registered at {registered} with this epoch; allowed: a later epoch"),
             ),
         }
     }

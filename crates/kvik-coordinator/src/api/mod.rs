@@ -1,4 +1,4 @@
-//! The HTTP API, as the table in [`kvik_proto::coordinator`] says.
+//! The HTTP API, as the tables in [`kvik_proto::coordinator`] and [`kvik_proto::stores`] say.
 //!
 //! Any coordinator can be asked. Reads are answered from the snapshot held, which a follower has
 //! from its leader. Writes that reach a follower are passed on to the leader and its answer is
@@ -8,6 +8,7 @@
 
 mod error;
 mod read;
+mod stores;
 mod write;
 
 use std::sync::Arc;
@@ -56,6 +57,10 @@ pub(crate) fn router(api: Api) -> Router {
         .route("/heartbeat", post(write::heartbeat))
         .route("/deregister", post(write::deregister))
         .route("/workers", get(read::workers))
+        .route("/stores", get(stores::list))
+        .route("/stores/register", post(stores::register))
+        .route("/stores/heartbeat", post(stores::heartbeat))
+        .route("/stores/deregister", post(stores::deregister))
         .route("/ring", get(read::ring))
         .route("/route", get(read::route))
         .route("/watch", get(read::watch))

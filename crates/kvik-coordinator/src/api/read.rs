@@ -82,7 +82,7 @@ pub(super) async fn metrics() -> Response {
     (StatusCode::OK, headers, render_metrics()).into_response()
 }
 
-fn held(api: &Api) -> Result<Arc<Published>, ApiError> {
+pub(super) fn held(api: &Api) -> Result<Arc<Published>, ApiError> {
     api.publisher.current().ok_or_else(ApiError::no_leader)
 }
 
@@ -119,7 +119,14 @@ mod tests {
     use crate::publish::Publisher;
 
     fn snapshot(term: u64, version: u64) -> Snapshot {
-        Snapshot { incarnation: 0, term, version, ring: RingConfig::default(), members: Vec::new() }
+        Snapshot {
+            incarnation: 0,
+            term,
+            version,
+            ring: RingConfig::default(),
+            members: Vec::new(),
+            stores: Vec::new(),
+        }
     }
 
     async fn next(

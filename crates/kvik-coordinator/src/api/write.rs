@@ -97,7 +97,7 @@ pub(super) async fn drain(
 }
 
 /// Has a command of member `id` done by the leader's task.
-async fn command<T>(
+pub(super) async fn command<T>(
     api: &Api,
     id: &str,
     command: impl FnOnce(Reply<T>) -> Command,
@@ -111,7 +111,7 @@ async fn command<T>(
 
 /// Passes a write on to the leader and returns its answer; `None` if this is the leader. It goes with the token that
 /// the caller had to show here.
-async fn pass_on(
+pub(super) async fn pass_on(
     api: &Api,
     headers: &HeaderMap,
     path: &str,
@@ -141,7 +141,7 @@ async fn pass_on(
 }
 
 /// Reads a body; an error names the field.
-fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
+pub(super) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
     let mut deserializer = serde_json::Deserializer::from_slice(body);
     let value = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
         let field = error.path().to_string();
@@ -173,7 +173,7 @@ fn check_worker(worker: &WorkerInfo, max_weight: f64) -> Result<(), ApiError> {
 }
 
 /// Ids go into paths, keys and metrics as they are.
-fn check_id(field: &str, id: &str) -> Result<(), ApiError> {
+pub(super) fn check_id(field: &str, id: &str) -> Result<(), ApiError> {
     let fits = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.:@".contains(&byte);
     if (1..=MAX_ID_BYTES).contains(&id.len()) && id.bytes().all(fits) {
         return Ok(());

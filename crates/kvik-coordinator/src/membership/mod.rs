@@ -1,5 +1,8 @@
 //! The members as a state machine; the time is an argument of its calls.
 //!
+//! Workers are one membership and store daemons another: both live by the same rules, and neither is in the list of the
+//! other.
+//!
 //! Life of a member:
 //!
 //! - It joins with `register`. A later epoch replaces an earlier one; an earlier epoch is refused,
@@ -18,10 +21,15 @@
 //! are not among them. Time is a distance from any fixed point and must not run backward; every
 //! operation first makes happen what was due.
 
+mod info;
+
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use kvik_proto::coordinator::{Member, WorkerInfo, WorkerLoad, WorkerState};
+use kvik_proto::stores::StoreInfo;
+
+pub(crate) use info::MemberInfo;
 
 /// Heartbeats that a member may miss.
 const MISSED_HEARTBEATS: u32 = 3;
@@ -30,18 +38,18 @@ const RAMP_STEPS: u32 = 9;
 
 /// The members.
 #[derive(Debug)]
-pub(crate) struct Membership {
+pub(crate) struct Membership<I = WorkerInfo> {
     heartbeat_interval: Duration,
     slow_start: Duration,
     version: u64,
-    members: BTreeMap<String, Entry>,
-    changes: Vec<Change>,
+    members: BTreeMap<String, Entry<I>>,
+    changes: Vec<Change<I>>,
 }
 
 /// What has to be written down about a member so that the next leader knows it.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Record {
-    pub(crate) worker: WorkerInfo,
+pub(crate) struct Record<I = WorkerInfo> {
+    pub(crate) info: I,
     pub(crate) state: WorkerState,
     /// Time since it joined.
     pub(crate) age: Duration,
@@ -51,8 +59,8 @@ pub(crate) struct Record {
 
 /// A change that has to be written down.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Change {
-    Put(Box<Record>),
+pub(crate) enum Change<I = WorkerInfo> {
+    Put(Box<Record<I>>),
     /// The member left.
     Delete(String),
     /// The member missed its heartbeats.
@@ -71,8 +79,8 @@ pub(crate) enum MembershipError {
 }
 
 #[derive(Debug)]
-struct Entry {
-    worker: WorkerInfo,
+struct Entry<I> {
+    info: I,
     state: WorkerState,
     load: WorkerLoad,
     last_seen: Duration,
@@ -86,11 +94,11 @@ struct Entry {
 
 // === impl Change ===
 
-impl Change {
+impl<I: MemberInfo> Change<I> {
     /// The member that changed.
     pub(crate) fn id(&self) -> &str {
         match self {
-            Self::Put(record) => &record.worker.id,
+            Self::Put(record) => record.info.id(),
             Self::Delete(id) | Self::Expire(id) => id,
         }
     }
@@ -98,7 +106,7 @@ impl Change {
 
 // === impl Membership ===
 
-impl Membership {
+impl<I: MemberInfo> Membership<I> {
     pub(crate) fn new(heartbeat_interval: Duration, slow_start: Duration) -> Self {
         Self { heartbeat_interval, slow_start, version: 0, members: BTreeMap::new(), changes: Vec::new() }
     }
@@ -106,15 +114,15 @@ impl Membership {
     /// Takes over the records of an earlier leader. Every member counts as just seen.
     pub(crate) fn restore(
         &mut self,
-        records: Vec<Record>,
+        records: Vec<Record<I>>,
         load_of: impl Fn(&str) -> Option<WorkerLoad>,
         now: Duration,
     ) {
-        for Record { worker, state, age, ramps } in records {
-            let load = load_of(&worker.id).unwrap_or_default();
+        for Record { info, state, age, ramps } in records {
+            let load = load_of(info.id()).unwrap_or_default();
             let step = self.step(ramps, age);
-            let id = worker.id.clone();
-            let entry = Entry { worker, state, load, last_seen: now, joined: now, prior: age, ramps, step };
+            let id = info.id().to_owned();
+            let entry = Entry { info, state, load, last_seen: now, joined: now, prior: age, ramps, step };
             self.members.insert(id, entry);
         }
         self.version += 1;
@@ -122,25 +130,27 @@ impl Membership {
 
     pub(crate) fn register(
         &mut self,
-        worker: WorkerInfo,
+        info: I,
         load: WorkerLoad,
         state: WorkerState,
         now: Duration,
     ) -> Result<(), MembershipError> {
         self.advance(now);
-        if let Some(entry) = self.members.get_mut(&worker.id) {
-            if worker.epoch < entry.worker.epoch {
-                return Err(MembershipError::StaleEpoch { registered: entry.worker.epoch });
+        if let Some(entry) = self.members.get_mut(info.id()) {
+            if info.epoch() < entry.info.epoch() {
+                return Err(MembershipError::StaleEpoch { registered: entry.info.epoch() });
             }
-            if worker.epoch == entry.worker.epoch {
-                if worker.address != entry.worker.address {
-                    return Err(MembershipError::AddressTaken { registered: entry.worker.address.clone() });
+            if info.epoch() == entry.info.epoch() {
+                if info.address() != entry.info.address() {
+                    return Err(MembershipError::AddressTaken {
+                        registered: entry.info.address().to_owned(),
+                    });
                 }
-                // The answer to the first call was lost, or the worker corrects what it said.
+                // The answer to the first call was lost, or the member corrects what it said.
                 (entry.last_seen, entry.load) = (now, load);
                 let begins_to_drain = state == WorkerState::Draining && entry.state != state;
-                if worker != entry.worker || begins_to_drain {
-                    entry.worker = worker;
+                if info != entry.info || begins_to_drain {
+                    entry.info = info;
                     if begins_to_drain {
                         entry.state = state;
                     }
@@ -150,10 +160,10 @@ impl Membership {
                 return Ok(());
             }
         }
-        let is_warm = |entry: &Entry| entry.worker.id != worker.id && self.slow_start <= entry.age(now);
+        let is_warm = |entry: &Entry<I>| entry.info.id() != info.id() && self.slow_start <= entry.age(now);
         let ramps = self.slow_start > Duration::ZERO && self.members.values().any(is_warm);
         let entry = Entry {
-            worker,
+            info,
             state,
             load,
             last_seen: now,
@@ -163,7 +173,7 @@ impl Membership {
             step: self.step(ramps, Duration::ZERO),
         };
         let record = entry.record(now);
-        self.members.insert(entry.worker.id.clone(), entry);
+        self.members.insert(entry.info.id().to_owned(), entry);
         self.changed(Change::Put(Box::new(record)));
         Ok(())
     }
@@ -178,8 +188,8 @@ impl Membership {
     ) -> Result<WorkerState, MembershipError> {
         self.advance(now);
         let entry = self.members.get_mut(id).ok_or(MembershipError::Unknown)?;
-        match epoch.cmp(&entry.worker.epoch) {
-            std::cmp::Ordering::Less => Err(MembershipError::StaleEpoch { registered: entry.worker.epoch }),
+        match epoch.cmp(&entry.info.epoch()) {
+            std::cmp::Ordering::Less => Err(MembershipError::StaleEpoch { registered: entry.info.epoch() }),
             // A later life that has not registered.
             std::cmp::Ordering::Greater => Err(MembershipError::Unknown),
             std::cmp::Ordering::Equal => {
@@ -192,7 +202,7 @@ impl Membership {
     /// Removes a member; nothing happens if it is not there in this epoch.
     pub(crate) fn deregister(&mut self, id: &str, epoch: u64, now: Duration) {
         self.advance(now);
-        if self.members.get(id).is_some_and(|entry| entry.worker.epoch == epoch) {
+        if self.members.get(id).is_some_and(|entry| entry.info.epoch() == epoch) {
             self.members.remove(id);
             self.changed(Change::Delete(id.to_owned()));
         }
@@ -212,12 +222,12 @@ impl Membership {
     /// Makes happen what is due: members expire, weights rise.
     pub(crate) fn advance(&mut self, now: Duration) {
         let timeout = self.timeout();
-        let is_gone = |entry: &Entry| timeout < now.saturating_sub(entry.last_seen);
+        let is_gone = |entry: &Entry<I>| timeout < now.saturating_sub(entry.last_seen);
         let gone: Vec<String> = self
             .members
             .values()
             .filter(|entry| is_gone(entry))
-            .map(|entry| entry.worker.id.clone())
+            .map(|entry| entry.info.id().to_owned())
             .collect();
         for id in gone {
             self.members.remove(&id);
@@ -242,8 +252,8 @@ impl Membership {
 
     /// When something will be due, if no call comes before.
     pub(crate) fn next_deadline(&self) -> Option<Duration> {
-        let expiry = |entry: &Entry| entry.last_seen + self.timeout() + Duration::from_nanos(1);
-        let rise = |entry: &Entry| {
+        let expiry = |entry: &Entry<I>| entry.last_seen + self.timeout() + Duration::from_nanos(1);
+        let rise = |entry: &Entry<I>| {
             (entry.step < RAMP_STEPS).then(|| {
                 let age =
                     (self.slow_start.as_nanos() * u128::from(entry.step + 1)).div_ceil(RAMP_STEPS.into());
@@ -254,17 +264,12 @@ impl Membership {
         self.members.values().flat_map(|entry| [Some(expiry(entry)), rise(entry)]).flatten().min()
     }
 
-    /// The members by id.
-    pub(crate) fn members(&self) -> Vec<Member> {
-        self.members.values().map(Entry::member).collect()
-    }
-
     pub(crate) fn version(&self) -> u64 {
         self.version
     }
 
     /// What has to be written down since the last call.
-    pub(crate) fn take_changes(&mut self) -> Vec<Change> {
+    pub(crate) fn take_changes(&mut self) -> Vec<Change<I>> {
         std::mem::take(&mut self.changes)
     }
 
@@ -276,30 +281,46 @@ impl Membership {
         ramp_step(self.slow_start, ramps, age)
     }
 
-    fn changed(&mut self, change: Change) {
+    fn changed(&mut self, change: Change<I>) {
         self.version += 1;
         self.changes.push(change);
     }
 }
 
+impl Membership<WorkerInfo> {
+    /// The members by id.
+    pub(crate) fn members(&self) -> Vec<Member> {
+        self.members.values().map(Entry::member).collect()
+    }
+}
+
+impl Membership<StoreInfo> {
+    /// The store daemons by id.
+    pub(crate) fn stores(&self) -> Vec<StoreInfo> {
+        self.members.values().map(|entry| entry.info.clone()).collect()
+    }
+}
+
 // === impl Entry ===
 
-impl Entry {
+impl<I: MemberInfo> Entry<I> {
     fn age(&self, now: Duration) -> Duration {
         self.prior + now.saturating_sub(self.joined)
     }
 
-    fn record(&self, now: Duration) -> Record {
-        Record { worker: self.worker.clone(), state: self.state, age: self.age(now), ramps: self.ramps }
+    fn record(&self, now: Duration) -> Record<I> {
+        Record { info: self.info.clone(), state: self.state, age: self.age(now), ramps: self.ramps }
     }
+}
 
+impl Entry<WorkerInfo> {
     fn member(&self) -> Member {
         let share = f64::from(self.step + 1) / f64::from(RAMP_STEPS + 1);
         Member {
-            worker: self.worker.clone(),
+            worker: self.info.clone(),
             state: self.state,
             load: self.load,
-            ring_weight: self.worker.weight * share,
+            ring_weight: self.info.weight * share,
         }
     }
 }

@@ -13,6 +13,7 @@ fn worker(id: &str, epoch: u64) -> WorkerInfo {
         model: "kvik-tiny".to_owned(),
         capacity_tokens: 1000,
         weight: 1.0,
+        store: None,
     }
 }
 
@@ -160,8 +161,7 @@ fn the_first_members_have_their_full_weight_and_a_later_one_rises_to_it() {
 
 #[test]
 fn a_slow_start_goes_on_under_the_next_leader() {
-    let record =
-        |id: &str, age, ramps| Record { worker: worker(id, 1), state: WorkerState::Ready, age, ramps };
+    let record = |id: &str, age, ramps| Record { info: worker(id, 1), state: WorkerState::Ready, age, ramps };
     let mut membership = membership();
     membership.restore(vec![record("a", ms(60_000), false), record("b", ms(4000), true)], |_| None, ms(0));
     assert_eq!((weight(&membership, "a"), weight(&membership, "b")), (1.0, 0.5));
@@ -324,7 +324,7 @@ proptest! {
             }
             for change in changes {
                 match change {
-                    Change::Put(record) => written.insert(record.worker.id.clone(), record.state),
+                    Change::Put(record) => written.insert(record.info.id.clone(), record.state),
                     Change::Delete(id) | Change::Expire(id) => written.remove(&id),
                 };
             }

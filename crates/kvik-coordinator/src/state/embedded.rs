@@ -8,7 +8,7 @@ use std::hash::{BuildHasher as _, RandomState};
 use std::time::{Duration, SystemTime};
 
 use super::{Role, StateBackend, StateError};
-use crate::membership::{Change, Record};
+use crate::membership::{Change, MemberInfo, Record};
 
 /// Leads from the start to the end of the process.
 #[derive(Debug)]
@@ -43,11 +43,11 @@ impl StateBackend for EmbeddedState {
 
     async fn resign(&self) {}
 
-    async fn load(&self, _term: u64) -> Result<Vec<Record>, StateError> {
+    async fn load<I: MemberInfo>(&self, _term: u64) -> Result<Vec<Record<I>>, StateError> {
         Ok(Vec::new())
     }
 
-    async fn write(&self, _term: u64, _changes: &[Change]) -> Result<(), StateError> {
+    async fn write<I: MemberInfo>(&self, _term: u64, _changes: &[Change<I>]) -> Result<(), StateError> {
         Ok(())
     }
 }

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 pub(crate) use embedded::EmbeddedState;
 pub(crate) use etcd::EtcdState;
 
-use crate::membership::{Change, Record};
+use crate::membership::{Change, MemberInfo, Record};
 
 /// What a coordinator is now.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,12 +61,19 @@ pub(crate) trait StateBackend: Debug + Send + Sync + 'static {
     /// its term are refused.
     fn resign(&self) -> impl Future<Output = ()> + Send;
 
-    /// Reads the members, as leader of `term`.
-    fn load(&self, term: u64) -> impl Future<Output = Result<Vec<Record>, StateError>> + Send;
+    /// Reads the members of a kind, as leader of `term`.
+    fn load<I: MemberInfo>(
+        &self,
+        term: u64,
+    ) -> impl Future<Output = Result<Vec<Record<I>>, StateError>> + Send;
 
     /// Writes changes down, as leader of `term`. The caller MUST give up the lead if this fails,
     /// because part of the changes may be written.
-    fn write(&self, term: u64, changes: &[Change]) -> impl Future<Output = Result<(), StateError>> + Send;
+    fn write<I: MemberInfo>(
+        &self,
+        term: u64,
+        changes: &[Change<I>],
+    ) -> impl Future<Output = Result<(), StateError>> + Send;
 }
 
 impl Role {

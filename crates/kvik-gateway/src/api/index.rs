@@ -90,7 +90,7 @@ async fn answer_score(shared: &Shared, request: Request) -> Result<Response, Ref
     Ok(answer(&response))
 }
 
-fn indexer<'a>(shared: &'a Shared, headers: &HeaderMap) -> Result<&'a Indexer, Refusal> {
+pub(super) fn indexer<'a>(shared: &'a Shared, headers: &HeaderMap) -> Result<&'a Indexer, Refusal> {
     // A token stands for the cluster or its administrator; neither needs a key.
     if !shared.trust.is_shown_token(headers) && !shared.view().keys.accepts(headers) {
         return Err(Refusal::unauthorized(WRONG_KEY));
@@ -98,7 +98,7 @@ fn indexer<'a>(shared: &'a Shared, headers: &HeaderMap) -> Result<&'a Indexer, R
     shared.indexer.as_deref().ok_or_else(Refusal::no_index)
 }
 
-fn answer(value: &impl serde::Serialize) -> Response {
+pub(super) fn answer(value: &impl serde::Serialize) -> Response {
     match serde_json::to_value(value) {
         Ok(value) => json_answer(StatusCode::OK, &value),
         Err(_) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
@@ -114,7 +114,7 @@ fn parse_cursor(text: &str) -> Result<u64, Refusal> {
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "it turns an error into another")]
-fn refusal(error: IndexerError) -> Refusal {
+pub(super) fn refusal(error: IndexerError) -> Refusal {
     match &error {
         IndexerError::Invalid { field, .. } => Refusal::invalid(error.to_string(), Some(field)),
         IndexerError::Tokens(_) => Refusal::invalid(error.to_string(), Some("prompt")),

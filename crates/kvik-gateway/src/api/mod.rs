@@ -10,6 +10,7 @@ use http::{HeaderMap, StatusCode};
 use kvik_runtime::telemetry;
 use serde_json::json;
 
+mod holders;
 mod index;
 
 use crate::answer::forward;
@@ -52,6 +53,7 @@ fn with_index(router: Router<Arc<Shared>>, shared: Arc<Shared>) -> Router {
         .route("/metrics", get(metrics))
         .route("/openapi.json", get(openapi))
         .route("/v1/score", post(index::score))
+        .route("/index/holders", post(holders::holders))
         .fallback(async || refuse(Refusal::unknown_route()))
         .method_not_allowed_fallback(async || refuse(Refusal::wrong_method()))
         .with_state(shared)

@@ -278,13 +278,14 @@ mod tests {
             model: "m".to_owned(),
             capacity_tokens: 1000,
             weight: 1.0,
+            store: None,
         };
         Member { worker, state: WorkerState::Ready, load: WorkerLoad::default(), ring_weight: 1.0 }
     }
 
     fn snapshot(term: u64, version: u64, ids: &[&str]) -> Snapshot {
         let members = ids.iter().map(|id| member(id, 1)).collect();
-        Snapshot { incarnation: 0, term, version, ring: RingConfig::default(), members }
+        Snapshot { incarnation: 0, term, version, ring: RingConfig::default(), members, stores: Vec::new() }
     }
 
     fn ids(book: &mut MemberBook) -> Vec<String> {

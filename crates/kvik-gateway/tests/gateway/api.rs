@@ -1,5 +1,6 @@
 //! The published document, the metrics, the drain.
 
+use kvik_gateway::ApiKeyConfig;
 use serde_json::Value;
 
 use crate::mock::{Behavior, MockWorker};
@@ -29,6 +30,7 @@ async fn the_document_and_the_routes_are_the_same() {
         } else {
             let body = match path.as_str() {
                 "/v1/score" => r#"{"model":"m","token_ids":[1]}"#,
+                "/index/holders" => r#"{"keys":["0123456789abcdef"]}"#,
                 _ => r#"{"model":"m","prompt":"x"}"#,
             };
             assert_eq!(gateway.post(&path, &[], body).await.status, 200, "{path}");
@@ -47,6 +49,7 @@ async fn the_document_and_the_routes_are_the_same() {
         "get /v1/models/{model}",
         "post /detokenize",
         "post /generate",
+        "post /index/holders",
         "post /tokenize",
         "post /v1/chat/completions",
         "post /v1/completions",
@@ -119,4 +122,26 @@ async fn draining_lets_open_streams_finish() {
     assert!(answer.body.starts_with(b"data: 1\n\ndata: {\"error\""));
     gateway.running.finished().await;
     gateway.shutdown.finish().await;
+}
+
+#[tokio::test]
+async fn holders_of_chunks_are_told_to_services_of_the_cluster() {
+    const TOKEN: &str = "the-token-of-this-cluster";
+    const QUESTION: &str = r#"{"keys":["0123456789abcdef","fedcba9876543210"]}"#;
+    let worker = MockWorker::start("m").await;
+    let gateway = TestGateway::before(&[&worker], |config| config.cluster_token = Some(TOKEN.into())).await;
+    gateway.post("/index/holders", &[], QUESTION).await.assert_error(401, Some("invalid_token"));
+    let shown = [("x-kvik-cluster-token", TOKEN)];
+    let answer = gateway.post("/index/holders", &shown, QUESTION).await;
+    assert_eq!((answer.status.as_u16(), answer.json()), (200, serde_json::json!({"holders": {}})));
+    let too_many = format!(r#"{{"keys":[{}]}}"#, vec![r#""0123456789abcdef""#; 4097].join(","));
+    for wrong in [r#"{"keys":["0123"]}"#, r#"{"keys":["+123456789abcdef"]}"#, &too_many] {
+        let error = gateway.post("/index/holders", &shown, wrong).await.assert_error(400, None);
+        assert_eq!(error["param"], "keys", "{error}");
+    }
+
+    let key = ApiKeyConfig { name: "me".to_owned(), sha256: "2b".repeat(32).into() };
+    let gateway = TestGateway::before(&[&worker], |config| config.api_keys.push(key)).await;
+    let answer = gateway.post("/index/holders", &[], QUESTION).await;
+    assert_eq!(answer.status.as_u16(), 401, "without a token, a key is needed where there are keys");
 }

@@ -111,6 +111,7 @@ fn snapshot(term: u64, version: u64, workers: &[&MockWorker]) -> Snapshot {
                 model: "m".to_owned(),
                 capacity_tokens: 1000,
                 weight: 1.0,
+                store: None,
             },
             state: WorkerState::Ready,
             load: WorkerLoad::default(),
@@ -118,7 +119,7 @@ fn snapshot(term: u64, version: u64, workers: &[&MockWorker]) -> Snapshot {
         })
         .collect();
     members.sort_by(|left, right| left.worker.id.cmp(&right.worker.id));
-    Snapshot { incarnation: 0, term, version, ring: RingConfig::default(), members }
+    Snapshot { incarnation: 0, term, version, ring: RingConfig::default(), members, stores: Vec::new() }
 }
 
 fn config(coordinator: &MockCoordinator) -> GatewayConfig {

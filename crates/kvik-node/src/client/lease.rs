@@ -41,6 +41,11 @@ impl RemoteLease {
         self.chain.payload_bytes(self.first_chunk.saturating_add(place))
     }
 
+    /// Where a chunk lies in the arena; `None` behind the last one.
+    pub fn offset(&self, place: usize) -> Option<u64> {
+        self.offsets.get(place).copied()
+    }
+
     /// The tier that a chunk came from.
     pub fn tier(&self, place: usize) -> TierKind {
         self.tiers.get(place).copied().unwrap_or(TierKind::Ram)
@@ -59,25 +64,24 @@ impl RemoteLease {
         Ok(self.handle.client.shared.reading.copy_out(offset, target)?)
     }
 
-    /// Copies whole chunks into pieces, on several threads: those of the first chunk first, each in the order of its bytes.
+    /// Copies chunks into pieces, on several threads: those of the first chunk first, each with its start in the chunk.
     ///
     /// # Errors
-    /// If there are more chunks than it has, or pieces are longer than their chunk.
-    pub fn copy_all(&self, n_threads: usize, chunks: Vec<Vec<&mut [u8]>>) -> Result<()> {
+    /// If there are more chunks than it has, or a piece ends behind its chunk.
+    pub fn copy_all(&self, n_threads: usize, chunks: Vec<Vec<(usize, &mut [u8])>>) -> Result<()> {
         let n_threads = n_threads.clamp(1, chunks.len().max(1));
         let chunks = Mutex::new(chunks.into_iter().enumerate());
         let copy_next = || {
             loop {
                 let next = chunks.lock().next();
                 let Some((place, pieces)) = next else { return Ok(()) };
-                let mut start = 0;
-                for piece in pieces {
-                    if start + piece.len() > self.payload_bytes(place) {
+                for (start, piece) in pieces {
+                    let end = start.saturating_add(piece.len());
+                    if end > self.payload_bytes(place) {
                         let allowed = self.payload_bytes(place).to_string();
-                        return Err(NodeError::invalid("length of a chunk", &(start + piece.len()), allowed));
+                        return Err(NodeError::invalid("length of a chunk", &end, allowed));
                     }
                     self.copy_out(place, start, piece)?;
-                    start += piece.len();
                 }
             }
         };

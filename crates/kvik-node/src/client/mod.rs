@@ -4,11 +4,14 @@ mod chain;
 mod exchange;
 mod layers;
 mod lease;
+mod manage;
 mod session;
+mod survey;
 mod watch;
 mod write;
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -28,7 +31,9 @@ pub use chain::OpenChain;
 use exchange::Exchange;
 pub use layers::RemoteLayers;
 pub use lease::RemoteLease;
+pub use manage::{NodeManager, RemotePrefetch};
 pub use session::NodeSession;
+pub use survey::survey;
 pub use watch::NodeWatch;
 pub use write::RemoteWrite;
 
@@ -65,6 +70,7 @@ struct ClientShared {
     exchange: Exchange,
     space: Space,
     rank: u16,
+    peer_address: Option<String>,
     reading: ArenaView,
     writing: ArenaView,
 }
@@ -103,6 +109,7 @@ impl NodeClient {
             exchange: Exchange::new(connection, words, *timeout),
             space: attached.space(namespace, *format)?,
             rank: *rank,
+            peer_address: attached.peer_address,
             reading: ArenaView::map(readable, attached.arena_bytes, ViewAccess::Read)?,
             writing: ArenaView::map(writable, attached.arena_bytes, ViewAccess::Write)?,
         };
@@ -117,6 +124,18 @@ impl NodeClient {
     /// Its rank.
     pub fn rank(&self) -> u16 {
         self.shared.rank
+    }
+
+    /// The arena where it is mapped for writing, for a device that copies by itself. It is mapped as long as the client is.
+    ///
+    /// Only bytes of chunks that are leased may be read, and only those of chunks that are being written may be written.
+    pub fn arena(&self) -> (NonNull<u8>, usize) {
+        (self.shared.writing.address(), self.shared.writing.n_bytes())
+    }
+
+    /// Where other nodes read the daemon's chunks, `host:port`; `None` where they do not.
+    pub fn peer_address(&self) -> Option<&str> {
+        self.shared.peer_address.as_deref()
     }
 
     /// Whether the daemon has ended the session, or is gone.

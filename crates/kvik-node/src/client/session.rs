@@ -44,6 +44,8 @@ struct SessionState {
     is_ended: bool,
     /// Whether the absence of the daemon was logged.
     is_absence_known: bool,
+    /// Why there is no client.
+    last_error: Option<String>,
     /// Whether the attaching thread should not wait.
     is_attachment_urgent: bool,
 }
@@ -79,6 +81,17 @@ impl NodeSession {
         let state = self.shared.state.lock();
         let attached = state.client.as_ref().map(NodeClient::space);
         attached.or(state.moving.as_ref().map(|moving| &moving.space)).cloned()
+    }
+
+    /// Why the last attempt to attach failed; `None` while there is a daemon.
+    pub fn last_error(&self) -> Option<String> {
+        self.shared.state.lock().last_error.clone()
+    }
+
+    /// Where other nodes read the daemon's chunks, `host:port`; `None` where they do not, and while there is no daemon.
+    pub fn peer_address(&self) -> Option<String> {
+        let state = self.shared.state.lock();
+        state.client.as_ref().and_then(NodeClient::peer_address).map(str::to_owned)
     }
 
     /// Waits for an attachment; `None` after `timeout`.
@@ -188,16 +201,19 @@ impl SessionShared {
                 state.client = Some(client);
                 state.moving = None;
                 state.is_absence_known = false;
+                state.last_error = None;
                 self.changed.notify_all();
             }
             // Expected for a moment while another daemon takes over.
             Err(_) if state.moving.is_some() => {}
-            Err(error) if !state.is_absence_known => {
-                state.is_absence_known = true;
+            Err(error) => {
                 let error = chain_of(&error);
-                tracing::warn!(socket = %self.options.socket, error, "no store daemon; trying until there is one");
+                if !state.is_absence_known {
+                    state.is_absence_known = true;
+                    tracing::warn!(socket = %self.options.socket, error, "no store daemon; trying until there is one");
+                }
+                state.last_error = Some(error);
             }
-            Err(_) => {}
         }
     }
 
@@ -220,6 +236,7 @@ impl SessionShared {
         state.is_absence_known = true;
         let error = chain_of(error);
         tracing::warn!(socket = %self.options.socket, error, "lost the store daemon");
+        state.last_error = Some(error);
     }
 }
 

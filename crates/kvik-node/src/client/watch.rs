@@ -1,8 +1,9 @@
 //! What a daemon has, for a client that keeps a copy of it.
 
 use std::collections::HashSet;
+use std::fmt;
 use std::os::fd::AsFd;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -37,14 +38,18 @@ pub struct NodeWatch {
     thread: Option<JoinHandle<()>>,
 }
 
-#[derive(Debug)]
 struct WatchShared {
     options: AttachOptions,
-    space: Space,
+    /// Where the client's chains are made; that of the first daemon where none was known before.
+    space: OnceLock<Space>,
+    /// Told of the space of the first daemon.
+    on_space: Mutex<Option<OnSpace>>,
     observer: Arc<dyn ChunkObserver>,
     is_over: Mutex<bool>,
     ended: Condvar,
 }
+
+type OnSpace = Box<dyn FnOnce(&Space) + Send>;
 
 type Held = HashSet<(BlockHash, TierKind)>;
 
@@ -63,8 +68,36 @@ impl NodeWatch {
     /// # Errors
     /// If the operating system gives none.
     pub fn start(options: AttachOptions, space: Space, observer: Arc<dyn ChunkObserver>) -> Result<Self> {
-        let shared =
-            WatchShared { options, space, observer, is_over: Mutex::new(false), ended: Condvar::new() };
+        Self::start_with(options, OnceLock::from(space), None, observer)
+    }
+
+    /// Starts it for a client that does not know yet how chunks are named: `on_space` is called once, with the space of the
+    /// first daemon that comes and before the observer is told anything.
+    ///
+    /// # Errors
+    /// If the operating system gives no thread.
+    pub fn start_for_first(
+        options: AttachOptions,
+        on_space: impl FnOnce(&Space) + Send + 'static,
+        observer: Arc<dyn ChunkObserver>,
+    ) -> Result<Self> {
+        Self::start_with(options, OnceLock::new(), Some(Box::new(on_space)), observer)
+    }
+
+    fn start_with(
+        options: AttachOptions,
+        space: OnceLock<Space>,
+        on_space: Option<OnSpace>,
+        observer: Arc<dyn ChunkObserver>,
+    ) -> Result<Self> {
+        let shared = WatchShared {
+            options,
+            space,
+            on_space: Mutex::new(on_space),
+            observer,
+            is_over: Mutex::new(false),
+            ended: Condvar::new(),
+        };
         let shared = Arc::new(shared);
         let watching = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
@@ -128,7 +161,12 @@ impl WatchShared {
     fn follow(&self, held: &mut Held, mut before: Option<&mut Held>) -> Result<Followed> {
         let (connection, attached, _) = connect(&self.options, Purpose::Watch)?;
         let space = attached.space(&self.options.namespace, self.options.format)?;
-        if !space.names_as(&self.space) {
+        let own = self.space.get_or_init(|| space.clone());
+        let on_space = self.on_space.lock().take();
+        if let Some(on_space) = on_space {
+            on_space(own);
+        }
+        if !space.names_as(own) {
             return Err(NodeError::invalid("space", &"another", "that of the client's start"));
         }
         let mut buffer = FrameBuffer::new();
@@ -174,6 +212,19 @@ impl WatchShared {
         if !changes.is_empty() {
             self.observer.changed(changes);
         }
+    }
+}
+
+impl fmt::Debug for WatchShared {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { options, space, observer, is_over, .. } = self;
+        formatter
+            .debug_struct("WatchShared")
+            .field("options", options)
+            .field("space", space)
+            .field("observer", observer)
+            .field("is_over", is_over)
+            .finish_non_exhaustive()
     }
 }
 

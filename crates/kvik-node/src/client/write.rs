@@ -1,5 +1,6 @@
 //! Chunks that a client writes.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 
@@ -10,6 +11,12 @@ use super::exchange::{Ticket, broken};
 use super::{Handle, offset_of};
 use crate::error::{NodeError, Result};
 use crate::operation::{Completion, Operation, PRESENT, Status};
+
+/// Parts of chunks begin at multiples of it: two threads never write one line of the processor's cache.
+const PART_ALIGNMENT: usize = 4096;
+
+/// The least that a thread copies at a time; smaller parts cost more than they save.
+const MIN_PART_BYTES: usize = 256 << 10;
 
 /// Memory for chunks; what is not committed when it is dropped is given back.
 #[derive(Debug)]
@@ -30,6 +37,14 @@ struct WrittenChunk {
     commit: Option<(Ticket, Checksum)>,
 }
 
+/// What one of several threads copies of a chunk.
+#[derive(Debug)]
+struct ChunkPart {
+    place: usize,
+    range: Range<usize>,
+    n_chunk_bytes: usize,
+}
+
 impl RemoteWrite {
     pub(super) fn new(handle: Handle, chain: &Chain, first_chunk: usize, offsets: Vec<u64>) -> Self {
         let chunks = offsets.iter().map(|_| WrittenChunk::default()).collect();
@@ -44,6 +59,11 @@ impl RemoteWrite {
     /// Whether a chunk is stored already, and needs no bytes.
     pub fn is_present(&self, place: usize) -> bool {
         self.offsets.get(place) == Some(&PRESENT)
+    }
+
+    /// Where a chunk lies in the arena; `None` where it is present, and behind the last one.
+    pub fn offset(&self, place: usize) -> Option<u64> {
+        self.offsets.get(place).copied().filter(|offset| *offset != PRESENT)
     }
 
     /// Bytes that this rank holds of a chunk.
@@ -76,7 +96,7 @@ impl RemoteWrite {
     pub fn write_chunk(&mut self, place: usize, payload: &[u8]) -> Result<()> {
         let n_bytes = self.payload_bytes(place);
         if payload.len() != n_bytes {
-            return Err(NodeError::invalid("length of a chunk", &payload.len(), n_bytes.to_string()));
+            return Err(wrong_length(payload.len(), n_bytes));
         }
         let checksum = self.copy_in(place, 0, payload)?;
         self.begin_commit(place, checksum)
@@ -98,6 +118,8 @@ impl RemoteWrite {
     /// Writes all chunks that are not present, on several threads, as [`Self::write_pieces`] does; `pieces_of` gives the
     /// pieces of a chunk.
     ///
+    /// The threads share a chunk, so that the daemon checks it while they copy the next.
+    ///
     /// # Errors
     /// If the daemon is gone, or the pieces of a chunk have another length. Chunks before that one are being published.
     pub fn write_all<'a, P: IntoIterator<Item = &'a [u8]>>(
@@ -105,35 +127,58 @@ impl RemoteWrite {
         n_threads: usize,
         pieces_of: impl Fn(usize) -> P + Sync,
     ) -> Result<()> {
-        let places: Vec<usize> = (0..self.n_chunks()).filter(|place| !self.is_present(*place)).collect();
+        self.commit_all(n_threads, |writing, part| writing.copy_part(part, pieces_of(part.place)))
+    }
+
+    /// Publishes all chunks that are not present, whose bytes were written into their memory by other means, such as by a
+    /// GPU: sums them up on several threads, and lets the daemon check one while the next is summed up.
+    ///
+    /// # Errors
+    /// If the daemon is gone. Chunks before that are being published.
+    pub fn commit_written(&mut self, n_threads: usize) -> Result<()> {
+        self.commit_all(n_threads, |writing, part| {
+            let offset = offset_of(&writing.offsets, part.place, part.range.start)?;
+            Ok(writing.handle.client.shared.writing.sum(offset, part.range.len())?)
+        })
+    }
+
+    /// Has the parts of all chunks that are not present made, with their checksums, and commits each chunk after its last.
+    fn commit_all(
+        &mut self,
+        n_threads: usize,
+        make: impl Fn(&Self, &ChunkPart) -> Result<Checksum> + Sync,
+    ) -> Result<()> {
+        let parts = self.parts(n_threads);
         let next = AtomicUsize::new(0);
         let (sender, copied) = mpsc::channel();
-        let (writing, places, pieces_of) = (&*self, &places, &pieces_of);
-        let mut checksums = vec![None; self.n_chunks()];
-        let (mut n_committed, mut commits) = (0, Vec::new());
+        let (writing, parts, make) = (&*self, &parts, &make);
+        let (mut sums, mut n_committed, mut commits) = (vec![None; parts.len()], 0, Vec::new());
         let outcome = std::thread::scope(|scope| {
-            for _ in 0..n_threads.clamp(1, places.len().max(1)) {
+            for _ in 0..n_threads.clamp(1, parts.len().max(1)) {
                 let (sender, next) = (sender.clone(), &next);
                 scope.spawn(move || {
-                    while let Some(place) = places.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    while let part_idx = next.fetch_add(1, Ordering::Relaxed)
+                        && let Some(part) = parts.get(part_idx)
+                    {
+                        let sum = make(writing, part);
                         // The receiver is gone after a failure.
-                        if sender.send((*place, writing.copy_pieces(*place, pieces_of(*place)))).is_err() {
+                        if sender.send((part_idx, sum)).is_err() {
                             return;
                         }
                     }
                 });
             }
             drop(sender);
-            for (place, checksum) in copied {
-                checksums[place] = Some(checksum?);
+            for (part_idx, sum) in copied {
+                sums[part_idx] = Some(sum?);
                 // In the order of the chain: a chunk is stored only behind the one before it.
-                while let Some(place) = places.get(n_committed)
-                    && let Some(checksum) = checksums[*place]
+                while let Some((place, n_parts, checksum)) =
+                    joined_chunk(&parts[n_committed..], &sums[n_committed..])
                 {
-                    let operation = writing.commit_operation(*place, checksum);
+                    let operation = writing.commit_operation(place, checksum);
                     let ticket = writing.handle.client.exchange().send(operation)?;
-                    commits.push((*place, ticket, checksum));
-                    n_committed += 1;
+                    commits.push((place, ticket, checksum));
+                    n_committed += n_parts;
                 }
             }
             Ok(())
@@ -144,25 +189,52 @@ impl RemoteWrite {
         outcome
     }
 
+    /// The chunks that are not present, in parts for `n_threads`.
+    fn parts(&self, n_threads: usize) -> Vec<ChunkPart> {
+        let mut parts = Vec::new();
+        for place in (0..self.n_chunks()).filter(|place| !self.is_present(*place)) {
+            let n_bytes = self.payload_bytes(place);
+            let part_bytes =
+                n_bytes.div_ceil(n_threads.max(1)).next_multiple_of(PART_ALIGNMENT).max(MIN_PART_BYTES);
+            let starts = (0..n_bytes.max(1)).step_by(part_bytes);
+            parts.extend(starts.map(|start| ChunkPart {
+                place,
+                range: start..n_bytes.min(start + part_bytes),
+                n_chunk_bytes: n_bytes,
+            }));
+        }
+        parts
+    }
+
     fn copy_pieces<'a>(&self, place: usize, pieces: impl IntoIterator<Item = &'a [u8]>) -> Result<Checksum> {
-        let n_bytes = self.payload_bytes(place);
+        let n_chunk_bytes = self.payload_bytes(place);
+        self.copy_part(&ChunkPart { place, range: 0..n_chunk_bytes, n_chunk_bytes }, pieces)
+    }
+
+    /// Copies what a part has of the pieces of its chunk.
+    fn copy_part<'a>(
+        &self,
+        part: &ChunkPart,
+        pieces: impl IntoIterator<Item = &'a [u8]>,
+    ) -> Result<Checksum> {
+        let ChunkPart { place, range, n_chunk_bytes } = part;
         let writing = &self.handle.client.shared.writing;
-        writing.prepare(offset_of(&self.offsets, place, 0)?, n_bytes)?;
+        writing.prepare(offset_of(&self.offsets, *place, range.start)?, range.len())?;
         let (mut start, mut sum) = (0, RunningChecksum::default());
         for piece in pieces {
-            if piece.len() > n_bytes - start {
-                return Err(NodeError::invalid(
-                    "length of a chunk",
-                    &(start + piece.len()),
-                    n_bytes.to_string(),
-                ));
+            let end = start + piece.len();
+            if end > *n_chunk_bytes {
+                return Err(wrong_length(end, *n_chunk_bytes));
             }
-            let offset = offset_of(&self.offsets, place, start)?;
-            writing.copy_in_summed(offset, piece, &mut sum)?;
-            start += piece.len();
+            let (from, to) = (start.max(range.start), end.min(range.end));
+            if from < to {
+                let offset = offset_of(&self.offsets, *place, from)?;
+                writing.copy_in_summed(offset, &piece[from - start..to - start], &mut sum)?;
+            }
+            start = end;
         }
-        if start != n_bytes {
-            return Err(NodeError::invalid("length of a chunk", &start, n_bytes.to_string()));
+        if start != *n_chunk_bytes {
+            return Err(wrong_length(start, *n_chunk_bytes));
         }
         Ok(sum.finish())
     }
@@ -226,6 +298,21 @@ impl Drop for RemoteWrite {
             let _ = self.handle.client.exchange().take(ticket);
         }
     }
+}
+
+/// The first chunk of `parts`, the number of its parts, and its checksum, if all of them have been summed up.
+fn joined_chunk(parts: &[ChunkPart], sums: &[Option<Checksum>]) -> Option<(usize, usize, Checksum)> {
+    let place = parts.first()?.place;
+    let n_parts = parts.iter().take_while(|part| part.place == place).count();
+    let sums: Vec<Checksum> = sums[..n_parts].iter().copied().collect::<Option<_>>()?;
+    let joined = sums.into_iter().zip(parts);
+    let whole =
+        joined.reduce(|(whole, first), (sum, part)| (combine_checksums(whole, sum, part.range.len()), first));
+    whole.map(|(whole, _)| (place, n_parts, whole))
+}
+
+fn wrong_length(n_bytes: usize, n_allowed: usize) -> NodeError {
+    NodeError::invalid("length of a chunk", &n_bytes, n_allowed.to_string())
 }
 
 fn outcome_of(completion: Completion, checksum: Checksum) -> Result<Commit> {

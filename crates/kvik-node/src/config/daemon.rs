@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvik_memory::SocketAddress;
@@ -12,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use super::{PeerConfig, PeerPlan, StoreConfig, StorePlan, TierConfig, check, refuse};
 use crate::bandwidth::{NodeBandwidth, TenantBandwidth};
 use crate::error::{NodeError, Result};
+use crate::peers::IndexHints;
 use crate::take_over::{StoreParts, TenantTerms};
 use crate::tenant::{ClientToken, Tenant};
 use crate::tiers::{open_store_with, store_options, store_parts};
@@ -30,6 +32,11 @@ pub struct DaemonConfig {
     /// File with a token of at least 16 bytes that engines show when they attach. Default: none, every process of this
     /// user may attach.
     pub token_file: Option<PathBuf>,
+    /// Token that all services of a cluster share, of 16 characters or more, for calls to coordinators and the index.
+    /// `KVIK_CLUSTER_TOKEN` in the environment sets it for every role. Default: none.
+    pub cluster_token: Option<Secret>,
+    /// File with the cluster token, less a line break at its end. Default: none.
+    pub cluster_token_file: Option<PathBuf>,
     /// Where chunks are kept. With `tenants` these are the settings that a tenant does not have itself, and no tenant
     /// is without a name.
     pub tiers: StoreConfig,
@@ -93,6 +100,8 @@ impl Default for DaemonConfig {
             max_sessions: 64,
             metrics: None,
             token_file: None,
+            cluster_token: None,
+            cluster_token_file: None,
             tiers: StoreConfig::default(),
             tenants: Vec::new(),
             peer: PeerConfig::default(),
@@ -131,10 +140,10 @@ impl DaemonConfig {
     ///
     /// # Errors
     /// For the first value that is not allowed, and where a token or a file of TLS cannot be read.
-    pub(crate) fn peer_plans(&self) -> Result<PeerPlans> {
+    pub(crate) fn peer_plans(&self, hints: Option<&Arc<IndexHints>>) -> Result<PeerPlans> {
         let mut plans = PeerPlans::new();
         for ConfiguredTenant { name, .. } in self.configured_tenants()? {
-            if let Some(plan) = self.peer.open_tier(&name)? {
+            if let Some(plan) = self.peer.open_tier(&name, hints)? {
                 plans.insert(name, plan);
             }
         }

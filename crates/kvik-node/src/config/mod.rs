@@ -2,6 +2,7 @@
 //!
 //! Options of LMCache are read too, under its names; [`StoreConfig::resolve`] makes one plan of both.
 
+mod cluster;
 mod daemon;
 mod lmcache;
 mod peer;
@@ -25,6 +26,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use crate::error::{NodeError, Result};
 use crate::tenant::ClientToken;
 
+pub(crate) use cluster::store_info;
 pub use daemon::{DaemonConfig, TenantConfig};
 pub(crate) use daemon::{PeerPlans, read_token};
 pub use peer::{PeerConfig, PeerPlan, PeerTlsConfig};
@@ -67,6 +69,9 @@ pub struct StoreConfig {
     pub chunk_tokens: usize,
     /// What leaves a full tier: `lru`, `lfu`, `fifo`, `s3fifo`, `arc`, `cost` or `kvik`. Default: `kvik`.
     pub policy: String,
+    /// Whether chunks that were read from another node, which has them too, leave a full tier before others that are
+    /// hardly worth more. Default: true.
+    pub spare_last_copy: bool,
     /// Whether chunks are read layer by layer. Default: false.
     pub layerwise: bool,
     /// Whether the last chunk of a sequence is stored too if it is not full. Default: false.
@@ -204,6 +209,7 @@ impl Default for StoreConfig {
             tiers: Vec::new(),
             chunk_tokens: 256,
             policy: PolicyKind::Kvik.name().to_owned(),
+            spare_last_copy: true,
             layerwise: false,
             tails: false,
             write_back: "store".to_owned(),

@@ -6,12 +6,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvik_runtime::secret::Secret;
-use kvik_tier::peer::{PeerAdmission, PeerTlsFiles, PeerToken};
+use kvik_runtime::tls::TlsClientFiles;
+use kvik_tier::peer::{PeerAdmission, PeerHints, PeerTlsFiles, PeerToken};
 use kvik_tier::{PeerAddress, PeerOptions, PeerTier};
 use serde::{Deserialize, Serialize};
 
 use super::{TIMEOUTS, check, parse_size, refuse, size_text};
 use crate::error::{NodeError, Result};
+use crate::peers::IndexHints;
 
 /// The least that a token of peers must have: one that cannot be guessed.
 const MIN_TOKEN_BYTES: usize = 16;
@@ -26,6 +28,18 @@ pub struct PeerConfig {
     /// Nodes whose chunks are read, `host:port` each. A name stands for all its addresses, which are looked up again
     /// every few seconds; this node itself is left out. Default: none.
     pub nodes: Vec<String>,
+    /// Base addresses of coordinators, tried in order: this node has itself listed there, where it listens, and reads
+    /// from all nodes of the list, besides `nodes`. Default: none.
+    pub coordinators: Vec<String>,
+    /// Address at which other nodes reach this one, `host:port`, which coordinators are told. Default: none, that of
+    /// `listen`, which then must not be a wildcard.
+    pub advertise: Option<String>,
+    /// TLS towards coordinators and the index. Default: none, only `http://` works.
+    pub coordinator_tls: TlsClientFiles,
+    /// Base address of a gateway or `kvik indexer` whose index is asked first which nodes have chunks, in a fifth of
+    /// `lookup_timeout_ms`; only those are asked then. It needs `coordinators`, which say on which node each worker is.
+    /// Default: none, all nodes are asked.
+    pub index: Option<String>,
     /// File with a token of at least 16 bytes that all nodes share. Default: none.
     pub token_file: Option<PathBuf>,
     /// PEM files of TLS between nodes: each shows its certificate and checks that of the other. Default: none, no TLS.
@@ -81,6 +95,10 @@ impl Default for PeerConfig {
         Self {
             listen: None,
             nodes: Vec::new(),
+            coordinators: Vec::new(),
+            advertise: None,
+            index: None,
+            coordinator_tls: TlsClientFiles::default(),
             token_file: None,
             tls: None,
             insecure: false,
@@ -96,11 +114,15 @@ impl Default for PeerConfig {
 }
 
 impl PeerConfig {
-    /// Opens what other nodes are read through for one tenant; `None` where no node is named.
+    /// Opens what other nodes are read through for one tenant; `None` where no node is named and no coordinator asked.
     ///
     /// # Errors
     /// For the first value that is not allowed, and where a token or a file of TLS cannot be read.
-    pub(crate) fn open_tier(&self, tenant: &str) -> Result<Option<PeerPlan>> {
+    pub(crate) fn open_tier(
+        &self,
+        tenant: &str,
+        hints: Option<&Arc<IndexHints>>,
+    ) -> Result<Option<PeerPlan>> {
         self.addresses()?;
         for (field, milliseconds) in [
             ("peer.lookup_timeout_ms", self.lookup_timeout_ms),
@@ -110,7 +132,7 @@ impl PeerConfig {
         }
         check((1..=64).contains(&self.connections), "peer.connections", &self.connections, "1 to 64")?;
         let bytes_per_s = parse_size("peer.bytes_per_s", &self.bytes_per_s)?;
-        if self.nodes.is_empty() {
+        if self.nodes.is_empty() && self.coordinators.is_empty() {
             return Ok(None);
         }
         let options = PeerOptions {
@@ -120,6 +142,7 @@ impl PeerConfig {
             response_timeout: Duration::from_millis(self.response_timeout_ms),
             n_connections: self.connections,
             tls: self.tls.as_ref().map(PeerTlsConfig::files),
+            hints: hints.map(|hints| Arc::clone(hints) as Arc<dyn PeerHints>),
             ..PeerOptions::default()
         };
         let tier = PeerTier::open(options).map_err(|error| NodeError::Open { reason: error.to_string() })?;

@@ -1,6 +1,8 @@
 //! The daemon's side towards other nodes: a listener, and one thread for each connection.
 
 mod discovery;
+mod hints;
+mod listing;
 mod source;
 
 use std::collections::HashMap;
@@ -19,6 +21,8 @@ use rustix::fd::OwnedFd;
 use crate::error::{NodeError, Result};
 use crate::tenant::Tenant;
 pub(crate) use discovery::Discovery;
+pub(crate) use hints::IndexHints;
+pub(crate) use listing::{Listed, Listing};
 use source::StoreSource;
 
 /// Connections at a time: those of a hundred nodes.

@@ -13,9 +13,10 @@ use kvik_types::Namespace;
 use rustix::event::{PollFd, PollFlags};
 
 use super::control::SessionControl;
+use super::manage::Management;
 use super::records::Auditor;
 use super::session::Session;
-use super::{Served, Shared, hand_over, watch};
+use super::{Served, Shared, hand_over, manage, watch};
 use crate::error::{NodeError, Result};
 use crate::frame::{Attach, Attached, Purpose, refusal};
 use crate::ring::{Consumer, SESSION_WORDS, SUBMISSIONS};
@@ -64,8 +65,15 @@ pub(super) fn serve(
     };
     auditor.attached(&admitted.tenant, &admitted.attach, &admitted.space);
     if admitted.attach.purpose == Purpose::Watch {
-        let served = answer(&admitted, connection, &[])
+        let served = answer(shared, &admitted, connection, &[])
             .and_then(|()| watch::run(&admitted.store, &admitted.space, connection, control));
+        auditor.detached(served.as_ref().err());
+        return served.map(|()| Served::ToTheEnd);
+    }
+    if admitted.attach.purpose == Purpose::Manage {
+        let served = answer(shared, &admitted, connection, &[])
+            .and_then(|()| manage(shared, &admitted, connection, control, &auditor));
+        counters.failed.fetch_add(served.is_err().into(), Ordering::Relaxed);
         auditor.detached(served.as_ref().err());
         return served.map(|()| Served::ToTheEnd);
     }
@@ -79,12 +87,13 @@ pub(super) fn serve(
         admitted.space.clone(),
         admitted.attach.rank,
         Arc::clone(&words),
+        Arc::clone(&shared.sums),
         auditor.clone(),
     );
     // Before the answer, so that a client that has attached is counted.
     counters.attached.fetch_add(1, Ordering::Relaxed);
     counters.sessions.fetch_add(1, Ordering::Relaxed);
-    let served = answer(&admitted, connection, &[words.as_fd(), readable.as_fd(), arena.as_fd()])
+    let served = answer(shared, &admitted, connection, &[words.as_fd(), readable.as_fd(), arena.as_fd()])
         .and_then(|()| session.serve_until(control, counters));
     counters.failed.fetch_add(served.is_err().into(), Ordering::Relaxed);
     // What it held is given back before it counts as gone.
@@ -92,6 +101,19 @@ pub(super) fn serve(
     auditor.detached(served.as_ref().err());
     counters.sessions.fetch_sub(1, Ordering::Relaxed);
     served.map(|()| Served::ToTheEnd)
+}
+
+fn manage(
+    shared: &Shared,
+    admitted: &Admitted,
+    connection: &Connection,
+    control: &SessionControl,
+    auditor: &Auditor,
+) -> Result<()> {
+    let Admitted { attach, tenant, store, space } = admitted;
+    let namespace = Namespace { tenant: tenant.clone(), ..attach.namespace.clone() };
+    let management = Management::new(store, space, namespace, auditor);
+    manage::run(management, connection, control, &shared.counters)
 }
 
 fn admit(shared: &Shared, frame: &[u8], is_full: bool) -> Result<Admitted> {
@@ -110,7 +132,12 @@ fn admit(shared: &Shared, frame: &[u8], is_full: bool) -> Result<Admitted> {
     Ok(Admitted { attach, tenant: name, store, space })
 }
 
-fn answer(admitted: &Admitted, connection: &Connection, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
+fn answer(
+    shared: &Shared,
+    admitted: &Admitted,
+    connection: &Connection,
+    descriptors: &[BorrowedFd<'_>],
+) -> Result<()> {
     let options = admitted.store.options();
     let attached = Attached {
         tenant: admitted.tenant.clone(),
@@ -118,6 +145,7 @@ fn answer(admitted: &Admitted, connection: &Connection, descriptors: &[BorrowedF
         stores_tails: options.stores_tails,
         digest_key: options.digest_key.clone(),
         arena_bytes: admitted.store.arena().stat().capacity_bytes,
+        peer_address: shared.opener.as_ref().and_then(|opener| opener.peer_address()),
     };
     let is_sent = connection
         .send_with_descriptors(&attached.encode(), descriptors)

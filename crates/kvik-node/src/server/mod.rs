@@ -4,8 +4,10 @@ mod attach;
 mod control;
 mod hand_over;
 mod handles;
+mod manage;
 mod records;
 mod session;
+mod sums;
 mod watch;
 
 use std::io;
@@ -30,6 +32,7 @@ use crate::tenant::Tenant;
 use control::SessionControl;
 use hand_over::Successor;
 use records::Auditor;
+use sums::SumThreads;
 
 /// Time for a daemon that takes over to open its stores: its disks read what describes their segments.
 pub(crate) const SUCCESSOR_TIMEOUT: Duration = Duration::from_mins(2);
@@ -74,6 +77,7 @@ struct Shared {
     successor: Mutex<Option<Successor>>,
     counters: Counters,
     audit: Option<Arc<AuditLog>>,
+    sums: Arc<SumThreads>,
     /// Wakes the accepting thread.
     wake_event: OwnedFd,
     is_closing: AtomicBool,
@@ -180,6 +184,7 @@ impl NodeServer {
             successor: Mutex::new(None),
             counters: Counters::default(),
             audit,
+            sums: Arc::new(SumThreads::start()?),
             wake_event,
             is_closing: AtomicBool::new(false),
         });

@@ -66,7 +66,12 @@ impl Auditor {
             namespace: Some(space.namespace_id()),
             ..AuditClient::clone(&self.client)
         });
-        self.say("attach", &if attach.purpose == Purpose::Watch { "watch" } else { "done" });
+        let outcome = match attach.purpose {
+            Purpose::Session => "done",
+            Purpose::Watch => "watch",
+            Purpose::Manage => "manage",
+        };
+        self.say("attach", &outcome);
     }
 
     /// Says that the client is gone, and by which mistake.
@@ -121,6 +126,25 @@ impl Auditor {
         });
         record.n_open = n_open;
         record
+    }
+
+    /// Says what a managing client did with the first `n_chunks` chunks of a chain.
+    pub(super) fn managed(&self, operation: &'static str, chain: &Chain, n_chunks: usize, outcome: &str) {
+        self.say_of(operation, outcome, || AuditChunks {
+            n_tokens: chain.tokens_of(n_chunks).start,
+            ..named(chain, 0, n_chunks)
+        });
+    }
+
+    /// Says that a managing client cleared its namespace.
+    pub(super) fn cleared_namespace(&self, n_chunks: usize) {
+        self.say_of("clear", "done", || AuditChunks { n_chunks, ..AuditChunks::default() });
+    }
+
+    fn say_of(&self, operation: &'static str, outcome: &str, describe: impl FnOnce() -> AuditChunks) {
+        let Some(log) = &self.log else { return };
+        let (time, client, chunks) = (SystemTime::now(), Arc::clone(&self.client), Some(describe()));
+        log.record(AuditLine { time, client, operation, chunks, outcome: outcome.to_owned() });
     }
 
     fn say(&self, operation: &'static str, outcome: &impl Display) {

@@ -6,12 +6,13 @@ use std::time::Duration;
 
 use kvik_store::{Chain, Commit, NamedChain, Space, Store, Write};
 use kvik_tier::TierKind;
-use kvik_tier::shared::{Checksum, SharedWords, checksum};
+use kvik_tier::shared::{Checksum, SharedWords};
 
 use super::Counters;
 use super::control::SessionControl;
 use super::handles::{Handles, Held, Layers, Writers};
 use super::records::Auditor;
+use super::sums::SumThreads;
 use crate::error::{NodeError, Result};
 use crate::operation::{
     Completion, DIGEST_WORDS, NAME_WORDS, Operation, PRESENT, Span, Status, Submission, digest_of, name_of,
@@ -32,6 +33,7 @@ pub(super) struct Session {
     submissions: Consumer,
     completions: Producer,
     handles: Handles,
+    sums: Arc<SumThreads>,
     auditor: Auditor,
 }
 
@@ -44,6 +46,7 @@ impl Session {
         space: Space,
         rank: u16,
         words: Arc<SharedWords>,
+        sums: Arc<SumThreads>,
         auditor: Auditor,
     ) -> Self {
         Self {
@@ -54,6 +57,7 @@ impl Session {
             completions: Producer::new(Arc::clone(&words), COMPLETIONS),
             words,
             handles: Handles::default(),
+            sums,
             auditor,
         }
     }
@@ -201,10 +205,11 @@ impl Session {
     }
 
     fn commit(&mut self, write: u32, place: usize, expected: u64) -> Result<Status> {
-        let mut writer = self.handles.take_writer(write, place).ok_or_else(|| unknown(write))?;
-        let n_bytes = writer.payload_mut().len();
-        let is_right = checksum(writer.payload_mut()) == Checksum(expected);
-        let status = if is_right {
+        let writer = self.handles.take_writer(write, place).ok_or_else(|| unknown(write))?;
+        let n_bytes = writer.payload().len();
+        let (writer, sum) =
+            self.sums.sum(writer).ok_or(NodeError::Gone { reason: "a chunk could not be summed up" })?;
+        let status = if sum == Checksum(expected) {
             let (outcome, committed) = writer.commit_and_keep();
             self.handles.keep_committed(write, committed);
             match outcome {

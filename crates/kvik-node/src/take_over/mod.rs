@@ -48,6 +48,11 @@ pub trait TenantOpener: fmt::Debug + Send + Sync {
     /// If a tier cannot be used.
     fn parts(&self, tenant: &str) -> Result<StoreParts>;
 
+    /// Where other nodes read the chunks, `host:port`, which clients are told; `None` where they do not.
+    fn peer_address(&self) -> Option<String> {
+        None
+    }
+
     /// Told before the stores are taken apart: nothing else may use them when it returns.
     fn pausing(&self) {}
 

@@ -3,25 +3,24 @@
 //! Clients write and read chunks all the time and compare every byte. After each kill the daemon must have forgotten the
 //! dead client within a second, and in the end nothing may be leased or allocated any more.
 
-use std::io::{BufRead, BufReader, Read as _, Write as _};
+use std::io::Write as _;
 use std::path::Path;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Child;
+use std::time::Duration;
 
 use kvik_memory::SocketAddress;
-use kvik_node::{AttachOptions, NodeClient, NodeError, NodeOptions, NodeServer, NodeSession};
-use kvik_store::{ChunkFormat, Clear, Store, StoreOptions};
+use kvik_node::{NodeClient, NodeError, NodeOptions, NodeServer, NodeSession};
+use kvik_store::{Clear, Store, StoreOptions};
 use kvik_tier::{Arena, ArenaOptions, RamTier};
-use kvik_types::{BlockSize, Dtype, Namespace};
+use kvik_types::BlockSize;
+
+use super::processes::{
+    CHUNK_BYTES, CHUNK_TOKENS, DaemonProcess, N_CLIENTS, N_LAYERS, Random, attach_options, content,
+    start_process, tokens, wait_for_turns, within,
+};
 
 pub(crate) const DAEMON: &str = "as-daemon";
 pub(crate) const CLIENT: &str = "as-client";
-
-const N_CLIENTS: usize = 3;
-const CHUNK_TOKENS: usize = 32;
-const TOKEN_LAYER_BYTES: u64 = 256;
-const N_LAYERS: u32 = 4;
-const CHUNK_BYTES: usize = CHUNK_TOKENS * TOKEN_LAYER_BYTES as usize * N_LAYERS as usize;
 
 /// Room for some of the chains that clients use, so that chunks are evicted all the time.
 const ARENA_BYTES: u64 = 2 << 20;
@@ -30,16 +29,6 @@ const MAX_CHUNKS: u64 = 12;
 
 /// Time for the daemon to take back what a dead client held.
 const RECLAIM_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// Numbers that are the same in every run.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
-        (self.0 >> 33) % bound
-    }
-}
 
 // === the daemon ===
 
@@ -79,20 +68,9 @@ pub(crate) fn use_store(socket: &Path, seed: u64) {
     }
 }
 
-fn attach_options(socket: &Path) -> AttachOptions {
-    let namespace =
-        Namespace { model: "m".into(), dtype: Dtype::BF16, layout: "l".into(), tenant: String::new() };
-    let block_tokens = BlockSize::try_new(16).unwrap();
-    let format =
-        ChunkFormat { n_layers: N_LAYERS, token_layer_bytes: TOKEN_LAYER_BYTES, n_ranks: 1, block_tokens };
-    AttachOptions::new(SocketAddress::Path(socket.to_owned()), namespace, format)
-}
-
 fn use_once(client: &NodeClient, random: &mut Random) -> Result<(), NodeError> {
     let (chain_number, n_chunks) = (random.below(N_CHAINS), 1 + random.below(MAX_CHUNKS) as usize);
-    let tokens: Vec<u32> =
-        (0..(n_chunks * CHUNK_TOKENS) as u32).map(|place| place ^ (chain_number as u32) << 16).collect();
-    let chain = client.space().chain(&tokens);
+    let chain = client.space().chain(&tokens(chain_number, n_chunks));
     let opened = client.open(&chain)?;
     if random.below(2) == 0 {
         let mut write = opened.write(0, n_chunks)?;
@@ -122,80 +100,14 @@ fn use_once(client: &NodeClient, random: &mut Random) -> Result<(), NodeError> {
     Ok(())
 }
 
-/// The bytes of a chunk, which no other has.
-fn content(chain_number: u64, place: usize) -> Vec<u8> {
-    let mut random = Random(chain_number << 32 | place as u64 | 1 << 60);
-    (0..CHUNK_BYTES).map(|_| random.below(256) as u8).collect()
-}
-
 // === the test ===
 
-struct DaemonProcess {
-    process: Child,
-    input: ChildStdin,
-    output: BufReader<ChildStdout>,
-}
-
-impl DaemonProcess {
-    fn start(socket: &Path) -> Self {
-        let mut process = Command::new(std::env::current_exe().unwrap())
-            .arg(DAEMON)
-            .arg(socket)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let (input, output) = (process.stdin.take().unwrap(), process.stdout.take().unwrap());
-        let mut daemon = Self { process, input, output: BufReader::new(output) };
-        assert_eq!(daemon.read_line(), "ready");
-        daemon
-    }
-
-    fn read_line(&mut self) -> String {
-        let mut line = String::new();
-        self.output.read_line(&mut line).unwrap();
-        line.trim_end().to_owned()
-    }
-
-    /// Its sessions, and the bytes of its arena that are in use.
-    fn ask(&mut self, question: &str) -> (u64, u64) {
-        writeln!(self.input, "{question}").unwrap();
-        let line = self.read_line();
-        let (n_sessions, used_bytes) = line.split_once(' ').unwrap();
-        (n_sessions.parse().unwrap(), used_bytes.parse().unwrap())
-    }
-
-    fn kill(mut self) {
-        self.process.kill().unwrap();
-        self.process.wait().unwrap();
-    }
+fn start_daemon(socket: &Path) -> DaemonProcess {
+    DaemonProcess::start(&[DAEMON, socket.to_str().unwrap()])
 }
 
 fn start_client(socket: &Path, seed: u64) -> Child {
-    Command::new(std::env::current_exe().unwrap())
-        .arg(CLIENT)
-        .arg(socket)
-        .arg(seed.to_string())
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap()
-}
-
-/// Waits until a client has done so many turns from now on.
-fn wait_for_turns(client: &mut Child, n_turns: u64) {
-    let output = client.stdout.as_mut().unwrap();
-    let mut turns = vec![0; n_turns as usize];
-    output.read_exact(&mut turns).expect("a client ended by itself; what it said is above");
-}
-
-#[track_caller]
-fn within(timeout: Duration, what: &str, mut condition: impl FnMut() -> bool) {
-    let begin = Instant::now();
-    while !condition() {
-        assert!(begin.elapsed() < timeout, "{what} did not happen within {timeout:?}");
-        std::thread::yield_now();
-    }
+    start_process(&[CLIENT, socket.to_str().unwrap(), &seed.to_string()])
 }
 
 /// Kills clients and, now and then, the daemon, `n_kills` in all.
@@ -203,7 +115,7 @@ pub(crate) fn kill_processes(n_kills: u64) {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("private/node.sock");
     let mut random = Random(7);
-    let mut daemon = DaemonProcess::start(&socket);
+    let mut daemon = start_daemon(&socket);
     let mut clients: Vec<Child> = (0..N_CLIENTS as u64).map(|seed| start_client(&socket, seed + 1)).collect();
     let mut n_daemons = 1;
     for kill in 0..n_kills {
@@ -215,7 +127,7 @@ pub(crate) fn kill_processes(n_kills: u64) {
         }
         if random.below(4) == 0 {
             daemon.kill();
-            daemon = DaemonProcess::start(&socket);
+            daemon = start_daemon(&socket);
             n_daemons += 1;
             // They come back by themselves.
             within(Duration::from_secs(20), "clients attached again", || {

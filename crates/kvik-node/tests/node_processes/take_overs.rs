@@ -3,19 +3,20 @@
 //! Clients write and read chunks all the time and compare every byte. There is room for all that they write, so a call that
 //! fails, or that does not find what was written before, is a fault of a take-over.
 
-use std::io::{BufRead, BufReader, Read as _, Write as _};
+use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::Child;
 use std::time::{Duration, Instant};
 
-use kvik_memory::SocketAddress;
-use kvik_node::{
-    AttachOptions, DaemonConfig, NodeClient, NodeError, NodeSession, RunningDaemon, StoreConfig, StoreDaemon,
-};
+use kvik_node::{DaemonConfig, NodeClient, NodeError, NodeSession, RunningDaemon, StoreConfig, StoreDaemon};
 use kvik_runtime::shutdown::Shutdown;
-use kvik_store::{ChunkFormat, Clear, Commit};
+use kvik_store::{Clear, Commit};
 use kvik_tier::TierKind;
-use kvik_types::{BlockSize, Dtype, Namespace};
+
+use super::processes::{
+    CHUNK_BYTES, CHUNK_TOKENS, DaemonProcess, N_CLIENTS, N_LAYERS, Random, attach_options, content,
+    start_process, tokens, wait_for_turns, within,
+};
 
 pub(crate) const DAEMON: &str = "as-successor";
 pub(crate) const CLIENT: &str = "as-steady-client";
@@ -23,28 +24,12 @@ pub(crate) const CLIENT: &str = "as-steady-client";
 const START: &str = "start";
 const TAKE_OVER: &str = "take-over";
 
-const N_CLIENTS: usize = 3;
-const CHUNK_TOKENS: usize = 32;
-const TOKEN_LAYER_BYTES: u64 = 256;
-const N_LAYERS: u32 = 4;
-const CHUNK_BYTES: usize = CHUNK_TOKENS * TOKEN_LAYER_BYTES as usize * N_LAYERS as usize;
-
 /// More than all chains of all clients take.
 const RAM: &str = "64MiB";
 const N_CHAINS: u64 = 24;
 const MAX_CHUNKS: u64 = 8;
 
 const TIMEOUT: Duration = Duration::from_secs(30);
-
-/// Numbers that are the same in every run.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
-        (self.0 >> 33) % bound
-    }
-}
 
 fn socket(folder: &Path) -> PathBuf {
     folder.join("private/node.sock")
@@ -97,13 +82,7 @@ fn answer(daemon: &RunningDaemon, question: &str) {
 
 /// Writes and reads until its input ends; fails where a call returns nothing, a chunk is missing or a byte is wrong.
 pub(crate) fn use_store(folder: &Path, client_number: u64) {
-    let namespace =
-        Namespace { model: "m".into(), dtype: Dtype::BF16, layout: "l".into(), tenant: String::new() };
-    let block_tokens = BlockSize::try_new(16).unwrap();
-    let format =
-        ChunkFormat { n_layers: N_LAYERS, token_layer_bytes: TOKEN_LAYER_BYTES, n_ranks: 1, block_tokens };
-    let options = AttachOptions::new(SocketAddress::Path(socket(folder)), namespace, format);
-    let session = NodeSession::start(options).unwrap();
+    let session = NodeSession::start(attach_options(&socket(folder))).unwrap();
     let is_over = std::thread::spawn(|| std::io::stdin().read_to_end(&mut Vec::new()));
     let mut random = Random(client_number);
     let mut written = vec![0; N_CHAINS as usize];
@@ -130,10 +109,6 @@ pub(crate) fn use_store(folder: &Path, client_number: u64) {
         output.flush().unwrap();
     }
     println!("\n{}", longest.as_millis());
-}
-
-fn tokens(chain_number: u64, n_chunks: usize) -> Vec<u32> {
-    (0..(n_chunks * CHUNK_TOKENS) as u32).map(|place| place ^ (chain_number as u32) << 16).collect()
 }
 
 fn write(client: &NodeClient, chain_number: u64, n_chunks: usize) -> Result<(), NodeError> {
@@ -171,68 +146,10 @@ fn read(client: &NodeClient, chain_number: u64, n_chunks: usize) -> Result<usize
     Ok(lease.n_chunks())
 }
 
-/// The bytes of a chunk, which no other has.
-fn content(chain_number: u64, place: usize) -> Vec<u8> {
-    let mut random = Random(chain_number << 32 | place as u64 | 1 << 60);
-    let words = (0..CHUNK_BYTES / 4).flat_map(|_| (random.below(1 << 31) as u32).to_le_bytes());
-    words.collect()
-}
-
 // === the test ===
 
-struct DaemonProcess {
-    process: Child,
-    input: ChildStdin,
-    output: BufReader<ChildStdout>,
-}
-
-impl DaemonProcess {
-    fn start(folder: &Path, how: &str) -> Self {
-        let mut process = start_process(&[DAEMON, folder.to_str().unwrap(), how]);
-        let (input, output) = (process.stdin.take().unwrap(), process.stdout.take().unwrap());
-        let mut daemon = Self { process, input, output: BufReader::new(output) };
-        assert_eq!(daemon.read_line(), "ready");
-        daemon
-    }
-
-    fn read_line(&mut self) -> String {
-        let mut line = String::new();
-        self.output.read_line(&mut line).unwrap();
-        line.trim_end().to_owned()
-    }
-
-    /// Its sessions, and the bytes of its arena that are in use.
-    fn ask(&mut self, question: &str) -> (u64, u64) {
-        writeln!(self.input, "{question}").unwrap();
-        let line = self.read_line();
-        let (n_sessions, used_bytes) = line.split_once(' ').unwrap();
-        (n_sessions.parse().unwrap(), used_bytes.parse().unwrap())
-    }
-}
-
-fn start_process(arguments: &[&str]) -> Child {
-    Command::new(std::env::current_exe().unwrap())
-        .args(arguments)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap()
-}
-
-/// Waits until a client has done so many turns from now on.
-fn wait_for_turns(client: &mut Child, n_turns: u64) {
-    let mut turns = vec![0; n_turns as usize];
-    let output = client.stdout.as_mut().unwrap();
-    output.read_exact(&mut turns).expect("a client ended by itself; what it said is above");
-}
-
-#[track_caller]
-fn within(timeout: Duration, what: &str, mut condition: impl FnMut() -> bool) {
-    let begin = Instant::now();
-    while !condition() {
-        assert!(begin.elapsed() < timeout, "{what} did not happen within {timeout:?}");
-        std::thread::yield_now();
-    }
+fn start_daemon(folder: &Path, how: &str) -> DaemonProcess {
+    DaemonProcess::start(&[DAEMON, folder.to_str().unwrap(), how])
 }
 
 /// Lets daemons take over from each other `n_take_overs` times while clients use the store.
@@ -240,7 +157,7 @@ pub(crate) fn take_over(n_take_overs: u64) {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let mut random = Random(11);
-    let mut daemon = DaemonProcess::start(folder, START);
+    let mut daemon = start_daemon(folder, START);
     let mut clients: Vec<Child> = (0..N_CLIENTS)
         .map(|number| start_process(&[CLIENT, folder.to_str().unwrap(), &(number + 1).to_string()]))
         .collect();
@@ -248,7 +165,7 @@ pub(crate) fn take_over(n_take_overs: u64) {
         for client in &mut clients {
             wait_for_turns(client, 1 + random.below(8));
         }
-        let next = DaemonProcess::start(folder, TAKE_OVER);
+        let next = start_daemon(folder, TAKE_OVER);
         let mut old = std::mem::replace(&mut daemon, next);
         assert!(old.process.wait().unwrap().success(), "the old daemon ends by itself");
     }

@@ -15,6 +15,7 @@ use crate::coordinator::{
     RouteResponse, Snapshot, WatchEvent,
 };
 use crate::sse::SseDecoder;
+use crate::stores::{RegisterStoreRequest, StoreHeartbeatRequest, StoreList};
 
 /// Time for a whole call; a coordinator answers from memory.
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
@@ -108,6 +109,46 @@ impl CoordinatorClient {
     /// [`ClientError::Refused`] with status 503 if no worker is ready.
     pub async fn route(&self, seq_id: &str, explain: bool) -> Result<RouteResponse, ClientError> {
         self.calls.get(&format!("/route?seq_id={}&explain={explain}", percent_encoded(seq_id))).await
+    }
+
+    /// Has a store daemon listed.
+    ///
+    /// # Errors
+    /// If the coordinator cannot be reached or refuses.
+    pub async fn register_store(
+        &self,
+        request: &RegisterStoreRequest,
+    ) -> Result<RegisterResponse, ClientError> {
+        self.calls.post("/stores/register", request).await
+    }
+
+    /// Says that a store daemon lives.
+    ///
+    /// # Errors
+    /// [`ClientError::Refused`] with status 404 if the coordinator does not know the daemon.
+    pub async fn store_heartbeat(
+        &self,
+        request: &StoreHeartbeatRequest,
+    ) -> Result<HeartbeatResponse, ClientError> {
+        self.calls.post("/stores/heartbeat", request).await
+    }
+
+    /// Takes a store daemon off the list.
+    ///
+    /// # Errors
+    /// If the coordinator cannot be reached or refuses.
+    pub async fn deregister_store(&self, request: &DeregisterRequest) -> Result<(), ClientError> {
+        let (url, response) =
+            self.calls.send("/stores/deregister", Method::POST, json_body(request)?).await?;
+        self.calls.read(&url, response).await.map(|_| ())
+    }
+
+    /// The store daemons now.
+    ///
+    /// # Errors
+    /// If the coordinator cannot be reached or refuses.
+    pub async fn stores(&self) -> Result<StoreList, ClientError> {
+        self.calls.get("/stores").await
     }
 
     /// Opens a stream of snapshots, the current one first.

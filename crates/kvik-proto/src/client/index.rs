@@ -6,7 +6,7 @@ use http::{HeaderName, HeaderValue};
 
 use super::calls::{Calls, percent_encoded};
 use super::{ClientError, HttpClient};
-use crate::index::{BlocksPage, IndexStats, ScoreRequest, ScoreResponse};
+use crate::index::{BlocksPage, HoldersRequest, HoldersResponse, IndexStats, ScoreRequest, ScoreResponse};
 
 /// Time for a whole call: a page of blocks may walk the whole index.
 const CALL_TIMEOUT: Duration = Duration::from_mins(1);
@@ -47,6 +47,11 @@ impl IndexClient {
     /// How much of a prompt each worker has.
     pub async fn score(&self, request: &ScoreRequest) -> Result<ScoreResponse, ClientError> {
         self.calls.post("/v1/score", request).await
+    }
+
+    /// Which workers are known to have chunks of a store.
+    pub async fn holders(&self, request: &HoldersRequest) -> Result<HoldersResponse, ClientError> {
+        self.calls.post("/index/holders", request).await
     }
 
     /// What the index knows.

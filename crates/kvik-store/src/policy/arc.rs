@@ -81,7 +81,9 @@ impl Policy for ArcPolicy {
         let once = self.ranked.first().filter(|((list, _), _)| *list == List::Once);
         let often = self.ranked.first_from((List::Often, 0));
         let from_once = once.filter(|_| self.n_once > self.once_target || often.is_none());
-        let ((list, _), slot) = from_once.or(often)?;
+        let first = from_once.or(often)?;
+        let is_candidate = |((list, _), _): &((List, u64), u32)| *list == first.0.0;
+        let ((list, _), slot) = self.ranked.spare(first, is_candidate);
         let id = self.forget(slot);
         match list {
             List::Once => {
@@ -106,6 +108,10 @@ impl Policy for ArcPolicy {
 
     fn unpin(&mut self, id: BlockId) -> bool {
         self.ranked.unpin(id)
+    }
+
+    fn set_copy(&mut self, id: BlockId, is_copy: bool) -> bool {
+        self.ranked.set_copy(id, is_copy)
     }
 
     fn tree(&self) -> &Tree {

@@ -112,6 +112,11 @@ pub trait Policy: fmt::Debug + Send {
     /// Takes one pin away. Returns false where the block is not resident or has none.
     fn unpin(&mut self, id: BlockId) -> bool;
 
+    /// Says whether another place has a resident block too. A copy leaves before blocks that are hardly worth more to
+    /// the policy; a block that is no copy is spared so for a bounded number of victims. Returns false where the block
+    /// is not resident. A block that becomes resident is no copy.
+    fn set_copy(&mut self, id: BlockId, is_copy: bool) -> bool;
+
     /// The resident blocks.
     fn tree(&self) -> &Tree;
 }

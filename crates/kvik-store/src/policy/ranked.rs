@@ -5,6 +5,12 @@ use std::fmt;
 
 use super::{BlockId, Policy, Request, Tree};
 
+/// Leaves that are looked at for a copy when another block is due.
+const N_CANDIDATES: usize = 64;
+
+/// Copies that leave in a row before a block that is due: so a block that is never used leaves too, however many copies come.
+const MAX_SPARED: usize = 64;
+
 /// A total order of blocks by a key.
 pub trait Ranking: fmt::Debug + Default + Send {
     /// What blocks are ordered by; the smallest leaves first.
@@ -60,7 +66,8 @@ impl<R: Ranking> Policy for RankedPolicy<R> {
     }
 
     fn victim(&mut self, _now_ms: u64) -> Option<BlockId> {
-        let (key, slot) = self.ranked.first()?;
+        let first = self.ranked.first()?;
+        let (key, slot) = self.ranked.spare(first, |_| true);
         self.ranking.evicted(key);
         Some(self.ranked.remove_leaf(slot))
     }
@@ -77,6 +84,10 @@ impl<R: Ranking> Policy for RankedPolicy<R> {
         self.ranked.unpin(id)
     }
 
+    fn set_copy(&mut self, id: BlockId, is_copy: bool) -> bool {
+        self.ranked.set_copy(id, is_copy)
+    }
+
     fn tree(&self) -> &Tree {
         self.ranked.tree()
     }
@@ -91,11 +102,13 @@ pub(super) struct Ranked<K> {
     tree: Tree,
     keys: Vec<K>,
     leaves: BTreeSet<(K, u32)>,
+    /// Copies that left in a row before a block that was due.
+    n_spared: usize,
 }
 
 impl<K: Ord + Copy> Ranked<K> {
     pub(super) fn new() -> Self {
-        Self { tree: Tree::default(), keys: Vec::new(), leaves: BTreeSet::new() }
+        Self { tree: Tree::default(), keys: Vec::new(), leaves: BTreeSet::new(), n_spared: 0 }
     }
 
     pub(super) fn tree(&self) -> &Tree {
@@ -138,6 +151,29 @@ impl<K: Ord + Copy> Ranked<K> {
     /// The leaf with the smallest key that is not below `low`.
     pub(super) fn first_from(&self, low: K) -> Option<(K, u32)> {
         self.leaves.range((low, 0)..).next().copied()
+    }
+
+    /// The leaf that leaves where `first` is due: the first copy among the next candidates, unless `first` is a copy
+    /// itself or was spared often enough. `is_candidate` says which leaves could be due next.
+    pub(super) fn spare(&mut self, first: (K, u32), is_candidate: impl Fn(&(K, u32)) -> bool) -> (K, u32) {
+        if self.tree.n_copies() == 0 || self.tree.is_copy(first.1) {
+            return first;
+        }
+        let is_copy = |leaf: &&(K, u32)| self.tree.is_copy(leaf.1) && is_candidate(leaf);
+        let copy = self.leaves.range(first..).take(N_CANDIDATES).find(is_copy).copied();
+        if let Some(copy) = copy.filter(|_| self.n_spared < MAX_SPARED) {
+            self.n_spared += 1;
+            copy
+        } else {
+            self.n_spared = 0;
+            first
+        }
+    }
+
+    pub(super) fn set_copy(&mut self, id: BlockId, is_copy: bool) -> bool {
+        let Some(slot) = self.tree.slot(id) else { return false };
+        self.tree.set_copy(slot, is_copy);
+        true
     }
 
     /// Takes a leaf out.

@@ -82,9 +82,14 @@ impl Policy for S3FifoPolicy {
             let small = self.ranked.first().filter(|((queue, _), _)| *queue == Queue::Small);
             let main = self.ranked.first_from((Queue::Main, 0));
             let from_small = small.filter(|_| self.n_small > self.small_limit || main.is_none());
-            let ((queue, _), slot) = from_small.or(main)?;
+            let (key, slot) = from_small.or(main)?;
+            let (queue, _) = key;
             let n_uses = self.n_uses[slot as usize];
             if n_uses == 0 {
+                let n_uses = &self.n_uses;
+                let is_candidate =
+                    |((other, _), slot): &((Queue, u64), u32)| *other == queue && n_uses[*slot as usize] == 0;
+                let (_, slot) = self.ranked.spare((key, slot), is_candidate);
                 let id = self.forget(slot);
                 if queue == Queue::Small {
                     self.ghosts.add(id, (), self.ghost_limit);
@@ -112,6 +117,10 @@ impl Policy for S3FifoPolicy {
 
     fn unpin(&mut self, id: BlockId) -> bool {
         self.ranked.unpin(id)
+    }
+
+    fn set_copy(&mut self, id: BlockId, is_copy: bool) -> bool {
+        self.ranked.set_copy(id, is_copy)
     }
 
     fn tree(&self) -> &Tree {

@@ -20,6 +20,7 @@ pub struct Tree {
     nodes: Vec<Node>,
     free: Vec<u32>,
     n_bytes: u64,
+    n_copies: usize,
 }
 
 /// What a change to the tree did to the block above.
@@ -40,6 +41,7 @@ struct Node {
     parent: u32,
     n_children: u32,
     n_pins: u32,
+    is_copy: bool,
     bytes: u64,
 }
 
@@ -62,6 +64,21 @@ impl Tree {
     /// How many resident blocks hang on a block; 0 where it is not resident.
     pub fn n_children(&self, id: BlockId) -> usize {
         self.slot(id).map_or(0, |slot| self.nodes[slot as usize].n_children as usize)
+    }
+
+    /// How many resident blocks are copies.
+    pub fn n_copies(&self) -> usize {
+        self.n_copies
+    }
+
+    /// Whether another place has the block too.
+    pub(super) fn is_copy(&self, slot: u32) -> bool {
+        self.nodes[slot as usize].is_copy
+    }
+
+    pub(super) fn set_copy(&mut self, slot: u32, is_copy: bool) {
+        let was_copy = std::mem::replace(&mut self.nodes[slot as usize].is_copy, is_copy);
+        self.n_copies = self.n_copies + usize::from(is_copy) - usize::from(was_copy);
     }
 
     pub(super) fn slot(&self, id: BlockId) -> Option<u32> {
@@ -91,7 +108,7 @@ impl Tree {
                 (parent_slot, covered)
             }
         };
-        let node = Node { id, parent: parent_slot, n_children: 0, n_pins: 0, bytes };
+        let node = Node { id, parent: parent_slot, n_children: 0, n_pins: 0, is_copy: false, bytes };
         let slot = if let Some(slot) = self.free.pop() {
             self.nodes[slot as usize] = node;
             slot
@@ -107,7 +124,8 @@ impl Tree {
     /// Takes a leaf out and returns its parent if that is a leaf now. The caller has checked that it is one.
     pub(super) fn remove_leaf(&mut self, slot: u32) -> Option<u32> {
         debug_assert!(self.is_leaf(slot), "only leaves leave the tree");
-        let Node { id, parent, bytes, .. } = self.nodes[slot as usize];
+        let Node { id, parent, bytes, is_copy, .. } = self.nodes[slot as usize];
+        self.n_copies -= usize::from(is_copy);
         self.slots.remove(&id);
         self.free.push(slot);
         self.n_bytes -= bytes;

@@ -166,7 +166,10 @@ fn start_promotions(
         let entry = core.directory.view(chain.hash(chunk_idx));
         promoted.extend(ranks.iter().zip(0..).map(|(source, rank)| match source {
             Source::Memory(_) => PromotionSource::Memory,
-            Source::Lower(_) => PromotionSource::Lower { may_displace: core.may_displace(&entry, rank) },
+            Source::Lower(tier) => {
+                let may_displace = core.may_displace(&entry, rank);
+                PromotionSource::Lower { may_displace, tier: core.kind_of(*tier) }
+            }
         }));
         if !entry.was_used {
             core.directory.update_known(chain.id(chunk_idx), |_, entry| entry.was_used = true);

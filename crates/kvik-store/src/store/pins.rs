@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::Store;
 use super::core::Core;
-use super::publish::Published;
+use super::publish::{Arrival, Origin, Published};
 use super::retrieve::Retrieved;
 use crate::chain::Chain;
 use crate::residents::ResidentPin;
@@ -48,6 +48,11 @@ impl Store {
         }
         true
     }
+
+    /// Pins of all chains.
+    pub fn n_pins(&self) -> usize {
+        self.core().pinned.lock().values().map(Vec::len).sum()
+    }
 }
 
 impl Core {
@@ -56,8 +61,10 @@ impl Core {
     pub(crate) fn settle(self: &Arc<Self>, chain: &Chain, generation: u64, retrieved: &Retrieved) -> usize {
         let is_settled = |chunk_idx: usize| {
             (0..chain.n_ranks()).all(|rank| {
-                let Some(lease) = retrieved.chunks()[chunk_idx].lease(rank) else { return false };
-                let published = self.publish(chain, chunk_idx, rank, generation, lease.clone());
+                let chunk = &retrieved.chunks()[chunk_idx];
+                let Some(lease) = chunk.lease(rank) else { return false };
+                let arrival = Arrival { lease: lease.clone(), origin: Origin::Tier(chunk.tier()) };
+                let published = self.publish(chain, chunk_idx, rank, generation, arrival);
                 matches!(published, Published::Stored(_) | Published::Present)
             })
         };

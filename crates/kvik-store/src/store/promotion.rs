@@ -1,10 +1,10 @@
 //! Chunks that are read layer by layer and stay in memory as a whole.
 
-use kvik_tier::{Lease, Slot};
+use kvik_tier::{Lease, Slot, TierKind};
 use parking_lot::Mutex;
 
 use super::core::Core;
-use super::publish::Published;
+use super::publish::{Arrival, Origin, Published};
 use crate::chain::Chain;
 use crate::counters::Counter;
 use crate::tiers::RAM;
@@ -18,6 +18,8 @@ pub(crate) struct Promotions {
     chain: Chain,
     first_chunk: usize,
     generation: u64,
+    /// The tier that each place comes from.
+    tiers: Vec<TierKind>,
     state: Mutex<State>,
 }
 
@@ -44,7 +46,7 @@ enum Place {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PromotionSource {
     Memory,
-    Lower { may_displace: bool },
+    Lower { may_displace: bool, tier: TierKind },
 }
 
 impl Promotions {
@@ -65,7 +67,7 @@ impl Promotions {
             goes_on &= chunk_idx > first_chunk || core.has_parent_in(RAM, chain, chunk_idx, rank);
             let taken = match source {
                 PromotionSource::Memory => Place::Resident,
-                PromotionSource::Lower { may_displace } if goes_on => {
+                PromotionSource::Lower { may_displace, .. } if goes_on => {
                     let n_bytes = chain.payload_bytes(chunk_idx);
                     let is_worth_it = core.is_worth_keeping(chain, chunk_idx, n_bytes, *may_displace);
                     let slot = if is_worth_it { core.reserve(n_bytes) } else { None };
@@ -77,7 +79,12 @@ impl Promotions {
             places.push(taken);
         }
         let state = Mutex::new(State { places, n_resident: 0 });
-        Self { chain: chain.clone(), first_chunk, generation, state }
+        let tier_of = |source: &PromotionSource| match source {
+            PromotionSource::Memory => TierKind::Ram,
+            PromotionSource::Lower { tier, .. } => *tier,
+        };
+        let tiers = sources.iter().map(tier_of).collect();
+        Self { chain: chain.clone(), first_chunk, generation, tiers, state }
     }
 
     /// Takes one layer of a place; each is given once.
@@ -115,7 +122,8 @@ impl Promotions {
                 let lease = lease.clone();
                 let chunk_idx = self.first_chunk + state.n_resident / n_ranks;
                 let rank = (state.n_resident % n_ranks) as u16;
-                *place = match core.publish(&self.chain, chunk_idx, rank, self.generation, lease) {
+                let arrival = Arrival { lease, origin: Origin::Tier(self.tiers[state.n_resident]) };
+                *place = match core.publish(&self.chain, chunk_idx, rank, self.generation, arrival) {
                     Published::Stored(_) => {
                         core.counters.add(Counter::PromotedChunks, 1);
                         Place::Resident

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvik_tier::{GetOutcome, Lease};
+use kvik_tier::{GetOutcome, Lease, TierKind};
 
 use super::core::Core;
 use crate::chain::Chain;
@@ -28,6 +28,22 @@ pub(crate) enum Published {
     Collision,
 }
 
+/// What is to be made visible in memory.
+#[derive(Debug)]
+pub(crate) struct Arrival {
+    pub(crate) lease: Lease,
+    pub(crate) origin: Origin,
+}
+
+/// Where the bytes of a chunk come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// A writer has stored them.
+    Writer,
+    /// They were read from a tier.
+    Tier(TierKind),
+}
+
 impl Core {
     /// Makes what a rank holds of a chunk resident and visible, unless its namespace was cleared since
     /// `generation`.
@@ -37,10 +53,10 @@ impl Core {
         chunk_idx: usize,
         rank: u16,
         generation: u64,
-        lease: Lease,
+        arrival: Arrival,
     ) -> Published {
         let mut residents = self.ram_residents.lock();
-        self.publish_among(&mut residents, chain, chunk_idx, rank, generation, lease)
+        self.publish_among(&mut residents, chain, chunk_idx, rank, generation, arrival)
     }
 
     /// As [`Self::publish`], and pins the chunk if it is there then: it cannot leave in between.
@@ -50,10 +66,10 @@ impl Core {
         chunk_idx: usize,
         rank: u16,
         generation: u64,
-        lease: Lease,
+        arrival: Arrival,
     ) -> (Published, Option<ResidentPin>) {
         let mut residents = self.ram_residents.lock();
-        let published = self.publish_among(&mut residents, chain, chunk_idx, rank, generation, lease);
+        let published = self.publish_among(&mut residents, chain, chunk_idx, rank, generation, arrival);
         let is_there = matches!(published, Published::Stored(_) | Published::Present);
         let is_pinned = is_there && residents.pin(chain.id(chunk_idx));
         drop(residents);
@@ -68,7 +84,7 @@ impl Core {
         chunk_idx: usize,
         rank: u16,
         generation: u64,
-        lease: Lease,
+        arrival: Arrival,
     ) -> Published {
         if !self.has_parent_in(RAM, chain, chunk_idx, rank)
             || !residents.insert(self.now_ms(), chain, chunk_idx)
@@ -76,13 +92,18 @@ impl Core {
             return Published::NoParent;
         }
         let bit = 1 << rank;
+        let mut is_copy = None;
         let published = self.directory.update(chain, chunk_idx, |entry| {
             if chain.namespace().generation() != generation {
                 return Published::Stale;
             }
             let was_there = entry.ranks[RAM] & bit != 0;
             let (key, digest) = (chain.key_of(chunk_idx, rank), chain.digest_of(chunk_idx));
-            let Some(visible) = self.ram.publish(key, digest, lease) else { return Published::Collision };
+            let Some(visible) = self.ram.publish(key, digest, arrival.lease) else {
+                return Published::Collision;
+            };
+            self.note_origin(entry, arrival.origin, was_there);
+            is_copy = Some(entry.is_copy);
             entry.ranks[RAM] |= bit;
             if was_there { Published::Present } else { Published::Stored(visible) }
         });
@@ -90,16 +111,30 @@ impl Core {
         let published = published.unwrap_or(Published::Stale);
         if matches!(published, Published::Stale) && self.directory.ranks(chain.id(chunk_idx), RAM) == 0 {
             residents.remove(chain.id(chunk_idx));
+        } else if let Some(is_copy) = is_copy {
+            residents.set_copy(chain.id(chunk_idx), is_copy);
         }
         published
+    }
+
+    /// Takes note of whether another node has a chunk too. What is read from there counts as a copy where this node has
+    /// nothing of the chunk; what a writer stores may be the last.
+    fn note_origin(&self, entry: &mut Entry, origin: Origin, was_there: bool) {
+        match origin {
+            Origin::Writer if !was_there => entry.is_copy = false,
+            Origin::Tier(TierKind::Peer) if !entry.is_local(self.directory.local_tiers()) => {
+                entry.is_copy = self.options.spares_last_copy;
+            }
+            _ => {}
+        }
     }
 
     /// Makes what a flight brought resident if that is worth it, and what waited for it to be.
     pub(crate) fn keep(self: &Arc<Self>, flight: &Arc<Flight>) {
         let mut next = Some(Arc::clone(flight));
         while let Some(flight) = next.take() {
-            let Some(FlightEnd::Arrived { lease, .. }) = flight.ended() else { return };
-            if !self.keep_one(&flight, &lease) || flight.chunk_idx + 1 >= flight.chain.n_chunks() {
+            let Some(FlightEnd::Arrived { lease, tier }) = flight.ended() else { return };
+            if !self.keep_one(&flight, &lease, tier) || flight.chunk_idx + 1 >= flight.chain.n_chunks() {
                 return;
             }
             next = self.flights.find(&flight.chain, flight.chunk_idx + 1, flight.rank, flight.generation);
@@ -112,19 +147,20 @@ impl Core {
     /// its flight is held; the caller holds them all.
     pub(crate) fn keep_all(self: &Arc<Self>, flights: &[Arc<Flight>]) {
         for flight in flights {
-            if let Some(FlightEnd::Arrived { lease, .. }) = flight.ended() {
-                self.keep_one(flight, &lease);
+            if let Some(FlightEnd::Arrived { lease, tier }) = flight.ended() {
+                self.keep_one(flight, &lease, tier);
             }
         }
     }
 
     /// Makes what a flight brought resident if that is worth it; says whether it is.
-    pub(crate) fn keep_one(self: &Arc<Self>, flight: &Flight, lease: &Lease) -> bool {
+    pub(crate) fn keep_one(self: &Arc<Self>, flight: &Flight, lease: &Lease, tier: TierIdx) -> bool {
         let (chain, chunk_idx) = (&flight.chain, flight.chunk_idx);
         if !self.is_worth_keeping(chain, chunk_idx, lease.len(), flight.may_displace()) {
             return false;
         }
-        let published = self.publish(chain, chunk_idx, flight.rank, flight.generation, lease.clone());
+        let arrival = Arrival { lease: lease.clone(), origin: Origin::Tier(self.kind_of(tier)) };
+        let published = self.publish(chain, chunk_idx, flight.rank, flight.generation, arrival);
         if let Published::Stored(_) = published {
             self.counters.add(Counter::PromotedChunks, 1);
         }

@@ -6,7 +6,7 @@ use kvik_tier::Slot;
 
 use super::Store;
 use super::core::Core;
-use super::publish::Published;
+use super::publish::{Arrival, Origin, Published};
 use crate::chain::{Chain, NamedChain};
 use crate::counters::Counter;
 use crate::options::WriteBack;
@@ -134,6 +134,11 @@ impl Store {
 // === impl ChunkWriter ===
 
 impl ChunkWriter {
+    /// The whole payload as far as it is written, layer 0 first.
+    pub fn payload(&self) -> &[u8] {
+        &self.slot
+    }
+
     /// The whole payload, layer 0 first.
     pub fn payload_mut(&mut self) -> &mut [u8] {
         &mut self.slot
@@ -165,7 +170,8 @@ impl ChunkWriter {
     pub(super) fn commit_to(self, is_written_down: bool) -> (Commit, Option<CommittedChunk>) {
         let Self { begun, rank, generation, slot, _parent } = self;
         let Begun { core, chain, chunk_idx } = &begun;
-        let (published, pin) = core.publish_and_pin(chain, *chunk_idx, rank, generation, slot.freeze());
+        let arrival = Arrival { lease: slot.freeze(), origin: Origin::Writer };
+        let (published, pin) = core.publish_and_pin(chain, *chunk_idx, rank, generation, arrival);
         let outcome = match published {
             Published::Stored(lease) => {
                 core.counters.add(Counter::StoredPayloads, 1);

@@ -135,7 +135,7 @@ impl Core {
     fn note_written(&self, lower: &Lower, job: &PutJob) -> bool {
         let PutJob { chain, chunk_idx, rank, .. } = job;
         let mut residents = lower.residents.as_ref().map(|residents| residents.lock());
-        let mut is_known = true;
+        let (mut is_known, mut is_copy) = (true, false);
         if let Some(residents) = &mut residents {
             is_known = self.has_parent_in(lower.tier_idx, chain, *chunk_idx, *rank)
                 && residents.insert(self.now_ms(), chain, *chunk_idx);
@@ -146,9 +146,13 @@ impl Core {
                     return false;
                 }
                 entry.ranks[lower.tier_idx] |= 1 << rank;
+                is_copy = entry.is_copy;
                 true
             });
             is_known = noted == Some(true);
+            if let Some(residents) = residents.as_mut().filter(|_| is_known && is_copy) {
+                residents.set_copy(chain.id(*chunk_idx), true);
+            }
             if !is_known
                 && let Some(residents) = &mut residents
                 && self.directory.ranks(chain.id(*chunk_idx), lower.tier_idx) == 0

@@ -6,11 +6,13 @@
 //!
 //! A peer that is gone, stalls, or sends other bytes than it says is a miss, and is left alone for a while. `frame.rs` is
 //! what is said, `handshake.rs` how two peers trust each other, `connection.rs` a connection, `peer.rs` the connections to
-//! one peer, `locations.rs` what peers have said, and `serve.rs` the answering side.
+//! one peer, `locations.rs` what peers have said, `hints.rs` what something else knows of them, and `serve.rs` the
+//! answering side.
 
 mod connection;
 mod frame;
 mod handshake;
+mod hints;
 mod locations;
 #[expect(clippy::module_inception, reason = "it is one of the peers")]
 mod peer;
@@ -25,6 +27,7 @@ use parking_lot::RwLock;
 
 pub use frame::{PeerRequest, RangeAnswer, RangeFingerprint, RangeOutcome, WantedRange};
 pub use handshake::PeerToken;
+pub use hints::PeerHints;
 pub use peer::PeerAddress;
 pub use serve::{PeerAdmission, PeerSource, Provided, serve_peer};
 
@@ -32,6 +35,7 @@ pub use crate::tls::PeerTlsFiles;
 
 use self::connection::{Connection, Dialer};
 use self::frame::MAX_ITEMS;
+use self::hints::HintCounts;
 use self::locations::{Locations, PeerId};
 use self::peer::{Borrowed, Peer};
 use crate::channel::Resolver;
@@ -69,6 +73,8 @@ pub struct PeerOptions {
     pub n_asked: usize,
     /// Files of TLS. Default: none, no TLS.
     pub tls: Option<PeerTlsFiles>,
+    /// What says which peers are asked first. Default: none.
+    pub hints: Option<Arc<dyn PeerHints>>,
 }
 
 /// The chunks of other nodes. It is read only: what is put is skipped.
@@ -84,6 +90,7 @@ pub struct PeerTier {
     /// Where the next lookup begins, where not all peers are asked.
     turn: AtomicU64,
     counters: Counters,
+    hints: HintCounts,
 }
 
 #[derive(Debug, Default)]
@@ -116,6 +123,7 @@ impl Default for PeerOptions {
             n_connections: 4,
             n_asked: 8,
             tls: None,
+            hints: None,
         }
     }
 }
@@ -153,6 +161,7 @@ impl PeerTier {
             next_id: AtomicU64::new(0),
             turn: AtomicU64::new(0),
             counters: Counters::default(),
+            hints: HintCounts::default(),
         })
     }
 
@@ -187,6 +196,45 @@ impl PeerTier {
         let first =
             if n_asked < peers.len() { self.turn.fetch_add(n_asked as u64, Ordering::Relaxed) } else { 0 };
         (0..n_asked).map(|place| Arc::clone(&peers[(first as usize + place) % peers.len()])).collect()
+    }
+
+    /// The peers that a hint names, of those that are asked at all; none without one.
+    fn hinted_peers(&self, keys: &[ChunkKey]) -> Vec<Arc<Peer>> {
+        let Some(hints) = self.options.hints.as_ref().filter(|_| !self.peers.read().is_empty()) else {
+            return Vec::new();
+        };
+        let deadline = hints::hint_deadline(Instant::now(), self.options.lookup_timeout);
+        let addresses = hints.holders(keys, deadline);
+        let peers = self.peers.read();
+        let named = addresses.iter().filter_map(|address| peers.iter().find(|peer| peer.address == *address));
+        named.take(self.options.n_asked).cloned().collect()
+    }
+
+    /// Asks peers which of the chunks they have, all at a time.
+    fn ask(&self, peers: &[Arc<Peer>], keys: &[ChunkKey], present: &mut [bool], deadline: Instant) {
+        let mut sent = Vec::with_capacity(peers.len());
+        // What a peer has is of no use while nothing is read from it.
+        for peer in peers.iter().filter(|peer| peer.reads.is_passable()) {
+            let send = |connection: &mut Connection| connection.send_lookup(keys);
+            sent.extend(self.send((peer, &peer.lookups), deadline, send));
+        }
+        for (mut borrowed, permit) in sent {
+            let peer = Arc::clone(borrowed.peer());
+            match borrowed.with(|connection| connection.receive_lookup(keys.len())) {
+                Ok(found) => {
+                    permit.settle([Verdict::Success].into_iter());
+                    borrowed.give_back();
+                    let now = Instant::now();
+                    for ((key, is_present), _) in
+                        keys.iter().zip(present.iter_mut()).zip(&found).filter(|(_, is_found)| **is_found)
+                    {
+                        *is_present = true;
+                        self.locations.note(*key, peer.id, now);
+                    }
+                }
+                Err(error) => self.fail(&peer, permit, &error),
+            }
+        }
     }
 
     /// Borrows a connection and sends over it. A failure counts against the peer; a peer that is busy or left alone is
@@ -352,34 +400,23 @@ impl Tier for PeerTier {
         self.count(batch);
     }
 
+    /// Asks the peers that a hint names, and all peers, in turns, where no hint is of use.
     fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> Result<()> {
         present.fill(false);
         let deadline = Instant::now() + self.options.lookup_timeout;
         for (keys, present) in keys.chunks(MAX_ITEMS).zip(present.chunks_mut(MAX_ITEMS)) {
-            let peers = self.asked_peers();
-            let mut sent = Vec::with_capacity(peers.len());
-            // What a peer has is of no use while nothing is read from it.
-            for peer in peers.iter().filter(|peer| peer.reads.is_passable()) {
-                let send = |connection: &mut Connection| connection.send_lookup(keys);
-                sent.extend(self.send((peer, &peer.lookups), deadline, send));
-            }
-            for (mut borrowed, permit) in sent {
-                let peer = Arc::clone(borrowed.peer());
-                match borrowed.with(|connection| connection.receive_lookup(keys.len())) {
-                    Ok(found) => {
-                        permit.settle([Verdict::Success].into_iter());
-                        borrowed.give_back();
-                        let now = Instant::now();
-                        for ((key, is_present), _) in
-                            keys.iter().zip(present.iter_mut()).zip(&found).filter(|(_, is_found)| **is_found)
-                        {
-                            *is_present = true;
-                            self.locations.note(*key, peer.id, now);
-                        }
-                    }
-                    Err(error) => self.fail(&peer, permit, &error),
+            let hinted = self.hinted_peers(keys);
+            if !hinted.is_empty() {
+                self.ask(&hinted, keys, present, deadline);
+                let is_right = present.contains(&true);
+                self.hints.note(is_right);
+                if is_right {
+                    continue;
                 }
             }
+            let mut peers = self.asked_peers();
+            peers.retain(|peer| !hinted.iter().any(|asked| asked.id == peer.id));
+            self.ask(&peers, keys, present, deadline);
         }
         Ok(())
     }
@@ -404,18 +441,16 @@ impl Tier for PeerTier {
             TierHealth::Up
         };
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        TierStat {
-            health,
-            details: vec![
-                ("peers", peers.len() as u64),
-                ("avoided_peers", n_avoided as u64),
-                ("hits", read(&self.counters.hits)),
-                ("misses", read(&self.counters.misses)),
-                ("corrupt", read(&self.counters.corrupt)),
-                ("failures", read(&self.counters.failures)),
-                ("received_bytes", read(&self.counters.received_bytes)),
-            ],
-            ..TierStat::default()
-        }
+        let mut details = vec![
+            ("peers", peers.len() as u64),
+            ("avoided_peers", n_avoided as u64),
+            ("hits", read(&self.counters.hits)),
+            ("misses", read(&self.counters.misses)),
+            ("corrupt", read(&self.counters.corrupt)),
+            ("failures", read(&self.counters.failures)),
+            ("received_bytes", read(&self.counters.received_bytes)),
+        ];
+        details.extend(self.hints.details());
+        TierStat { health, details, ..TierStat::default() }
     }
 }

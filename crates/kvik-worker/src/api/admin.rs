@@ -8,6 +8,7 @@ use kvik_runtime::telemetry::render_metrics;
 use serde_json::json;
 
 use super::{Answer, Shared, typed};
+use crate::store_admin::StoreAdmin;
 
 /// `GET /health`: the process lives.
 pub(super) async fn health() -> Response {
@@ -24,9 +25,9 @@ pub(super) async fn ready(State(state): Shared) -> Answer {
 /// `GET /metrics`: those of the whole process, in Prometheus' text format.
 pub(super) async fn metrics(State(state): Shared) -> Response {
     if let Ok(loaded) = state.loaded()
-        && let Some(admin) = &loaded.store_admin
+        && let Some(stats) = loaded.store_admin.as_ref().and_then(StoreAdmin::stats_in_process)
     {
-        loaded.metrics.store(&admin.stats());
+        loaded.metrics.store(&stats);
     }
     typed(StatusCode::OK, "text/plain; version=0.0.4", Body::from(render_metrics()))
 }

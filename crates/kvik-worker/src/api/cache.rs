@@ -33,7 +33,7 @@ struct TierQuery {
 /// `POST /cache/lookup`.
 pub(super) async fn lookup(State(state): Shared, request: Request) -> Answer {
     let (loaded, prompt) = read_prompt(&state, request).await?;
-    answer(&loaded, move |admin| Ok(admin.lookup(&prompt))).await
+    answer(&loaded, move |admin| admin.lookup(&prompt)).await
 }
 
 /// `POST /cache/prefetch`.
@@ -56,7 +56,7 @@ pub(super) async fn cancel_prefetch(State(state): Shared, Path(id): Path<String>
 /// `POST /cache/pin`.
 pub(super) async fn pin(State(state): Shared, request: Request) -> Answer {
     let (loaded, prompt) = read_prompt(&state, request).await?;
-    answer(&loaded, move |admin| Ok(admin.pin(&prompt))).await
+    answer(&loaded, move |admin| admin.pin(&prompt)).await
 }
 
 /// `POST /cache/unpin`.
@@ -105,12 +105,12 @@ pub(super) async fn health(State(state): Shared) -> Answer {
     if loaded.store_admin.is_none() {
         return Ok(json(StatusCode::OK, &CacheHealth { status: "off".to_owned(), tiers: Vec::new() }));
     }
-    answer(loaded, |admin| Ok(admin.health())).await
+    answer(loaded, StoreAdmin::health).await
 }
 
 /// `GET /cache/stats`.
 pub(super) async fn stats(State(state): Shared) -> Answer {
-    answer(state.loaded()?, |admin| Ok(admin.stats())).await
+    answer(state.loaded()?, StoreAdmin::stats).await
 }
 
 /// Reads what stands behind the path; an error is about `field`.

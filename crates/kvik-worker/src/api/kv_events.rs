@@ -17,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 use super::{Answer, Shared, json, typed};
 use crate::engine_thread::EngineHandle;
 use crate::error::Refusal;
-use crate::kv_log::{BLOCKS, CHUNKS, KeyPage, Listener, kv_tier};
+use crate::kv_log::{BLOCKS, KeyPage, Listener, kv_tier};
 use crate::state::Loaded;
 
 /// Blocks of a page where the request does not say.
@@ -48,7 +48,8 @@ struct Subscription {
     draining: CancellationToken,
 }
 
-/// `GET /kv/events`. The stream ends when the worker drains: no new requests are sent to it.
+/// `GET /kv/events`. The stream ends when the worker drains: no new requests are sent to it. It also ends when there are
+/// blocks of another group from now on, which its next start names.
 pub(super) async fn events(State(state): Shared, request: Request) -> Answer {
     let EventsQuery { epoch, from } = query(&request)?;
     let loaded = state.ready()?;
@@ -72,8 +73,7 @@ pub(super) async fn events(State(state): Shared, request: Request) -> Answer {
     Ok(response)
 }
 
-/// `GET /kv/blocks`: asks the engine and the store themselves, not what was told of them. Of the chunks of a daemon the
-/// worker knows what it was told.
+/// `GET /kv/blocks`: asks the engine and the store themselves, not what was told of them.
 pub(super) async fn blocks(State(state): Shared, request: Request) -> Answer {
     let BlocksQuery { group, after, limit } = query(&request)?;
     let loaded = Arc::clone(state.loaded()?);
@@ -101,15 +101,14 @@ async fn chunks(loaded: &Arc<Loaded>, page: KeyPage<Vec<KvTier>>) -> Result<KeyP
     let loaded = Arc::clone(loaded);
     let filling = tokio::task::spawn_blocking(move || {
         let mut page = page;
-        match &loaded.store_admin {
-            Some(admin) => admin.visit_chunks(|hash, tiers| {
+        if let Some(admin) = &loaded.store_admin {
+            admin.visit_chunks(|hash, tiers| {
                 page.offer(KvKey::from(hash), || tiers.iter().map(|tier| kv_tier(*tier)).collect());
-            }),
-            None => loaded.kv_log.visit_held(CHUNKS, |key, tiers| page.offer(key, tiers)),
+            })?;
         }
-        page
+        Ok(page)
     });
-    filling.await.map_err(|_| Refusal::failed("the store failed"))
+    filling.await.map_err(|_| Refusal::failed("the store failed"))?
 }
 
 fn query<T: serde::de::DeserializeOwned>(request: &Request) -> Result<T, Refusal> {
@@ -127,6 +126,6 @@ impl Subscription {
             frames = self.listener.next() => frames,
         };
         // The KV of an engine that is gone is gone too.
-        self.engine.is_alive().then(|| Bytes::from(frames))
+        frames.filter(|_| self.engine.is_alive()).map(Bytes::from)
     }
 }

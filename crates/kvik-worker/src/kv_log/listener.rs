@@ -16,6 +16,8 @@ const PIECE_BYTES: usize = 64 << 10;
 pub(crate) struct Listener {
     log: Arc<KvLog>,
     changed: watch::Receiver<u64>,
+    /// Groups that its stream began with.
+    n_groups: usize,
     place: Place,
 }
 
@@ -33,19 +35,27 @@ enum Place {
 impl Listener {
     pub(super) fn new(log: Arc<KvLog>, resumes_at: Option<u64>) -> Self {
         let changed = log.next_sequence.subscribe();
-        Self { log, changed, place: Place::Start { resumes_at } }
+        let n_groups = log.n_groups();
+        Self { log, changed, n_groups, place: Place::Start { resumes_at } }
     }
 
-    /// The next bytes of the stream, whole frames of them.
+    /// The next bytes of the stream, whole frames of them; `None` when there are groups that the stream did not begin with.
     ///
     /// Cancel safe.
-    pub(crate) async fn next(&mut self) -> Vec<u8> {
+    pub(crate) async fn next(&mut self) -> Option<Vec<u8>> {
+        let frames = self.read().await;
+        // After the read: a group is added before anything of it is held, so the frames are of groups that were named.
+        (self.log.n_groups() == self.n_groups).then_some(frames)
+    }
+
+    /// The next frames; perhaps none where there are other groups.
+    async fn read(&mut self) -> Vec<u8> {
         loop {
             match &mut self.place {
                 Place::Start { resumes_at } => {
                     let resumes_at = *resumes_at;
                     let mut frames = Vec::new();
-                    self.log.hello(resumes_at).encode(&mut frames);
+                    self.log.hello(self.n_groups, resumes_at).encode(&mut frames);
                     self.place = match resumes_at {
                         Some(sequence) => Place::Batch(sequence),
                         None => self.snapshot(),
@@ -73,6 +83,9 @@ impl Listener {
                 Place::Batch(sequence) => {
                     // Before the look, so that what comes after it wakes.
                     self.changed.mark_unchanged();
+                    if self.log.n_groups() != self.n_groups {
+                        return Vec::new();
+                    }
                     match self.log.read(*sequence, PIECE_BYTES) {
                         Read::Batches { frames, next_sequence } => {
                             self.place = Place::Batch(next_sequence);

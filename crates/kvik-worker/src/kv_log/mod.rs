@@ -26,7 +26,7 @@ use kvik_model::BlockChange;
 use kvik_proto::kv_stream::{BlockGroup, Frame, Hello, KvBatch, KvChange, KvKey, KvTier, MAX_FRAME_KEYS};
 use kvik_store::{ChunkChange, ChunkObserver};
 use kvik_tier::TierKind;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use tokio::sync::watch;
 
 use holding::Holding;
@@ -53,7 +53,8 @@ pub(crate) struct KvLog {
     worker: String,
     epoch: u64,
     model: String,
-    groups: Vec<BlockGroup>,
+    /// Only ever longer.
+    groups: RwLock<Vec<BlockGroup>>,
     kept_bytes: usize,
     state: Mutex<State>,
     /// The number of the next batch; wakes the listeners.
@@ -101,6 +102,7 @@ impl KvLog {
         let state =
             State { holding: Holding::default(), batches: VecDeque::new(), batch_bytes: 0, next_sequence: 0 };
         let next_sequence = watch::Sender::new(0);
+        let groups = RwLock::new(groups);
         Self { worker, epoch, model, groups, kept_bytes, state: Mutex::new(state), next_sequence }
     }
 
@@ -109,7 +111,17 @@ impl KvLog {
     }
 
     pub(crate) fn has_group(&self, group: u32) -> bool {
-        self.groups.iter().any(|known| known.number == group)
+        self.groups.read().iter().any(|known| known.number == group)
+    }
+
+    /// Adds a group before anything of it is held, and ends the streams of all listeners: those that come back learn of it.
+    pub(crate) fn add_group(&self, group: BlockGroup) {
+        self.groups.write().push(group);
+        self.next_sequence.send_modify(|_| {});
+    }
+
+    fn n_groups(&self) -> usize {
+        self.groups.read().len()
     }
 
     /// Writes down what the engine's pool registered and forgot.
@@ -165,12 +177,13 @@ impl KvLog {
         Some(Listener::new(Arc::clone(self), resumes_at.map(|(_, from)| from)))
     }
 
-    fn hello(&self, resumes_at: Option<u64>) -> Frame {
+    /// The first frame for a listener that knows the first `n_groups` groups.
+    fn hello(&self, n_groups: usize, resumes_at: Option<u64>) -> Frame {
         Frame::Hello(Hello {
             worker: self.worker.clone(),
             epoch: self.epoch,
             model: self.model.clone(),
-            groups: self.groups.clone(),
+            groups: self.groups.read()[..n_groups].to_vec(),
             resumes_at,
         })
     }
@@ -178,18 +191,6 @@ impl KvLog {
     /// Reads batches from the number `sequence` on, about `n_bytes` of them.
     fn read(&self, sequence: u64, n_bytes: usize) -> Read {
         self.state.lock().read(sequence, n_bytes)
-    }
-
-    /// Calls `visit` with each block of a group that is held, and the tiers that have it.
-    pub(crate) fn visit_held(&self, group: u32, mut visit: impl FnMut(KvKey, &dyn Fn() -> Vec<KvTier>)) {
-        let (holding, _) = self.snapshot();
-        for shard in holding.into_shards() {
-            for ((_, key), tiers) in shard.iter().filter(|((of, _), _)| *of == group) {
-                visit(*key, &|| {
-                    KvTier::ALL.into_iter().filter(|tier| tiers & (1 << tier.as_index()) != 0).collect()
-                });
-            }
-        }
     }
 
     /// What is held now, and the number of the first batch that is not counted in.

@@ -2,6 +2,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use kvik_proto::kv_stream::{ALIVE_INTERVAL, FrameDecoder};
+use kvik_types::BlockHash;
 use proptest::prelude::*;
 
 use super::*;
@@ -74,7 +75,7 @@ impl Replica {
     /// Reads until it is at the number `next_sequence`.
     async fn follow(&mut self, listener: &mut Listener, next_sequence: u64) {
         while self.next_sequence != Some(next_sequence) {
-            self.take(&listener.next().await);
+            self.take(&listener.next().await.unwrap());
         }
     }
 }
@@ -145,7 +146,7 @@ proptest! {
                 Operation::Read => {
                     let (listener, replica) = listeners.last_mut().unwrap();
                     if replica.next_sequence != Some(next_of(&log)) {
-                        replica.take(&runtime.block_on(listener.next()));
+                        replica.take(&runtime.block_on(listener.next()).unwrap());
                     }
                 }
             }
@@ -175,7 +176,7 @@ async fn a_listener_goes_on_where_it_was_in_the_same_epoch_only() {
         let keys: &[u64] = if resumes_at == Some(1) { &[1, 2] } else { &[2] };
         let held = keys.iter().map(|key| (BLOCKS, KvTier::Gpu, KvKey(*key))).collect();
         let mut replica = Replica { held, ..Replica::default() };
-        replica.take(&listener.next().await);
+        replica.take(&listener.next().await.unwrap());
         assert_eq!(replica.hellos[0].resumes_at, resumes_at, "{resume:?}");
         replica.follow(&mut listener, 2).await;
         assert_eq!(replica.n_snapshots, usize::from(resumes_at.is_none()));
@@ -204,8 +205,8 @@ async fn what_changes_while_a_snapshot_is_read_comes_after_it() {
     log.append(BLOCKS, (0..50_000).map(|key| change(key, true)));
     let mut listener = log.listen(None).unwrap();
     let mut replica = Replica::default();
-    replica.take(&listener.next().await);
-    replica.take(&listener.next().await);
+    replica.take(&listener.next().await.unwrap());
+    replica.take(&listener.next().await.unwrap());
     assert!(!replica.parts.is_empty() && replica.n_snapshots == 0);
     log.append(BLOCKS, (0..50_000).filter(|key| key % 2 == 0).map(|key| change(key, false)));
     replica.follow(&mut listener, next_of(&log)).await;
@@ -227,7 +228,7 @@ async fn many_changes_are_cut_into_batches_and_chains_into_runs() {
     let mut decoder = FrameDecoder::default();
     let mut runs = Vec::new();
     while runs.len() < 3 {
-        decoder.push(&listener.next().await);
+        decoder.push(&listener.next().await.unwrap());
         while let Some(frame) = decoder.next_frame().unwrap() {
             if let Frame::Batch(batch) = frame {
                 runs.push(batch.changes.iter().map(|change| change.keys().len()).collect::<Vec<_>>());
@@ -244,7 +245,7 @@ async fn a_quiet_log_says_that_it_lives_and_a_change_wakes_at_once() {
     let mut replica = Replica::default();
     replica.follow(&mut listener, 0).await;
     let started = tokio::time::Instant::now();
-    replica.take(&listener.next().await);
+    replica.take(&listener.next().await.unwrap());
     assert_eq!((replica.n_alive, started.elapsed()), (1, ALIVE_INTERVAL));
     let appending = Arc::clone(&log);
     tokio::spawn(async move {
@@ -253,6 +254,36 @@ async fn a_quiet_log_says_that_it_lives_and_a_change_wakes_at_once() {
     });
     replica.follow(&mut listener, 1).await;
     assert_eq!((replica.n_alive, started.elapsed()), (1, ALIVE_INTERVAL + Duration::from_millis(100)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_group_that_comes_later_ends_streams_and_is_named_to_those_that_come_back() {
+    let log = log_of(KEPT_BYTES);
+    let chunk = |key: u64| Change { tier: KvTier::Cpu, ..change(key, true) };
+    log.append(BLOCKS, std::iter::once(change(1, true)));
+    let mut waiting = log.listen(None).unwrap();
+    let mut replica = Replica::default();
+    replica.follow(&mut waiting, 1).await;
+    let (slow, adding) = (log.listen(None).unwrap(), Arc::clone(&log));
+    let n_before = log.n_groups();
+    tokio::spawn(async move {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        adding.add_group(BlockGroup { number: 7, block_tokens: 256, root: BlockHash([7; 16]) });
+        adding.append(7, std::iter::once(chunk(2)));
+    });
+    let started = tokio::time::Instant::now();
+    assert!(waiting.next().await.is_none(), "it hears nothing of a group that it does not know");
+    assert_eq!(started.elapsed(), Duration::from_millis(100), "at once");
+    let mut slow = slow;
+    assert!(slow.next().await.is_none());
+    assert!(log.has_group(7));
+    // It goes on from where it was, or from the start; either is told of the group.
+    for resume in [Some((log.epoch(), 1)), None] {
+        let (mut again, mut replica) = (log.listen(resume).unwrap(), Replica::default());
+        replica.follow(&mut again, 2).await;
+        assert_eq!(replica.hellos[0].groups.len(), n_before + 1);
+        assert!(replica.held.contains(&(7, KvTier::Cpu, KvKey(2))));
+    }
 }
 
 #[test]

@@ -21,7 +21,7 @@ use crate::error::Result;
 /// given up ends soon.
 const CHUNKS_A_WRITE: usize = 16;
 
-/// Timeout of the first attachment. The index learns the chunk length and root once, at the start of the worker.
+/// Timeout of the first attachment: a worker that finds its daemon at the start tells the index of its chunks from the start.
 const START_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A store that a daemon has.
@@ -74,7 +74,7 @@ impl DaemonStore {
     pub(super) fn wait_for_space(&self) -> Option<Space> {
         let space = self.loads.wait_for_space(START_TIMEOUT);
         if space.is_none() {
-            tracing::warn!("no store daemon at the start: the index is not told of its chunks");
+            tracing::warn!("no store daemon at the start: the index is told of its chunks when it comes");
         }
         space
     }
@@ -85,6 +85,38 @@ impl DaemonStore {
     /// If the operating system gives no thread.
     pub(super) fn watch(&self, space: Space, observer: Arc<dyn ChunkObserver>) -> Result<NodeWatch> {
         Ok(NodeWatch::start(self.options.clone(), space, observer)?)
+    }
+
+    /// The same for the first daemon that comes, with whose space `on_space` is called before.
+    ///
+    /// # Errors
+    /// If the operating system gives no thread.
+    pub(super) fn watch_first(
+        &self,
+        on_space: impl FnOnce(&Space) + Send + 'static,
+        observer: Arc<dyn ChunkObserver>,
+    ) -> Result<NodeWatch> {
+        Ok(NodeWatch::start_for_first(self.options.clone(), on_space, observer)?)
+    }
+
+    /// How it attaches.
+    pub(crate) fn options(&self) -> &AttachOptions {
+        &self.options
+    }
+
+    /// The session that reads.
+    pub(crate) fn loads(&self) -> &NodeSession {
+        &self.loads
+    }
+
+    /// The session that writes.
+    pub(crate) fn writes(&self) -> &NodeSession {
+        &self.writes
+    }
+
+    /// Sequences whose KV the sink did not take.
+    pub(crate) fn sink_counts(&self) -> &SinkCounts {
+        &self.sink_counts
     }
 }
 
@@ -107,6 +139,10 @@ impl KvStore for DaemonStore {
             guard.run(|| session.run(|client| copy(client, sequence, is_given_up)));
         };
         Ok(Box::new(StoreSink::start(Box::new(copy), Arc::clone(&self.sink_counts))?))
+    }
+
+    fn peer_address(&self) -> Option<String> {
+        self.loads.peer_address()
     }
 
     fn close(&self) {

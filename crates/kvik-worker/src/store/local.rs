@@ -81,7 +81,7 @@ impl LocalStore {
     }
 
     /// Where its chains are made.
-    pub(super) fn space(&self) -> &Space {
+    pub(crate) fn space(&self) -> &Space {
         &self.space
     }
 

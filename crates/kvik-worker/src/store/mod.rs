@@ -27,9 +27,10 @@ use kvik_types::{BlockSize, CacheSalt, TokenId};
 use crate::config::StoreConfig;
 use crate::error::{Result, WorkerError};
 
-use daemon::DaemonStore;
+pub(crate) use daemon::DaemonStore;
 pub(crate) use load::{Load, LoadedPrefix, Loading};
 pub(crate) use local::LocalStore;
+pub(crate) use transfer::SinkCounts;
 
 /// A store as the engine's thread uses it. No method but [`Self::close`] waits for disks, servers or other processes.
 pub(crate) trait KvStore: fmt::Debug + Send + Sync {
@@ -44,6 +45,11 @@ pub(crate) trait KvStore: fmt::Debug + Send + Sync {
     /// # Errors
     /// If the operating system gives no thread.
     fn sink(&self) -> Result<Box<dyn KvSink>>;
+
+    /// Where other nodes read the chunks of the store, `host:port`; `None` where they do not.
+    fn peer_address(&self) -> Option<String> {
+        None
+    }
 
     /// Writes down what waits for that, as far as its time allows, and ends the store's threads.
     fn close(&self);
@@ -91,14 +97,6 @@ impl WorkerStore {
         Ok(LocalStore::open(config, engine.namespace(), format)?.map(Self::Local))
     }
 
-    /// The store in this process, where it is one.
-    pub(crate) fn local(&self) -> Option<&LocalStore> {
-        match self {
-            Self::Local(store) => Some(store),
-            Self::Daemon(_) => None,
-        }
-    }
-
     /// Where chains are made; `None` where the daemon did not come in time.
     pub(crate) fn space(&self) -> Option<Space> {
         match self {
@@ -107,14 +105,23 @@ impl WorkerStore {
         }
     }
 
-    /// Tells `observer` which chunks of a space each tier has, now and from now on, until the watch is dropped.
+    /// Tells `observer` which chunks of the model each tier has, now and from now on, until the watch is dropped. A daemon
+    /// whose space is not known yet is waited for in the background: `on_space` is called with it, before the observer is.
     ///
     /// # Errors
     /// If the operating system gives no thread.
-    pub(crate) fn watch(&self, space: &Space, observer: Arc<dyn ChunkObserver>) -> Result<ChunkWatch> {
+    pub(crate) fn watch(
+        &self,
+        space: Option<&Space>,
+        on_space: impl FnOnce(&Space) + Send + 'static,
+        observer: Arc<dyn ChunkObserver>,
+    ) -> Result<ChunkWatch> {
         Ok(match self {
             Self::Local(store) => ChunkWatch::Local(store.observe(observer)),
-            Self::Daemon(store) => ChunkWatch::Daemon(store.watch(space.clone(), observer)?),
+            Self::Daemon(store) => ChunkWatch::Daemon(match space {
+                Some(space) => store.watch(space.clone(), observer)?,
+                None => store.watch_first(on_space, observer)?,
+            }),
         })
     }
 

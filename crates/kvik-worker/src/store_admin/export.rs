@@ -9,13 +9,13 @@
 use std::collections::HashMap;
 
 use kvik_proto::cache::StoreResponse;
-use kvik_store::{Chain, TierName, TierWrite, Write};
+use kvik_store::{Chain, TierName};
 use kvik_types::{CacheSalt, TokenId};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 
+use super::StoreOperations;
 use crate::error::Refusal;
 use crate::prompt::Prompt;
-use crate::store::LocalStore;
 
 const NAMESPACE: &str = "namespace";
 const CHUNK_TOKENS: &str = "chunk_tokens";
@@ -25,46 +25,42 @@ const CACHE_SALT: &str = "cache_salt";
 
 /// What the store, or one tier of it, has of a prompt.
 pub(super) fn write(
-    store: &LocalStore,
+    store: &dyn StoreOperations,
     prompt: &Prompt,
     layer: Option<usize>,
     tier: Option<&TierName>,
 ) -> Result<Vec<u8>, Refusal> {
     let Prompt { tokens, salt } = prompt;
-    let chain = store.chain(tokens, salt.as_ref());
+    let chain = store.space()?.salted_chain(tokens, salt.as_ref());
     let n_layers = chain.space().format().n_layers as usize;
     let layers = match layer {
         None => 0..n_layers,
         Some(layer) if layer < n_layers => layer..layer + 1,
         Some(layer) => return Err(Refusal::field("layer", layer, &format!("0 to {}", n_layers - 1))),
     };
-    let retrieved = match tier {
-        None => store.store().retrieve(&chain, 0),
-        Some(tier) => {
-            let retrieved = store.store().retrieve_from(&chain, 0, tier);
-            retrieved.ok_or_else(|| Refusal::field("tier", tier, "a tier of the store"))?
-        }
-    };
+    let chunks = store.read(&chain, tier)?;
+    let n_tokens = chain.tokens_of(chunks.n_chunks()).start;
     let failed = |error: safetensors::SafeTensorError| Refusal::failed(error.to_string());
     let ids: Vec<u8> =
-        tokens[..retrieved.n_tokens()].iter().flat_map(|token| token.cast_signed().to_le_bytes()).collect();
-    let ids = TensorView::new(Dtype::I32, vec![retrieved.n_tokens()], &ids).map_err(failed)?;
+        tokens[..n_tokens].iter().flat_map(|token| token.cast_signed().to_le_bytes()).collect();
+    let ids = TensorView::new(Dtype::I32, vec![n_tokens], &ids).map_err(failed)?;
     let mut views = vec![(TOKEN_IDS.to_owned(), ids)];
-    for (chunk_idx, chunk) in retrieved.chunks().iter().enumerate() {
+    for chunk_idx in 0..chunks.n_chunks() {
+        let section_bytes = chain.section_bytes(chunk_idx);
         for layer_idx in layers.clone() {
-            let section = chunk.layer(0, layer_idx);
+            let section = &chunks.payload(chunk_idx)[layer_idx * section_bytes..][..section_bytes];
             let view = TensorView::new(Dtype::U8, vec![section.len()], section).map_err(failed)?;
             views.push((tensor_name(chunk_idx, layer_idx), view));
         }
     }
-    let mut metadata = HashMap::from(metadata(&chain, retrieved.chunks().len()));
+    let mut metadata = HashMap::from(metadata(&chain, chunks.n_chunks()));
     metadata.extend(salt.as_ref().map(|salt| (CACHE_SALT.to_owned(), salt.as_str().to_owned())));
     serialize(views, Some(metadata)).map_err(failed)
 }
 
 /// Stores what [`write`] gave, in one tier alone where one is named.
 pub(super) fn read(
-    store: &LocalStore,
+    store: &dyn StoreOperations,
     body: &[u8],
     tier: Option<&TierName>,
 ) -> Result<StoreResponse, Refusal> {
@@ -77,7 +73,7 @@ pub(super) fn read(
     let given = header.metadata().as_ref();
     let salt = given.and_then(|given| given.get(CACHE_SALT)).map(|salt| CacheSalt::try_new(salt)).transpose();
     let salt = salt.map_err(|error| Refusal::invalid(error.to_string(), Some(CACHE_SALT)))?;
-    let chain = store.chain(&tokens, salt.as_ref());
+    let chain = store.space()?.salted_chain(&tokens, salt.as_ref());
     for (field, expected) in metadata(&chain, chain.n_chunks()) {
         let value = given.and_then(|given| given.get(&field)).map_or("missing", String::as_str);
         if value != expected {
@@ -86,42 +82,11 @@ pub(super) fn read(
     }
     let n_layers = chain.space().format().n_layers as usize;
     // All is checked before anything is stored.
-    for chunk_idx in 0..chain.n_chunks() {
-        for layer_idx in 0..n_layers {
-            section(&tensors, &chain, chunk_idx, layer_idx)?;
-        }
-    }
-    let mut response = StoreResponse { stored_chunks: 0, present_chunks: 0 };
-    if let Some(tier) = tier {
-        for chunk_idx in 0..chain.n_chunks() {
-            let mut payload = Vec::with_capacity(n_layers);
-            for layer_idx in 0..n_layers {
-                payload.push(section(&tensors, &chain, chunk_idx, layer_idx)?);
-            }
-            let fill = |memory: &mut [u8]| memory.copy_from_slice(&payload.concat());
-            match store.store().write_to(&chain, chunk_idx, 0, tier, fill) {
-                TierWrite::Stored => response.stored_chunks += 1,
-                TierWrite::Present => response.present_chunks += 1,
-                TierWrite::Refused => break,
-            }
-        }
-        return Ok(response);
-    }
-    for chunk_idx in 0..chain.n_chunks() {
-        match store.store().begin_write(&chain, chunk_idx, 0) {
-            Write::Slot(mut writer) => {
-                for layer_idx in 0..n_layers {
-                    let bytes = section(&tensors, &chain, chunk_idx, layer_idx)?;
-                    writer.layer_mut(layer_idx).copy_from_slice(bytes);
-                }
-                writer.commit();
-                response.stored_chunks += 1;
-            }
-            Write::Present => response.present_chunks += 1,
-            Write::NoRoom | Write::NoParent | Write::Collision => break,
-        }
-    }
-    Ok(response)
+    let layers_of = |chunk_idx| -> Result<Vec<&[u8]>, Refusal> {
+        (0..n_layers).map(|layer_idx| section(&tensors, &chain, chunk_idx, layer_idx)).collect()
+    };
+    let sections = (0..chain.n_chunks()).map(layers_of).collect::<Result<Vec<_>, _>>()?;
+    store.write(&chain, &sections, tier)
 }
 
 /// What the first `n_chunks` chunks are good for. The namespace comes first: a digest of another one differs too.

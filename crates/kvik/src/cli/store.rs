@@ -52,6 +52,15 @@ pub(crate) struct StoreServeArguments {
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) peer: Vec<String>,
 
+    /// Coordinator that lists the stores of the cluster: this one where it listens, whose chunks the others then read,
+    /// and the others, whose chunks this one reads; may be repeated [default: none]
+    #[arg(long, value_name = "URL")]
+    pub(crate) coordinator: Vec<String>,
+
+    /// Address at which other nodes reach this one, for the coordinator's list [default: that of --listen]
+    #[arg(long, value_name = "HOST:PORT")]
+    pub(crate) advertise: Option<String>,
+
     /// Take over from the daemon that serves at the socket, with all chunks in its memory; engines see a pause. The
     /// running daemon goes on if this one cannot serve, and ends otherwise. Memory, chunk length, keys, tenants and tokens
     /// must be those of the running daemon; disk and remote may differ

@@ -24,6 +24,8 @@ pub(crate) fn serve(arguments: &StoreServeArguments) -> anyhow::Result<()> {
             Flags::default()
                 .with("listen", arguments.listen.clone())
                 .with_list("nodes", &arguments.peer)
+                .with_list("coordinators", &arguments.coordinator)
+                .with("advertise", arguments.advertise.clone())
                 .into_value(),
         )
         .with("tiers", service::store_flags(&arguments.store));

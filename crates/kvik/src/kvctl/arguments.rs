@@ -9,6 +9,7 @@ use kvik_memory::ledger::DEFAULT_DIR;
 use super::cache::CacheArguments;
 use super::index::IndexArguments;
 use super::size::{Limit, parse_limit, parse_percent, parse_seconds, parse_size};
+use super::stores::StoresArguments;
 use super::top::TopArguments;
 
 const STYLES: Styles = Styles::styled()
@@ -25,6 +26,7 @@ Examples:
   kvctl policy vllm_b --min 4G --weight 2  before or after the engine starts
   kvctl kvtop                              a screen that follows it all
   kvctl cache health                       the tiers of a worker's KV store
+  kvctl stores                             the store daemons of a cluster
 
 Sizes: a number of bytes, or with a unit: b, k, kb, kib, m, mb, mib, g, gb, gib, t, tb, tib, in any
 case, all of them powers of 1024: 2G is 2147483648. `1,024` and `1_024` are read too. Limits and
@@ -115,6 +117,8 @@ Examples:
     Cache(CacheArguments),
     /// Look at the global KV index of a gateway
     Index(IndexArguments),
+    /// Print the store daemons that a coordinator lists
+    Stores(StoresArguments),
     /// Show it all on a screen that follows it
     Kvtop(TopArguments),
     /// Read verbs from a prompt with completion and history

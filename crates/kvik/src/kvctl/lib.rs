@@ -2,7 +2,7 @@
 //! governs them.
 //!
 //! Parts: `arguments` declares the command line, one file a verb does it, `folder` reads the ledgers,
-//! `report` is what is seen as JSON, `cache` talks to the store of a worker, `index` to the index of a gateway, `size` reads and writes sizes, `shell` is the prompt and [`top`] the
+//! `report` is what is seen as JSON, `cache` talks to the store of a worker, `index` to the index of a gateway, `stores` asks a coordinator, `size` reads and writes sizes, `shell` is the prompt and [`top`] the
 //! screen of `kvctl kvtop` and `kvik top`.
 //!
 //! # Invariants
@@ -27,6 +27,7 @@ mod prompt;
 mod report;
 mod shell;
 mod size;
+mod stores;
 #[cfg(test)]
 mod tests;
 pub mod top;
@@ -90,6 +91,7 @@ fn run(verb: &Verb, common: &CommonArguments) -> anyhow::Result<()> {
         Verb::Trim(arguments) => print(&trim::trim(&folder, &arguments.ipc_name)?, is_json),
         Verb::Cache(arguments) => cache::run(arguments, is_json),
         Verb::Index(arguments) => index::run(arguments, is_json),
+        Verb::Stores(arguments) => print(&stores::stores(arguments)?, is_json),
         Verb::Kvtop(arguments) => top::run(common, arguments),
         Verb::Shell(arguments) => shell::run(common, arguments.history.as_deref()),
     }

@@ -45,7 +45,7 @@ fn a_store_that_cannot_be_had_is_told_before_anything_starts() {
         (["--nvme", "x"], "`store.nvme` is x; allowed: DIR:SIZE, such as /var/cache/kvik:20GiB"),
     ] {
         let answer = run(std::iter::once("up").chain(options));
-        assert_eq!((answer.exit_code, answer.stdout.as_str()), (Some(1), ""), "{answer:?}");
+        assert_eq!((answer.exit_code, answer.stdout.as_str()), (Some(3), ""), "{answer:?}");
         let expected = format!("error: failed to read the settings of the KV store: {message}\n");
         assert_eq!(answer.stderr, expected);
     }

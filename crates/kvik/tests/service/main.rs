@@ -15,6 +15,7 @@ mod restarts;
 mod secrets;
 mod slow_clients;
 mod store;
+mod store_cluster;
 mod store_daemon;
 mod tls;
 mod tracing;

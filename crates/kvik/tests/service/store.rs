@@ -39,7 +39,7 @@ fn complete(worker: &Client, prompt: &[u32]) -> (Value, Value) {
 }
 
 /// Runs `kvctl --json cache ...`; its answer, or what it said on standard error.
-fn kvctl(worker: &Client, arguments: &[&str]) -> Result<Value, String> {
+pub(crate) fn kvctl(worker: &Client, arguments: &[&str]) -> Result<Value, String> {
     let output = Command::new(env!("CARGO_BIN_EXE_kvctl"))
         .args(["--json", "cache", "--worker", &format!("http://{}", worker.address)])
         .args(arguments)

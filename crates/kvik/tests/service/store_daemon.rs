@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
-use crate::cluster::{Client, Role};
+use crate::cluster::{self, Client, Role};
 use crate::http;
 use crate::process::{self, Process, eventually};
+use crate::store::kvctl;
 
 /// Two chunks and some.
 const PROMPT_TOKENS: u32 = 600;
@@ -26,8 +27,14 @@ impl Daemon {
     /// With its metrics at an address.
     #[track_caller]
     fn start_at(folder: &Path, metrics: &str, more: &[&str]) -> Self {
+        Self::start_with(folder, metrics, "64MiB", more)
+    }
+
+    /// With so much memory, too.
+    #[track_caller]
+    fn start_with(folder: &Path, metrics: &str, ram: &str, more: &[&str]) -> Self {
         let mut command = process::kvik();
-        command.args(["store", "serve", "--log-format", "json", "--ram", "64MiB", "--metrics", metrics]);
+        command.args(["store", "serve", "--log-format", "json", "--ram", ram, "--metrics", metrics]);
         command.arg("--socket").arg(socket(folder)).args(more);
         let mut process = Process::start(&mut command);
         let metrics = process.logged("store daemon is ready")["metrics"].as_str().unwrap().to_owned();
@@ -70,6 +77,24 @@ fn prompt(number: u32) -> Vec<u32> {
     (0..PROMPT_TOKENS).map(|position| 100 + (position * 7 + number * 131) % 3000).collect()
 }
 
+/// The arguments of `kvctl` that name a prompt.
+fn named(number: u32) -> [String; 2] {
+    let tokens: Vec<String> = prompt(number).iter().map(u32::to_string).collect();
+    ["--token-ids".to_owned(), tokens.join(",")]
+}
+
+/// Runs a verb of `kvctl cache` for a prompt.
+fn govern(worker: &Role, verb: &str, number: u32, more: &[&str]) -> Result<Value, String> {
+    let [flag, tokens] = named(number);
+    kvctl(&worker.client, &[&[verb, &flag, &tokens][..], more].concat())
+}
+
+/// The tiers that have a prompt, as a worker says.
+#[track_caller]
+fn tiers_of(worker: &Role, number: u32) -> Value {
+    govern(worker, "lookup", number, &[]).unwrap()["tiers"].clone()
+}
+
 /// The likeliest tokens after a prompt, and where its KV came from.
 #[track_caller]
 fn complete(worker: &Role, prompt: &[u32], salt: Option<&str>) -> (Value, Value) {
@@ -104,6 +129,121 @@ fn what_one_worker_computed_another_one_loads_from_the_daemon_to_the_same_tokens
     eventually("all sessions ended", || (daemon.metric("kvik_node_sessions") == 0).then_some(()));
     daemon.process.signal("TERM");
     assert!(daemon.process.ended().success());
+}
+
+#[test]
+fn kvctl_governs_the_chunks_of_a_daemon_through_any_of_its_workers() {
+    let folder = tempfile::tempdir().unwrap();
+    let nvme = format!("{}:64MiB", folder.path().join("nvme").display());
+    let daemon = Daemon::start(folder.path(), &["--nvme", &nvme]);
+    let (first, second) = (start_worker(folder.path(), &[]), start_worker(folder.path(), &[]));
+    let (expected, _) = complete(&first, &prompt(7), None);
+    daemon.wait_for_chunks(2);
+    let lookup = govern(&second, "lookup", 7, &[]).unwrap();
+    assert_eq!(
+        lookup,
+        json!({"prompt_tokens": 600, "cached_tokens": 512, "tiers": {"ram": 512}, "chunk_tokens": 256})
+    );
+    let health = kvctl(&second.client, &["health"]).unwrap();
+    assert_eq!((&health["status"], &health["tiers"][1]["tier"]), (&json!("ok"), &json!("nvme")));
+    eventually("the chunks are on the disk", || {
+        let stats = kvctl(&second.client, &["stats"]).unwrap();
+        assert_eq!(stats["counts"]["copy_queue_bytes"], 0, "the worker's own");
+        (stats["counts"]["written_chunks_nvme"] == 2).then_some(())
+    });
+
+    // What one worker moves, pins and clears, the other one sees.
+    let moved = govern(&first, "move", 7, &["--from", "ram", "--to", "nvme"]).unwrap();
+    assert_eq!(moved, json!({"chunks": 2}));
+    assert_eq!(tiers_of(&second, 7), json!({"nvme": 512}));
+    let wrong = govern(&first, "move", 7, &["--from", "ram", "--to", "disk"]);
+    assert!(
+        wrong.as_ref().is_err_and(|error| error.contains("`to` is disk; allowed: ram, nvme")),
+        "{wrong:?}"
+    );
+    let loaded = govern(&second, "prefetch", 7, &["--wait"]).unwrap();
+    assert_eq!((&loaded["state"], &loaded["loaded_tokens"]), (&json!("done"), &json!(512)));
+    let id = loaded["id"].as_str().unwrap();
+    assert_eq!(kvctl(&second.client, &["prefetch-status", id]).unwrap(), loaded);
+    assert_eq!(kvctl(&second.client, &["cancel", id]).unwrap(), loaded, "there was nothing left to cancel");
+    assert!(kvctl(&first.client, &["prefetch-status", id]).unwrap_err().contains("no prefetch is called"));
+    assert_eq!(govern(&first, "pin", 7, &[]).unwrap(), json!({"tokens": 512}));
+    assert_eq!(govern(&second, "unpin", 7, &[]).unwrap(), json!({"tokens": 512}));
+    let none = govern(&first, "unpin", 7, &[]).unwrap_err();
+    assert!(none.contains("nothing of this prompt is pinned"), "{none}");
+
+    // Bytes come out through one, and go in through the other.
+    let file = folder.path().join("kv.safetensors").display().to_string();
+    govern(&second, "retrieve", 7, &["-o", &file]).unwrap();
+    assert_eq!(kvctl(&first.client, &["clear", "--all"]).unwrap(), json!({"chunks": {"ram": 2, "nvme": 2}}));
+    assert_eq!(tiers_of(&second, 7), json!({}));
+    let stored =
+        |n_stored: u32, n_present: u32| json!({"stored_chunks": n_stored, "present_chunks": n_present});
+    assert_eq!(kvctl(&first.client, &["store", &file]).unwrap(), stored(2, 0));
+    assert_eq!(kvctl(&second.client, &["store", &file]).unwrap(), stored(0, 2));
+    let fresh = start_worker(folder.path(), &[]);
+    assert_eq!(complete(&fresh, &prompt(7), None), (expected, json!({"ram": 512})));
+    let listed = http::get_json(&fresh.address, "/kv/blocks?group=1").unwrap();
+    assert_eq!(listed["blocks"].as_array().unwrap().len(), 2, "{listed}");
+    assert_eq!(daemon.metric("kvik_node_corrupt_chunks_total"), 0);
+}
+
+#[test]
+fn what_one_worker_pins_stays_while_another_one_fills_the_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    // Room for seven chunks of 2 MiB.
+    let daemon = Daemon::start_with(folder.path(), "127.0.0.1:0", "16MiB", &[]);
+    let (first, second) = (start_worker(folder.path(), &[]), start_worker(folder.path(), &[]));
+    complete(&first, &prompt(8), None);
+    daemon.wait_for_chunks(2);
+    assert_eq!(govern(&first, "pin", 8, &[]).unwrap(), json!({"tokens": 512}));
+    drop(first);
+    for number in 20..27 {
+        complete(&second, &prompt(number), None);
+        daemon.wait_for_chunks(u64::from(2 * (number - 20) + 4));
+    }
+    assert_eq!(tiers_of(&second, 8), json!({"ram": 512}), "although the worker that pinned it is gone");
+    let is_whole = |number: u32| tiers_of(&second, number) == json!({"ram": 512});
+    let n_whole = (20..27).filter(|number| is_whole(*number)).count();
+    assert!(n_whole <= 2, "there is room for two more, and {n_whole} are there");
+}
+
+#[test]
+fn without_its_daemon_a_worker_says_so_and_a_daemon_that_comes_late_is_governed_and_known_to_the_index() {
+    let folder = tempfile::tempdir().unwrap();
+    let coordinator = cluster::start_coordinator("127.0.0.1:0", &[]);
+    let base = format!("http://{}", coordinator.address);
+    // They wait two seconds for the daemon, and go on without it.
+    let start = |id: &str| start_worker(folder.path(), &["--id", id, "--coordinator", &base]);
+    let (first, second) = (start("worker-1"), start("worker-2"));
+    let gateway = cluster::start_gateway("127.0.0.1:0", &[&coordinator.address], &[]);
+    gateway.wait_for_backends(2);
+    for (verb, prompt) in [("lookup", Some(9)), ("pin", Some(9)), ("stats", None), ("health", None)] {
+        let refused = match prompt {
+            Some(number) => govern(&first, verb, number, &[]).unwrap_err(),
+            None => kvctl(&first.client, &[verb]).unwrap_err(),
+        };
+        assert!(refused.contains("503") && refused.contains("the store daemon"), "{verb}: {refused}");
+    }
+
+    let daemon = Daemon::start(folder.path(), &[]);
+    eventually("both workers attached", || (daemon.metric("kvik_node_sessions") == 4).then_some(()));
+    complete(&first, &prompt(9), None);
+    daemon.wait_for_chunks(2);
+    assert_eq!(tiers_of(&second, 9), json!({"ram": 512}));
+    // The second worker has computed nothing: what the index knows of it, it knows of the daemon.
+    let question = json!({"model": "kvik-tiny", "token_ids": prompt(9)});
+    eventually("the index knows the chunks of the second worker", || {
+        let mut answer = http::send(&gateway.address, "POST", "/v1/score", Some(&question)).ok()?;
+        let score: Value = serde_json::from_str(&answer.text().ok()?).ok()?;
+        (score["matched_tokens"]["worker-2"].as_u64() == Some(512)).then_some(())
+    });
+    kvctl(&second.client, &["clear", "--all"]).unwrap();
+    eventually("the index knows that they are gone", || {
+        let mut answer = http::send(&gateway.address, "POST", "/v1/score", Some(&question)).ok()?;
+        let score: Value = serde_json::from_str(&answer.text().ok()?).ok()?;
+        (score["matched_tokens"]["worker-2"].as_u64().unwrap_or(0) == 0).then_some(())
+    });
 }
 
 #[test]
@@ -229,7 +369,10 @@ fn wrong_settings_of_a_daemon_are_refused_with_the_field() {
     let refused = |arguments: &[&str]| {
         let output = process::kvik().args(arguments).output().unwrap();
         assert!(!output.status.success(), "{arguments:?}");
-        String::from_utf8(output.stderr).unwrap()
+        let text = String::from_utf8(output.stderr).unwrap();
+        let is_refused = text.contains("; allowed: ");
+        assert_eq!(output.status.code(), Some(if is_refused { 3 } else { 1 }), "{text}");
+        text
     };
     let socket = socket(folder.path()).display().to_string();
     let daemon = |more: &[&str]| refused(&[&["store", "serve", "--socket", &socket][..], more].concat());

@@ -1,11 +1,12 @@
 //! State in etcd, for any number of coordinators.
 //!
-//! Under the prefix lie two kinds of keys:
+//! Under the prefix lie three kinds of keys:
 //!
 //! | key | value | session |
 //! |---|---|---|
 //! | `/leader` | the leader's base address | `session_ttl_s`, renewed four times in it |
-//! | `/workers/<id>` | a member | [`RECORD_TTL_S`], renewed with the other one |
+//! | `/workers/<id>` | a worker | [`RECORD_TTL_S`], renewed with the other one |
+//! | `/stores/<id>` | a store daemon | the same |
 //!
 //! The coordinator that creates `/leader` leads, and the revision at which it was created is the term: it
 //! rises with every leader and everything the leader writes depends on it. The leader counts its time
@@ -20,7 +21,7 @@ mod api;
 use std::time::{Duration, SystemTime};
 
 use kvik_proto::client::HttpClient;
-use kvik_proto::coordinator::{WorkerInfo, WorkerState};
+use kvik_proto::coordinator::WorkerState;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
@@ -29,7 +30,7 @@ use self::api::{Credentials, EtcdApi};
 use super::{Role, StateBackend, StateError};
 use crate::config::EtcdConfig;
 use crate::error::{CoordinatorError, Result};
-use crate::membership::{Change, Record};
+use crate::membership::{Change, MemberInfo, Record};
 
 /// Time that members are kept while no coordinator lives, in seconds: longer than a rollout of all
 /// coordinators takes.
@@ -44,8 +45,8 @@ const MAX_TXN_CHANGES: usize = 100;
 pub(crate) struct EtcdState {
     api: EtcdApi,
     leader_key: String,
-    /// With a slash at the end.
-    workers_prefix: String,
+    /// Without a slash at the end.
+    prefix: String,
     session_ttl_s: u64,
     /// Base address of this coordinator.
     address: String,
@@ -72,8 +73,9 @@ struct Lead {
 
 /// A member as it is written down.
 #[derive(Debug, Serialize, Deserialize)]
-struct StoredRecord {
-    worker: WorkerInfo,
+struct StoredRecord<I> {
+    #[serde(rename = "worker")]
+    info: I,
     state: WorkerState,
     /// Milliseconds since 1970. Clocks of coordinators may differ by what a slow start can bear.
     joined_unix_ms: u64,
@@ -102,7 +104,7 @@ impl EtcdState {
         Ok(Self {
             api: EtcdApi::new(http, &config.endpoints, credentials, timeout),
             leader_key: format!("{}/leader", config.prefix),
-            workers_prefix: format!("{}/workers/", config.prefix),
+            prefix: config.prefix.clone(),
             session_ttl_s: config.session_ttl_s,
             address,
             lead: Mutex::new(None),
@@ -187,20 +189,24 @@ impl EtcdState {
         }
     }
 
-    fn operation(&self, change: &Change, records_session: i64) -> Result<serde_json::Value, StateError> {
+    /// Where members of a kind lie, with a slash at the end.
+    fn folder<I: MemberInfo>(&self) -> String {
+        format!("{}/{}/", self.prefix, I::FOLDER)
+    }
+
+    fn operation<I: MemberInfo>(
+        &self,
+        change: &Change<I>,
+        records_session: i64,
+    ) -> Result<serde_json::Value, StateError> {
+        let key = format!("{}{}", self.folder::<I>(), change.id());
         match change {
             Change::Put(record) => {
                 let stored = serde_json::to_vec(&StoredRecord::from_record(record, unix_ms()))
                     .map_err(|error| StateError::Unavailable(format!("write a member: {error}")))?;
-                Ok(api::put(
-                    &format!("{}{}", self.workers_prefix, record.worker.id),
-                    &stored,
-                    records_session,
-                ))
+                Ok(api::put(&key, &stored, records_session))
             }
-            Change::Delete(id) | Change::Expire(id) => {
-                Ok(api::delete(&format!("{}{id}", self.workers_prefix)))
-            }
+            Change::Delete(_) | Change::Expire(_) => Ok(api::delete(&key)),
         }
     }
 }
@@ -240,21 +246,22 @@ impl StateBackend for EtcdState {
         }
     }
 
-    async fn load(&self, term: u64) -> Result<Vec<Record>, StateError> {
+    async fn load<I: MemberInfo>(&self, term: u64) -> Result<Vec<Record<I>>, StateError> {
         let now_ms = unix_ms();
         let mut records = Vec::new();
-        for key_value in self.api.list(&self.workers_prefix).await? {
-            match serde_json::from_slice::<StoredRecord>(&key_value.value) {
+        for key_value in self.api.list(&self.folder::<I>()).await? {
+            match serde_json::from_slice::<StoredRecord<I>>(&key_value.value) {
                 Ok(stored) => records.push(stored.into_record(now_ms)),
                 Err(error) => tracing::warn!(%error, "passed over a member that cannot be read"),
             }
         }
-        let puts: Vec<Change> = records.iter().map(|record| Change::Put(Box::new(record.clone()))).collect();
+        let puts: Vec<Change<I>> =
+            records.iter().map(|record| Change::Put(Box::new(record.clone()))).collect();
         self.write(term, &puts).await?;
         Ok(records)
     }
 
-    async fn write(&self, term: u64, changes: &[Change]) -> Result<(), StateError> {
+    async fn write<I: MemberInfo>(&self, term: u64, changes: &[Change<I>]) -> Result<(), StateError> {
         let lead = *self.lead.lock();
         let Some(lead) = lead.filter(|lead| lead.term as u64 == term) else {
             return Err(StateError::Fenced);
@@ -274,24 +281,24 @@ impl StateBackend for EtcdState {
 
 // === impl StoredRecord ===
 
-impl StoredRecord {
-    fn from_record(record: &Record, now_ms: u64) -> Self {
+impl<I: MemberInfo> StoredRecord<I> {
+    fn from_record(record: &Record<I>, now_ms: u64) -> Self {
         Self {
-            worker: record.worker.clone(),
+            info: record.info.clone(),
             state: record.state,
             joined_unix_ms: now_ms.saturating_sub(record.age.as_millis() as u64),
             ramps: record.ramps,
         }
     }
 
-    fn into_record(self, now_ms: u64) -> Record {
+    fn into_record(self, now_ms: u64) -> Record<I> {
         let age = Duration::from_millis(now_ms.saturating_sub(self.joined_unix_ms));
-        Record { worker: self.worker, state: self.state, age, ramps: self.ramps }
+        Record { info: self.info, state: self.state, age, ramps: self.ramps }
     }
 }
 
 /// The last change of each member: etcd refuses a transaction that changes a key twice.
-fn last_of_each_member(changes: &[Change]) -> impl Iterator<Item = &Change> {
+fn last_of_each_member<I: MemberInfo>(changes: &[Change<I>]) -> impl Iterator<Item = &Change<I>> {
     changes.iter().enumerate().filter_map(|(place, change)| {
         let is_last = changes[place + 1..].iter().all(|later| later.id() != change.id());
         is_last.then_some(change)

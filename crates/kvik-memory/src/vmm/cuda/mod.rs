@@ -19,9 +19,12 @@ use crate::{MemoryError, Result};
 
 mod call;
 mod context;
+mod copier;
+mod copy_kernel;
 mod fence;
 mod host;
 
+pub use self::copier::{CopyPiece, CopyWay, CudaCopier};
 pub use self::host::CudaHostMemory;
 
 /// Virtual memory of an NVIDIA GPU.

@@ -43,6 +43,10 @@ const FADE_REQUESTS: u64 = 1 << 16;
 /// difference is left to eviction, which sees all leaves.
 const ADMISSION_PART: f64 = 0.5;
 
+/// What a copy is worth of a block that no other place has: to lose it costs a read from the other place, and not that it is
+/// computed.
+const COPY_PART: f64 = 0.25;
+
 /// The default policy.
 #[derive(Debug)]
 pub struct KvikPolicy {
@@ -342,7 +346,8 @@ impl Policy for KvikPolicy {
         for nth in 0..self.leaves.len().min(N_SAMPLES) {
             let slot = self.sample(nth);
             let memory = self.residents[slot as usize].memory;
-            let value = self.value(&memory);
+            let part = if self.tree.is_copy(slot) { COPY_PART } else { 1.0 };
+            let value = part * self.value(&memory);
             let is_lower = lowest.is_none_or(|(lowest_value, lowest_used_ms, _)| {
                 value < lowest_value || (value <= lowest_value && memory.last_used_ms < lowest_used_ms)
             });
@@ -379,6 +384,12 @@ impl Policy for KvikPolicy {
                 true
             }
         }
+    }
+
+    fn set_copy(&mut self, id: BlockId, is_copy: bool) -> bool {
+        let Some(slot) = self.tree.slot(id) else { return false };
+        self.tree.set_copy(slot, is_copy);
+        true
     }
 
     fn tree(&self) -> &Tree {

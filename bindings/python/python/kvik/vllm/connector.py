@@ -1,0 +1,142 @@
+"""The connector that vLLM loads: `kv_connector_module_path` is `kvik.vllm`, `kv_connector` is `KvikConnector`."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.logger import init_logger
+
+from kvik.vllm.metadata import KvikMetadata
+from kvik.vllm.scheduler import SchedulerHalf
+from kvik.vllm.self_test import run_self_test
+from kvik.vllm.settings import Geometry, Settings, attach
+from kvik.vllm.stats import KvikStats
+from kvik.vllm.worker import WorkerHalf
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class KvikConnector(KVConnectorBase_V1):
+    """Keeps the KV of ended and running requests in the store of the node, and loads it for later ones.
+
+    Loads run in the background while other requests are computed. A load that fails is reported block by block, and vLLM
+    computes those blocks if `kv_load_failure_policy` is `recompute`. Without a daemon, vLLM goes on as without a
+    connector, and the store is used as soon as the daemon is there.
+    """
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        self.config = vllm_config
+        self.settings = Settings.read(dict(vllm_config.kv_transfer_config.kv_connector_extra_config))
+        self.geometry = Geometry.read(vllm_config, kv_cache_config)
+        self.scheduler: SchedulerHalf | None = None
+        self.worker: WorkerHalf | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.store = attach(vllm_config, self.settings, self.geometry, 0)
+            self.scheduler = SchedulerHalf(self.store, self.settings, self.geometry)
+            self.log_start()
+        else:
+            self.store = attach(vllm_config, self.settings, self.geometry, vllm_config.parallel_config.rank)
+            self.worker = WorkerHalf(self.store, self.settings, self.geometry)
+
+    def log_start(self) -> None:
+        state = "attached"
+        if not self.store.is_attached:
+            state = f"not attached, vLLM goes on without it until it is: {self.store.last_error}"
+        block_bytes = self.geometry.page_bytes * len(self.geometry.layer_names)
+        logger.info(
+            "kvik: KV is kept in the store at %s (%s): chunks of %s tokens, %d bytes a token, saved: %s",
+            self.settings.socket,
+            state,
+            self.store.chunk_tokens,
+            block_bytes // self.geometry.block_tokens,
+            self.settings.save,
+        )
+
+    # === Worker ===
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register(kv_caches)
+        if self.settings.self_test:
+            run_self_test(self.config, self.settings, self.geometry, kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if isinstance(kv_connector_metadata, KvikMetadata):
+            self.worker.wait_for_saves_of(kv_connector_metadata.preempted)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        self.worker.begin_loads(self.orders().loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads end before their request is scheduled."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: "AttentionMetadata", **kwargs: Any
+    ) -> None:
+        """Whole chunks are saved after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        self.worker.begin_saves(self.orders().saves)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        saved, loaded = self.worker.finished(finished_req_ids)
+        return saved or None, loaded or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker.take_failed_blocks()
+
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+        if self.worker is None:
+            return None
+        stats = KvikStats(data=self.worker.take_counts())
+        return None if stats.is_empty() else stats
+
+    def orders(self) -> KvikMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, KvikMetadata)
+        return metadata
+
+    # === Scheduler ===
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self.scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        self.scheduler.after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        return self.scheduler.metadata(scheduler_output)
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler.finished(request, block_ids), None
+
+    # === Both ===
+
+    def shutdown(self) -> None:
+        self.store.close()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVConnectorStats | None":
+        return KvikStats(data=data or {})

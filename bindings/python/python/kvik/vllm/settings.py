@@ -1,0 +1,173 @@
+"""Settings of the connector, and what keeps the KV of different engines apart."""
+
+import hashlib
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+
+import kvik
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+DEFAULT_SOCKET = "/run/kvik/store.sock"
+
+# The element types that the store knows by name; any other is bytes, and its name is part of the layout.
+DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The entries of `kv_connector_extra_config`, with their defaults."""
+
+    # Socket of the store daemon.
+    socket: str = DEFAULT_SOCKET
+    # File with the token that the daemon wants.
+    token_file: str | None = None
+    # What is stored: `prompts`, `all` (answers too, for the next turn) or `nothing`.
+    save: str = "all"
+    # Longest time in milliseconds that one call of the scheduler waits for a lookup; it asks again in the next step.
+    lookup_wait_ms: float = 2.0
+    # Longest time in seconds after which a request computes what it still waits for.
+    lookup_timeout_s: float = 2.0
+    # Threads that copy; default: half of the processors, at most 8.
+    copy_threads: int | None = None
+    # Time in seconds for the daemon to answer.
+    timeout_s: float = 10.0
+    # Whether a block is written, read back and compared at the start.
+    self_test: bool = True
+
+    @classmethod
+    def read(cls, extra_config: dict[str, Any]) -> "Settings":
+        unknown = sorted(extra_config.keys() - cls.__dataclass_fields__.keys())
+        if unknown:
+            allowed = ", ".join(cls.__dataclass_fields__)
+            raise kvik.InvalidValueError(f"`kv_connector_extra_config` has {', '.join(unknown)}; allowed: {allowed}")
+        settings = cls(**extra_config)
+        if settings.save not in ("prompts", "all", "nothing"):
+            raise kvik.InvalidValueError(f"`save` is {settings.save}; allowed: prompts, all, nothing")
+        return settings
+
+    def token(self) -> str | None:
+        return None if self.token_file is None else Path(self.token_file).read_text().rstrip()
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How the KV of a model lies in this engine's memory."""
+
+    layer_names: tuple[str, ...]
+    block_tokens: int
+    n_blocks: int
+    # Bytes of a block in one layer.
+    page_bytes: int
+    dtype: torch.dtype
+    layout: str
+
+    @classmethod
+    def read(cls, config: "VllmConfig", cache: "KVCacheConfig") -> "Geometry":
+        if len(cache.kv_cache_groups) != 1:
+            n_groups = len(cache.kv_cache_groups)
+            raise kvik.InvalidValueError(
+                f"the model has {n_groups} groups of KV; allowed: 1 (--disable-hybrid-kv-cache-manager)"
+            )
+        group = cache.kv_cache_groups[0]
+        spec = group.kv_cache_spec
+        if not hasattr(spec, "dtype"):
+            raise kvik.InvalidValueError(f"the KV is of {type(spec).__name__}; allowed: layers of one kind")
+        layout = getattr(cache, "kv_cache_layout", None) or older_layout()
+        return cls(
+            layer_names=tuple(group.layer_names),
+            block_tokens=spec.block_size,
+            n_blocks=cache.num_blocks,
+            page_bytes=spec.page_size_bytes,
+            dtype=spec.dtype,
+            layout=f"{type(spec).__name__}/{layout}",
+        )
+
+    @property
+    def token_layer_bytes(self) -> int:
+        return self.page_bytes // self.block_tokens
+
+
+def older_layout() -> str:
+    """The order of axes in versions of vLLM that do not say it with the configuration."""
+    try:
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+    except ImportError:
+        return "unknown"
+    return get_kv_cache_layout()
+
+
+def attach(config: "VllmConfig", settings: Settings, geometry: Geometry, rank: int, **other: Any) -> kvik.Store:
+    """The session of one rank with the store; `other` changes what is said of the engine."""
+    options = {
+        "model": model_name(config),
+        "layout": layout_name(config, geometry),
+        "dtype": DTYPES.get(geometry.dtype, "u8"),
+        "n_layers": len(geometry.layer_names),
+        "token_layer_bytes": geometry.token_layer_bytes,
+        "block_tokens": geometry.block_tokens,
+        "rank": rank,
+        "n_ranks": config.parallel_config.world_size,
+        "token": settings.token(),
+        "timeout_s": settings.timeout_s,
+        "n_copy_threads": settings.copy_threads,
+    }
+    return kvik.Store.attach(settings.socket, **(options | other))
+
+
+def model_name(config: "VllmConfig") -> str:
+    """The model with what distinguishes its weights: revision, configuration, and for a folder its files."""
+    model = config.model_config
+    digest = hashlib.sha256()
+    hf_config = model.hf_config.to_dict()
+    # Where it was loaded from, and with which version, does not change the KV.
+    for name in ("_name_or_path", "transformers_version"):
+        hf_config.pop(name, None)
+    digest.update(json.dumps(hf_config, sort_keys=True, default=str).encode())
+    folder = Path(model.model)
+    name = model.model
+    if folder.is_dir():
+        name = folder.resolve().name
+        weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".gguf"))
+        for path in weights:
+            digest.update(f"{path.name}:{path.stat().st_size}:{_edges(path)}".encode())
+    parts = [name, str(model.revision), str(model.quantization), str(model.dtype), digest.hexdigest()[:32]]
+    return "|".join(parts)
+
+
+def _edges(path: Path, n_bytes: int = 1 << 20) -> str:
+    """A digest of the first and last bytes of a file: models of one shape have files of one length."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        digest.update(file.read(n_bytes))
+        file.seek(max(0, path.stat().st_size - n_bytes))
+        digest.update(file.read(n_bytes))
+    return digest.hexdigest()
+
+
+def layout_name(config: "VllmConfig", geometry: Geometry) -> str:
+    """Everything that changes the bytes of a block beside the model."""
+    parallel = config.parallel_config
+    version = ".".join(vllm.__version__.split("+")[0].split(".")[:2])
+    parts = [
+        f"vllm={version}",
+        f"kv={geometry.layout}",
+        f"dtype={geometry.dtype}",
+        f"cache_dtype={config.cache_config.cache_dtype}",
+        f"tp={parallel.tensor_parallel_size}",
+        f"pp={parallel.pipeline_parallel_size}",
+    ]
+    device = str(config.device_config.device_type)
+    parts.append(f"device={device}")
+    if device == "cpu":
+        # The order inside of a block follows the processor's instructions.
+        parts.append(f"isa={platform.machine()}/{torch.backends.cpu.get_cpu_capability()}")
+    return "/".join(parts)

@@ -1,0 +1,22 @@
+"""Counts for vLLM's log."""
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+
+class KvikStats(KVConnectorStats):
+    """Blocks that were loaded, could not be loaded, and were given to the store."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "KvikStats":
+        names = self.data.keys() | other.data.keys()
+        return KvikStats(data={name: self.data.get(name, 0) + other.data.get(name, 0) for name in names})
+
+    def reduce(self) -> dict[str, Any]:
+        return {f"kvik {name.replace('_', ' ')}": count for name, count in sorted(self.data.items())}
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())

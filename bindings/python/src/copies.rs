@@ -1,0 +1,176 @@
+//! Bytes between an engine's blocks and the chunks of the store.
+
+use std::slice;
+use std::sync::Arc;
+
+use kvik_node::{NodeClient, NodeError, OpenChain};
+use kvik_store::Commit;
+use pyo3::prelude::*;
+
+use crate::gpu::{Direction, Gpu};
+use crate::memory::{EngineMemory, Piece};
+
+/// Chunks that one request to the daemon is about: some are published while the next are copied.
+const CHUNKS_A_WRITE: usize = 16;
+
+/// Tokens of a chain from a block of it on, and the blocks of an engine that they lie in, one after the other. They end with
+/// a chunk.
+#[derive(Debug)]
+pub(crate) struct Transfer {
+    pub(crate) chain: kvik_store::Chain,
+    /// The first block's number in the chain.
+    pub(crate) first_block: usize,
+    pub(crate) memory: Arc<Py<EngineMemory>>,
+    pub(crate) blocks: Vec<u32>,
+    pub(crate) n_threads: usize,
+    /// For memory of a GPU: an event behind which the blocks may be used.
+    pub(crate) after: Option<u64>,
+}
+
+impl Transfer {
+    /// Blocks of a whole chunk.
+    fn chunk_blocks(&self) -> usize {
+        self.chain.space().chunk_tokens() / self.memory.get().block_tokens
+    }
+
+    fn first_chunk(&self) -> usize {
+        self.first_block / self.chunk_blocks()
+    }
+
+    /// Chunks that the blocks are of.
+    pub(crate) fn n_chunks(&self) -> usize {
+        (self.first_block + self.blocks.len()) / self.chunk_blocks() - self.first_chunk()
+    }
+
+    /// Reads chunks into the blocks; how many blocks came, from the first on.
+    pub(crate) fn load(&self, client: &NodeClient) -> Result<usize, NodeError> {
+        if self.n_chunks() == 0 || !client.space().names_as(self.chain.space()) {
+            // A daemon that came back with other settings names chunks otherwise.
+            return Ok(0);
+        }
+        let lease = client.open(&self.chain)?.retrieve(self.first_chunk())?;
+        let n_chunks = lease.n_chunks().min(self.n_chunks());
+        if let Some(gpu) = &self.memory.get().gpu {
+            let places = (0..n_chunks).filter_map(|place| Some((place, lease.offset(place)?)));
+            self.copy_gpu(client, gpu, Direction::ToGpu, places)?;
+            return Ok(self.n_blocks_up_to(n_chunks));
+        }
+        let chunks = (0..n_chunks)
+            .map(|place| self.pieces(place).map(|(start, piece)| (start, piece_mut(piece))).collect())
+            .collect();
+        lease.copy_all(self.n_threads, chunks)?;
+        Ok(self.n_blocks_up_to(n_chunks))
+    }
+
+    /// Blocks of the first `n_chunks` chunks.
+    fn n_blocks_up_to(&self, n_chunks: usize) -> usize {
+        ((self.first_chunk() + n_chunks) * self.chunk_blocks()).saturating_sub(self.first_block)
+    }
+
+    /// Copies chunks, each with its place in the arena, from or to the GPU.
+    fn copy_gpu(
+        &self,
+        client: &NodeClient,
+        gpu: &Gpu,
+        direction: Direction,
+        places: impl Iterator<Item = (usize, u64)>,
+    ) -> Result<(), NodeError> {
+        let way = gpu.register(client);
+        let (arena, arena_bytes) = client.arena();
+        let chunk_bytes = self.chunk_blocks() * self.memory.get().block_bytes();
+        // The daemon says where chunks lie; what is not in the arena is not touched.
+        let inside = |(_, offset): &(usize, u64)| {
+            (*offset as usize).checked_add(chunk_bytes).is_some_and(|end| end <= arena_bytes)
+        };
+        let pieces = places.filter(inside).flat_map(|(place, offset)| {
+            let chunk = arena.as_ptr() as usize + offset as usize;
+            self.pieces(place).map(move |(start, (address, n_bytes))| (address, chunk + start, n_bytes))
+        });
+        // SAFETY: the blocks are the engine's, as in `piece`, behind the event; those of the arena are leased or being
+        // written for this client, and mapped as long as the client is.
+        let copied = unsafe { gpu.copy(direction, pieces, way, self.after) };
+        copied.map_err(|error| {
+            tracing::warn!(%error, "could not copy between the store and the GPU");
+            NodeError::Gone { reason: "the GPU does not copy" }
+        })
+    }
+
+    /// Writes chunks from the blocks, which begin with the chain, from `first_chunk` on; how many blocks are stored, from the
+    /// first on.
+    ///
+    /// A chunk is stored only behind its parent in memory. Where that is gone meanwhile, all chunks are written.
+    pub(crate) fn save(&self, client: &NodeClient, first_chunk: usize) -> Result<usize, NodeError> {
+        if self.n_chunks() == 0 || !client.space().names_as(self.chain.space()) {
+            return Ok(0);
+        }
+        let opened = client.open(&self.chain)?;
+        let mut n_stored = self.save_from(client, &opened, first_chunk)?;
+        if n_stored == first_chunk && first_chunk > 0 {
+            n_stored = self.save_from(client, &opened, 0)?;
+        }
+        Ok(n_stored * self.chunk_blocks())
+    }
+
+    fn save_from(
+        &self,
+        client: &NodeClient,
+        opened: &OpenChain,
+        first_chunk: usize,
+    ) -> Result<usize, NodeError> {
+        let mut n_stored = first_chunk;
+        while n_stored < self.n_chunks() {
+            let wanted = CHUNKS_A_WRITE.min(self.n_chunks() - n_stored);
+            let mut write = opened.write(n_stored, wanted)?;
+            let n_begun = write.n_chunks();
+            if let Some(gpu) = &self.memory.get().gpu {
+                let places = (0..n_begun).filter_map(|place| Some((n_stored + place, write.offset(place)?)));
+                self.copy_gpu(client, gpu, Direction::FromGpu, places)?;
+                write.commit_written(self.n_threads)?;
+            } else {
+                write.write_all(self.n_threads, |place| {
+                    self.pieces(n_stored + place).map(|(_, bytes)| piece(bytes))
+                })?;
+            }
+            let outcomes = write.finish()?;
+            let is_there =
+                |outcome: &&Option<Commit>| matches!(outcome, None | Some(Commit::Stored | Commit::Present));
+            let n_there = outcomes.iter().take_while(is_there).count();
+            n_stored += n_there;
+            if n_there < wanted || n_begun < wanted {
+                break;
+            }
+        }
+        Ok(n_stored)
+    }
+
+    /// Where the pieces of the blocks of a chunk lie, each with its place in the chunk: piece by piece, block by block.
+    fn pieces(&self, place: usize) -> impl Iterator<Item = (usize, (usize, usize))> {
+        let chunk_blocks = self.chunk_blocks();
+        // Blocks of the first chunk that come before the transfer.
+        let n_before = self.first_block % chunk_blocks;
+        let first = (place * chunk_blocks).saturating_sub(n_before);
+        let n_skipped = if place == 0 { n_before } else { 0 };
+        let blocks = &self.blocks[first..][..chunk_blocks - n_skipped];
+        let mut start = 0;
+        self.memory.get().pieces.iter().flat_map(move |Piece { address, block_bytes, block_stride }| {
+            let piece_start = start;
+            start += chunk_blocks * block_bytes;
+            blocks.iter().enumerate().map(move |(idx, block)| {
+                let at = piece_start + (n_skipped + idx) * block_bytes;
+                (at, (address + *block as usize * block_stride, *block_bytes))
+            })
+        })
+    }
+}
+
+fn piece<'a>((address, n_bytes): (usize, usize)) -> &'a [u8] {
+    // SAFETY: the address lies in a block of `EngineMemory`, whose owner is alive as long as the transfer is, because
+    // block numbers are checked when a job is begun. The engine does not write blocks that a save reads.
+    unsafe { slice::from_raw_parts(address as *const u8, n_bytes) }
+}
+
+fn piece_mut<'a>((address, n_bytes): (usize, usize)) -> &'a mut [u8] {
+    // SAFETY: as in `piece`; the engine neither reads nor writes blocks that a load writes, and the blocks of a load are
+    // distinct, which is checked when it is begun, so no two pieces overlap.
+    unsafe { slice::from_raw_parts_mut(address as *mut u8, n_bytes) }
+}

@@ -1,0 +1,219 @@
+//! Work on threads of this module.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use pyo3::prelude::*;
+
+/// Longest wait between two looks for Python's signals, such as an interrupt by the user.
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Something that runs in the background, such as a load.
+#[pyclass(frozen, module = "kvik")]
+#[derive(Debug)]
+pub(crate) struct Job {
+    state: Arc<JobState>,
+}
+
+#[derive(Debug, Default)]
+struct JobState {
+    outcome: Mutex<Outcome>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Outcome {
+    #[default]
+    Waiting,
+    Running,
+    Cancelled,
+    /// Chunks, or tokens, as the job says.
+    Done(usize),
+}
+
+/// Threads that run jobs in the order in which they came; dropping it cancels those that wait and joins the threads.
+#[derive(Debug)]
+pub(crate) struct Workers {
+    shared: Arc<WorkersShared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+type Work = Box<dyn FnOnce() -> usize + Send>;
+
+#[derive(Default)]
+struct WorkersShared {
+    queue: Mutex<Queue>,
+    wake: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<(Arc<JobState>, Work)>,
+    is_closing: bool,
+}
+
+#[pymethods]
+impl Job {
+    /// Whether it has ended.
+    #[getter]
+    fn is_done(&self) -> bool {
+        matches!(*self.state.outcome.lock(), Outcome::Done(_) | Outcome::Cancelled)
+    }
+
+    /// What it achieved: chunks for loads and saves, tokens for lookups; 0 where it failed, was cancelled or is not done.
+    #[getter]
+    fn result(&self) -> usize {
+        match *self.state.outcome.lock() {
+            Outcome::Done(result) => result,
+            _ => 0,
+        }
+    }
+
+    /// Waits for the end; says whether it came within `timeout_s` seconds, or for ever without it.
+    #[pyo3(signature = (timeout_s=None))]
+    fn wait(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<bool> {
+        let deadline = timeout_s
+            .and_then(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).ok())
+            .and_then(|timeout| Instant::now().checked_add(timeout));
+        loop {
+            let next_look = Instant::now() + SIGNAL_INTERVAL;
+            let until = deadline.map_or(next_look, |deadline| deadline.min(next_look));
+            if py.detach(|| self.state.wait_until(until)) {
+                return Ok(true);
+            }
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                return Ok(false);
+            }
+            py.check_signals()?;
+        }
+    }
+
+    /// Keeps it from starting; says whether it has not started and will not. One that runs goes on: wait for it.
+    fn cancel(&self) -> bool {
+        let mut outcome = self.state.outcome.lock();
+        if *outcome == Outcome::Waiting {
+            *outcome = Outcome::Cancelled;
+            self.state.changed.notify_all();
+        }
+        *outcome == Outcome::Cancelled
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Job({:?})", *self.state.outcome.lock())
+    }
+}
+
+// === impl JobState ===
+
+impl JobState {
+    fn wait_until(&self, until: Instant) -> bool {
+        let mut outcome = self.outcome.lock();
+        while matches!(*outcome, Outcome::Waiting | Outcome::Running) {
+            if self.changed.wait_until(&mut outcome, until).timed_out() {
+                break;
+            }
+        }
+        matches!(*outcome, Outcome::Done(_) | Outcome::Cancelled)
+    }
+
+    /// Says that it runs; `false` where it was cancelled.
+    fn begin(&self) -> bool {
+        let mut outcome = self.outcome.lock();
+        if *outcome == Outcome::Waiting {
+            *outcome = Outcome::Running;
+        }
+        *outcome == Outcome::Running
+    }
+
+    fn finish(&self, outcome: Outcome) {
+        *self.outcome.lock() = outcome;
+        self.changed.notify_all();
+    }
+}
+
+// === impl Workers ===
+
+impl Workers {
+    pub(crate) fn start(name: &str, n_threads: usize) -> std::io::Result<Self> {
+        let mut workers = Self { shared: Arc::default(), threads: Vec::with_capacity(n_threads) };
+        for _ in 0..n_threads {
+            let shared = Arc::clone(&workers.shared);
+            let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || shared.run())?;
+            workers.threads.push(thread);
+        }
+        Ok(workers)
+    }
+
+    pub(crate) fn submit(&self, work: impl FnOnce() -> usize + Send + 'static) -> Job {
+        let state = Arc::<JobState>::default();
+        {
+            let mut queue = self.shared.queue.lock();
+            if queue.is_closing {
+                state.finish(Outcome::Cancelled);
+            } else {
+                queue.waiting.push_back((Arc::clone(&state), Box::new(work)));
+            }
+        }
+        self.shared.wake.notify_one();
+        Job { state }
+    }
+
+    /// Cancels what waits, and waits for what runs.
+    pub(crate) fn close(&mut self) {
+        let waiting = {
+            let mut queue = self.shared.queue.lock();
+            queue.is_closing = true;
+            std::mem::take(&mut queue.waiting)
+        };
+        self.shared.wake.notify_all();
+        for (state, _) in waiting {
+            state.finish(Outcome::Cancelled);
+        }
+        for thread in self.threads.drain(..) {
+            // A thread that panicked has said so.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl WorkersShared {
+    fn run(&self) {
+        while let Some((state, work)) = self.next() {
+            if !state.begin() {
+                continue;
+            }
+            // What fails here costs a hit, and must not take the thread with it.
+            let result = catch_unwind(AssertUnwindSafe(work)).unwrap_or(0);
+            state.finish(Outcome::Done(result));
+        }
+    }
+
+    fn next(&self) -> Option<(Arc<JobState>, Work)> {
+        let mut queue = self.queue.lock();
+        loop {
+            if queue.is_closing {
+                return None;
+            }
+            if let Some(next) = queue.waiting.pop_front() {
+                return Some(next);
+            }
+            self.wake.wait(&mut queue);
+        }
+    }
+}
+
+impl std::fmt::Debug for WorkersShared {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("WorkersShared").finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,28 @@
+//! The native part of the Python package `kvik`.
+//!
+//! Engines in Python name chunks, and this module moves the bytes between their memory and the store of the node, on
+//! threads of its own that never hold Python's lock.
+
+#![expect(clippy::needless_pass_by_value, reason = "arguments come from Python by value")]
+
+mod chain;
+mod copies;
+mod error;
+mod gpu;
+mod job;
+mod memory;
+mod store;
+
+use pyo3::prelude::*;
+
+/// The native part of kvik; import `kvik` instead.
+#[pymodule]
+fn _kvik(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_class::<chain::Chain>()?;
+    module.add_class::<job::Job>()?;
+    module.add_class::<memory::EngineMemory>()?;
+    module.add_class::<store::Store>()?;
+    module.add_class::<store::Found>()?;
+    error::add_to(module)
+}

@@ -1,0 +1,472 @@
+//! The store of a node, as an engine uses it.
+
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvik_memory::SocketAddress;
+use kvik_node::{
+    AttachOptions, ClientToken, NodeClient, NodeOptions, NodeServer, NodeSession, StoreConfig, open_store,
+};
+use kvik_store::{ChunkFormat, Space};
+use kvik_types::{BlockSize, Dtype, Namespace};
+use parking_lot::Mutex;
+use pyo3::prelude::*;
+
+use crate::chain::{Chain, chain_of, unpack};
+use crate::copies::Transfer;
+use crate::error::{KvikError, StoreGoneError, exception_of, invalid, invalid_type};
+use crate::job::{Job, Workers};
+use crate::memory::EngineMemory;
+
+/// The socket of a store in this process, in a folder of its own.
+const SOCKET_NAME: &str = "store.sock";
+
+/// A session with the store of this node; it outlives the daemon, and is attached again when the daemon is back.
+///
+/// Calls release Python's lock. While there is no daemon, lookups find nothing and jobs end with 0.
+#[pyclass(frozen, module = "kvik")]
+#[derive(Debug)]
+pub(crate) struct Store {
+    format: ChunkFormat,
+    /// Sessions of their own for lookups, loads and saves: none waits for the other.
+    lookups: Arc<NodeSession>,
+    loads: Arc<NodeSession>,
+    saves: Arc<NodeSession>,
+    workers: Mutex<Option<StoreWorkers>>,
+    n_copy_threads: usize,
+    /// The store of this process, where it has one; dropped after the sessions.
+    own: Option<OwnStore>,
+}
+
+#[derive(Debug)]
+struct StoreWorkers {
+    lookups: Workers,
+    loads: Workers,
+    saves: Workers,
+}
+
+/// A store in this process, with a socket that only this user can reach.
+#[derive(Debug)]
+struct OwnStore {
+    server: NodeServer,
+    folder: tempfile::TempDir,
+}
+
+/// How much of a sequence the store has.
+#[pyclass(frozen, get_all, module = "kvik")]
+#[derive(Debug)]
+pub(crate) struct Found {
+    /// Chunks, from the first on.
+    n_chunks: usize,
+    /// Their tokens.
+    n_tokens: usize,
+    /// The slowest tier that has one of them, such as `ram` or `nvme`.
+    slowest_tier: &'static str,
+}
+
+/// What an engine says of itself.
+#[derive(Debug)]
+struct EngineOptions {
+    namespace: Namespace,
+    format: ChunkFormat,
+    rank: u16,
+    token: Option<ClientToken>,
+    timeout: Duration,
+    n_copy_threads: usize,
+}
+
+#[pymethods]
+impl Store {
+    /// Attaches to the store daemon at `socket`. A daemon that is not there yet is no error.
+    #[staticmethod]
+    #[pyo3(signature = (socket, *, model, layout, dtype, n_layers, token_layer_bytes, block_tokens, rank=0, n_ranks=1,
+        token=None, timeout_s=10.0, n_copy_threads=None))]
+    #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
+    fn attach(
+        py: Python<'_>,
+        socket: PathBuf,
+        model: String,
+        layout: String,
+        dtype: &str,
+        n_layers: u32,
+        token_layer_bytes: u64,
+        block_tokens: usize,
+        rank: u16,
+        n_ranks: u16,
+        token: Option<&str>,
+        timeout_s: f64,
+        n_copy_threads: Option<usize>,
+    ) -> PyResult<Self> {
+        let options = EngineOptions::try_new(
+            (model, layout, dtype),
+            (n_layers, token_layer_bytes, block_tokens, n_ranks),
+            rank,
+            token,
+            timeout_s,
+            n_copy_threads,
+        )?;
+        py.detach(|| Self::start(SocketAddress::Path(socket), options, None))
+    }
+
+    /// Opens a store in this process, with the settings of `store` in docs/configuration.md by their names.
+    #[staticmethod]
+    #[pyo3(signature = (*, model, layout, dtype, n_layers, token_layer_bytes, block_tokens, rank=0, n_ranks=1,
+        ram="1GiB".to_owned(), nvme=None, remote=None, chunk_tokens=256, n_copy_threads=None))]
+    #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
+    fn in_process(
+        py: Python<'_>,
+        model: String,
+        layout: String,
+        dtype: &str,
+        n_layers: u32,
+        token_layer_bytes: u64,
+        block_tokens: usize,
+        rank: u16,
+        n_ranks: u16,
+        ram: String,
+        nvme: Option<String>,
+        remote: Option<String>,
+        chunk_tokens: usize,
+        n_copy_threads: Option<usize>,
+    ) -> PyResult<Self> {
+        let options = EngineOptions::try_new(
+            (model, layout, dtype),
+            (n_layers, token_layer_bytes, block_tokens, n_ranks),
+            rank,
+            None,
+            10.0,
+            n_copy_threads,
+        )?;
+        let config =
+            StoreConfig { ram, nvme, remote: remote.map(Into::into), chunk_tokens, ..StoreConfig::default() };
+        py.detach(|| {
+            let own = OwnStore::open(&config)?;
+            let socket = own.socket();
+            Self::start(socket, options, Some(own))
+        })
+    }
+
+    /// Where other engines attach to a store in this process; `None` for the store of a daemon.
+    #[getter]
+    fn socket(&self) -> Option<PathBuf> {
+        self.own.as_ref().map(|own| own.folder.path().join(SOCKET_NAME))
+    }
+
+    /// Whether a daemon serves this store now.
+    #[getter]
+    fn is_attached(&self) -> bool {
+        self.lookups.space().is_some()
+    }
+
+    /// Why no daemon serves this store; `None` while one does.
+    #[getter]
+    fn last_error(&self) -> Option<String> {
+        self.lookups.last_error()
+    }
+
+    /// Waits for a daemon; says whether there is one within `timeout_s` seconds.
+    fn wait_attached(&self, py: Python<'_>, timeout_s: f64) -> bool {
+        let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(Duration::MAX);
+        py.detach(|| self.lookups.wait_for_space(timeout).is_some())
+    }
+
+    /// Tokens of a chunk; `None` while there is no daemon.
+    #[getter]
+    fn chunk_tokens(&self) -> Option<usize> {
+        self.lookups.space().map(|space| space.chunk_tokens())
+    }
+
+    /// The chain of a sequence. `extras` has the first token and the bytes of whatever else the KV depends on, such as
+    /// images; sequences with different salts share nothing.
+    #[pyo3(signature = (tokens, *, salt=None, extras=Vec::new()))]
+    fn chain(
+        &self,
+        py: Python<'_>,
+        tokens: Vec<u32>,
+        salt: Option<&str>,
+        extras: Vec<(usize, Vec<u8>)>,
+    ) -> PyResult<Chain> {
+        let space = self.space()?;
+        py.detach(|| chain_of(&space, &tokens, salt, extras))
+    }
+
+    /// The chain that `Chain.pack` gave; `None` where it was made for another store, or there is no daemon.
+    fn unpack(&self, packed: &[u8]) -> Option<Chain> {
+        unpack(&self.lookups.space()?, packed)
+    }
+
+    /// How much of a chain the store has, from its first chunk on. Waits for remote tiers as long as the store allows.
+    fn lookup(&self, py: Python<'_>, chain: &Chain) -> Found {
+        py.detach(|| {
+            let found = self.lookups.run(|client| {
+                if !client.space().names_as(chain.inner.space()) {
+                    return Ok(Found::nothing());
+                }
+                let opened = client.open(&chain.inner)?;
+                Ok(Found {
+                    n_chunks: opened.n_found(),
+                    n_tokens: opened.n_found_tokens(),
+                    slowest_tier: opened.slowest_tier().name(),
+                })
+            });
+            found.unwrap_or_else(Found::nothing)
+        })
+    }
+
+    /// Begins a lookup; the job's result is the number of tokens.
+    fn start_lookup(&self, chain: &Chain) -> PyResult<Job> {
+        let (session, chain) = (Arc::clone(&self.lookups), chain.inner.clone());
+        let workers = self.workers.lock();
+        Ok(workers.as_ref().ok_or_else(closed)?.lookups.submit(move || {
+            let found = session.run(|client| {
+                let is_named = client.space().names_as(chain.space());
+                if is_named { Ok(client.open(&chain)?.n_found_tokens()) } else { Ok(0) }
+            });
+            found.unwrap_or(0)
+        }))
+    }
+
+    /// Begins to read blocks of a chain, from its block `first_block` on, into `blocks` of an engine, as far as they are of whole
+    /// chunks; the job's result is how many came, from the first on. Blocks behind those have any bytes. For memory of a GPU,
+    /// `after` is a `CUevent` behind which they may be written; it must live until the job is done.
+    #[pyo3(signature = (chain, first_block, memory, blocks, *, after=None))]
+    fn start_load(
+        &self,
+        chain: &Chain,
+        first_block: usize,
+        memory: Py<EngineMemory>,
+        blocks: Vec<u32>,
+        after: Option<u64>,
+    ) -> PyResult<Job> {
+        let transfer = self.transfer(chain, first_block, memory, blocks, after)?;
+        let mut distinct = transfer.blocks.clone();
+        distinct.sort_unstable();
+        distinct.dedup();
+        if distinct.len() < transfer.blocks.len() {
+            return Err(invalid("blocks", &"some twice", "each block once"));
+        }
+        let session = Arc::clone(&self.loads);
+        let workers = self.workers.lock();
+        let loads = &workers.as_ref().ok_or_else(closed)?.loads;
+        Ok(loads.submit(move || run(&session, |client| transfer.load(client))))
+    }
+
+    /// Begins to write blocks of a chain, from its block `first_block` on, which begins a chunk. `blocks` are those of an engine
+    /// from the start of the chain on; the job's result is how many of them are stored, those included that were there. For memory of a GPU, `after` is a
+    /// `CUevent` behind which they are written; it must live until the job is done.
+    #[pyo3(signature = (chain, first_block, memory, blocks, *, after=None))]
+    fn start_save(
+        &self,
+        chain: &Chain,
+        first_block: usize,
+        memory: Py<EngineMemory>,
+        blocks: Vec<u32>,
+        after: Option<u64>,
+    ) -> PyResult<Job> {
+        let transfer = self.transfer(chain, 0, memory, blocks, after)?;
+        let chunk_blocks = chain.inner.space().chunk_tokens() / self.format.block_tokens.get();
+        if !first_block.is_multiple_of(chunk_blocks) {
+            return Err(invalid("first_block", &first_block, &format!("a multiple of {chunk_blocks}")));
+        }
+        let session = Arc::clone(&self.saves);
+        let workers = self.workers.lock();
+        let saves = &workers.as_ref().ok_or_else(closed)?.saves;
+        Ok(saves.submit(move || run(&session, |client| transfer.save(client, first_block / chunk_blocks))))
+    }
+
+    /// Registers the store's memory with the GPU of `memory`, so that the first copies are fast too.
+    fn prepare(&self, memory: Py<EngineMemory>) -> PyResult<Vec<Job>> {
+        let workers = self.workers.lock();
+        let StoreWorkers { loads, saves, .. } = workers.as_ref().ok_or_else(closed)?;
+        let Some(gpu) = memory.get().gpu.clone() else { return Ok(Vec::new()) };
+        let prepared = |session: &Arc<NodeSession>, workers: &Workers| {
+            let (session, gpu) = (Arc::clone(session), Arc::clone(&gpu));
+            workers.submit(move || {
+                run(&session, |client| {
+                    gpu.register(client);
+                    Ok(1)
+                })
+            })
+        };
+        Ok(vec![prepared(&self.loads, loads), prepared(&self.saves, saves)])
+    }
+
+    /// Tells the eviction policies of a request with this chain, once for each.
+    #[pyo3(signature = (chain, n_generated_tokens=None))]
+    fn note_request(&self, chain: &Chain, n_generated_tokens: Option<u32>) -> PyResult<Job> {
+        let (session, chain) = (Arc::clone(&self.saves), chain.inner.clone());
+        let workers = self.workers.lock();
+        Ok(workers.as_ref().ok_or_else(closed)?.saves.submit(move || {
+            run(&session, |client| {
+                if client.space().names_as(chain.space()) {
+                    client.open(&chain)?.note_request(n_generated_tokens)?;
+                }
+                Ok(0)
+            })
+        }))
+    }
+
+    /// Waits for jobs that run, cancels those that wait, and detaches.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| {
+            let workers = self.workers.lock().take();
+            drop(workers);
+            self.lookups.end();
+            self.loads.end();
+            self.saves.end();
+        });
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    fn __exit__(&self, py: Python<'_>, _kind: Py<PyAny>, _value: Py<PyAny>, _trace: Py<PyAny>) {
+        self.close(py);
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Store(is_attached={})", if self.is_attached() { "True" } else { "False" })
+    }
+}
+
+impl Store {
+    fn start(socket: SocketAddress, options: EngineOptions, own: Option<OwnStore>) -> PyResult<Self> {
+        let EngineOptions { namespace, format, rank, token, timeout, n_copy_threads } = options;
+        let mut attach = AttachOptions::new(socket, namespace, format);
+        (attach.rank, attach.token, attach.timeout) = (rank, token, timeout);
+        let session =
+            || NodeSession::start(attach.clone()).map(Arc::new).map_err(|error| exception_of(&error));
+        let workers = |name, n_threads| {
+            Workers::start(name, n_threads)
+                .map_err(|error| KvikError::new_err(format!("start threads: {error}")))
+        };
+        let workers = StoreWorkers {
+            lookups: workers("kvik-lookups", 1)?,
+            loads: workers("kvik-loads", 2)?,
+            saves: workers("kvik-saves", 1)?,
+        };
+        Ok(Self {
+            format,
+            lookups: session()?,
+            loads: session()?,
+            saves: session()?,
+            workers: Mutex::new(Some(workers)),
+            n_copy_threads,
+            own,
+        })
+    }
+
+    fn space(&self) -> PyResult<Space> {
+        self.lookups.space().ok_or_else(|| StoreGoneError::new_err("there is no store daemon"))
+    }
+
+    fn transfer(
+        &self,
+        chain: &Chain,
+        first_block: usize,
+        memory: Py<EngineMemory>,
+        mut blocks: Vec<u32>,
+        after: Option<u64>,
+    ) -> PyResult<Transfer> {
+        let engine = memory.get();
+        let block_bytes = self.format.payload_bytes(self.format.block_tokens.get());
+        if engine.block_tokens != self.format.block_tokens.get() || engine.block_bytes() != block_bytes {
+            let given = format!("{} bytes for {} tokens", engine.block_bytes(), engine.block_tokens);
+            let allowed = format!("{block_bytes} bytes for {} tokens", self.format.block_tokens);
+            return Err(invalid("block of the memory", &given, &allowed));
+        }
+        if let Some(block) = blocks.iter().find(|block| **block as usize >= engine.n_blocks) {
+            return Err(invalid("block", block, &format!("less than {}", engine.n_blocks)));
+        }
+        let chunk_tokens = chain.inner.space().chunk_tokens();
+        let chunk_blocks = chunk_tokens / engine.block_tokens;
+        let n_chain_blocks = chain.inner.n_tokens() / chunk_tokens * chunk_blocks;
+        let end = first_block.saturating_add(blocks.len()).min(n_chain_blocks) / chunk_blocks * chunk_blocks;
+        blocks.truncate(end.saturating_sub(first_block));
+        // A transfer of nothing begins at the chain's start.
+        let first_block = if blocks.is_empty() { 0 } else { first_block };
+        let (chain, n_threads) = (chain.inner.clone(), self.n_copy_threads);
+        Ok(Transfer { chain, first_block, memory: Arc::new(memory), blocks, n_threads, after })
+    }
+}
+
+fn run(session: &NodeSession, ask: impl FnMut(&NodeClient) -> kvik_node::Result<usize>) -> usize {
+    session.run(ask).unwrap_or(0)
+}
+
+fn closed() -> PyErr {
+    StoreGoneError::new_err("the store is closed")
+}
+
+// === impl EngineOptions ===
+
+impl EngineOptions {
+    fn try_new(
+        (model, layout, dtype): (String, String, &str),
+        (n_layers, token_layer_bytes, block_tokens, n_ranks): (u32, u64, usize, u16),
+        rank: u16,
+        token: Option<&str>,
+        timeout_s: f64,
+        n_copy_threads: Option<usize>,
+    ) -> PyResult<Self> {
+        let dtype: Dtype = dtype.parse().map_err(|error| invalid_type(&error))?;
+        let block_tokens = BlockSize::try_new(block_tokens).map_err(|error| invalid_type(&error))?;
+        if rank >= n_ranks {
+            return Err(invalid("rank", &rank, &format!("less than n_ranks, {n_ranks}")));
+        }
+        let timeout = Duration::try_from_secs_f64(timeout_s).ok().filter(|timeout| !timeout.is_zero());
+        let timeout = timeout.ok_or_else(|| invalid("timeout_s", &timeout_s, "more than 0"))?;
+        let n_processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let n_copy_threads = n_copy_threads.unwrap_or((n_processors / 2).clamp(1, 8));
+        if !(1..=64).contains(&n_copy_threads) {
+            return Err(invalid("n_copy_threads", &n_copy_threads, "1 to 64"));
+        }
+        Ok(Self {
+            namespace: Namespace { model, dtype, layout, tenant: String::new() },
+            format: ChunkFormat { n_layers, token_layer_bytes, n_ranks, block_tokens },
+            rank,
+            token: token.map(ClientToken::try_new).transpose().map_err(|error| exception_of(&error))?,
+            timeout,
+            n_copy_threads,
+        })
+    }
+}
+
+// === impl OwnStore ===
+
+impl OwnStore {
+    fn open(config: &StoreConfig) -> PyResult<Self> {
+        let plan = config.resolve().map_err(|error| exception_of(&error))?;
+        let plan = plan.ok_or_else(|| invalid("ram", &config.ram, "more than 0"))?;
+        let store = open_store(config, &plan, None).map_err(|error| exception_of(&error))?;
+        let folder = tempfile::Builder::new()
+            .prefix("kvik-store-")
+            // As the socket demands, whatever the process' mask is.
+            .permissions(Permissions::from_mode(0o700))
+            .tempdir()
+            .map_err(|error| KvikError::new_err(format!("make a folder: {error}")))?;
+        let options = NodeOptions::new(SocketAddress::Path(folder.path().join(SOCKET_NAME)), store);
+        let server = NodeServer::start(options).map_err(|error| exception_of(&error))?;
+        Ok(Self { server, folder })
+    }
+
+    fn socket(&self) -> SocketAddress {
+        SocketAddress::Path(self.folder.path().join(SOCKET_NAME))
+    }
+}
+
+impl Drop for OwnStore {
+    fn drop(&mut self) {
+        self.server.end();
+    }
+}
+
+impl Found {
+    fn nothing() -> Self {
+        Self { n_chunks: 0, n_tokens: 0, slowest_tier: "ram" }
+    }
+}

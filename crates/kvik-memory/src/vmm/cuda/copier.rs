@@ -1,0 +1,218 @@
+//! Copies of many pieces between a GPU and memory of the host.
+
+use std::ffi::c_void;
+use std::ptr;
+
+use cudarc::driver::sys;
+use parking_lot::Mutex;
+use tracing::warn;
+
+use super::call::{check, words_of};
+use super::context::PrimaryContext;
+use super::copy_kernel::{ALIGNMENT, CopyKernel};
+use crate::Result;
+
+/// Pieces that are given to the driver at a time. More cost nothing less, and some drivers fail with tens of thousands.
+const BATCH_PIECES: usize = 4096;
+
+/// The version of the driver's interface that has copies of many pieces.
+const BATCH_VERSION: i32 = 12_080;
+
+/// Pieces below this many bytes, on the whole, are copied by a kernel where that is allowed: above it the driver's own copies
+/// reach the rate of the bus.
+const KERNEL_BYTES: usize = 128 << 10;
+
+/// One piece of a copy. One of the addresses is the GPU's, the other the host's; the driver knows which.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CopyPiece {
+    /// Where the bytes go.
+    pub target: u64,
+    /// Where they come from.
+    pub source: u64,
+    /// How many.
+    pub n_bytes: usize,
+}
+
+/// Copies in a stream of its own, beside the work of other streams.
+#[derive(Debug)]
+pub struct CudaCopier {
+    context: PrimaryContext,
+    /// One copy at a time; others wait.
+    stream: Mutex<CopyStream>,
+    batch: Option<BatchCopy>,
+}
+
+/// How pieces may be copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CopyWay {
+    /// By the driver: any memory.
+    Driver,
+    /// By the driver or, if the pieces are small, by a kernel: the GPU reaches all of the memory by itself.
+    DriverOrKernel,
+}
+
+#[derive(Debug)]
+struct CopyStream {
+    stream: sys::CUstream,
+    kernel: Option<CopyKernel>,
+}
+
+// SAFETY: a stream can be used by any thread of its process.
+unsafe impl Send for CopyStream {}
+
+type BatchCopy = unsafe extern "C" fn(
+    *mut sys::CUdeviceptr,
+    *mut sys::CUdeviceptr,
+    *mut usize,
+    usize,
+    *mut sys::CUmemcpyAttributes,
+    *mut usize,
+    usize,
+    *mut usize,
+    sys::CUstream,
+) -> sys::CUresult;
+
+impl CudaCopier {
+    /// Opens the device with this index.
+    ///
+    /// # Errors
+    /// [`MemoryError::NoDevice`](crate::MemoryError::NoDevice) where there is no driver or no such device.
+    pub fn open(ordinal: u32) -> Result<Self> {
+        let context = PrimaryContext::retain(ordinal)?;
+        let current = context.enter()?;
+        let mut stream = ptr::null_mut();
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: the stream goes to a local.
+        check("cuStreamCreate", unsafe { sys::cuStreamCreate(&raw mut stream, flags) })?;
+        // Without it the driver copies small pieces too, which takes longer.
+        let kernel =
+            CopyKernel::load().inspect_err(|error| warn!(%error, "there is no kernel for small pieces")).ok();
+        drop(current);
+        Ok(Self { context, stream: Mutex::new(CopyStream { stream, kernel }), batch: find_batch_copy() })
+    }
+
+    /// Whether many pieces are copied by one call of the driver.
+    pub fn has_batches(&self) -> bool {
+        self.batch.is_some()
+    }
+
+    /// Copies all pieces behind the work that `after`, a `CUevent` as an integer, stands for, and waits for the end.
+    ///
+    /// # Safety
+    /// All bytes of all pieces are alive and used by nothing else until this returns, beside the work before `after`, and are
+    /// memory that `way` allows; `after` is an event of this device's primary context that is alive.
+    ///
+    /// # Errors
+    /// If the driver refuses. Any of the targets may have been written then.
+    pub unsafe fn copy(&self, pieces: &[CopyPiece], way: CopyWay, after: Option<u64>) -> Result<()> {
+        let _current = self.context.enter()?;
+        let mut locked = self.stream.lock();
+        let CopyStream { stream, kernel } = &mut *locked;
+        if let Some(event) = after {
+            let event = ptr::with_exposed_provenance_mut(event as usize);
+            // SAFETY: the caller answers for the event, and the stream is this value's.
+            check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(*stream, event, 0) })?;
+        }
+        let queued = match kernel {
+            Some(kernel) if way == CopyWay::DriverOrKernel && is_for_kernel(pieces) => {
+                // SAFETY: the caller answers for the pieces; the stream has ended its work before it is unlocked.
+                unsafe { kernel.queue(pieces, *stream) }
+            }
+            _ => pieces.chunks(BATCH_PIECES).try_for_each(|pieces| {
+                // SAFETY: the caller answers for the pieces.
+                unsafe { self.queue(pieces, *stream) }
+            }),
+        };
+        // Also after a failure: what was queued must not touch the bytes any more.
+        // SAFETY: the stream is this value's.
+        let ended = check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(*stream) });
+        queued.and(ended)
+    }
+
+    /// # Safety
+    /// As for [`Self::copy`], until the stream has ended.
+    unsafe fn queue(&self, pieces: &[CopyPiece], stream: sys::CUstream) -> Result<()> {
+        let Some(batch) = self.batch else {
+            return pieces.iter().try_for_each(|piece| {
+                // SAFETY: the caller answers for the bytes.
+                check("cuMemcpyAsync", unsafe {
+                    sys::cuMemcpyAsync(piece.target, piece.source, piece.n_bytes, stream)
+                })
+            });
+        };
+        let mut targets: Vec<sys::CUdeviceptr> = pieces.iter().map(|piece| piece.target).collect();
+        let mut sources: Vec<sys::CUdeviceptr> = pieces.iter().map(|piece| piece.source).collect();
+        let mut lengths: Vec<usize> = pieces.iter().map(|piece| piece.n_bytes).collect();
+        let nowhere =
+            sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_INVALID, id: 0 };
+        // The sources are read in the order of the stream: they may still be written by what comes before `after`.
+        let mut attributes = sys::CUmemcpyAttributes {
+            srcAccessOrder: sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
+            srcLocHint: nowhere,
+            dstLocHint: nowhere,
+            flags: 0,
+        };
+        let (mut first, mut failed) = (0, 0);
+        // SAFETY: the lists have as many entries as is said, and are read before the call returns; one entry of attributes
+        // is for all pieces from the first on. The caller answers for the bytes.
+        check("cuMemcpyBatchAsync", unsafe {
+            batch(
+                targets.as_mut_ptr(),
+                sources.as_mut_ptr(),
+                lengths.as_mut_ptr(),
+                pieces.len(),
+                &raw mut attributes,
+                &raw mut first,
+                1,
+                &raw mut failed,
+                stream,
+            )
+        })
+    }
+}
+
+impl Drop for CudaCopier {
+    fn drop(&mut self) {
+        let mut locked = self.stream.lock();
+        if let Some(kernel) = &mut locked.kernel {
+            kernel.unload(&self.context);
+        }
+        // SAFETY: created once in `open`, destroyed once here, with no work left in it.
+        let result = unsafe { sys::cuStreamDestroy_v2(locked.stream) };
+        if result != sys::CUresult::CUDA_SUCCESS {
+            warn!(error = words_of(result), "could not destroy a stream");
+        }
+    }
+}
+
+/// Whether the pieces are small, and such as the kernel copies.
+fn is_for_kernel(pieces: &[CopyPiece]) -> bool {
+    let n_bytes: usize = pieces.iter().map(|piece| piece.n_bytes).sum();
+    let is_aligned = |piece: &CopyPiece| {
+        (piece.target | piece.source | piece.n_bytes as u64).is_multiple_of(ALIGNMENT as u64)
+    };
+    n_bytes / pieces.len().max(1) < KERNEL_BYTES
+        && u32::try_from(pieces.len()).is_ok()
+        && pieces.iter().all(is_aligned)
+}
+
+/// The driver's call for many pieces, where it has one.
+fn find_batch_copy() -> Option<BatchCopy> {
+    let mut address: *mut c_void = ptr::null_mut();
+    let mut status = sys::CUdriverProcAddressQueryResult::CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+    // SAFETY: the name ends with a null byte, and the answers go to locals.
+    let result = unsafe {
+        sys::cuGetProcAddress_v2(
+            c"cuMemcpyBatchAsync".as_ptr(),
+            &raw mut address,
+            BATCH_VERSION,
+            0,
+            &raw mut status,
+        )
+    };
+    if result != sys::CUresult::CUDA_SUCCESS || address.is_null() {
+        return None;
+    }
+    // SAFETY: the driver gives the function of this name in the asked version, which has this signature.
+    Some(unsafe { std::mem::transmute::<*mut c_void, BatchCopy>(address) })
+}

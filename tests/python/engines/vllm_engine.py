@@ -1,0 +1,89 @@
+"""A vLLM engine that answers requests on its standard input: one JSON object a line, each answered by one.
+
+    {"op": "generate", "prompts": [[1, 2, 3]], "max_tokens": 8, "salts": [null]}
+    {"op": "reset"}
+
+With a socket, KvikConnector keeps its KV in the store daemon that listens there.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+from vllm import LLM, SamplingParams, TokensPrompt  # noqa: E402
+from vllm.config import KVTransferConfig  # noqa: E402
+
+
+def engine(arguments: argparse.Namespace) -> LLM:
+    transfer = None
+    if arguments.socket is not None:
+        transfer = KVTransferConfig(
+            kv_connector="KvikConnector",
+            kv_connector_module_path="kvik.vllm",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"socket": arguments.socket},
+        )
+    return LLM(
+        model=arguments.model,
+        # Greedy tokens do not depend on what else is in the batch: sums in bf16 would.
+        dtype="float32",
+        block_size=32,
+        max_model_len=1024,
+        max_num_seqs=32,
+        enforce_eager=True,
+        num_gpu_blocks_override=arguments.blocks,
+        kv_transfer_config=transfer,
+        distributed_executor_backend="uni",
+        disable_log_stats=False,
+    )
+
+
+def generate(llm: LLM, request: dict) -> dict:
+    prompts = []
+    for tokens, salt in zip(request["prompts"], request["salts"], strict=True):
+        prompt = TokensPrompt(prompt_token_ids=tokens)
+        if salt is not None:
+            prompt["cache_salt"] = salt
+        prompts.append(prompt)
+    sampling = SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=True)
+    begin = time.perf_counter()
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    return {
+        "seconds": time.perf_counter() - begin,
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "cached": [output.num_cached_tokens for output in outputs],
+        "preemptions": preemptions(llm),
+    }
+
+
+def preemptions(llm: LLM) -> int:
+    return sum(int(metric.value) for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+def reset(llm: LLM) -> dict:
+    """Empties the engine's own cache. Blocks that saves hold are given back in the steps that follow."""
+    while not llm.reset_prefix_cache():
+        sampling = SamplingParams(temperature=0, max_tokens=1)
+        llm.generate([TokensPrompt(prompt_token_ids=[5])], sampling, use_tqdm=False)
+    return {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--socket")
+    parser.add_argument("--blocks", type=int, default=256)
+    llm = engine(parser.parse_args())
+    print(json.dumps({"is_ready": True}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = {"generate": generate, "reset": lambda llm, _: reset(llm)}[request["op"]](llm, request)
+        print(json.dumps(answer), flush=True)
+
+
+main()

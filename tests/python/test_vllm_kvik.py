@@ -1,0 +1,214 @@
+"""kvik inside a real vLLM: what it loads are the tokens that it would have computed.
+
+KVIK_ENGINES names a virtual environment made by `engines/install`, KVIK_PACKAGE the folder of the package `kvik`. Engines
+run in processes of their own, so what one loads another has computed.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+from conftest import binary
+from engine_processes import DRIVERS, ENGINES, MODEL_FOLDER, eventually
+
+pytestmark = pytest.mark.skipif(not ENGINES, reason="KVIK_ENGINES is not set")
+
+CHUNK_TOKENS = 64
+PACKAGE = os.environ.get("KVIK_PACKAGE", "target/python-package")
+# What vLLM prints of itself is a page.
+QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+class Vllm:
+    """An engine in a process of its own."""
+
+    def __init__(self, *flags: str) -> None:
+        command = [f"{ENGINES}/bin/python", "-W", "ignore", str(DRIVERS / "vllm_engine.py")]
+        path = f"{ENGINES}/bin{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, **QUIET, "PATH": path, "PYTHONPATH": os.path.abspath(PACKAGE)}
+        self.process = subprocess.Popen(
+            [*command, "--model", str(MODEL_FOLDER), *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        assert self.read() == {"is_ready": True}
+
+    def read(self) -> dict:
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise AssertionError("the engine ended")
+
+    def ask(self, op: str, **arguments: object) -> dict:
+        self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    def generate(self, *prompts: list[int], max_tokens: int = 8, salt: str | None = None) -> dict:
+        return self.ask("generate", prompts=prompts, max_tokens=max_tokens, salts=[salt] * len(prompts))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Daemon:
+    """A store daemon, which can be killed and started again with the same disk."""
+
+    def __init__(self, folder: pathlib.Path, has_disk: bool = True) -> None:
+        folder.chmod(0o700)
+        self.socket = folder / "store.sock"
+        self.disk = folder / "disk"
+        self.flags = ["--nvme", f"{self.disk}:256MiB"] if has_disk else []
+        self.process: subprocess.Popen | None = None
+        self.start()
+
+    def start(self) -> None:
+        settings = ["--set", f"tiers.chunk_tokens={CHUNK_TOKENS}", "--ram", "128MiB", "--log", "warn"]
+        self.process = subprocess.Popen([binary(), "store", "serve", "--socket", str(self.socket), *settings, *self.flags])
+        eventually(self.socket.exists, lambda: "no socket")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.socket.unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        """Ends it well: what waits for the disk is written."""
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(60) == 0
+
+
+@contextlib.contextmanager
+def started(*flags: str) -> Iterator[Vllm]:
+    engine = Vllm(*flags)
+    try:
+        yield engine
+    finally:
+        engine.kill()
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Vllm]:
+    """An engine without kvik: what it says is right."""
+    with started() as engine:
+        yield engine
+
+
+@pytest.fixture
+def daemon(tmp_path: pathlib.Path) -> Iterator[Daemon]:
+    daemon = Daemon(tmp_path)
+    yield daemon
+    daemon.kill()
+
+
+def prompt(seed: int, n_tokens: int) -> list[int]:
+    return [1, *random.Random(seed).choices(range(10, 400), k=n_tokens - 1)]
+
+
+def whole_chunks(n_tokens: int) -> int:
+    """Tokens that can be loaded: whole chunks, and at least one token is computed."""
+    return (n_tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+
+
+def test_what_one_engine_computed_another_loads_with_the_same_tokens(plain: Vllm, daemon: Daemon) -> None:
+    prompts = [prompt(seed, n_tokens) for seed, n_tokens in enumerate((900, 500, 70, 64, 40))]
+    expected = [plain.generate(tokens)["tokens"] for tokens in prompts]
+    with started("--socket", str(daemon.socket)) as first:
+        for tokens, right in zip(prompts, expected, strict=True):
+            answer = first.generate(tokens)
+            assert (answer["tokens"], answer["cached"]) == (right, [0])
+        with started("--socket", str(daemon.socket)) as second:
+            for tokens, right in zip(prompts, expected, strict=True):
+                eventually_loaded(second, tokens, right)
+            # Other salts share nothing, and a salt shares with itself.
+            salted = second.generate(prompts[0], salt="tenant")
+            assert (salted["tokens"], salted["cached"]) == (expected[0], [0])
+            second.ask("reset")
+            again = second.generate(prompts[0], salt="tenant")
+            assert (again["tokens"], again["cached"]) == (expected[0], [whole_chunks(900)])
+
+
+def eventually_loaded(engine: Vllm, tokens: list[int], right: list[list[int]]) -> None:
+    """The engine loads what another has computed; the other's saves may take a moment."""
+    deadline = time.monotonic() + 30
+    while True:
+        answer = engine.generate(tokens)
+        assert answer["tokens"] == right
+        if answer["cached"] == [whole_chunks(len(tokens))]:
+            return
+        assert time.monotonic() < deadline, answer
+        engine.ask("reset")
+
+
+def test_a_daemon_that_dies_costs_hits_and_is_used_again_when_it_is_back(plain: Vllm, daemon: Daemon) -> None:
+    first, second = prompt(11, 600), prompt(12, 600)
+    right = [plain.generate(tokens)["tokens"] for tokens in (first, second)]
+    with started("--socket", str(daemon.socket)) as engine:
+        assert engine.generate(first)["tokens"] == right[0]
+        engine.ask("reset")
+        daemon.kill()
+        answer = engine.generate(first)
+        assert (answer["tokens"], answer["cached"]) == (right[0], [0])
+        daemon.start()
+        engine.ask("reset")
+        deadline = time.monotonic() + 30
+        while engine.generate(second)["cached"] != [whole_chunks(600)]:
+            assert time.monotonic() < deadline, "the daemon is not used again"
+            engine.ask("reset")
+        engine.ask("reset")
+        assert engine.generate(second)["tokens"] == right[1]
+
+
+def test_a_restart_keeps_the_disk_warm_and_a_spoiled_disk_is_never_served(plain: Vllm, daemon: Daemon) -> None:
+    tokens = prompt(21, 700)
+    right = plain.generate(tokens)["tokens"]
+    with started("--socket", str(daemon.socket)) as engine:
+        assert engine.generate(tokens)["tokens"] == right
+        engine.ask("reset")
+        daemon.stop()
+        daemon.start()
+        eventually_loaded(engine, tokens, right)
+        engine.ask("reset")
+        daemon.stop()
+        spoil(daemon.disk)
+        daemon.start()
+        engine.ask("reset")
+        answer = engine.generate(tokens)
+        assert answer["tokens"] == right
+        assert answer["cached"][0] < whole_chunks(700)
+
+
+def spoil(disk: pathlib.Path) -> None:
+    """Changes one byte in every 64 KiB of the disk tier's data."""
+    data = [path for path in disk.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
+    assert data
+    for path in data:
+        with path.open("r+b") as file:
+            for place in range(1 << 16, path.stat().st_size, 1 << 16):
+                file.seek(place)
+                byte = file.read(1)
+                if byte != b"\0":
+                    file.seek(place)
+                    file.write(bytes([byte[0] ^ 1]))
+
+
+def test_preempted_requests_give_the_same_tokens_as_without_kvik(plain: Vllm, daemon: Daemon) -> None:
+    prompts = [prompt(30 + seed % 7, 100 + 37 * (seed % 7)) + prompt(99 + seed, 30) for seed in range(32)]
+    right = [plain.generate(tokens, max_tokens=64)["tokens"][0] for tokens in prompts]
+    # Room for about five of the 32 requests.
+    with started("--socket", str(daemon.socket), "--blocks", "72") as engine:
+        for _ in range(2):
+            answer = engine.generate(*prompts, max_tokens=64)
+            assert answer["tokens"] == right
+            engine.ask("reset")
+        assert answer["preemptions"] > 0
