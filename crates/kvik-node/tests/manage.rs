@@ -18,8 +18,8 @@ use kvik_node::{
 };
 use kvik_store::{Chain, LowerTier, Store, TierName};
 use kvik_tier::{
-    Arena, ArenaOptions, Checksummed, Clock, FaultRates, Faulty, NvmeOptions, NvmeTier, RamTier, TierKind,
-    TokenDigest,
+    Arena, ArenaOptions, Checksummed, Clock, FaultRates, Faulty, Metered, NvmeOptions, NvmeTier, RamTier,
+    TierKind, TokenDigest,
 };
 use kvik_types::{BlockHash, BlockSize};
 use parking_lot::{Condvar, Mutex};
@@ -369,6 +369,25 @@ fn tiers_of_one_kind_are_told_apart_by_their_names() {
     let tiers = daemon.store.tier_names_of(&chain_in(&space, 1, 4), 3);
     assert_eq!(tiers, [name("ram"), name("fast")]);
     assert_eq!(verify(&client, 1, 4).unwrap(), 4);
+}
+
+#[test]
+fn the_statistics_of_a_store_with_all_its_tiers_have_room_in_a_frame() {
+    let folder = tempfile::tempdir().unwrap();
+    let ram = RamTier::new(Arena::new(ArenaOptions::new(16 << 20)).unwrap());
+    let mut builder = Store::builder(store_options(), ram);
+    for number in 1..8 {
+        let disk =
+            NvmeTier::open(&NvmeOptions::new(folder.path().join(number.to_string()), 64 << 20)).unwrap();
+        let name = TierName::try_new(&number.to_string().repeat(32)).unwrap();
+        builder = builder.tier(LowerTier::local(Arc::new(Metered::new(disk))).named(name));
+    }
+    let daemon = Daemon::start_with(builder.open().unwrap());
+    assert_eq!(store(&daemon.attach(), 1, 4).unwrap(), 4);
+    assert!(daemon.store.flush(Duration::from_secs(30)));
+    let stats = manager(&daemon).stats().unwrap();
+    assert_eq!(stats.tiers.len(), 8);
+    assert!(!stats.tiers[7].operations.is_empty());
 }
 
 #[test]
