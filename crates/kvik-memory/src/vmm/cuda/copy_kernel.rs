@@ -65,7 +65,7 @@ impl CopyKernel {
             let words = [piece.target, piece.source, piece.n_bytes as u64];
             // SAFETY: the list has room for all pieces, and no copy that reads it is under way.
             unsafe {
-                ptr::copy_nonoverlapping(words.as_ptr(), self.list.add(idx * PIECE_WORDS), PIECE_WORDS)
+                ptr::copy_nonoverlapping(words.as_ptr(), self.list.add(idx * PIECE_WORDS), PIECE_WORDS);
             };
         }
         let (mut list, mut n_pieces) = (self.list, pieces.len() as u32);
