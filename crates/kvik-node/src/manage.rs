@@ -157,7 +157,9 @@ impl ManageRequest {
                 frame.push(tiers.is_some().into());
                 let tiers = tiers.as_deref().unwrap_or_default();
                 frame.push(tiers.len() as u8);
-                tiers.iter().for_each(|tier| push_name(&mut frame, Some(tier)));
+                for tier in tiers {
+                    push_name(&mut frame, Some(tier));
+                }
             }
             Self::Stats => {}
         }

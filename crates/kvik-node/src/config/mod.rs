@@ -50,6 +50,7 @@ const SIZES: &str = "a size such as 2GiB, 512MiB or 1073741824";
 /// Where KV is kept beyond the engine's own memory.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a setting of its own")]
 pub struct StoreConfig {
     /// Memory for chunks, such as `2GiB`; `0`: none of its own. Default: `0`, no store, or 256 MiB where
     /// `nvme` or `remote` is set.
