@@ -161,10 +161,10 @@ impl Store {
         self.lookups.space().is_some()
     }
 
-    /// Why no daemon serves this store; `None` while one does.
+    /// Why no daemon serves this store, or how the last call failed; `None` while one does.
     #[getter]
     fn last_error(&self) -> Option<String> {
-        self.lookups.last_error()
+        [&self.lookups, &self.loads, &self.saves].into_iter().find_map(|session| session.last_error())
     }
 
     /// Waits for a daemon; says whether there is one within `timeout_s` seconds.
