@@ -14,7 +14,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
-use kvik_tier::{NamespaceId, TierKind};
+use kvik_store::TierName;
+use kvik_tier::NamespaceId;
 use kvik_types::BlockHash;
 use parking_lot::{Condvar, Mutex};
 use serde::{Serialize, Serializer};
@@ -75,7 +76,7 @@ pub(crate) struct AuditChunks {
     pub(crate) n_bytes: u64,
     /// The slowest that a chunk came from.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "as_shown")]
-    pub(crate) tier: Option<TierKind>,
+    pub(crate) tier: Option<TierName>,
     #[serde(rename = "first_chunk", skip_serializing_if = "Option::is_none", serialize_with = "as_shown")]
     pub(crate) first: Option<BlockHash>,
     #[serde(rename = "last_chunk", skip_serializing_if = "Option::is_none", serialize_with = "as_shown")]

@@ -19,6 +19,7 @@ use tokio::net::TcpListener;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
+use crate::bandwidth::NodeBandwidth;
 use crate::config::{DaemonConfig, PeerPlans, store_info};
 use crate::error::{NodeError, Result};
 use crate::metrics::DaemonMetrics;
@@ -69,7 +70,7 @@ impl StoreDaemon {
         let server = open(move || {
             let options = NodeOptions {
                 socket: config.address(),
-                tenants: config.open_tenants(&opening.peers)?,
+                tenants: config.open_tenants(&opening.peers, &opening.bandwidth)?,
                 max_sessions: config.max_sessions,
                 take_over_grace: config.take_over_grace(),
                 successor_timeout: SUCCESSOR_TIMEOUT,
@@ -127,6 +128,8 @@ struct ConfiguredOpener {
     config: DaemonConfig,
     shutdown: Shutdown,
     peers: PeerPlans,
+    /// What the tenants share of tiers with a bound.
+    bandwidth: NodeBandwidth,
     /// What says which nodes are asked first.
     hints: Option<Arc<IndexHints>>,
     /// What engines are told: where other nodes read.
@@ -141,8 +144,9 @@ impl ConfiguredOpener {
         let client = config.index_client()?;
         let hints = client.map(|client| Arc::new(IndexHints::new(client, Handle::current())));
         let peers = config.peer_plans(hints.as_ref())?;
+        let bandwidth = NodeBandwidth::default();
         let (peer_address, peer_server) = (Mutex::default(), Mutex::default());
-        Ok(Self { config, shutdown, peers, hints, peer_address, peer_server })
+        Ok(Self { config, shutdown, peers, bandwidth, hints, peer_address, peer_server })
     }
 
     /// Serves the stores to other nodes where there is a listener, and follows the nodes that are read from.
@@ -198,7 +202,7 @@ impl TenantOpener for ConfiguredOpener {
     }
 
     fn parts(&self, tenant: &str) -> Result<StoreParts> {
-        self.config.parts_of(tenant, &self.peers)
+        self.config.parts_of(tenant, &self.peers, &self.bandwidth)
     }
 
     fn pausing(&self) {

@@ -208,7 +208,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    fn take(&mut self, n_bytes: usize) -> Result<&'a [u8]> {
+    pub(crate) fn take(&mut self, n_bytes: usize) -> Result<&'a [u8]> {
         let (taken, rest) = self
             .0
             .split_at_checked(n_bytes)

@@ -16,6 +16,7 @@
 #![forbid(unsafe_code)]
 
 mod audit;
+mod bandwidth;
 mod changes;
 mod client;
 mod config;
@@ -41,6 +42,7 @@ pub use client::{
 };
 pub use config::{
     DaemonConfig, DaemonPlan, PeerConfig, PeerPlan, PeerTlsConfig, StoreConfig, StorePlan, TenantConfig,
+    TierConfig,
 };
 pub use daemon::{RunningDaemon, StoreDaemon};
 pub use error::{NodeError, Result};
@@ -55,4 +57,4 @@ pub use take_over::{
     ChunkList, ListedChunk, StoreParts, TakeOver, TakeOverFrame, TakeOverOptions, TenantOpener, TenantTerms,
 };
 pub use tenant::{ClientToken, Tenant};
-pub use tiers::open_store;
+pub use tiers::{format_device, open_store};

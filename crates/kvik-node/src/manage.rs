@@ -4,7 +4,7 @@
 //! one frame has room for at a time. Tokens are never sent. All numbers are little-endian.
 
 use kvik_proto::cache::CacheStats;
-use kvik_store::Lookup;
+use kvik_store::{Lookup, TierName};
 use kvik_tier::{TierKind, TokenDigest};
 use kvik_types::BlockHash;
 
@@ -21,8 +21,11 @@ pub(crate) const MAX_STATS_BYTES: usize = 32 << 10;
 /// Name and digest.
 const CHUNK_BYTES: usize = 16 + 32;
 
-/// Tiers in a list: more than there are.
+/// Tiers in a list: as many as a store can have.
 const MAX_TIERS: usize = 8;
+
+/// Stands for no kind of tier.
+const NO_KIND: u8 = u8::MAX;
 
 /// What a managing client asks for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,6 +43,8 @@ pub enum ManageRequest {
     Prefetch {
         /// Tokens of the chain.
         n_tokens: u64,
+        /// Only what this tier has; `None` for all.
+        tier: Option<TierName>,
     },
     /// Whether a prefetch of this connection still loads; answered with [`ManageAnswer::Is`].
     IsLoading {
@@ -66,9 +71,9 @@ pub enum ManageRequest {
         /// Tokens of the chain.
         n_tokens: u64,
         /// The tier that has them.
-        from: TierKind,
+        from: TierName,
         /// The tier that shall have them.
-        to: TierKind,
+        to: TierName,
         /// Whether they also stay where they are.
         keeps_source: bool,
     },
@@ -77,7 +82,7 @@ pub enum ManageRequest {
         /// Tokens of the chain; `None` for the namespace.
         n_tokens: Option<u64>,
         /// Only these tiers; `None` for all.
-        tiers: Option<Vec<TierKind>>,
+        tiers: Option<Vec<TierName>>,
     },
     /// What the store counted, and the state of its tiers; answered with [`ManageAnswer::Stats`].
     Stats,
@@ -102,7 +107,7 @@ pub enum ManageAnswer {
     /// So many.
     Count(u64),
     /// How many chunks left each tier.
-    Cleared(Vec<(TierKind, usize)>),
+    Cleared(Vec<(TierName, usize)>),
     /// The store's counts and tiers.
     Stats(Box<CacheStats>),
     /// It is not done, and the connection goes on.
@@ -132,14 +137,19 @@ impl ManageRequest {
                 push_number(&mut frame, *n_tokens);
                 frame.push((*is_local).into());
             }
-            Self::Prefetch { n_tokens: number }
-            | Self::Pin { n_tokens: number }
+            Self::Prefetch { n_tokens, tier } => {
+                push_number(&mut frame, *n_tokens);
+                push_name(&mut frame, tier.as_ref());
+            }
+            Self::Pin { n_tokens: number }
             | Self::Unpin { n_tokens: number }
             | Self::IsLoading { prefetch: number }
             | Self::Cancel { prefetch: number } => push_number(&mut frame, *number),
             Self::Relocate { n_tokens, from, to, keeps_source } => {
                 push_number(&mut frame, *n_tokens);
-                frame.extend([tier_code(*from) as u8, tier_code(*to) as u8, (*keeps_source).into()]);
+                push_name(&mut frame, Some(from));
+                push_name(&mut frame, Some(to));
+                frame.push((*keeps_source).into());
             }
             Self::Clear { n_tokens, tiers } => {
                 frame.push(n_tokens.is_some().into());
@@ -147,7 +157,9 @@ impl ManageRequest {
                 frame.push(tiers.is_some().into());
                 let tiers = tiers.as_deref().unwrap_or_default();
                 frame.push(tiers.len() as u8);
-                frame.extend(tiers.iter().map(|tier| tier_code(*tier) as u8));
+                for tier in tiers {
+                    push_name(&mut frame, Some(tier));
+                }
             }
             Self::Stats => {}
         }
@@ -171,7 +183,7 @@ impl ManageRequest {
                 Self::Chunks(chunks.iter().map(chunk_of).collect::<Result<_>>()?)
             }
             1 => Self::Lookup { n_tokens: number(&mut fields)?, is_local: fields.flag("is_local")? },
-            2 => Self::Prefetch { n_tokens: number(&mut fields)? },
+            2 => Self::Prefetch { n_tokens: number(&mut fields)?, tier: optional_tier(&mut fields)? },
             3 => Self::IsLoading { prefetch: number(&mut fields)? },
             4 => Self::Cancel { prefetch: number(&mut fields)? },
             5 => Self::Pin { n_tokens: number(&mut fields)? },
@@ -222,11 +234,12 @@ impl ManageAnswer {
         let mut frame = MAGIC.to_vec();
         match self {
             Self::Done => frame.push(0),
-            Self::Found(Lookup { n_tokens, n_chunks, tokens_by_tier }) => {
+            Self::Found(Lookup { n_tokens, n_chunks, tokens_by_tier, slowest_tier }) => {
                 frame.push(1);
                 push_number(&mut frame, *n_tokens as u64);
                 push_number(&mut frame, *n_chunks as u64);
                 push_counts(&mut frame, tokens_by_tier);
+                frame.push(slowest_tier.map_or(NO_KIND, |kind| tier_code(kind) as u8));
             }
             Self::Prefetch { number, is_loading } => {
                 frame.push(2);
@@ -274,6 +287,7 @@ impl ManageAnswer {
                 n_tokens: count(&mut fields)?,
                 n_chunks: count(&mut fields)?,
                 tokens_by_tier: list(&mut fields, tier_count)?,
+                slowest_tier: optional_kind(&mut fields)?,
             }),
             2 => Self::Prefetch { number: number(&mut fields)?, is_loading: fields.flag("is_loading")? },
             3 => Self::Is(fields.flag("answer")?),
@@ -301,10 +315,17 @@ fn push_number(frame: &mut Vec<u8>, number: u64) {
     frame.extend(number.to_le_bytes());
 }
 
-fn push_counts(frame: &mut Vec<u8>, counts: &[(TierKind, usize)]) {
+/// Its length, then the name; the length is 0 where there is none.
+fn push_name(frame: &mut Vec<u8>, name: Option<&TierName>) {
+    let text = name.map_or("", TierName::as_str);
+    frame.push(text.len() as u8);
+    frame.extend(text.as_bytes());
+}
+
+fn push_counts(frame: &mut Vec<u8>, counts: &[(TierName, usize)]) {
     frame.push(counts.len() as u8);
     for (tier, count) in counts {
-        frame.push(tier_code(*tier) as u8);
+        push_name(frame, Some(tier));
         push_number(frame, *count as u64);
     }
 }
@@ -318,12 +339,30 @@ fn count(fields: &mut Fields<'_>) -> Result<usize> {
     usize::try_from(number).map_err(|_| NodeError::invalid("count", &number, "what memory can hold"))
 }
 
-fn tier(fields: &mut Fields<'_>) -> Result<TierKind> {
-    let [code] = fields.array()?;
-    tier_of(code.into()).ok_or_else(|| NodeError::invalid("tier", &code, "the number of a tier"))
+fn optional_tier(fields: &mut Fields<'_>) -> Result<Option<TierName>> {
+    let [n_bytes] = fields.array()?;
+    if n_bytes == 0 {
+        return Ok(None);
+    }
+    let refused = || NodeError::invalid("tier", &format!("{n_bytes} bytes"), "the name of a tier");
+    let text = std::str::from_utf8(fields.take(n_bytes.into())?).map_err(|_| refused())?;
+    TierName::try_new(text).map(Some).map_err(|_| refused())
 }
 
-fn tier_count(fields: &mut Fields<'_>) -> Result<(TierKind, usize)> {
+fn tier(fields: &mut Fields<'_>) -> Result<TierName> {
+    optional_tier(fields)?.ok_or_else(|| NodeError::invalid("tier", &"empty", "the name of a tier"))
+}
+
+fn optional_kind(fields: &mut Fields<'_>) -> Result<Option<TierKind>> {
+    let [code] = fields.array()?;
+    if code == NO_KIND {
+        return Ok(None);
+    }
+    let kind = tier_of(code.into());
+    kind.map(Some).ok_or_else(|| NodeError::invalid("kind of a tier", &code, "the number of one"))
+}
+
+fn tier_count(fields: &mut Fields<'_>) -> Result<(TierName, usize)> {
     Ok((tier(fields)?, count(fields)?))
 }
 

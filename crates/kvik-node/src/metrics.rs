@@ -1,6 +1,7 @@
 //! The metrics of a store, and of a store daemon.
 //!
-//! Those of a store have the labels of its owner: `model_name` and `engine` in a worker, `tenant` in a daemon.
+//! Those of a store have the labels of its owner: `model_name` and `engine` in a worker, `tenant` in a daemon. `tier` is the
+//! name of a tier; in the names of counts a `-` of it is a `_`.
 //!
 //! | name | kind | meaning |
 //! |---|---|---|
@@ -85,7 +86,7 @@ fn publish_operation(labels: &[Label], operation: &TierOperation) {
 fn publish_hints(tenant: &Tenant) {
     let tiers = tenant.store.health();
     let details =
-        tiers.iter().filter(|(kind, _)| *kind == TierKind::Peer).flat_map(|(_, stat)| &stat.details);
+        tiers.iter().filter(|(tier, _)| tier.kind == TierKind::Peer).flat_map(|(_, stat)| &stat.details);
     for (name, count) in details {
         let outcome = match *name {
             "right_hints" => "right",

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use kvik_proto::cache::{CacheStats, TierOperation, TierReport};
-use kvik_store::Store;
-use kvik_tier::{OperationMetrics, TierHealth, TierKind, TierStat};
+use kvik_store::{Store, TierLabel};
+use kvik_tier::{OperationMetrics, TierHealth, TierStat};
 
 /// What a store counted since its start, and the state of its tiers.
 pub fn cache_stats(store: &Store) -> CacheStats {
@@ -36,24 +36,29 @@ pub fn cache_stats(store: &Store) -> CacheStats {
         ("evicted_chunks", &stats.evicted_chunks),
         ("token_mismatches", &stats.token_mismatches),
     ] {
-        counts.extend(by_tier.iter().map(|(tier, count)| (format!("{name}_{tier}"), *count)));
+        counts.extend(
+            by_tier
+                .iter()
+                .map(|(tier, count)| (format!("{name}_{}", tier.as_str().replace('-', "_")), *count)),
+        );
     }
     CacheStats { chunk_tokens: store.options().chunk_tokens.get(), counts, tiers: tier_reports(store) }
 }
 
 /// The state of each tier, memory first.
 pub fn tier_reports(store: &Store) -> Vec<TierReport> {
-    store.health().into_iter().map(|(tier, stat)| report(tier, stat)).collect()
+    store.health().into_iter().map(|(tier, stat)| report(&tier, stat)).collect()
 }
 
-fn report(tier: TierKind, stat: TierStat) -> TierReport {
+fn report(tier: &TierLabel, stat: TierStat) -> TierReport {
     let (state, reason) = match stat.health {
         TierHealth::Up => ("up", None),
         TierHealth::ReadOnly(reason) => ("read_only", Some(reason)),
         TierHealth::Down(reason) => ("down", Some(reason)),
     };
     TierReport {
-        tier: tier.name().to_owned(),
+        tier: tier.name.to_string(),
+        kind: tier.kind.name().to_owned(),
         state: state.to_owned(),
         reason,
         chunks: stat.n_chunks,

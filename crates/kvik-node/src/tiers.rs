@@ -1,19 +1,21 @@
 //! From a configuration to a store.
 
+use std::collections::BTreeMap;
 use std::fmt::Display;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use kvik_runtime::config::cloud_environment;
-use kvik_store::{DigestKey, KeptMemory, Store, StoreOptions, WriteBack};
+use kvik_store::{DigestKey, KeptMemory, LowerTier, Store, StoreOptions, WriteBack};
 use kvik_tier::{
-    Arena, ArenaOptions, Breaker, BreakerOptions, Checksummed, Encrypted, EncryptionKeys, IoKind, Metered,
+    Absent, Arena, ArenaOptions, Breaker, BreakerOptions, Checksummed, Encrypted, EncryptionKeys, Metered,
     NvmeOptions, NvmeTier, ObjectOptions, RamTier, RedisOptions, RemoteOptions, Retry, RetryOptions,
-    Throttled, ThrottledOptions, Tier, TierKind, open_remote,
+    Throttled, ThrottledOptions, Tier, open_remote,
 };
 use kvik_types::BlockSize;
 
-use crate::config::{PeerPlan, StoreConfig, StorePlan};
+use crate::bandwidth::TenantBandwidth;
+use crate::config::{NvmePlan, PeerPlan, RemotePlan, StoreConfig, StorePlan, TierPlace, TierPlan};
 use crate::error::{NodeError, Result};
 use crate::take_over::StoreParts;
 
@@ -23,15 +25,28 @@ const MIN_SECRET_BYTES: usize = 16;
 /// Opens the tiers of `config`, of which `plan` is what it [resolves](StoreConfig::resolve) to, and puts the store
 /// together.
 ///
-/// A disk that cannot be used is an error of the start. A remote tier that cannot be reached is not: it may
-/// come, and until then it is left alone.
+/// A disk that cannot be used is an error of the start, unless it is optional. A remote tier that cannot be reached is
+/// not: it may come, and until then it is left alone.
 ///
 /// # Errors
-/// If memory or the disk cannot be used, or a file of keys cannot be read.
+/// If memory or a disk cannot be used, or a file of keys cannot be read.
 pub fn open_store(config: &StoreConfig, plan: &StorePlan, peers: Option<&PeerPlan>) -> Result<Store> {
+    open_store_with(config, plan, peers, None)
+}
+
+/// As [`open_store`], for a tenant that shares bounds with others.
+///
+/// # Errors
+/// As [`open_store`], and if a bound differs from that of another tenant.
+pub(crate) fn open_store_with(
+    config: &StoreConfig,
+    plan: &StorePlan,
+    peers: Option<&PeerPlan>,
+    bandwidth: Option<TenantBandwidth<'_>>,
+) -> Result<Store> {
     let options = ArenaOptions { numa: plan.numa, ..ArenaOptions::new(plan.ram_bytes) };
     let arena = Arena::new(options).map_err(refused)?;
-    store_parts(config, plan, peers)?.open(KeptMemory::new(RamTier::new(arena)))
+    store_parts(config, plan, peers, bandwidth)?.open(KeptMemory::new(RamTier::new(arena)))
 }
 
 /// The settings of the store of `config`.
@@ -54,44 +69,100 @@ pub(crate) fn store_options(config: &StoreConfig, plan: &StorePlan) -> Result<St
 /// Opens the tiers below memory, with the chunks of other nodes as one of them where there are `peers`.
 ///
 /// # Errors
-/// As [`open_store`].
+/// As [`open_store_with`].
 pub(crate) fn store_parts(
     config: &StoreConfig,
     plan: &StorePlan,
     peers: Option<&PeerPlan>,
+    bandwidth: Option<TenantBandwidth<'_>>,
 ) -> Result<StoreParts> {
     let mut options = store_options(config, plan)?;
-    let (mut locals, mut remotes, mut read_threads) = (Vec::new(), Vec::new(), Vec::new());
-    let keys = config.encryption_key_file.as_deref().map(read_encryption_keys).transpose()?;
-    if let Some(nvme) = &plan.nvme {
-        let mut options = NvmeOptions::new(&nvme.dir, nvme.capacity_bytes);
-        options.io = match config.nvme_io.as_str() {
-            "uring" => IoKind::Uring,
-            "positional" => IoKind::Positional,
-            _ => IoKind::Auto,
+    // A file that cannot be used is an error of the start, also where no tier needs it yet.
+    let mut keys = KeyFiles::default();
+    if let Some(file) = &config.encryption_key_file {
+        keys.read(file)?;
+    }
+    let mut tiers = Vec::new();
+    for tier_plan in &plan.tiers {
+        let opened = match (&tier_plan.place, peers) {
+            (TierPlace::Peer, None) => continue,
+            (TierPlace::Peer, Some(peers)) => {
+                // As long as one question to peers may take.
+                options.lookup_timeout = options.lookup_timeout.max(peers.lookup_timeout);
+                open_peers(tier_plan, peers, bandwidth)
+            }
+            (TierPlace::Nvme(disk), _) => open_disk(tier_plan, disk, &mut keys, bandwidth),
+            (TierPlace::Remote(remote), _) => open_far(tier_plan, remote, &mut keys, bandwidth),
         };
-        let tier = NvmeTier::open(&options).map_err(refused)?;
-        locals.push(guarded(Throttled::new(proven(tier, keys.as_ref()), plan.nvme_bounds.clone())));
+        let opened = match opened {
+            Err(error) if tier_plan.is_optional => {
+                tracing::error!(tier = %tier_plan.name, %error, "the store starts without a tier");
+                let absent: Arc<dyn Tier> = Arc::new(Absent::new(tier_plan.place.kind(), error.to_string()));
+                match &tier_plan.place {
+                    TierPlace::Nvme(_) => LowerTier::local(absent),
+                    TierPlace::Peer | TierPlace::Remote(_) => LowerTier::remote(absent),
+                }
+            }
+            opened => opened?,
+        };
+        tiers.push(opened.named(tier_plan.name.clone()));
     }
-    if let Some(peers) = peers {
-        let bounds = ThrottledOptions { bytes_per_s: peers.bytes_per_s, ..ThrottledOptions::default() };
-        // No breaker around it: it leaves single peers alone.
-        let tier: Arc<dyn Tier> = Arc::new(Metered::new(Throttled::new(Arc::clone(&peers.tier), bounds)));
-        remotes.push(tier);
-        read_threads.push((TierKind::Peer, peers.n_read_threads));
-        // As long as one question to peers may take.
-        options.lookup_timeout = options.lookup_timeout.max(peers.lookup_timeout);
-    }
-    if let Some(url) = &plan.remote {
-        let tier = open_remote(url, &remote_options(config, plan)).map_err(refused)?;
-        // One more try within the time of one: a short failure of the network is worth it, and a server
-        // that is gone must not block a caller.
-        let retry = RetryOptions { max_attempts: 2, budget: plan.remote_timeout, ..RetryOptions::default() };
-        let tier = Retry::new(proven(tier, keys.as_ref()), retry);
-        let tier = Throttled::new(tier, plan.remote_bounds.clone());
-        remotes.push(guarded(tier));
-    }
-    Ok(StoreParts { options, locals, remotes, read_threads, cuda_device: config.cuda_device })
+    Ok(StoreParts { options, tiers, cuda_device: config.cuda_device })
+}
+
+fn open_disk(
+    plan: &TierPlan,
+    disk: &NvmePlan,
+    keys: &mut KeyFiles,
+    bandwidth: Option<TenantBandwidth<'_>>,
+) -> Result<LowerTier> {
+    let capacity_bytes = disk.capacity_bytes.unwrap_or(NvmeOptions::WHOLE_DEVICE);
+    let NvmePlan { io, formats_device, .. } = *disk;
+    let options = NvmeOptions { io, formats_device, ..NvmeOptions::new(&disk.path, capacity_bytes) };
+    let tier = NvmeTier::open(&options).map_err(refused)?;
+    let tier = throttled(proven(tier, plan, keys)?, plan, &plan.bounds, bandwidth)?;
+    Ok(LowerTier::local(guarded(tier)))
+}
+
+fn open_peers(
+    plan: &TierPlan,
+    peers: &PeerPlan,
+    bandwidth: Option<TenantBandwidth<'_>>,
+) -> Result<LowerTier> {
+    let bounds = ThrottledOptions { bytes_per_s: peers.bytes_per_s, ..plan.bounds.clone() };
+    // No breaker around it: it leaves single peers alone.
+    let tier = Metered::new(throttled(Arc::clone(&peers.tier), plan, &bounds, bandwidth)?);
+    Ok(LowerTier { n_read_threads: Some(peers.n_read_threads), ..LowerTier::remote(Arc::new(tier)) })
+}
+
+fn open_far(
+    plan: &TierPlan,
+    remote: &RemotePlan,
+    keys: &mut KeyFiles,
+    bandwidth: Option<TenantBandwidth<'_>>,
+) -> Result<LowerTier> {
+    let tier = open_remote(&remote.url, &remote_options(remote)).map_err(refused)?;
+    // One more try within the time of one: a short failure of the network is worth it, and a server
+    // that is gone must not block a caller.
+    let retry = RetryOptions { max_attempts: 2, budget: remote.timeout, ..RetryOptions::default() };
+    let tier = Retry::new(proven(tier, plan, keys)?, retry);
+    Ok(LowerTier::remote(guarded(throttled(tier, plan, &plan.bounds, bandwidth)?)))
+}
+
+/// A tier within its bounds, which it may share with those of other tenants.
+fn throttled<T: Tier>(
+    tier: T,
+    plan: &TierPlan,
+    bounds: &ThrottledOptions,
+    bandwidth: Option<TenantBandwidth<'_>>,
+) -> Result<Throttled<T>> {
+    Ok(match bandwidth {
+        Some(bandwidth) => {
+            let share = bandwidth.share_of(&plan.name, bounds)?;
+            Throttled::with_share(tier, bounds.clone(), share)
+        }
+        None => Throttled::new(tier, bounds.clone()),
+    })
 }
 
 fn read_digest_key(path: &Path) -> Result<DigestKey> {
@@ -105,47 +176,65 @@ fn read_digest_key(path: &Path) -> Result<DigestKey> {
     Ok(DigestKey::from_secret(secret))
 }
 
-fn read_encryption_keys(path: &Path) -> Result<Arc<EncryptionKeys>> {
-    let keys = EncryptionKeys::open(path);
-    keys.map(Arc::new)
-        .map_err(|error| refused(format!("`store.encryption_key_file` is {}: {error}", path.display())))
+/// The files of keys that were read, each once for all tiers.
+#[derive(Default)]
+struct KeyFiles(BTreeMap<PathBuf, Arc<EncryptionKeys>>);
+
+impl KeyFiles {
+    fn read(&mut self, path: &Path) -> Result<Arc<EncryptionKeys>> {
+        if let Some(keys) = self.0.get(path) {
+            return Ok(Arc::clone(keys));
+        }
+        let keys = EncryptionKeys::open(path).map(Arc::new).map_err(|error| {
+            refused(format!("`store.encryption_key_file` is {}: {error}", path.display()))
+        })?;
+        self.0.insert(path.to_owned(), Arc::clone(&keys));
+        Ok(keys)
+    }
 }
 
-fn remote_options(config: &StoreConfig, plan: &StorePlan) -> RemoteOptions {
+fn remote_options(remote: &RemotePlan) -> RemoteOptions {
+    let RemotePlan { timeout, ttl, options, ca_file, .. } = remote;
     RemoteOptions {
         redis: RedisOptions {
-            ttl: plan.remote_ttl,
-            connect_timeout: plan.remote_timeout,
-            response_timeout: plan.remote_timeout,
-            ca_file: config.remote_ca_file.clone(),
+            ttl: *ttl,
+            connect_timeout: *timeout,
+            response_timeout: *timeout,
+            ca_file: ca_file.clone(),
             ..RedisOptions::default()
         },
         object: ObjectOptions {
-            settings: config
-                .remote_options
-                .iter()
-                .map(|(name, value)| (name.clone(), value.expose().to_owned()))
-                .collect(),
+            settings: options.iter().map(|(name, value)| (name.clone(), value.expose().to_owned())).collect(),
             environment: cloud_environment(),
-            connect_timeout: plan.remote_timeout,
-            timeout: plan.remote_timeout,
-            ca_file: config.remote_ca_file.clone(),
+            connect_timeout: *timeout,
+            timeout: *timeout,
+            ca_file: ca_file.clone(),
             ..ObjectOptions::default()
         },
     }
 }
 
 /// A tier that serves only what it can prove, and is unreadable without the keys where there are some.
-fn proven(tier: impl Tier + 'static, keys: Option<&Arc<EncryptionKeys>>) -> Box<dyn Tier> {
-    match keys {
-        Some(keys) => Box::new(Encrypted::new(tier, Arc::clone(keys))),
+fn proven(tier: impl Tier + 'static, plan: &TierPlan, keys: &mut KeyFiles) -> Result<Box<dyn Tier>> {
+    Ok(match &plan.encryption_key_file {
+        Some(file) => Box::new(Encrypted::new(tier, keys.read(file)?)),
         None => Box::new(Checksummed::new(tier)),
-    }
+    })
 }
 
 /// A tier that is left alone for a while when it fails, and is measured.
 fn guarded(tier: impl Tier + 'static) -> Arc<dyn Tier> {
     Arc::new(Metered::new(Breaker::new(tier, BreakerOptions::default())))
+}
+
+/// Makes a block device ready for chunks, `capacity_bytes` of it or all; returns the bytes that they may take with what
+/// describes them. Everything that was on it is lost.
+///
+/// # Errors
+/// If it is no device, is in use, has the mark of another program, or was formatted before.
+pub fn format_device(device: &Path, capacity_bytes: Option<u64>) -> Result<u64> {
+    let options = NvmeOptions::new(device, capacity_bytes.unwrap_or(NvmeOptions::WHOLE_DEVICE));
+    kvik_tier::format_device(&options).map_err(|error| NodeError::Open { reason: error.to_string() })
 }
 
 /// A store that refuses what is asked of it was configured wrongly.

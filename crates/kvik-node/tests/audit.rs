@@ -269,7 +269,7 @@ fn what_a_managing_client_does_is_written_down() {
     drop((write, opened, client));
     let manager = NodeManager::new(daemon.options("a token of acme, long"));
     manager.lookup(&names, false).unwrap();
-    manager.prefetch(&names).unwrap();
+    manager.prefetch(&names, None).unwrap();
     assert_eq!(manager.pin(&names).unwrap(), 64);
     assert!(manager.unpin(&names).unwrap() && !manager.unpin(&names).unwrap());
     manager.relocate(&names, TierKind::Ram, TierKind::Nvme, true).unwrap();

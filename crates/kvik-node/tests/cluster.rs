@@ -207,7 +207,7 @@ impl Node {
 
     fn detail(&self, name: &str) -> u64 {
         let store = &self.running().server().tenants()[0].store;
-        let (_, stat) = store.health().into_iter().find(|(tier, _)| *tier == TierKind::Peer).unwrap();
+        let (_, stat) = store.health().into_iter().find(|(tier, _)| tier.kind == TierKind::Peer).unwrap();
         stat.details.into_iter().find(|(other, _)| *other == name).unwrap().1
     }
 

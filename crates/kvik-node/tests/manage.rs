@@ -16,10 +16,10 @@ use kvik_node::{
     Attach, AttachOptions, Attached, ClientToken, ManageAnswer, ManageRequest, NodeClient, NodeError,
     NodeManager, NodeOptions, NodeServer, NodeWatch, Purpose, Tenant, survey,
 };
-use kvik_store::{Chain, Store};
+use kvik_store::{Chain, LowerTier, Store, TierName};
 use kvik_tier::{
-    Arena, ArenaOptions, Checksummed, Clock, FaultRates, Faulty, NvmeOptions, NvmeTier, RamTier, TierKind,
-    TokenDigest,
+    Arena, ArenaOptions, Checksummed, Clock, FaultRates, Faulty, Metered, NvmeOptions, NvmeTier, RamTier,
+    TierKind, TokenDigest,
 };
 use kvik_types::{BlockHash, BlockSize};
 use parking_lot::{Condvar, Mutex};
@@ -85,7 +85,7 @@ fn lookups_moves_pins_and_clears_do_what_they_do_in_a_store() {
     assert!(daemon.store.flush(Duration::from_secs(30)));
     let manager = manager(&daemon);
     let names = chain_of(&manager, 1, 7);
-    let in_tier = |tier| vec![(tier, 5 * CHUNK_TOKENS)];
+    let in_tier = |tier: TierKind| vec![(TierName::from(tier), 5 * CHUNK_TOKENS)];
     let found = manager.lookup(&names, false).unwrap();
     assert_eq!((found.n_chunks, found.n_tokens), (5, 5 * CHUNK_TOKENS));
     assert_eq!(found.tokens_by_tier, in_tier(TierKind::Ram));
@@ -99,10 +99,10 @@ fn lookups_moves_pins_and_clears_do_what_they_do_in_a_store() {
     assert_eq!(manager.pin(&names).unwrap(), 5 * CHUNK_TOKENS);
     assert_eq!(daemon.store.n_pins(), 1);
     assert!(manager.unpin(&names).unwrap() && !manager.unpin(&names).unwrap());
-    let cleared = manager.clear(Some(&names), Some(vec![TierKind::Ram])).unwrap();
-    assert_eq!(cleared, [(TierKind::Ram, 5)]);
+    let cleared = manager.clear(Some(&names), Some(vec![TierKind::Ram.into()])).unwrap();
+    assert_eq!(cleared, [(TierKind::Ram.into(), 5)]);
     assert_eq!(manager.lookup(&names, false).unwrap().tokens_by_tier, in_tier(TierKind::Nvme));
-    assert_eq!(manager.clear(None, None).unwrap(), [(TierKind::Ram, 0), (TierKind::Nvme, 5)]);
+    assert_eq!(manager.clear(None, None).unwrap(), [(TierKind::Ram.into(), 0), (TierKind::Nvme.into(), 5)]);
     assert_eq!(verify(&client, 1, 5).unwrap(), 0);
     // Of nothing there is nothing.
     assert_eq!(manager.lookup(&chain_of(&manager, 1, 0), false).unwrap().n_chunks, 0);
@@ -122,7 +122,7 @@ fn a_chain_of_many_frames_is_one_chain() {
     let names = chain_of(&manager, 3, N_CHUNKS);
     assert_eq!(manager.lookup(&names, false).unwrap().n_chunks, N_CHUNKS);
     assert_eq!(manager.pin(&names).unwrap(), N_CHUNKS * CHUNK_TOKENS);
-    assert_eq!(manager.clear(Some(&names), None).unwrap(), [(TierKind::Ram, N_CHUNKS)]);
+    assert_eq!(manager.clear(Some(&names), None).unwrap(), [(TierKind::Ram.into(), N_CHUNKS)]);
     let longest = chain_of(&manager, 3, 9000);
     let error = manager.lookup(&longest, false).unwrap_err().to_string();
     assert!(error.contains("`chunks` is 9000"), "{error}");
@@ -160,7 +160,7 @@ fn a_clear_by_one_client_is_seen_by_others_and_leases_keep_their_bytes() {
     let another = NodeClient::attach(&of_another_model).unwrap();
     assert_eq!((store(&client, 1, 3).unwrap(), store(&another, 1, 3).unwrap()), (3, 3));
     let lease = client.open(&chain(&client, 1, 3)).unwrap().retrieve(0).unwrap();
-    assert_eq!(manager(&daemon).clear(None, None).unwrap(), [(TierKind::Ram, 3)]);
+    assert_eq!(manager(&daemon).clear(None, None).unwrap(), [(TierKind::Ram.into(), 3)]);
     assert_eq!(verify(&client, 1, 3).unwrap(), 0);
     assert_eq!(verify(&another, 1, 3).unwrap(), 3, "only what has the client's namespace");
     // Others take all memory that is free.
@@ -192,7 +192,7 @@ fn a_tenant_manages_nothing_of_another() {
     assert_eq!(store(&a, 1, 3).unwrap(), 3);
     let of_b = NodeManager::new(with("b"));
     assert_eq!(of_b.lookup(&chain_of(&of_b, 1, 3), false).unwrap().n_chunks, 0);
-    assert_eq!(of_b.clear(None, None).unwrap(), [(TierKind::Ram, 0)]);
+    assert_eq!(of_b.clear(None, None).unwrap(), [(TierKind::Ram.into(), 0)]);
     let error = of_b.clear(Some(&chain(&a, 1, 3)), None).unwrap_err().to_string();
     assert!(error.contains("another space"), "{error}");
     // Names of the other tenant's chunks, sent by hand, are not found either.
@@ -201,7 +201,7 @@ fn a_tenant_manages_nothing_of_another() {
     let chunks = names.names().iter().copied().zip(names.digests(3)).collect();
     assert_eq!(ask_raw(&connection, &ManageRequest::Chunks(chunks)), Some(ManageAnswer::Done));
     let clear = ManageRequest::Clear { n_tokens: Some(names.n_tokens() as u64), tiers: None };
-    assert_eq!(ask_raw(&connection, &clear), Some(ManageAnswer::Cleared(vec![(TierKind::Ram, 0)])));
+    assert_eq!(ask_raw(&connection, &clear), Some(ManageAnswer::Cleared(vec![(TierKind::Ram.into(), 0)])));
     assert_eq!(verify(&a, 1, 3).unwrap(), 3);
     for wrong in [daemon.options(), with("c")] {
         let error = NodeManager::new(wrong).stats().unwrap_err().to_string();
@@ -306,18 +306,18 @@ fn a_prefetch_loads_and_is_ended_by_a_cancel_or_with_its_connection() {
     }
     assert!(daemon.store.flush(Duration::from_secs(30)));
     let manager = manager(&daemon);
-    manager.clear(None, Some(vec![TierKind::Ram])).unwrap();
+    manager.clear(None, Some(vec![TierKind::Ram.into()])).unwrap();
     assert_eq!(daemon.used_bytes(), 0);
     gate.set_shut(true);
     let names: Vec<Chain> = (1..4).map(|seed| chain_of(&manager, seed, 4)).collect();
-    let loads = manager.prefetch(&names[0]).unwrap();
+    let loads = manager.prefetch(&names[0], None).unwrap();
     assert!(loads.is_loading && manager.is_loading(&loads).unwrap() == Some(true));
-    let cancelled = manager.prefetch(&names[1]).unwrap();
+    let cancelled = manager.prefetch(&names[1], None).unwrap();
     assert_eq!(manager.cancel(&cancelled).unwrap(), Some(true));
     assert_eq!(manager.cancel(&cancelled).unwrap(), Some(false));
     assert_eq!(manager.is_loading(&cancelled).unwrap(), Some(false));
     let other = NodeManager::new(daemon.options());
-    assert!(other.prefetch(&names[2]).unwrap().is_loading);
+    assert!(other.prefetch(&names[2], None).unwrap().is_loading);
     other.close();
     assert!(other.stats().is_err(), "a closed one stays closed");
     gate.set_shut(false);
@@ -333,6 +333,64 @@ fn a_prefetch_loads_and_is_ended_by_a_cancel_or_with_its_connection() {
 }
 
 #[test]
+fn tiers_of_one_kind_are_told_apart_by_their_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let disk = |name: &str| {
+        let tier = NvmeTier::open(&NvmeOptions::new(folder.path().join(name), 64 << 20)).unwrap();
+        LowerTier::local(Arc::new(Checksummed::new(tier))).named(TierName::try_new(name).unwrap())
+    };
+    let ram = RamTier::new(Arena::new(ArenaOptions::new(16 << 20)).unwrap());
+    let builder = Store::builder(store_options(), ram).tier(disk("fast")).tier(disk("large"));
+    let daemon = Daemon::start_with(builder.open().unwrap());
+    let client = daemon.attach();
+    assert_eq!(store(&client, 1, 4).unwrap(), 4);
+    assert!(daemon.store.flush(Duration::from_secs(30)));
+    let manager = manager(&daemon);
+    let names = chain_of(&manager, 1, 4);
+    let name = |text: &str| TierName::try_new(text).unwrap();
+    let cleared = manager.clear(Some(&names), Some(vec![name("ram"), name("fast")])).unwrap();
+    assert_eq!(cleared, [(name("ram"), 4), (name("fast"), 4)]);
+    let found = manager.lookup(&names, false).unwrap();
+    assert_eq!(found.tokens_by_tier, [(name("large"), 4 * CHUNK_TOKENS)]);
+    assert_eq!(found.slowest_tier, Some(TierKind::Nvme));
+    // One tier alone is read: the first has nothing.
+    let from_fast = manager.prefetch(&names, Some(&name("fast"))).unwrap();
+    until("the tier was asked", || manager.is_loading(&from_fast).unwrap() == Some(false));
+    assert_eq!(manager.lookup(&names, true).unwrap().tokens_in(TierKind::Ram), 0);
+    let from_large = manager.prefetch(&names, Some(&name("large"))).unwrap();
+    until("the prefetch is done", || manager.is_loading(&from_large).unwrap() == Some(false));
+    assert_eq!(manager.lookup(&names, true).unwrap().tokens_in(TierKind::Ram), 4 * CHUNK_TOKENS);
+    let error = manager.prefetch(&names, Some(&name("other"))).unwrap_err();
+    assert!(matches!(error, NodeError::Refused { .. }), "{error}");
+    // The move of one disk to the other leaves nothing behind.
+    assert_eq!(manager.relocate(&names, name("large"), name("fast"), false).unwrap(), 4);
+    let AttachOptions { namespace, format, .. } = daemon.options();
+    let space = daemon.store.space(&namespace, format).unwrap();
+    let tiers = daemon.store.tier_names_of(&chain_in(&space, 1, 4), 3);
+    assert_eq!(tiers, [name("ram"), name("fast")]);
+    assert_eq!(verify(&client, 1, 4).unwrap(), 4);
+}
+
+#[test]
+fn the_statistics_of_a_store_with_all_its_tiers_have_room_in_a_frame() {
+    let folder = tempfile::tempdir().unwrap();
+    let ram = RamTier::new(Arena::new(ArenaOptions::new(16 << 20)).unwrap());
+    let mut builder = Store::builder(store_options(), ram);
+    for number in 1..8 {
+        let disk =
+            NvmeTier::open(&NvmeOptions::new(folder.path().join(number.to_string()), 64 << 20)).unwrap();
+        let name = TierName::try_new(&number.to_string().repeat(32)).unwrap();
+        builder = builder.tier(LowerTier::local(Arc::new(Metered::new(disk))).named(name));
+    }
+    let daemon = Daemon::start_with(builder.open().unwrap());
+    assert_eq!(store(&daemon.attach(), 1, 4).unwrap(), 4);
+    assert!(daemon.store.flush(Duration::from_secs(30)));
+    let stats = manager(&daemon).stats().unwrap();
+    assert_eq!(stats.tiers.len(), 8);
+    assert!(!stats.tiers[7].operations.is_empty());
+}
+
+#[test]
 fn a_manager_does_not_hold_up_a_take_over_and_goes_on_with_the_new_daemon() {
     let place = Place::new();
     let opener = Opener::on_disk(place.folder.path());
@@ -341,9 +399,9 @@ fn a_manager_does_not_hold_up_a_take_over_and_goes_on_with_the_new_daemon() {
     let names = chain_of(&idle, 1, 5);
     assert_eq!(complete(&place.attach(), 1, 5).unwrap(), 5);
     assert!(server.tenants()[0].store.flush(Duration::from_secs(30)), "they are on the disk");
-    idle.clear(Some(&names), Some(vec![TierKind::Ram])).unwrap();
+    idle.clear(Some(&names), Some(vec![TierKind::Ram.into()])).unwrap();
     for round in 0..3 {
-        let prefetch = idle.prefetch(&names).unwrap();
+        let prefetch = idle.prefetch(&names, None).unwrap();
         let begin = Instant::now();
         let next = place.take_over(&opener).unwrap();
         assert!(begin.elapsed() < Duration::from_secs(10), "it was waited for");
@@ -408,6 +466,7 @@ fn a_daemon_that_does_not_answer_is_given_up_after_the_timeout() {
         stores_tails: false,
         digest_key: None,
         arena_bytes: 1 << 20,
+        peer_address: None,
     };
     std::thread::scope(|scope| {
         let asking = scope.spawn(|| manager.stats().unwrap_err());
@@ -437,7 +496,7 @@ fn a_survey_gives_what_the_store_has() {
     }
     assert!(daemon.store.flush(Duration::from_secs(30)));
     let manager = manager(&daemon);
-    manager.clear(Some(&chain_of(&manager, 7, 5)), Some(vec![TierKind::Ram])).unwrap();
+    manager.clear(Some(&chain_of(&manager, 7, 5)), Some(vec![TierKind::Ram.into()])).unwrap();
     let mut expected: HashMap<BlockHash, Vec<TierKind>> = HashMap::new();
     let space = daemon.store.space(&daemon.options().namespace, daemon.options().format).unwrap();
     daemon.store.visit_chunks(&space, |hash, tiers| {

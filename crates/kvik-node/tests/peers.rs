@@ -80,7 +80,7 @@ impl Node {
 
     fn detail(&self, name: &str) -> u64 {
         let store = &self.daemon.as_ref().unwrap().server().tenants()[0].store;
-        let (_, stat) = store.health().into_iter().find(|(tier, _)| *tier == TierKind::Peer).unwrap();
+        let (_, stat) = store.health().into_iter().find(|(tier, _)| tier.kind == TierKind::Peer).unwrap();
         stat.details.into_iter().find(|(other, _)| *other == name).unwrap().1
     }
 
@@ -230,6 +230,8 @@ fn nodes_of_other_tokens_and_other_tenants_share_nothing() {
             token_file: write(name),
             ram: "8MiB".to_owned(),
             nvme: None,
+            tiers: Vec::new(),
+            share: 1,
             digest_key_file: None,
             encryption_key_file: None,
         })

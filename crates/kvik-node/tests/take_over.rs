@@ -169,7 +169,7 @@ fn a_daemon_that_dies_half_way_leaves_the_old_one_serving_with_all_chunks() {
     // The disk is there too.
     for tenant in &*old.tenants() {
         assert!(tenant.store.flush(Duration::from_secs(30)));
-        tenant.store.clear(&Clear { tiers: Some(vec![TierKind::Ram]), ..Clear::default() });
+        tenant.store.clear(&Clear { tiers: Some(vec![TierKind::Ram.into()]), ..Clear::default() });
     }
     assert_eq!(session.run(|client| verify(client, 1, 5)), Some(5));
     let new = place.take_over(&opener).unwrap();

@@ -3,16 +3,18 @@
 //! | call | body | answer |
 //! |---|---|---|
 //! | `POST /cache/lookup` | [`PromptInput`] | [`LookupResponse`] |
-//! | `POST /cache/prefetch` | [`PromptInput`] | [`PrefetchStatus`], at once |
+//! | `POST /cache/prefetch[?tier=..]` | [`PromptInput`] | [`PrefetchStatus`], at once |
 //! | `GET /cache/prefetch/{id}` | none | [`PrefetchStatus`] |
 //! | `DELETE /cache/prefetch/{id}` | none | [`PrefetchStatus`], cancelled |
 //! | `POST /cache/pin`, `POST /cache/unpin` | [`PromptInput`] | [`PinResponse`] |
 //! | `POST /cache/move` | [`MoveRequest`] | [`MoveResponse`] |
 //! | `POST /cache/clear` | [`ClearRequest`] | [`ClearResponse`] |
-//! | `POST /cache/retrieve[?layer=..]` | [`PromptInput`] | safetensors: `token_ids`, `chunk.N.layer.N` |
-//! | `POST /cache/store` | safetensors as `retrieve` gives them, all layers | [`StoreResponse`] |
+//! | `POST /cache/retrieve[?layer=..&tier=..]` | [`PromptInput`] | safetensors: `token_ids`, `chunk.N.layer.N` |
+//! | `POST /cache/store[?tier=..]` | safetensors as `retrieve` gives them, all layers | [`StoreResponse`] |
 //! | `GET /cache/health` | none | [`CacheHealth`] |
 //! | `GET /cache/stats` | none | [`CacheStats`] |
+//!
+//! `tier` is the name of a tier: KV is read from it alone, or written to it alone.
 //!
 //! The bytes of `chunk.N.layer.N` lie as the engine keeps them; the metadata field `namespace` says for
 //! which model, type and layout they are good, and `store` takes no others.
@@ -130,8 +132,11 @@ pub struct CacheHealth {
 /// The state of a tier.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TierReport {
-    /// Its name: `ram`, `nvme`, `redis` or `object`.
+    /// Its name: `ram` for memory, and what it was called, or its kind, for the others.
     pub tier: String,
+    /// What it is made of: `ram`, `nvme`, `peer`, `redis` or `object`.
+    #[serde(default)]
+    pub kind: String,
     /// `up`, `read_only` or `down`.
     pub state: String,
     /// Why it is not up.

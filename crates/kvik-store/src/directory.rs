@@ -11,7 +11,7 @@ use parking_lot::RwLock;
 use crate::chain::{Chain, block_id};
 use crate::observer::Observed;
 use crate::policy::BlockId;
-use crate::tiers::{MAX_TIERS, TierIdx, TierRanks};
+use crate::tiers::{MAX_TIERS, TierIdx, TierRanks, TierSet};
 
 /// Enough that threads on all cores of a large machine seldom meet, and a small part of a small store.
 const N_SHARDS: usize = 256;
@@ -27,8 +27,8 @@ const N_SHARDS: usize = 256;
 #[derive(Debug)]
 pub(crate) struct Directory {
     shards: Box<[RwLock<Shard>]>,
-    /// Memory and the local tiers, which come first in the list.
-    n_local_tiers: usize,
+    /// Memory and the local tiers.
+    local_tiers: TierSet,
 }
 
 /// What is known of one chunk.
@@ -45,8 +45,8 @@ pub(crate) struct Entry {
     pub(crate) n_writers: u16,
     /// Whether it was retrieved before.
     pub(crate) was_used: bool,
-    /// Whether it left a lower tier for others: it is not written there again while it is in memory.
-    pub(crate) was_evicted_below: bool,
+    /// The lower tiers that it left for others: it is not written there again while it is in memory.
+    pub(crate) left_tiers: TierSet,
     /// Whether it came from another node, which has it too as far as is known here.
     pub(crate) is_copy: bool,
 }
@@ -62,8 +62,8 @@ struct Shard {
 struct IdHasher(u64);
 
 impl Directory {
-    pub(crate) fn new(n_local_tiers: usize) -> Self {
-        Self { shards: (0..N_SHARDS).map(|_| RwLock::default()).collect(), n_local_tiers }
+    pub(crate) fn new(local_tiers: TierSet) -> Self {
+        Self { shards: (0..N_SHARDS).map(|_| RwLock::default()).collect(), local_tiers }
     }
 
     /// What is known of a chunk; an empty entry where nothing is.
@@ -115,7 +115,7 @@ impl Directory {
                 let before = *entry;
                 let result = change(entry);
                 let after = *entry;
-                if after.is_empty(self.n_local_tiers) {
+                if after.is_empty(self.local_tiers) {
                     place.remove();
                 }
                 self.tell(observed, hash, parent, &before, &after);
@@ -125,7 +125,7 @@ impl Directory {
                 let before = Entry::new(hash, namespace_idx, depth);
                 let mut after = before;
                 let result = change(&mut after);
-                if !after.is_empty(self.n_local_tiers) {
+                if !after.is_empty(self.local_tiers) {
                     place.insert(after);
                 }
                 self.tell(observed, hash, parent, &before, &after);
@@ -147,7 +147,7 @@ impl Directory {
         let hash = before.hash(id);
         let result = change(hash, place.get_mut());
         let after = *place.get();
-        if after.is_empty(self.n_local_tiers) {
+        if after.is_empty(self.local_tiers) {
             place.remove();
         }
         self.tell(observed, hash, None, &before, &after);
@@ -168,7 +168,7 @@ impl Directory {
                     observed.compare(hash, None, &self.known(&before), &self.known(entry), changes);
                 }
             }
-            !entry.is_empty(self.n_local_tiers)
+            !entry.is_empty(self.local_tiers)
         });
         for (observed, changes) in observed.iter().zip(&changes) {
             observed.tell(changes);
@@ -233,11 +233,11 @@ impl Directory {
 
     /// The ranks that are known of an entry: none once it is removed.
     fn known(&self, entry: &Entry) -> TierRanks {
-        if entry.is_empty(self.n_local_tiers) { [0; MAX_TIERS] } else { entry.ranks }
+        if entry.is_empty(self.local_tiers) { [0; MAX_TIERS] } else { entry.ranks }
     }
 
-    pub(crate) fn n_local_tiers(&self) -> usize {
-        self.n_local_tiers
+    pub(crate) fn local_tiers(&self) -> TierSet {
+        self.local_tiers
     }
 
     pub(crate) fn n_shards(&self) -> usize {
@@ -274,7 +274,7 @@ impl Entry {
             depth,
             n_writers: 0,
             was_used: false,
-            was_evicted_below: false,
+            left_tiers: TierSet::default(),
             is_copy: false,
         }
     }
@@ -284,13 +284,14 @@ impl Entry {
     }
 
     /// Whether a local tier has any rank of it.
-    pub(crate) fn is_local(&self, n_local_tiers: usize) -> bool {
-        self.ranks[..n_local_tiers].iter().any(|ranks| *ranks != 0)
+    pub(crate) fn is_local(&self, local_tiers: TierSet) -> bool {
+        let is_held = |(tier, ranks): (TierIdx, &u64)| *ranks != 0 && local_tiers.contains(tier);
+        self.ranks.iter().enumerate().any(is_held)
     }
 
     /// Remote tiers alone keep no entry: they are asked.
-    fn is_empty(&self, n_local_tiers: usize) -> bool {
-        self.n_writers == 0 && !self.is_local(n_local_tiers)
+    fn is_empty(&self, local_tiers: TierSet) -> bool {
+        self.n_writers == 0 && !self.is_local(local_tiers)
     }
 }
 

@@ -5,12 +5,12 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use kvik_tier::{ChunkKey, Lease, TierKind, TokenDigest};
+use kvik_tier::{ChunkKey, Lease, TokenDigest};
 use parking_lot::Mutex;
 
 use crate::chain::Chain;
 use crate::residents::ResidentPin;
-use crate::tiers::TierIdx;
+use crate::tiers::{TierIdx, TierSet};
 
 /// Enough that the threads of a large machine seldom meet.
 const N_SHARDS: usize = 64;
@@ -48,7 +48,7 @@ pub(crate) struct Flight {
 #[derive(Debug, Clone)]
 pub(crate) enum FlightEnd {
     /// It brought the chunk from a tier.
-    Arrived { lease: Lease, tier: TierKind },
+    Arrived { lease: Lease, tier: TierIdx },
     /// No tier gave it.
     Lost,
 }
@@ -66,12 +66,22 @@ pub(crate) struct WaitingCell {
     pub(crate) cell_idx: usize,
 }
 
+/// The tiers that a reader may have a chunk from.
+#[derive(Debug)]
+pub(crate) struct Sources {
+    pub(crate) tiers: VecDeque<TierIdx>,
+    /// Whether it wants it from these and no others.
+    pub(crate) is_alone: bool,
+}
+
 #[derive(Debug)]
 struct State {
     end: Option<FlightEnd>,
     waiting: Vec<WaitingCell>,
     /// Tiers that may have it and were not asked yet.
     sources: VecDeque<TierIdx>,
+    /// All that were ever among them.
+    known_sources: TierSet,
 }
 
 // === impl Flights ===
@@ -94,7 +104,8 @@ impl Flights {
         found.filter(|flight| flight.can_be_joined(generation))
     }
 
-    /// Joins the flight for what a rank holds of a chunk, or makes one; says whether it is new.
+    /// Joins the flight for what a rank holds of a chunk, or makes one; says whether it is new. One that wants a single
+    /// tier joins none.
     pub(crate) fn join_or_start(
         self: &Arc<Self>,
         chain: &Chain,
@@ -102,9 +113,11 @@ impl Flights {
         rank: u16,
         generation: u64,
         may_displace: bool,
-        sources: VecDeque<TierIdx>,
+        sources: Sources,
     ) -> (Arc<Flight>, bool) {
+        let Sources { tiers: sources, is_alone } = sources;
         let name = (chain.key_of(chunk_idx, rank), chain.digest_of(chunk_idx));
+        let known_sources = sources.iter().copied().collect();
         let new = Arc::new(Flight {
             table: Arc::clone(self),
             chain: chain.clone(),
@@ -113,15 +126,21 @@ impl Flights {
             generation,
             may_displace: AtomicBool::new(may_displace),
             pin: OnceLock::new(),
-            state: Mutex::new(State { end: None, waiting: Vec::new(), sources }),
+            state: Mutex::new(State {
+                end: None,
+                waiting: Vec::new(),
+                sources: sources.clone(),
+                known_sources,
+            }),
         });
         let mut shard = self.shard(&name).lock();
         let found = shard.get(&name).and_then(Weak::upgrade);
         // A flight's drop takes the shard's lock, so no flight is dropped before the lock is.
         match found {
-            Some(flight) if flight.can_be_joined(generation) => {
+            Some(flight) if !is_alone && flight.can_be_joined(generation) => {
                 drop(shard);
                 flight.may_displace.fetch_or(may_displace, Ordering::Relaxed);
+                flight.add_sources(&sources);
                 (flight, false)
             }
             other => {
@@ -171,6 +190,17 @@ impl Flight {
         {
             // Another thread may have been faster; then this pin goes.
             let _ = self.pin.set(pin);
+        }
+    }
+
+    /// Adds tiers that another reader may have it from: the first may have wanted one tier alone.
+    fn add_sources(&self, sources: &VecDeque<TierIdx>) {
+        let mut state = self.state.lock();
+        for source in sources {
+            if !state.known_sources.contains(*source) {
+                state.known_sources.insert(*source);
+                state.sources.push_back(*source);
+            }
         }
     }
 

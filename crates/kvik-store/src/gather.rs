@@ -4,10 +4,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvik_tier::{Lease, TierKind};
+use kvik_tier::Lease;
 use parking_lot::{Condvar, Mutex};
 
 use crate::flight::{Flight, FlightEnd, FlightWaiter};
+use crate::tiers::{RAM, TierIdx};
 
 /// The chunks of one retrieve as they arrive.
 ///
@@ -26,7 +27,7 @@ pub(crate) struct Cell {
     /// What each rank holds.
     pub(crate) leases: Vec<Option<Lease>>,
     /// The slowest tier that a rank came from.
-    pub(crate) tier: TierKind,
+    pub(crate) tier: TierIdx,
 }
 
 /// What a gather ends with.
@@ -194,7 +195,7 @@ fn call(callbacks: Vec<Callback>) {
 
 impl Cell {
     pub(crate) fn new(n_ranks: u16) -> Self {
-        Self { leases: vec![None; usize::from(n_ranks)], tier: TierKind::Ram }
+        Self { leases: vec![None; usize::from(n_ranks)], tier: RAM }
     }
 
     fn is_complete(&self) -> bool {

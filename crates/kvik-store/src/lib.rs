@@ -68,5 +68,6 @@ pub use options::{StoreOptions, WriteBack};
 pub use store::{
     ChunkWriter, Clear, Cleared, Commit, CommittedChunk, KeptChunk, KeptMemory, Layer, LayerReader,
     LayerWrite, LayerWriter, LocalRange, LocalRead, Lookup, Observation, Prefetch, Retrieved, RetrievedChunk,
-    Store, StoreBuilder, StoreStats, TierQueues, Write,
+    Store, StoreBuilder, StoreStats, TierQueues, TierWrite, Write,
 };
+pub use tiers::{LowerTier, TierLabel, TierName};

@@ -6,20 +6,20 @@ use std::sync::Arc;
 use kvik_tier::TierKind;
 use kvik_types::BlockHash;
 
-use crate::tiers::{TierIdx, TierRanks};
+use crate::tiers::{TierIdx, TierLabel, TierRanks};
 
-/// A chunk that a tier has since now, or has no more.
+/// A chunk that the tiers of a kind have since now, or have no more.
 ///
-/// A tier has a chunk when every rank of it can be read there.
+/// They have a chunk when every rank of it can be read from one of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkChange {
     /// The chunk.
     pub hash: BlockHash,
     /// The chunk before it in its chain, where that is known.
     pub parent: Option<BlockHash>,
-    /// The tier.
+    /// The kind.
     pub tier: TierKind,
-    /// Whether the tier has it.
+    /// Whether one of its tiers has it.
     pub is_held: bool,
 }
 
@@ -38,9 +38,29 @@ pub(crate) struct Observed {
     pub(crate) namespace_idx: u32,
     /// The ranks that a chunk has.
     pub(crate) all_ranks: u64,
-    /// The tiers in the order of the directory.
-    pub(crate) kinds: Vec<TierKind>,
+    pub(crate) tiers: Vec<TiersOfKind>,
     pub(crate) observer: Arc<dyn ChunkObserver>,
+}
+
+/// The tiers that an observer does not tell apart.
+#[derive(Debug)]
+pub(crate) struct TiersOfKind {
+    kind: TierKind,
+    tiers: Vec<TierIdx>,
+}
+
+impl TiersOfKind {
+    /// The kinds of tiers, in the order of their first tier.
+    pub(crate) fn group(labels: &[TierLabel]) -> Vec<Self> {
+        let mut groups: Vec<Self> = Vec::new();
+        for (tier, TierLabel { kind, .. }) in labels.iter().enumerate() {
+            match groups.iter_mut().find(|group| group.kind == *kind) {
+                Some(group) => group.tiers.push(tier),
+                None => groups.push(Self { kind: *kind, tiers: vec![tier] }),
+            }
+        }
+        groups
+    }
 }
 
 impl Observed {
@@ -53,9 +73,9 @@ impl Observed {
         after: &TierRanks,
         changes: &mut Vec<ChunkChange>,
     ) {
-        for (tier, kind) in self.kinds.iter().enumerate() {
-            let is_held = self.is_whole(after, tier);
-            if self.is_whole(before, tier) != is_held {
+        for TiersOfKind { kind, tiers } in &self.tiers {
+            let is_held = self.is_whole(after, tiers);
+            if self.is_whole(before, tiers) != is_held {
                 changes.push(ChunkChange { hash, parent, tier: *kind, is_held });
             }
         }
@@ -73,7 +93,7 @@ impl Observed {
         }
     }
 
-    fn is_whole(&self, ranks: &TierRanks, tier: TierIdx) -> bool {
-        ranks[tier] == self.all_ranks
+    fn is_whole(&self, ranks: &TierRanks, tiers: &[TierIdx]) -> bool {
+        tiers.iter().any(|tier| ranks[*tier] == self.all_ranks)
     }
 }

@@ -42,15 +42,16 @@ pub use arena::{
     Slot,
 };
 pub use decorator::{
-    Breaker, BreakerOptions, Checksummed, Clock, Encrypted, EncryptionKeys, FaultRates, Faulty, KeyId,
-    KeyRing, Metered, OpenedHead, Retry, RetryOptions, SEALED_HEAD_BYTES, SealedHead, SealingKey,
-    SystemClock, Throttled, ThrottledOptions, TierMetrics, seal_chunk,
+    Absent, Bandwidth, BandwidthShare, Breaker, BreakerOptions, Checksummed, Clock, Encrypted,
+    EncryptionKeys, FaultRates, Faulty, KeyId, KeyRing, Metered, OpenedHead, Retry, RetryOptions,
+    SEALED_HEAD_BYTES, SealedHead, SealingKey, SystemClock, Throttled, ThrottledOptions, TierMetrics,
+    seal_chunk,
 };
 pub use envelope::{ENVELOPE_BYTES, Envelope, seal};
 pub use error::{Result, TierError};
 pub use histogram::Latencies;
 pub use key::{ChunkKey, NamespaceId, TokenDigest};
-pub use nvme::{IoKind, NvmeOptions, NvmeTier};
+pub use nvme::{IoKind, NvmeOptions, NvmeTier, format_device};
 pub use object::{ObjectOptions, ObjectTier, ObjectUrl};
 pub use operations::OperationMetrics;
 pub use peer::{PeerAddress, PeerOptions, PeerTier};

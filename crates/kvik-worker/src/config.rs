@@ -138,6 +138,11 @@ impl Default for WorkerConfig {
 }
 
 impl WorkerConfig {
+    /// Its name, under `id` or LMCache's name for it.
+    pub(crate) fn given_id(&self) -> Option<&String> {
+        self.id.as_ref().or(self.store.lmcache_instance_id.as_ref())
+    }
+
     /// Checks all values.
     ///
     /// # Errors
@@ -153,7 +158,24 @@ impl WorkerConfig {
         for coordinator in &self.coordinators {
             check(is_base_address(coordinator), "coordinators", &redacted_url(coordinator), BASE)?;
         }
-        for (field, name) in [("id", &self.id), ("served_model_name", &self.served_model_name)] {
+        let alias = &self.store.lmcache_instance_id;
+        if let (Some(id), Some(alias)) = (&self.id, alias) {
+            check(id == alias, "store.lmcache_instance_id", alias, "what `id` says, or nothing")?;
+        }
+        if self.store.enable_controller == Some(true) {
+            let fits = !self.coordinators.is_empty();
+            check(
+                fits,
+                "store.enable_controller",
+                "true",
+                "true together with `coordinators`, which govern the worker",
+            )?;
+        }
+        for (field, name) in [
+            ("id", &self.id),
+            ("store.lmcache_instance_id", alias),
+            ("served_model_name", &self.served_model_name),
+        ] {
             if let Some(name) = name {
                 let fits = (1..=256).contains(&name.len()) && !name.chars().any(char::is_control);
                 check(fits, field, name, "1 to 256 bytes without control characters")?;
@@ -282,6 +304,19 @@ mod tests {
         assert!(login.starts_with("`coordinators` is http://(hidden)@h:1; allowed: "), "{login}");
         assert!(message(|config| config.weight = f64::NAN).contains("`weight` is NaN"));
         assert!(message(|config| config.id = Some(String::new())).contains("`id`"));
+        let both = |config: &mut WorkerConfig| {
+            config.store.lmcache_instance_id = Some("a".to_owned());
+            config.id = Some("b".to_owned());
+        };
+        assert!(message(both).contains("`store.lmcache_instance_id` is a; allowed: what `id` says"));
+        let governed = |config: &mut WorkerConfig| config.store.enable_controller = Some(true);
+        assert!(message(governed).contains("together with `coordinators`"));
+        let mut config =
+            WorkerConfig { coordinators: vec!["http://c:1".to_owned()], ..WorkerConfig::default() };
+        config.store.lmcache_instance_id = Some("a".to_owned());
+        governed(&mut config);
+        config.validate().unwrap();
+        assert_eq!(config.given_id().map(String::as_str), Some("a"));
         assert!(message(|config| config.memory.device_bytes = 1).contains("`memory.device_bytes` is 1"));
         assert!(message(|config| config.idle_timeout_s = 0).contains("a day"));
         assert!(message(|config| config.coordinator_tls.key = Some("k".into())).contains("both or none"));

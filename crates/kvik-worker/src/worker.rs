@@ -73,7 +73,7 @@ impl Worker {
             .map_err(|source| WorkerError::Io { what: format!("listen on {}", config.listen), source })?;
         trust.check_listener("listen", address, false)?;
         let host = host_name();
-        let id = config.id.clone().unwrap_or_else(|| format!("{host}-{}", address.port()));
+        let id = config.given_id().cloned().unwrap_or_else(|| format!("{host}-{}", address.port()));
         let base = config.advertise.clone().unwrap_or_else(|| {
             let scheme = if tls.is_some() { "https" } else { "http" };
             if address.ip().is_unspecified() {
@@ -250,7 +250,7 @@ fn load_engine(config: &WorkerConfig) -> Result<(Model, Engine, Option<WorkerSto
     };
     let mut backend = CpuBackendOptions::default();
     backend.n_blocks = config.kv_blocks;
-    backend.memory = config.memory.group(config.id.clone().unwrap_or_else(|| config.listen.clone()));
+    backend.memory = config.memory.group(config.given_id().cloned().unwrap_or_else(|| config.listen.clone()));
     backend.kv_dtype = config.dtype()?;
     if config.threads != 0 {
         backend.n_threads = config.threads;

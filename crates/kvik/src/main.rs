@@ -81,6 +81,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Top(arguments) => commands::top::run(arguments),
         Command::Memory(MemoryCommand::Serve(arguments)) => commands::memory::serve(arguments),
         Command::Store(StoreCommand::Serve(arguments)) => commands::store::serve(arguments),
+        Command::Store(StoreCommand::Format(arguments)) => commands::store::format(arguments),
     }
 }
 

@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 
 use kvik_memory::socket::{Connection, FrameBuffer, wait_ready};
 use kvik_proto::cache::CacheStats;
-use kvik_store::{Chain, Lookup, Space};
-use kvik_tier::TierKind;
+use kvik_store::{Chain, Lookup, Space, TierName};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags};
 
@@ -119,12 +118,13 @@ impl NodeManager {
         }
     }
 
-    /// Begins to load a chain into the daemon's memory.
+    /// Begins to load a chain into the daemon's memory, from one tier alone where one is named.
     ///
     /// # Errors
-    /// If the daemon is gone.
-    pub fn prefetch(&self, chain: &Chain) -> Result<RemotePrefetch> {
-        match self.ask_of(chain, &ManageRequest::Prefetch { n_tokens: chain.n_tokens() as u64 })? {
+    /// If the daemon is gone, or has no such tier.
+    pub fn prefetch(&self, chain: &Chain, tier: Option<&TierName>) -> Result<RemotePrefetch> {
+        let request = ManageRequest::Prefetch { n_tokens: chain.n_tokens() as u64, tier: tier.cloned() };
+        match self.ask_of(chain, &request)? {
             (ManageAnswer::Prefetch { number, is_loading }, link) => {
                 Ok(RemotePrefetch { link, number, is_loading })
             }
@@ -172,8 +172,14 @@ impl NodeManager {
     ///
     /// # Errors
     /// If the daemon is gone.
-    pub fn relocate(&self, chain: &Chain, from: TierKind, to: TierKind, keeps_source: bool) -> Result<usize> {
-        let n_tokens = chain.n_tokens() as u64;
+    pub fn relocate(
+        &self,
+        chain: &Chain,
+        from: impl Into<TierName>,
+        to: impl Into<TierName>,
+        keeps_source: bool,
+    ) -> Result<usize> {
+        let (n_tokens, from, to) = (chain.n_tokens() as u64, from.into(), to.into());
         self.count(chain, &ManageRequest::Relocate { n_tokens, from, to, keeps_source })
     }
 
@@ -184,8 +190,8 @@ impl NodeManager {
     pub fn clear(
         &self,
         chain: Option<&Chain>,
-        tiers: Option<Vec<TierKind>>,
-    ) -> Result<Vec<(TierKind, usize)>> {
+        tiers: Option<Vec<TierName>>,
+    ) -> Result<Vec<(TierName, usize)>> {
         let n_tokens = chain.map(|chain| chain.n_tokens() as u64);
         match self.ask(chain, &ManageRequest::Clear { n_tokens, tiers })? {
             (ManageAnswer::Cleared(chunks), _) => Ok(chunks),

@@ -10,12 +10,13 @@ use kvik_runtime::secret::Secret;
 use kvik_store::Store;
 use serde::{Deserialize, Serialize};
 
-use super::{PeerConfig, PeerPlan, StoreConfig, StorePlan, check};
+use super::{PeerConfig, PeerPlan, StoreConfig, StorePlan, TierConfig, check, refuse};
+use crate::bandwidth::{NodeBandwidth, TenantBandwidth};
 use crate::error::{NodeError, Result};
 use crate::peers::IndexHints;
 use crate::take_over::{StoreParts, TenantTerms};
 use crate::tenant::{ClientToken, Tenant};
-use crate::tiers::{open_store, store_options, store_parts};
+use crate::tiers::{open_store_with, store_options, store_parts};
 
 /// Everything that can be configured of a store daemon.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -61,6 +62,7 @@ struct ConfiguredTenant {
     name: String,
     token: Option<ClientToken>,
     tiers: StoreConfig,
+    share: u32,
 }
 
 /// A tenant of a store daemon.
@@ -76,6 +78,13 @@ pub struct TenantConfig {
     /// Folder and size for its chunks on a local disk. Default: none.
     #[serde(default)]
     pub nvme: Option<String>,
+    /// Its tiers below memory, as `tiers.tiers`, with disks of its own. Default: `nvme` and `tiers.remote`, or `tiers.tiers`
+    /// if it has no disk.
+    #[serde(default)]
+    pub tiers: Vec<TierConfig>,
+    /// Its weight among tenants that want more bytes of a tier than `bytes_per_s` lets through: 1 to 1000. Default: 1.
+    #[serde(default = "one_share")]
+    pub share: u32,
     /// File with the secret that keys its digests and names. Default: that of `tiers`.
     #[serde(default)]
     pub digest_key_file: Option<PathBuf>,
@@ -118,10 +127,10 @@ impl DaemonConfig {
     ///
     /// # Errors
     /// For the first value that is not allowed, and where a token, memory or a disk cannot be used.
-    pub(crate) fn open_tenants(&self, peers: &PeerPlans) -> Result<Vec<Tenant>> {
+    pub(crate) fn open_tenants(&self, peers: &PeerPlans, node: &NodeBandwidth) -> Result<Vec<Tenant>> {
         let open = |configured: ConfiguredTenant| {
-            let ConfiguredTenant { name, token, tiers } = configured;
-            let store = open(&tiers, peers.get(&name))?;
+            let ConfiguredTenant { name, token, tiers, share } = configured;
+            let store = open(&tiers, peers.get(&name), TenantBandwidth { node, share })?;
             Ok(Tenant { name, token, store })
         };
         self.configured_tenants()?.into_iter().map(open).collect()
@@ -147,7 +156,7 @@ impl DaemonConfig {
     /// For the first value that is not allowed, and where a token or key cannot be read.
     pub(crate) fn terms(&self) -> Result<Vec<TenantTerms>> {
         let terms = |configured: ConfiguredTenant| {
-            let ConfiguredTenant { name, token, tiers } = configured;
+            let ConfiguredTenant { name, token, tiers, .. } = configured;
             let plan = plan(&tiers)?;
             let options = store_options(&tiers, &plan)?;
             Ok(TenantTerms {
@@ -166,12 +175,17 @@ impl DaemonConfig {
     ///
     /// # Errors
     /// As for [`Self::open_tenants`], and if there is no such tenant.
-    pub(crate) fn parts_of(&self, tenant: &str, peers: &PeerPlans) -> Result<StoreParts> {
+    pub(crate) fn parts_of(
+        &self,
+        tenant: &str,
+        peers: &PeerPlans,
+        node: &NodeBandwidth,
+    ) -> Result<StoreParts> {
         let configured = self.configured_tenants()?.into_iter().find(|configured| configured.name == tenant);
-        let Some(ConfiguredTenant { tiers, .. }) = configured else {
+        let Some(ConfiguredTenant { tiers, share, .. }) = configured else {
             return Err(NodeError::invalid("tenant", &tenant, "one that is configured"));
         };
-        store_parts(&tiers, &plan(&tiers)?, peers.get(tenant))
+        store_parts(&tiers, &plan(&tiers)?, peers.get(tenant), Some(TenantBandwidth { node, share }))
     }
 
     fn configured_tenants(&self) -> Result<Vec<ConfiguredTenant>> {
@@ -182,7 +196,7 @@ impl DaemonConfig {
         if self.tenants.is_empty() {
             let token = self.token_file.as_deref().map(read_token).transpose()?;
             let name = self.tiers.tenant.clone();
-            return Ok(vec![ConfiguredTenant { name, token, tiers: self.tiers.clone() }]);
+            return Ok(vec![ConfiguredTenant { name, token, tiers: self.tiers.clone(), share: 1 }]);
         }
         if let Some(file) = &self.token_file {
             let allowed = "none beside `tenants`, which have tokens of their own";
@@ -192,11 +206,23 @@ impl DaemonConfig {
     }
 
     fn configured_tenant(&self, tenant: &TenantConfig) -> Result<ConfiguredTenant> {
-        let TenantConfig { name, token_file, ram, nvme, digest_key_file, encryption_key_file } = tenant;
+        let TenantConfig { name, token_file, ram, nvme, tiers, share, digest_key_file, encryption_key_file } =
+            tenant;
         check((1..=256).contains(&name.len()), "tenants.name", name.as_str(), "1 to 256 bytes")?;
+        check((1..=1000).contains(share), "tenants.share", share, "1 to 1000")?;
+        let tiers = if tiers.is_empty() { &self.tiers.tiers } else { tiers };
+        if tenant.tiers.is_empty() && tiers.iter().any(TierConfig::is_disk) {
+            let allowed = "a list of its own where `tiers.tiers` has disks: a disk has one owner";
+            return refuse("tenants.tiers", &format!("empty for {name}"), allowed);
+        }
+        // A list of its own is there in the place of the short forms.
+        let is_own = !tenant.tiers.is_empty();
         let tiers = StoreConfig {
             ram: ram.clone(),
             nvme: nvme.clone(),
+            tiers: tiers.clone(),
+            remote: self.tiers.remote.clone().filter(|_| !is_own),
+            remote_url: self.tiers.remote_url.clone().filter(|_| !is_own),
             digest_key_file: digest_key_file.clone().or_else(|| self.tiers.digest_key_file.clone()),
             encryption_key_file: encryption_key_file
                 .clone()
@@ -208,11 +234,20 @@ impl DaemonConfig {
             max_local_disk_size: None,
             ..self.tiers.clone()
         };
-        Ok(ConfiguredTenant { name: name.clone(), token: Some(read_token(token_file)?), tiers })
+        Ok(ConfiguredTenant {
+            name: name.clone(),
+            token: Some(read_token(token_file)?),
+            tiers,
+            share: *share,
+        })
     }
 }
 
-fn open(tiers: &StoreConfig, peers: Option<&PeerPlan>) -> Result<Store> {
+fn one_share() -> u32 {
+    1
+}
+
+fn open(tiers: &StoreConfig, peers: Option<&PeerPlan>, bandwidth: TenantBandwidth<'_>) -> Result<Store> {
     let plan = plan(tiers)?;
     if plan.ram_bytes == 0 {
         return Err(NodeError::invalid(
@@ -221,12 +256,26 @@ fn open(tiers: &StoreConfig, peers: Option<&PeerPlan>) -> Result<Store> {
             "a size such as 2GiB: a daemon has memory for chunks",
         ));
     }
-    open_store(tiers, &plan, peers)
+    open_store_with(tiers, &plan, peers, Some(bandwidth))
 }
 
 fn plan(tiers: &StoreConfig) -> Result<StorePlan> {
     if let Some(socket) = &tiers.daemon {
         return Err(NodeError::invalid("tiers.daemon", &socket.display(), "none: this is the daemon"));
+    }
+    if tiers.enable_controller == Some(true) {
+        return refuse(
+            "tiers.enable_controller",
+            "true",
+            "false: `coordinators` of each worker names what governs it",
+        );
+    }
+    if let Some(id) = &tiers.lmcache_instance_id {
+        return refuse(
+            "tiers.lmcache_instance_id",
+            id,
+            "not set: a worker has a name, `id`, and a daemon has none",
+        );
     }
     tiers.plan()
 }

@@ -4,9 +4,11 @@
 
 mod cluster;
 mod daemon;
+mod lmcache;
 mod peer;
 #[cfg(test)]
 mod tests;
+mod tiers;
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -14,9 +16,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use kvik_memory::SocketAddress;
-use kvik_runtime::secret::{HIDDEN, Secret, SecretUrl};
+use kvik_runtime::secret::{Secret, SecretUrl};
+use kvik_store::TierName;
 use kvik_store::policy::PolicyKind;
-use kvik_tier::{NumaPlacement, RemoteUrl, ThrottledOptions};
+use kvik_tier::{NumaPlacement, TierKind};
 use kvik_types::ByteSize;
 use serde::{Deserialize, Deserializer, Serialize};
 
@@ -27,6 +30,9 @@ pub(crate) use cluster::store_info;
 pub use daemon::{DaemonConfig, TenantConfig};
 pub(crate) use daemon::{PeerPlans, read_token};
 pub use peer::{PeerConfig, PeerPlan, PeerTlsConfig};
+pub use tiers::TierConfig;
+use tiers::TierDefaults;
+pub(crate) use tiers::{NvmePlan, RemotePlan, TierPlace, TierPlan};
 
 /// What the length of a chunk must be a multiple of: the tokens of a block of the built-in engine, and of most others.
 const BLOCK_TOKENS: usize = 16;
@@ -44,16 +50,22 @@ const SIZES: &str = "a size such as 2GiB, 512MiB or 1073741824";
 /// Where KV is kept beyond the engine's own memory.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a setting of its own")]
 pub struct StoreConfig {
     /// Memory for chunks, such as `2GiB`; `0`: none of its own. Default: `0`, no store, or 256 MiB where
     /// `nvme` or `remote` is set.
     #[serde(deserialize_with = "size_text")]
     pub ram: String,
-    /// Folder and size on a local disk, such as `/var/cache/kvik:20GiB`. Default: none.
+    /// Folder and size on a local disk, such as `/var/cache/kvik:20GiB`, or a block device. Default: none.
     pub nvme: Option<String>,
     /// A remote tier: `redis://`, `rediss://`, `redis+cluster://`, `s3://`, `gs://`, `az://` or `file://`.
     /// Default: none.
     pub remote: Option<SecretUrl>,
+    /// All tiers below memory, fastest first, in the place of `nvme` and `remote`: objects such as
+    /// `{name: fast, nvme: /mnt/a:200GiB}`, `{peer: true}` and `{name: far, remote: s3://bucket, timeout_ms: 5000}`, also
+    /// with `io`, `bytes_per_s`, `max_calls`, `max_bytes_in_flight`, `ttl_s`, `options`, `ca_file`, `encryption_key_file`
+    /// and `optional`. Chunks are written to each and read from the first that has them. Default: none.
+    pub tiers: Vec<TierConfig>,
     /// Tokens in a chunk, a multiple of 16. Default: 256.
     pub chunk_tokens: usize,
     /// What leaves a full tier: `lru`, `lfu`, `fifo`, `s3fifo`, `arc`, `cost` or `kvik`. Default: `kvik`.
@@ -86,6 +98,9 @@ pub struct StoreConfig {
     /// remote are sealed with the first and opened with any. It is read again within a second when it changes.
     /// Default: none, chunks are stored as they are.
     pub encryption_key_file: Option<PathBuf>,
+    /// Whether a block device without kvik's header is formatted at the start, which loses what is on it; one with the mark
+    /// of a file system, or that is in use, never is. Default: false; `kvik store format DEVICE` does it once.
+    pub format_devices: bool,
     /// How the disk is read and written: `auto`, `uring` or `positional`. Default: `auto`.
     pub nvme_io: String,
     /// NUMA nodes that the memory is on: `interleave`, all that have memory in turn; `local`, that of the thread that
@@ -133,6 +148,26 @@ pub struct StoreConfig {
     pub cache_policy: Option<String>,
     /// LMCache's name for `layerwise`. Default: none.
     pub use_layerwise: Option<bool>,
+    /// LMCache's name for `tails`. Default: none.
+    pub save_unfull_chunk: Option<bool>,
+    /// LMCache's name: whether the worker is governed by others, which `coordinators` of the worker names. Default: none.
+    pub enable_controller: Option<bool>,
+    /// LMCache's name for `id` of the worker. Default: none.
+    pub lmcache_instance_id: Option<String>,
+    /// LMCache's name; refused, because a worker has one `id`. Default: none.
+    pub lmcache_worker_ids: Option<Vec<u32>>,
+    /// LMCache's name; refused, because a worker has one port. Default: none.
+    pub lmcache_worker_ports: Option<Vec<u16>>,
+    /// LMCache's name; refused: `coordinators` of a worker has the addresses. Default: none.
+    pub controller_pull_url: Option<SecretUrl>,
+    /// LMCache's name; refused: `coordinators` of a worker has the addresses. Default: none.
+    pub controller_reply_url: Option<SecretUrl>,
+    /// LMCache's name; only `false` is taken: `peer` of a store daemon has the settings of other nodes. Default: none.
+    pub enable_p2p: Option<bool>,
+    /// LMCache's name; taken beside `enable_p2p: false` only. Default: none.
+    pub p2p_host: Option<String>,
+    /// LMCache's name; taken beside `enable_p2p: false` only. Default: none.
+    pub p2p_init_ports: Option<Vec<u16>>,
 }
 
 /// How a store daemon is used.
@@ -154,9 +189,8 @@ pub struct StorePlan {
     /// Memory for chunks, at least 1.
     pub ram_bytes: u64,
     pub(crate) numa: NumaPlacement,
-    pub(crate) nvme: Option<NvmePlan>,
-    pub(crate) nvme_bounds: ThrottledOptions,
-    pub(crate) remote: Option<RemoteUrl>,
+    /// The tiers below memory, fastest first.
+    pub(crate) tiers: Vec<TierPlan>,
     pub(crate) chunk_tokens: usize,
     pub(crate) policy: PolicyKind,
     /// Whether chunks are read layer by layer.
@@ -165,16 +199,6 @@ pub struct StorePlan {
     pub(crate) writes_on_reuse: bool,
     /// Longest time that a request waits for chunks of lower tiers.
     pub load_timeout: Duration,
-    pub(crate) remote_timeout: Duration,
-    pub(crate) remote_ttl: Option<Duration>,
-    pub(crate) remote_bounds: ThrottledOptions,
-}
-
-/// A folder on a local disk.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct NvmePlan {
-    pub(crate) dir: PathBuf,
-    pub(crate) capacity_bytes: u64,
 }
 
 impl Default for StoreConfig {
@@ -183,6 +207,7 @@ impl Default for StoreConfig {
             ram: "0".to_owned(),
             nvme: None,
             remote: None,
+            tiers: Vec::new(),
             chunk_tokens: 256,
             policy: PolicyKind::Kvik.name().to_owned(),
             spare_last_copy: true,
@@ -195,6 +220,7 @@ impl Default for StoreConfig {
             tenant: String::new(),
             digest_key_file: None,
             encryption_key_file: None,
+            format_devices: false,
             nvme_io: "auto".to_owned(),
             numa: "interleave".to_owned(),
             nvme_bytes_per_s: "0".to_owned(),
@@ -214,6 +240,16 @@ impl Default for StoreConfig {
             chunk_size: None,
             cache_policy: None,
             use_layerwise: None,
+            save_unfull_chunk: None,
+            enable_controller: None,
+            lmcache_instance_id: None,
+            lmcache_worker_ids: None,
+            lmcache_worker_ports: None,
+            controller_pull_url: None,
+            controller_reply_url: None,
+            enable_p2p: None,
+            p2p_host: None,
+            p2p_init_ports: None,
         }
     }
 }
@@ -239,6 +275,9 @@ impl StoreConfig {
             daemon_token_file: self.daemon_token_file.clone(),
             load_timeout_ms: self.load_timeout_ms,
             layerwise: self.layerwise,
+            // What these say is about the worker.
+            lmcache_instance_id: self.lmcache_instance_id.clone(),
+            enable_controller: self.enable_controller,
             ..Self::default()
         };
         if *self != only_a_clients {
@@ -279,18 +318,10 @@ impl StoreConfig {
     /// What to build, also with no memory of its own.
     pub(crate) fn plan(&self) -> Result<StorePlan> {
         let default = Self::default();
-        let nvme = self.nvme_plan()?;
-        let remote = either("store.remote_url", self.remote.as_ref(), self.remote_url.as_ref())?;
-        let remote = match remote {
-            None => None,
-            Some(url) => Some(url.expose().parse::<RemoteUrl>().map_err(|error| {
-                // What is no address may be anything, a password too.
-                let shown = if url.expose().contains("://") { url.to_string() } else { HIDDEN.to_owned() };
-                NodeError::InvalidRemote { url: shown, reason: error.to_string() }
-            })?),
-        };
+        self.check_lmcache()?;
+        let tiers = self.tier_plans()?;
         let mut ram_bytes = self.ram_bytes()?;
-        if ram_bytes == 0 && (nvme.is_some() || remote.is_some()) {
+        if ram_bytes == 0 && tiers.iter().any(|plan| plan.place != TierPlace::Peer) {
             ram_bytes = STAGING_BYTES;
         }
         let chunk_tokens =
@@ -323,24 +354,17 @@ impl StoreConfig {
         if let Some(seconds) = self.remote_ttl_s {
             check((1..=315_360_000).contains(&seconds), "store.remote_ttl_s", &seconds, "1 to 315360000")?;
         }
-        let remote_bytes_per_s = parse_size("store.remote_bytes_per_s", &self.remote_bytes_per_s)?;
-        let nvme_bytes_per_s = parse_size("store.nvme_bytes_per_s", &self.nvme_bytes_per_s)?;
         check(self.tenant.len() <= 256, "store.tenant", &self.tenant, "at most 256 bytes")?;
         Ok(StorePlan {
             ram_bytes,
             numa: self.numa_placement()?,
-            nvme,
-            nvme_bounds: bounds(nvme_bytes_per_s, self.nvme_max_calls),
-            remote,
+            tiers,
             chunk_tokens,
             policy,
             is_layerwise,
-            stores_tails: self.tails,
+            stores_tails: self.stores_tails()?,
             writes_on_reuse: write_back == "reuse",
             load_timeout: Duration::from_millis(self.load_timeout_ms),
-            remote_timeout: Duration::from_millis(self.remote_timeout_ms),
-            remote_ttl: self.remote_ttl_s.map(Duration::from_secs),
-            remote_bounds: bounds(remote_bytes_per_s, self.remote_max_calls),
         })
     }
 
@@ -352,12 +376,23 @@ impl StoreConfig {
     pub fn share_of(&self, worker_id: &str, n_workers: u64) -> Result<Self> {
         let n_workers = n_workers.max(1);
         let Some(plan) = self.resolve()? else { return Ok(self.clone()) };
-        let nvme = plan.nvme.map(|NvmePlan { dir, capacity_bytes }| {
-            format!("{}:{}", dir.join(worker_id).display(), capacity_bytes / n_workers)
+        let (mut nvme, mut tiers) = (None, self.tiers.clone());
+        let disks = plan.tiers.iter().filter_map(|plan| match &plan.place {
+            TierPlace::Nvme(disk) => Some(disk.share_of(worker_id, n_workers)),
+            TierPlace::Peer | TierPlace::Remote(_) => None,
         });
+        let shares = disks.collect::<Result<Vec<String>>>()?;
+        if tiers.is_empty() {
+            nvme = shares.into_iter().next();
+        } else {
+            for (tier, share) in tiers.iter_mut().filter(|tier| tier.is_disk()).zip(shares) {
+                tier.nvme = Some(share);
+            }
+        }
         Ok(Self {
             ram: (plan.ram_bytes / n_workers).to_string(),
             nvme,
+            tiers,
             local_cpu: None,
             max_local_cpu_size: None,
             local_disk: None,
@@ -377,27 +412,64 @@ impl StoreConfig {
         over("store.local_cpu", ram, &0, alias)
     }
 
-    fn nvme_plan(&self) -> Result<Option<NvmePlan>> {
-        const FORM: &str = "DIR:SIZE, such as /var/cache/kvik:20GiB";
-        let nvme = match &self.nvme {
-            None => None,
-            Some(text) => {
-                let Some((dir, size)) = text.rsplit_once(':').filter(|(dir, _)| !dir.is_empty()) else {
-                    return refuse("store.nvme", text, FORM);
-                };
-                let capacity_bytes = size.parse::<ByteSize>().map(ByteSize::bytes);
-                let Ok(capacity_bytes @ 1..) = capacity_bytes else {
-                    return refuse("store.nvme", text, FORM);
-                };
-                Some(NvmePlan { dir: PathBuf::from(dir), capacity_bytes })
-            }
+    /// The tiers below memory, of the list or of its short form.
+    fn tier_plans(&self) -> Result<Vec<TierPlan>> {
+        let defaults = TierDefaults {
+            io: &self.nvme_io,
+            formats_devices: self.format_devices,
+            timeout_ms: self.remote_timeout_ms,
+            ttl_s: self.remote_ttl_s,
+            options: &self.remote_options,
+            ca_file: self.remote_ca_file.as_ref(),
+            encryption_key_file: self.encryption_key_file.as_ref(),
         };
+        let nvme_bytes_per_s = parse_size("store.nvme_bytes_per_s", &self.nvme_bytes_per_s)?;
+        let remote_bytes_per_s = parse_size("store.remote_bytes_per_s", &self.remote_bytes_per_s)?;
+        let disk = self.disk_plan(&defaults)?;
+        let url = either("store.remote_url", self.remote.as_ref(), self.remote_url.as_ref())?;
+        if !self.tiers.is_empty() {
+            let shorts = [disk.is_some(), url.is_some(), nvme_bytes_per_s > 0, self.nvme_max_calls > 0];
+            if shorts.contains(&true) || remote_bytes_per_s > 0 || self.remote_max_calls > 0 {
+                let allowed = "without `nvme`, `remote`, their names in LMCache and their bounds, which are the short \
+                    form of a list with one of each";
+                return refuse("store.tiers", "set", allowed);
+            }
+            return defaults.plan(&self.tiers);
+        }
+        let of_kind = |place: TierPlace, bounds| TierPlan {
+            name: TierName::from(place.kind()),
+            place,
+            bounds,
+            encryption_key_file: self.encryption_key_file.clone(),
+            is_optional: false,
+        };
+        let mut plans = Vec::new();
+        plans.extend(disk.map(|disk| {
+            of_kind(TierPlace::Nvme(disk), tiers::bounds(nvme_bytes_per_s, self.nvme_max_calls))
+        }));
+        plans.push(TierPlan::of_peers(TierName::from(TierKind::Peer)));
+        if let Some(url) = url {
+            let remote = defaults.remote(url, &TierConfig::default())?;
+            let bounds = tiers::bounds(remote_bytes_per_s, self.remote_max_calls);
+            plans.push(of_kind(TierPlace::Remote(remote), bounds));
+        }
+        Ok(plans)
+    }
+
+    /// The disk of the short form.
+    fn disk_plan(&self, defaults: &TierDefaults<'_>) -> Result<Option<NvmePlan>> {
+        let nvme = self.nvme.as_ref().map(|text| defaults.disk("store.nvme", text, None)).transpose()?;
         let alias = match (&self.local_disk, self.max_local_disk_size) {
             (None, None) => None,
-            (Some(dir), Some(size)) => Some(NvmePlan {
-                dir: PathBuf::from(dir.strip_prefix("file://").unwrap_or(dir)),
-                capacity_bytes: gigabytes("store.max_local_disk_size", size)?,
-            }),
+            (Some(dir), Some(size)) => {
+                let capacity_bytes = gigabytes("store.max_local_disk_size", size)?;
+                if dir.contains(',') {
+                    let allowed = "one folder; `store.tiers` has an entry for each of several";
+                    return refuse("store.local_disk", dir, allowed);
+                }
+                let dir = dir.strip_prefix("file://").unwrap_or(dir);
+                Some(defaults.disk("store.local_disk", &format!("{dir}:{capacity_bytes}"), None)?)
+            }
             (Some(_), None) => {
                 return refuse("store.max_local_disk_size", "not set", "a size in GB beside `local_disk`");
             }
@@ -432,16 +504,6 @@ fn contradiction<T>(alias_field: &'static str) -> Result<T> {
 
 fn refuse<T>(field: &'static str, value: &str, allowed: &'static str) -> Result<T> {
     Err(NodeError::invalid(field, &value, allowed))
-}
-
-/// The bounds of a tier; 0 means unbounded.
-fn bounds(bytes_per_s: u64, max_calls: usize) -> ThrottledOptions {
-    let default = ThrottledOptions::default();
-    ThrottledOptions {
-        bytes_per_s: (bytes_per_s > 0).then_some(bytes_per_s),
-        max_calls: if max_calls > 0 { max_calls } else { default.max_calls },
-        ..default
-    }
 }
 
 fn check(

@@ -8,6 +8,19 @@ fn plan(yaml: &str) -> Result<Option<StorePlan>> {
     serde_json::from_str::<StoreConfig>(yaml).unwrap().resolve()
 }
 
+/// Names, paths and sizes of the disks of a plan.
+fn disks(plan: &StorePlan) -> Vec<(String, PathBuf, Option<u64>)> {
+    let disks = plan.tiers.iter().filter_map(|plan| match &plan.place {
+        TierPlace::Nvme(disk) => Some((plan.name.to_string(), disk.path.clone(), disk.capacity_bytes)),
+        TierPlace::Peer | TierPlace::Remote(_) => None,
+    });
+    disks.collect()
+}
+
+fn names(plan: &StorePlan) -> Vec<&str> {
+    plan.tiers.iter().map(|plan| plan.name.as_str()).collect()
+}
+
 fn message(json: &str) -> String {
     plan(json).unwrap_err().to_string()
 }
@@ -21,7 +34,7 @@ fn without_settings_there_is_no_store() {
 fn a_lower_tier_alone_gets_memory_to_pass_through() {
     let plan = plan(r#"{"nvme": "/cache:20GiB"}"#).unwrap().unwrap();
     assert_eq!(plan.ram_bytes, STAGING_BYTES);
-    assert_eq!(plan.nvme, Some(NvmePlan { dir: "/cache".into(), capacity_bytes: 20 << 30 }));
+    assert_eq!(disks(&plan), [("nvme".to_owned(), "/cache".into(), Some(20 << 30))]);
 }
 
 #[test]
@@ -50,7 +63,8 @@ fn bounds_of_a_tier_are_none_where_they_are_zero() {
         let place = if tier == "remote" { "redis://h" } else { "/d:1GiB" };
         let bounds = |more: &str| {
             let plan = plan(&format!(r#"{{"{tier}": "{place}"{more}}}"#)).unwrap().unwrap();
-            if tier == "remote" { plan.remote_bounds } else { plan.nvme_bounds }
+            let tiers = plan.tiers.into_iter().filter(|plan| plan.place != TierPlace::Peer);
+            tiers.map(|plan| plan.bounds).next().unwrap()
         };
         assert_eq!(bounds(""), free);
         let more = format!(r#", "{tier}_bytes_per_s": "500MB", "{tier}_max_calls": 2"#);
@@ -76,7 +90,7 @@ fn workers_of_one_process_divide_a_store_and_share_no_folder() {
     let config = StoreConfig { ram: "2GiB".into(), nvme: Some("/d:20GiB".into()), ..StoreConfig::default() };
     let plan = config.share_of("worker-2", 2).unwrap().resolve().unwrap().unwrap();
     assert_eq!(plan.ram_bytes, 1 << 30);
-    assert_eq!(plan.nvme, Some(NvmePlan { dir: "/d/worker-2".into(), capacity_bytes: 10 << 30 }));
+    assert_eq!(disks(&plan), [("nvme".to_owned(), "/d/worker-2".into(), Some(10 << 30))]);
     assert_eq!(StoreConfig::default().share_of("worker-1", 2).unwrap(), StoreConfig::default());
 }
 
@@ -105,4 +119,80 @@ fn a_bad_value_is_refused_with_its_field_and_what_is_allowed() {
     assert!(message(r#"{"cache_policy": "MRU"}"#).contains("`store.policy` is mru; allowed: lru"));
     assert!(message(r#"{"local_disk": "/d"}"#).contains("`store.max_local_disk_size` is not set"));
     assert!(message(r#"{"max_local_cpu_size": -1}"#).contains("`store.max_local_cpu_size` is -1"));
+}
+
+const TIERS: &str = r#"{"tiers": [
+    {"name": "fast", "nvme": "/mnt/a:200GiB"},
+    {"name": "slow", "nvme": "/mnt/b:2TiB", "bytes_per_s": "1GB", "max_calls": 8, "max_bytes_in_flight": "64MiB"},
+    {"peer": true},
+    {"remote": "redis://h"},
+    {"name": "far", "remote": "s3://bucket", "timeout_ms": 5000, "options": {"region": "eu"}}
+]}"#;
+
+#[test]
+fn a_list_names_tiers_of_one_kind_and_orders_them() {
+    let plan = plan(TIERS).unwrap().unwrap();
+    assert_eq!(names(&plan), ["fast", "slow", "peer", "redis", "far"]);
+    let [_, slow, _, near, far] = &plan.tiers[..] else { panic!("{:?}", plan.tiers) };
+    assert_eq!((slow.bounds.bytes_per_s, slow.bounds.max_calls), (Some(1_000_000_000), 8));
+    assert_eq!(slow.bounds.max_bytes_in_flight, 64 << 20);
+    let timeout = |plan: &TierPlan| match &plan.place {
+        TierPlace::Remote(remote) => (remote.timeout.as_millis(), remote.options.len()),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!((timeout(near), timeout(far)), ((2000, 0), (5000, 1)));
+}
+
+#[test]
+fn tiers_without_names_get_that_of_their_kind_and_other_nodes_come_before_remotes() {
+    let plan = plan(r#"{"tiers": [{"nvme": "/a:1GiB"}, {"nvme": "/b:1GiB"}, {"remote": "redis://h"}]}"#);
+    assert_eq!(names(&plan.unwrap().unwrap()), ["nvme", "nvme-2", "peer", "redis"]);
+}
+
+#[test]
+fn a_block_device_needs_no_size() {
+    let plan = plan(r#"{"tiers": [{"nvme": "/dev/nvme1n1"}, {"nvme": "/dev/sdb:1GiB"}]}"#).unwrap().unwrap();
+    let device = |name: &str, path: &str, size| (name.to_owned(), PathBuf::from(path), size);
+    let expected = [device("nvme", "/dev/nvme1n1", None), device("nvme-2", "/dev/sdb", Some(1 << 30))];
+    assert_eq!(disks(&plan), expected);
+}
+
+#[test]
+fn workers_of_one_process_share_no_folder_of_any_disk() {
+    let config = serde_json::from_str::<StoreConfig>(TIERS).unwrap();
+    let plan = config.share_of("worker-2", 2).unwrap().resolve().unwrap().unwrap();
+    assert_eq!(
+        disks(&plan),
+        [
+            ("fast".to_owned(), "/mnt/a/worker-2".into(), Some(100 << 30)),
+            ("slow".to_owned(), "/mnt/b/worker-2".into(), Some(1 << 40)),
+        ]
+    );
+    let device = serde_json::from_str::<StoreConfig>(r#"{"nvme": "/dev/sdb:1GiB"}"#).unwrap();
+    assert!(device.share_of("worker-1", 2).unwrap_err().to_string().contains("a folder where several"));
+}
+
+#[test]
+fn a_list_that_makes_no_sense_is_refused_with_what_is_allowed() {
+    let of = |entry: &str| message(&format!(r#"{{"tiers": [{entry}]}}"#));
+    for (entry, allowed) in [
+        (r#"{"name": "a"}"#, "`store.tiers` is a; allowed: exactly one of `nvme`, `peer: true` and `remote`"),
+        (r#"{"nvme": "/a:1GiB", "remote": "redis://h"}"#, "exactly one of"),
+        (r#"{"name": "ram", "nvme": "/a:1GiB"}"#, "`ram` is memory"),
+        (r#"{"name": "Fast", "nvme": "/a:1GiB"}"#, "`store.tiers.name` is Fast; allowed: 1 to 32 of a-z"),
+        (r#"{"name": "a", "nvme": "/a:1GiB"}, {"name": "a", "nvme": "/b:1GiB"}"#, "a name that no other"),
+        (r#"{"nvme": "/a:1GiB", "ttl_s": 1}"#, "these beside `remote` only"),
+        (r#"{"remote": "redis://h", "io": "auto"}"#, "it beside `nvme` only"),
+        (r#"{"peer": true, "max_calls": 1}"#, "`name` beside `peer: true`"),
+        (r#"{"peer": true}, {"name": "b", "peer": true}"#, "one entry with `peer: true` at most"),
+        (r#"{"nvme": "/a"}"#, "DIR:SIZE"),
+        (r#"{"nvme": "/a:1GiB", "io": "fast"}"#, "auto, uring or positional"),
+        (&[r#"{"nvme": "/a:1GiB"}"#; 7].join(","), "at most 7 tiers"),
+    ] {
+        assert!(of(entry).contains(allowed), "{entry}: {}", of(entry));
+    }
+    for short in [r#""nvme": "/a:1GiB""#, r#""remote_url": "redis://h""#, r#""nvme_max_calls": 1"#] {
+        let text = message(&format!(r#"{{"tiers": [{{"nvme": "/b:1GiB"}}], {short}}}"#));
+        assert!(text.contains("the short form of a list with one of each"), "{short}: {text}");
+    }
 }

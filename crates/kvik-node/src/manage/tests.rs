@@ -5,18 +5,19 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn tiers() -> impl Strategy<Value = TierKind> {
-    (0..5_u64).prop_map(|code| tier_of(code).unwrap())
+fn tiers() -> impl Strategy<Value = TierName> {
+    "[a-z0-9-]{1,32}".prop_map(|name| TierName::try_new(&name).unwrap())
 }
 
 fn requests() -> impl Strategy<Value = ManageRequest> {
     let chunk =
         any::<([u8; 16], [u8; 32])>().prop_map(|(name, digest)| (BlockHash(name), TokenDigest(digest)));
-    let some_tiers = prop::option::of(prop::collection::vec(tiers(), 0..MAX_TIERS));
+    let some_tiers = prop::option::of(prop::collection::vec(tiers(), 0..=MAX_TIERS));
     prop_oneof![
         prop::collection::vec(chunk, 0..20).prop_map(ManageRequest::Chunks),
         any::<(u64, bool)>().prop_map(|(n_tokens, is_local)| ManageRequest::Lookup { n_tokens, is_local }),
-        any::<u64>().prop_map(|n_tokens| ManageRequest::Prefetch { n_tokens }),
+        (any::<u64>(), prop::option::of(tiers()))
+            .prop_map(|(n_tokens, tier)| ManageRequest::Prefetch { n_tokens, tier }),
         any::<u64>().prop_map(|prefetch| ManageRequest::IsLoading { prefetch }),
         any::<u64>().prop_map(|prefetch| ManageRequest::Cancel { prefetch }),
         any::<u64>().prop_map(|n_tokens| ManageRequest::Pin { n_tokens }),
@@ -36,6 +37,7 @@ fn stats() -> impl Strategy<Value = CacheStats> {
         ("[a-z]{1,8}", any::<Option<String>>(), any::<Option<u64>>()).prop_map(|(tier, reason, chunks)| {
             TierReport {
                 tier,
+                kind: "nvme".to_owned(),
                 state: "up".to_owned(),
                 reason,
                 chunks,
@@ -50,12 +52,15 @@ fn stats() -> impl Strategy<Value = CacheStats> {
 }
 
 fn answers() -> impl Strategy<Value = ManageAnswer> {
-    let counts = || prop::collection::vec((tiers(), any::<usize>()), 0..MAX_TIERS);
+    let counts = || prop::collection::vec((tiers(), any::<usize>()), 0..=MAX_TIERS);
     prop_oneof![
         Just(ManageAnswer::Done),
-        (any::<(usize, usize)>(), counts()).prop_map(|((n_tokens, n_chunks), tokens_by_tier)| {
-            ManageAnswer::Found(Lookup { n_tokens, n_chunks, tokens_by_tier })
-        }),
+        (any::<(usize, usize)>(), counts(), prop::option::of(0..5_u64)).prop_map(
+            |((n_tokens, n_chunks), tokens_by_tier, kind)| {
+                let slowest_tier = kind.and_then(tier_of);
+                ManageAnswer::Found(Lookup { n_tokens, n_chunks, tokens_by_tier, slowest_tier })
+            }
+        ),
         any::<(u64, bool)>().prop_map(|(number, is_loading)| ManageAnswer::Prefetch { number, is_loading }),
         any::<bool>().prop_map(ManageAnswer::Is),
         any::<u64>().prop_map(ManageAnswer::Count),
@@ -106,6 +111,29 @@ fn a_frame_has_no_more_chunks_than_there_is_room_for() {
     assert!(ManageRequest::decode(&chunks(MAX_FRAME_CHUNKS).encode()).is_ok());
     let error = ManageRequest::decode(&chunks(MAX_FRAME_CHUNKS + 1).encode()).unwrap_err();
     assert!(error.to_string().contains("`chunks` is 513"), "{error}");
+}
+
+#[test]
+fn a_tier_has_a_name_of_a_bounded_length_and_few_characters() {
+    let frame_with = |name: &[u8]| {
+        let mut frame = ManageRequest::Prefetch { n_tokens: 1, tier: None }.encode();
+        frame.pop();
+        frame.push(name.len() as u8);
+        frame.extend(name);
+        frame
+    };
+    for name in [&b"a"[..], &[b'x'; 32]] {
+        assert!(ManageRequest::decode(&frame_with(name)).is_ok(), "{name:?}");
+    }
+    for name in [&[b'x'; 33][..], b"Fast", b"a b", b"\xC3\xA4", b"\xFF"] {
+        assert!(ManageRequest::decode(&frame_with(name)).is_err(), "{name:?}");
+    }
+    // Where there must be one, none is refused.
+    let mut frame = MAGIC.to_vec();
+    frame.push(7);
+    push_number(&mut frame, 1);
+    frame.extend([0, 0, 0]);
+    assert!(ManageRequest::decode(&frame).is_err());
 }
 
 #[test]

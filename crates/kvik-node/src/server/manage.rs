@@ -8,8 +8,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvik_memory::socket::{Connection, FrameBuffer, wait_ready};
-use kvik_store::{Chain, Clear, Space, Store};
-use kvik_tier::{TierKind, TokenDigest};
+use kvik_store::{Chain, Clear, Space, Store, TierName};
+use kvik_tier::TokenDigest;
 use kvik_types::{BlockHash, Namespace};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 
@@ -136,9 +136,9 @@ impl<'a> Management<'a> {
                 let store = self.store;
                 ManageAnswer::Found(if is_local { store.lookup_local(&chain) } else { store.lookup(&chain) })
             }
-            ManageRequest::Prefetch { n_tokens } => {
+            ManageRequest::Prefetch { n_tokens, tier } => {
                 let chain = self.chain(n_tokens)?;
-                self.prefetch(&chain)
+                self.prefetch(&chain, tier.as_ref())
             }
             ManageRequest::IsLoading { prefetch } => {
                 ManageAnswer::Is(self.find(prefetch).is_some_and(HeldPrefetch::is_loading))
@@ -160,7 +160,7 @@ impl<'a> Management<'a> {
             }
             ManageRequest::Relocate { n_tokens, from, to, keeps_source } => {
                 let chain = self.chain(n_tokens)?;
-                let n_chunks = self.store.relocate(&chain, from, to, keeps_source);
+                let n_chunks = self.store.relocate(&chain, from.clone(), to.clone(), keeps_source);
                 let verb = if keeps_source { "copied" } else { "moved" };
                 self.auditor.managed("move", &chain, n_chunks, &format!("{verb} from {from} to {to}"));
                 ManageAnswer::Count(n_chunks as u64)
@@ -184,8 +184,16 @@ impl<'a> Management<'a> {
         proven.ok_or_else(|| NodeError::invalid("n_tokens", &n_tokens, format!("those of {n_chunks} chunks")))
     }
 
-    fn prefetch(&mut self, chain: &Chain) -> ManageAnswer {
-        let held = HeldPrefetch::hold(self.store.prefetch(chain, 0));
+    fn prefetch(&mut self, chain: &Chain, tier: Option<&TierName>) -> ManageAnswer {
+        let begun = match tier {
+            None => Some(self.store.prefetch(chain, 0)),
+            Some(tier) => self.store.prefetch_from(chain, 0, tier),
+        };
+        let Some(prefetch) = begun else {
+            self.auditor.managed("prefetch", chain, 0, "no_such_tier");
+            return ManageAnswer::Refused { reason: "the store has no tier of that name".to_owned() };
+        };
+        let held = HeldPrefetch::hold(prefetch);
         let is_loading = held.is_loading();
         let number = self.n_prefetches;
         self.n_prefetches += 1;
@@ -193,7 +201,8 @@ impl<'a> Management<'a> {
             self.prefetches.pop_front();
         }
         self.prefetches.push_back((number, held));
-        self.auditor.managed("prefetch", chain, chain.n_chunks(), "begun");
+        let outcome = tier.map_or_else(|| "begun".to_owned(), |tier| format!("begun from {tier}"));
+        self.auditor.managed("prefetch", chain, chain.n_chunks(), &outcome);
         ManageAnswer::Prefetch { number, is_loading }
     }
 
@@ -217,7 +226,7 @@ impl<'a> Management<'a> {
         ManageAnswer::Count(n_tokens as u64)
     }
 
-    fn clear(&self, chain: Option<&Chain>, tiers: Option<Vec<TierKind>>) -> ManageAnswer {
+    fn clear(&self, chain: Option<&Chain>, tiers: Option<Vec<TierName>>) -> ManageAnswer {
         let namespace = chain.is_none().then(|| self.namespace.clone());
         let cleared = self.store.clear(&Clear { namespace, chain: chain.cloned(), tiers });
         let n_chunks = cleared.chunks.iter().map(|(_, n_chunks)| *n_chunks).max().unwrap_or(0);

@@ -94,7 +94,7 @@ impl Auditor {
             let chunks = AuditChunks {
                 n_tokens: chunks.iter().map(|chunk| chunk.token_range().len()).sum(),
                 n_bytes: chunks.iter().map(|chunk| chunk.payload(rank).len() as u64).sum(),
-                tier: chunks.iter().map(kvik_store::RetrievedChunk::tier).max(),
+                tier: retrieved.slowest_tier().cloned(),
                 ..named(chain, first, chunks.len())
             };
             (chunks, outcome)

@@ -103,7 +103,7 @@ impl Session {
                 let chain = self.chain_of(span, n_tokens)?;
                 let found = self.store.lookup_named(&chain);
                 let kept = self.keep(Held::Chain(chain), done);
-                let slowest = found.tokens_by_tier.last().map_or(TierKind::Ram, |(tier, _)| *tier);
+                let slowest = found.slowest_tier.unwrap_or(TierKind::Ram);
                 Completion {
                     n_chunks: found.n_chunks as u32,
                     n_tokens: found.n_tokens as u64,

@@ -18,10 +18,8 @@ mod list;
 mod successor;
 
 use std::fmt;
-use std::sync::Arc;
 
-use kvik_store::{KeptMemory, Store, StoreOptions, register_with_cuda};
-use kvik_tier::{Tier, TierKind};
+use kvik_store::{KeptMemory, LowerTier, Store, StoreOptions, register_with_cuda};
 
 use crate::error::{NodeError, Result};
 use crate::tenant::Tenant;
@@ -36,12 +34,8 @@ pub use successor::TakeOverOptions;
 pub struct StoreParts {
     /// Its settings.
     pub options: StoreOptions,
-    /// The tiers below memory that only it writes.
-    pub locals: Vec<Arc<dyn Tier>>,
-    /// The tiers below those that others write too.
-    pub remotes: Vec<Arc<dyn Tier>>,
-    /// Threads that read from the tiers of a kind, where it is not the number of the options.
-    pub read_threads: Vec<(TierKind, usize)>,
+    /// The tiers below memory, fastest first.
+    pub tiers: Vec<LowerTier>,
     /// GPU through which its memory is registered with CUDA.
     pub cuda_device: Option<u32>,
 }
@@ -80,14 +74,8 @@ impl StoreParts {
             register_with_cuda(memory.ram.arena(), ordinal).map_err(|error| refused(error.to_string()))?;
         }
         let mut builder = Store::builder_on(self.options, memory);
-        for tier in self.locals {
-            builder = builder.local(tier);
-        }
-        for tier in self.remotes {
-            builder = builder.remote(tier);
-        }
-        for (kind, n_threads) in self.read_threads {
-            builder = builder.read_threads(kind, n_threads);
+        for tier in self.tiers {
+            builder = builder.tier(tier);
         }
         builder.open().map_err(|error| refused(error.to_string()))
     }

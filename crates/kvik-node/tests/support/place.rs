@@ -12,8 +12,8 @@ use kvik_node::{
     AttachOptions, NodeClient, NodeError, NodeOptions, NodeServer, StoreParts, TakeOver, TakeOverFrame,
     TakeOverOptions, TenantOpener, TenantTerms,
 };
-use kvik_store::KeptMemory;
-use kvik_tier::{Arena, ArenaOptions, Checksummed, NvmeOptions, NvmeTier, RamTier, Tier};
+use kvik_store::{KeptMemory, LowerTier};
+use kvik_tier::{Arena, ArenaOptions, Checksummed, NvmeOptions, NvmeTier, RamTier};
 use kvik_types::BlockSize;
 use rustix::event::{PollFd, PollFlags};
 
@@ -40,18 +40,12 @@ impl TenantOpener for Opener {
         if self.is_failing.load(Ordering::SeqCst) {
             return Err(NodeError::Open { reason: "told to fail".to_owned() });
         }
-        let mut locals: Vec<Arc<dyn Tier>> = Vec::new();
+        let mut tiers = Vec::new();
         if let Some(folder) = &self.folder {
             let tier = NvmeTier::open(&NvmeOptions::new(folder, 64 << 20))?;
-            locals.push(Arc::new(Checksummed::new(tier)));
+            tiers.push(LowerTier::local(Arc::new(Checksummed::new(tier))));
         }
-        Ok(StoreParts {
-            options: store_options(),
-            locals,
-            remotes: Vec::new(),
-            read_threads: Vec::new(),
-            cuda_device: None,
-        })
+        Ok(StoreParts { options: store_options(), tiers, cuda_device: None })
     }
 
     fn taken_over(&self) {

@@ -43,8 +43,12 @@ impl CacheClient {
     }
 
     /// Starts loading a prompt's KV into memory.
-    pub async fn prefetch(&self, input: &PromptInput) -> Result<PrefetchStatus, ClientError> {
-        self.calls.post("/cache/prefetch", input).await
+    pub async fn prefetch(
+        &self,
+        input: &PromptInput,
+        tier: Option<&str>,
+    ) -> Result<PrefetchStatus, ClientError> {
+        self.calls.post(&format!("/cache/prefetch{}", query([tier_of(tier)])), input).await
     }
 
     /// Where a prefetch stands.
@@ -80,16 +84,22 @@ impl CacheClient {
     }
 
     /// A prompt's KV, of one layer or of all, as safetensors.
-    pub async fn retrieve(&self, input: &PromptInput, layer: Option<usize>) -> Result<Bytes, ClientError> {
-        let query = layer.map(|layer| format!("?layer={layer}")).unwrap_or_default();
-        let path = format!("/cache/retrieve{query}");
+    pub async fn retrieve(
+        &self,
+        input: &PromptInput,
+        layer: Option<usize>,
+        tier: Option<&str>,
+    ) -> Result<Bytes, ClientError> {
+        let layer = layer.map(|layer| format!("layer={layer}"));
+        let path = format!("/cache/retrieve{}", query([layer, tier_of(tier)]));
         let (url, response) = self.calls.send(&path, Method::POST, json_body(input)?).await?;
         self.calls.read(&url, response).await
     }
 
     /// Stores what [`Self::retrieve`] gave, of all layers.
-    pub async fn store(&self, safetensors: Bytes) -> Result<StoreResponse, ClientError> {
-        let (url, response) = self.calls.send("/cache/store", Method::POST, safetensors).await?;
+    pub async fn store(&self, safetensors: Bytes, tier: Option<&str>) -> Result<StoreResponse, ClientError> {
+        let path = format!("/cache/store{}", query([tier_of(tier)]));
+        let (url, response) = self.calls.send(&path, Method::POST, safetensors).await?;
         parse(&url, &self.calls.read(&url, response).await?)
     }
 
@@ -102,4 +112,14 @@ impl CacheClient {
     pub async fn stats(&self) -> Result<CacheStats, ClientError> {
         self.calls.get("/cache/stats").await
     }
+}
+
+/// What stands behind the path, of the parts that are there.
+fn query<const N: usize>(parts: [Option<String>; N]) -> String {
+    let parts: Vec<String> = parts.into_iter().flatten().collect();
+    if parts.is_empty() { String::new() } else { format!("?{}", parts.join("&")) }
+}
+
+fn tier_of(tier: Option<&str>) -> Option<String> {
+    tier.map(|tier| format!("tier={}", percent_encoded(tier)))
 }

@@ -5,7 +5,7 @@ mod queue;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use kvik_tier::{ChunkKey, Lease, Tier, TierKind};
+use kvik_tier::{ChunkKey, Lease, Tier};
 pub(crate) use queue::{Batch, Queue};
 
 use crate::chain::Chain;
@@ -20,7 +20,6 @@ use crate::tiers::TierIdx;
 #[derive(Debug)]
 pub(crate) struct Lower {
     pub(crate) tier: Arc<dyn Tier>,
-    pub(crate) kind: TierKind,
     pub(crate) tier_idx: TierIdx,
     /// The order of its chunks, for a local tier. A remote one looks after itself.
     pub(crate) residents: Option<SharedResidents>,
@@ -65,6 +64,11 @@ pub(crate) struct PutJob {
 impl Lower {
     pub(crate) fn is_local(&self) -> bool {
         self.residents.is_some()
+    }
+
+    /// Whether it is a remote tier, and the one that is meant if only one is.
+    pub(crate) fn is_asked(&self, only: Option<TierIdx>) -> bool {
+        !self.is_local() && only.is_none_or(|only| only == self.tier_idx)
     }
 }
 

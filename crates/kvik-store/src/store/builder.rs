@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvik_tier::{Tier, TierKind};
+use kvik_tier::Tier;
 use parking_lot::Mutex;
 
 use super::Store;
@@ -20,7 +20,7 @@ use crate::lower::{Lower, Queue};
 use crate::namespaces::Namespaces;
 use crate::options::StoreOptions;
 use crate::residents::Residents;
-use crate::tiers::MAX_TIERS;
+use crate::tiers::{LowerTier, RAM, TierSet, label_tiers};
 use crate::wake::Wake;
 
 /// The policies' guess of a chunk's size, before there is one; it scales what they remember of the past.
@@ -31,67 +31,68 @@ const TYPICAL_CHUNK_BYTES: u64 = 4 << 20;
 pub struct StoreBuilder {
     options: StoreOptions,
     memory: KeptMemory,
-    locals: Vec<Arc<dyn Tier>>,
-    remotes: Vec<Arc<dyn Tier>>,
-    /// Threads that read from the tiers of a kind, where it is not the number of the options.
-    read_threads: HashMap<TierKind, usize>,
+    /// The tiers below memory, in the order in which they are asked.
+    lowers: Vec<LowerTier>,
 }
 
 impl StoreBuilder {
     pub(super) fn new(options: StoreOptions, memory: KeptMemory) -> Self {
-        Self { options, memory, locals: Vec::new(), remotes: Vec::new(), read_threads: HashMap::new() }
+        Self { options, memory, lowers: Vec::new() }
     }
 
-    /// Adds a tier that only this store writes and that knows its keys, faster ones first. The store decides
-    /// what leaves it when it is full.
+    /// Adds a tier below those that were added before: faster ones first.
+    ///
+    /// A chunk is written to all tiers, each of which keeps what its policy says, and read from the first that
+    /// has it.
     #[must_use]
-    pub fn local(mut self, tier: Arc<dyn Tier>) -> Self {
-        self.locals.push(tier);
+    pub fn tier(mut self, lower: LowerTier) -> Self {
+        self.lowers.push(lower);
         self
     }
 
-    /// Adds a tier that others write too and that is asked for what it has, faster ones first.
+    /// Adds a tier that only this store writes and that knows its keys. The store decides what leaves it when
+    /// it is full.
     #[must_use]
-    pub fn remote(mut self, tier: Arc<dyn Tier>) -> Self {
-        self.remotes.push(tier);
-        self
+    pub fn local(self, tier: Arc<dyn Tier>) -> Self {
+        self.tier(LowerTier::local(tier))
     }
 
-    /// Reads from the tier of a kind with as many threads, instead of those of
-    /// [`StoreOptions::n_read_threads`].
+    /// Adds a tier that others write too and that is asked for what it has.
     #[must_use]
-    pub fn read_threads(mut self, kind: TierKind, n_threads: usize) -> Self {
-        self.read_threads.insert(kind, n_threads);
-        self
+    pub fn remote(self, tier: Arc<dyn Tier>) -> Self {
+        self.tier(LowerTier::remote(tier))
     }
 
     /// Opens the store: learns what memory and the local tiers hold and starts the threads.
     ///
     /// # Errors
-    /// If a setting is not allowed, if two tiers are of one kind, or if there are no threads.
+    /// If a setting is not allowed, if two tiers have one name, or if there are no threads.
     pub fn open(self) -> Result<Store> {
-        let Self { options, memory, locals, remotes, read_threads } = self;
+        let Self { options, memory, lowers: tiers } = self;
         let KeptMemory { ram, chunks } = memory;
         options.validate()?;
-        if let Some(n_threads) = read_threads.values().find(|n_threads| !(1..=64).contains(*n_threads)) {
-            return Err(StoreError::invalid("read_threads", n_threads, "1 to 64"));
+        let mut n_threads = tiers.iter().filter_map(|lower| lower.n_read_threads);
+        if let Some(n_threads) = n_threads.find(|n_threads| !(1..=64).contains(n_threads)) {
+            return Err(StoreError::invalid("n_read_threads", &n_threads, "1 to 64"));
         }
-        let n_locals = locals.len();
-        let tiers: Vec<Arc<dyn Tier>> = locals.into_iter().chain(remotes).collect();
-        validate_tiers(&tiers)?;
+        let labels = label_tiers(&tiers)?;
         let ram_bytes = ram.arena().stat().capacity_bytes;
         let residents_of = |capacity_bytes: u64| {
             let capacity_blocks = (capacity_bytes / TYPICAL_CHUNK_BYTES).max(1) as usize;
             Arc::new(Mutex::new(Residents::new(options.policy, capacity_blocks)))
         };
         let mut lowers = Vec::with_capacity(tiers.len());
-        for (lower_idx, tier) in tiers.into_iter().enumerate() {
+        let mut local_tiers = TierSet::from_iter([RAM]);
+        for (lower_idx, LowerTier { tier, is_local, n_read_threads, .. }) in tiers.into_iter().enumerate() {
+            let tier_idx = lower_idx + 1;
+            if is_local {
+                local_tiers.insert(tier_idx);
+            }
             let capacity_bytes = tier.stat().capacity_bytes.unwrap_or(ram_bytes);
             lowers.push(Lower {
-                kind: tier.kind(),
-                tier_idx: lower_idx + 1,
-                residents: (lower_idx < n_locals).then(|| residents_of(capacity_bytes)),
-                n_read_threads: *read_threads.get(&tier.kind()).unwrap_or(&options.n_read_threads),
+                tier_idx,
+                residents: is_local.then(|| residents_of(capacity_bytes)),
+                n_read_threads: n_read_threads.unwrap_or(options.n_read_threads),
                 reads: Queue::new(options.load_in_flight_bytes.unwrap_or(ram_bytes / 2)),
                 writes: Queue::new(options.write_queue_bytes.unwrap_or(ram_bytes / 4)),
                 tier,
@@ -101,8 +102,9 @@ impl StoreBuilder {
             ram_residents: residents_of(ram_bytes),
             options,
             ram,
-            directory: Directory::new(1 + n_locals),
+            directory: Directory::new(local_tiers),
             lowers,
+            labels,
             flights: Arc::new(Flights::new()),
             namespaces: Namespaces::default(),
             pinned: Mutex::new(HashMap::new()),
@@ -114,20 +116,6 @@ impl StoreBuilder {
         core.learn_residents();
         Ok(Store { threads: Arc::new(Threads::start(&Arc::new(core))?) })
     }
-}
-
-fn validate_tiers(tiers: &[Arc<dyn Tier>]) -> Result<()> {
-    if tiers.len() >= MAX_TIERS {
-        let allowed = format!("at most {} below memory", MAX_TIERS - 1);
-        return Err(StoreError::invalid("tiers", &tiers.len(), allowed));
-    }
-    for (tier_idx, tier) in tiers.iter().enumerate() {
-        let kind = tier.kind();
-        if kind == TierKind::Ram || tiers[..tier_idx].iter().any(|other| other.kind() == kind) {
-            return Err(StoreError::invalid("tier", &kind, "one tier of each kind, and memory only once"));
-        }
-    }
-    Ok(())
 }
 
 impl Core {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvik_tier::{ChunkKey, NamespaceId, TierKind};
+use kvik_tier::{ChunkKey, NamespaceId};
 use kvik_types::Namespace;
 
 use super::Store;
@@ -12,7 +12,7 @@ use crate::chain::Chain;
 use crate::lower::{Lower, WriteJob};
 use crate::policy::BlockId;
 use crate::promise::promise;
-use crate::tiers::{RAM, TierIdx};
+use crate::tiers::{RAM, TierIdx, TierName, TierSet};
 
 /// Blocks that leave the residents in one turn of their lock.
 const REMOVAL_TURN: usize = 1024;
@@ -25,14 +25,14 @@ pub struct Clear {
     /// Only this chain, from its end to the first chunk on which other chains hang.
     pub chain: Option<Chain>,
     /// Only these tiers.
-    pub tiers: Option<Vec<TierKind>>,
+    pub tiers: Option<Vec<TierName>>,
 }
 
 /// What was cleared.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Cleared {
     /// Chunks that were known to be in each tier and are not any more.
-    pub chunks: Vec<(TierKind, usize)>,
+    pub chunks: Vec<(TierName, usize)>,
 }
 
 impl Store {
@@ -46,9 +46,9 @@ impl Store {
     pub fn clear(&self, clear: &Clear) -> Cleared {
         let core = self.core();
         let deadline = Instant::now() + core.options.retrieve_timeout;
-        let is_meant = |kind: TierKind| clear.tiers.as_ref().is_none_or(|kinds| kinds.contains(&kind));
+        let is_meant = |name: &TierName| clear.tiers.as_ref().is_none_or(|names| names.contains(name));
         let tiers: Vec<TierIdx> =
-            (0..=core.lowers.len()).filter(|tier| is_meant(core.kind_of(*tier))).collect();
+            (0..core.labels.len()).filter(|tier| is_meant(&core.labels[*tier].name)).collect();
         let namespace = clear.namespace.as_ref().map(NamespaceId::from);
         core.begin_generation(clear.chain.as_ref(), namespace);
         let mut cleared = Cleared::default();
@@ -58,7 +58,7 @@ impl Store {
                 Some(chain) => core.remove_chunks(*tier, chain, core.n_chunks(chain), deadline),
                 None => core.remove_all(*tier, namespace, deadline),
             };
-            cleared.chunks.insert(0, (core.kind_of(*tier), n_chunks));
+            cleared.chunks.insert(0, (core.name_of(*tier), n_chunks));
         }
         if tiers.iter().any(|tier| core.lower(*tier).is_some_and(|lower| !lower.is_local())) {
             // Meanwhile a reader may have read from a remote tier what was not removed yet.
@@ -143,6 +143,7 @@ impl Core {
                 entry.ranks[tier] = 0;
                 let gone = self.keys(hash, entry, ranks);
                 if tier == RAM {
+                    entry.left_tiers = TierSet::default();
                     self.delete_from_ram(&gone);
                 } else {
                     keys.extend(gone);
@@ -173,6 +174,7 @@ impl Core {
             let ranks = std::mem::take(&mut entry.ranks[tier]);
             let keys = self.keys(hash, entry, ranks);
             if tier == RAM {
+                entry.left_tiers = TierSet::default();
                 self.delete_from_ram(&keys);
             }
             keys

@@ -17,7 +17,7 @@ use crate::namespaces::Namespaces;
 use crate::options::StoreOptions;
 use crate::policy::BlockId;
 use crate::residents::{ResidentPin, SharedResidents};
-use crate::tiers::{RAM, TierIdx};
+use crate::tiers::{TierIdx, TierLabel, TierName, TierRanks};
 use crate::wake::Wake;
 
 /// What all clones of a store, its threads and its guards share.
@@ -35,9 +35,10 @@ pub(crate) struct Core {
     pub(crate) ram: RamTier,
     pub(crate) ram_residents: SharedResidents,
     pub(crate) directory: Directory,
-    /// The tiers below memory: local ones, then remote ones. A lower tier's index is one less than its
-    /// [`TierIdx`].
+    /// The tiers below memory. A lower tier's index is one less than its [`TierIdx`].
     pub(crate) lowers: Vec<Lower>,
+    /// What memory and the lower tiers are called, by their [`TierIdx`].
+    pub(crate) labels: Arc<[TierLabel]>,
     pub(crate) flights: Arc<Flights>,
     pub(crate) namespaces: Namespaces,
     /// The blocks that users have pinned, by the last chunk of the chain they pinned.
@@ -67,14 +68,26 @@ impl Core {
     }
 
     pub(crate) fn kind_of(&self, tier: TierIdx) -> TierKind {
-        self.lower(tier).map_or(TierKind::Ram, |lower| lower.kind)
+        self.labels[tier].kind
     }
 
-    pub(crate) fn tier_idx(&self, kind: TierKind) -> Option<TierIdx> {
-        if kind == TierKind::Ram {
-            return Some(RAM);
+    pub(crate) fn name_of(&self, tier: TierIdx) -> TierName {
+        self.labels[tier].name.clone()
+    }
+
+    pub(crate) fn tier_idx(&self, name: &TierName) -> Option<TierIdx> {
+        self.labels.iter().position(|label| label.name == *name)
+    }
+
+    /// The kinds of the tiers that have all ranks of a chunk, each once, memory first.
+    pub(crate) fn kinds_having(&self, ranks: &TierRanks, all_ranks: u64) -> Vec<TierKind> {
+        let mut kinds = Vec::new();
+        for (label, ranks) in self.labels.iter().zip(ranks) {
+            if *ranks == all_ranks && !kinds.contains(&label.kind) {
+                kinds.push(label.kind);
+            }
         }
-        self.lowers.iter().position(|lower| lower.kind == kind).map(|lower_idx| lower_idx + 1)
+        kinds
     }
 
     /// The residents of a local tier.

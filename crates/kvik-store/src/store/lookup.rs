@@ -13,7 +13,7 @@ use super::survey::{Survey, SurveyVisitor};
 use crate::chain::{Chain, NamedChain};
 use crate::counters::Counter;
 use crate::promise::{Promise, promise};
-use crate::tiers::{MAX_TIERS, TierIdx, TierRanks};
+use crate::tiers::{MAX_TIERS, TierIdx, TierName, TierRanks};
 
 /// How much of a chain is there, from its start on.
 ///
@@ -25,7 +25,9 @@ pub struct Lookup {
     /// Chunks that can be retrieved.
     pub n_chunks: usize,
     /// The tokens by the slowest tier that a rank of their chunk comes from; tiers with none are left out.
-    pub tokens_by_tier: Vec<(TierKind, usize)>,
+    pub tokens_by_tier: Vec<(TierName, usize)>,
+    /// What the slowest of these tiers is made of; `None` where nothing was found.
+    pub slowest_tier: Option<TierKind>,
 }
 
 /// Keeps what is found for the waiter until all tiers were asked.
@@ -60,16 +62,25 @@ impl Store {
         core.sum_up(chain, &core.find_known(chain, 0..core.n_chunks(chain)))
     }
 
-    /// The tiers that have all ranks of a chunk, memory first. For remote tiers it is what was seen.
+    /// The kinds of tiers that have all ranks of a chunk, memory first. For remote tiers it is what was seen.
     pub fn tiers_of(&self, chain: &Chain, chunk_idx: usize) -> Vec<TierKind> {
         let core = self.core();
         if chunk_idx >= core.n_chunks(chain) {
             return Vec::new();
         }
         let all_ranks = all_ranks_of(chain);
-        let entry = core.directory.view(chain.hash(chunk_idx));
-        let tiers = (0..=core.lowers.len()).filter(|tier| entry.ranks[*tier] == all_ranks);
-        tiers.map(|tier| core.kind_of(tier)).collect()
+        core.kinds_having(&core.directory.view(chain.hash(chunk_idx)).ranks, all_ranks)
+    }
+
+    /// The names of the tiers that have all ranks of a chunk, memory first. For remote tiers it is what was seen.
+    pub fn tier_names_of(&self, chain: &Chain, chunk_idx: usize) -> Vec<TierName> {
+        let core = self.core();
+        if chunk_idx >= core.n_chunks(chain) {
+            return Vec::new();
+        }
+        let ranks = core.directory.view(chain.hash(chunk_idx)).ranks;
+        let tiers = core.labels.iter().zip(ranks).filter(|(_, ranks)| *ranks == all_ranks_of(chain));
+        tiers.map(|(label, _)| label.name.clone()).collect()
     }
 }
 
@@ -113,11 +124,12 @@ impl Core {
                 tokens[tier] += chain.tokens_of(chunk_idx).len();
             }
         }
-        let tokens_by_tier = tokens.iter().enumerate().filter(|(_, n_tokens)| **n_tokens > 0);
+        let by_tier = tokens.iter().enumerate().filter(|(_, n_tokens)| **n_tokens > 0);
         Lookup {
             n_tokens: tokens.iter().sum(),
             n_chunks: found.len(),
-            tokens_by_tier: tokens_by_tier.map(|(tier, n_tokens)| (self.kind_of(tier), *n_tokens)).collect(),
+            slowest_tier: by_tier.clone().next_back().map(|(tier, _)| self.kind_of(tier)),
+            tokens_by_tier: by_tier.map(|(tier, n_tokens)| (self.name_of(tier), *n_tokens)).collect(),
         }
     }
 }
@@ -135,8 +147,9 @@ pub(crate) fn tier_of(found: &TierRanks, all_ranks: u64) -> Option<TierIdx> {
 
 impl Lookup {
     /// Tokens whose slowest tier is `tier`.
-    pub fn tokens_in(&self, tier: TierKind) -> usize {
-        self.tokens_by_tier.iter().find(|(kind, _)| *kind == tier).map_or(0, |(_, n_tokens)| *n_tokens)
+    pub fn tokens_in(&self, tier: impl Into<TierName>) -> usize {
+        let tier = tier.into();
+        self.tokens_by_tier.iter().find(|(name, _)| *name == tier).map_or(0, |(_, n_tokens)| *n_tokens)
     }
 }
 

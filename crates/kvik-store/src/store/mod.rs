@@ -3,7 +3,7 @@
 //! Each file stands on those named before it. `core` is the state that all share. On it stand `room` (what
 //! leaves memory), `publish` (what becomes visible there) and `survey` (what remote tiers have), then `reads`
 //! and `write_back`, which work on the queues of the lower tiers. What callers use comes last: `lookup`,
-//! `retrieve` with `prefetch`, `layers` with `promotion`, `write` with `layer_write`, `pins`, `moves`, `clear`, `observe`,
+//! `retrieve` with `prefetch`, `layers` with `promotion`, `write` with `layer_write`, `pins`, `moves`, `one_tier`, `clear`, `observe`,
 //! `provide` (for other nodes) and `stats`; `builder`, `threads` and `kept` begin and end a store.
 
 mod builder;
@@ -15,6 +15,7 @@ mod layers;
 mod lookup;
 mod moves;
 mod observe;
+mod one_tier;
 mod pins;
 mod prefetch;
 mod promotion;
@@ -32,7 +33,7 @@ mod write_back;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvik_tier::{Arena, NamespaceId, RamTier, TierKind};
+use kvik_tier::{Arena, NamespaceId, RamTier};
 use kvik_types::Namespace;
 
 pub use builder::StoreBuilder;
@@ -42,6 +43,7 @@ pub use layer_write::{LayerWrite, LayerWriter};
 pub use layers::{Layer, LayerReader};
 pub use lookup::Lookup;
 pub use observe::Observation;
+pub use one_tier::TierWrite;
 pub use prefetch::Prefetch;
 pub use provide::{LocalRange, LocalRead};
 pub use retrieve::{Retrieved, RetrievedChunk};
@@ -56,6 +58,7 @@ use crate::format::ChunkFormat;
 use crate::lower::WriteJob;
 use crate::options::StoreOptions;
 use crate::promise::promise;
+use crate::tiers::TierName;
 
 /// A cache of KV over memory and the tiers below it.
 ///
@@ -120,10 +123,10 @@ pub struct Store {
 }
 
 /// What waits for a lower tier, or is being done there.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TierQueues {
     /// The tier.
-    pub tier: TierKind,
+    pub tier: TierName,
     /// Bytes to be written to it.
     pub write_bytes: u64,
     /// Bytes to be read from it.
@@ -182,7 +185,7 @@ impl Store {
     /// What waits for each lower tier, or is being done there.
     pub fn queues(&self) -> Vec<TierQueues> {
         let queues = self.core().lowers.iter().map(|lower| TierQueues {
-            tier: lower.kind,
+            tier: self.core().name_of(lower.tier_idx),
             write_bytes: lower.writes.n_bytes(),
             read_bytes: lower.reads.n_bytes(),
         });

@@ -3,14 +3,12 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvik_tier::TierKind;
-
 use super::Store;
 use super::retrieve::Retrieved;
 use crate::chain::Chain;
 use crate::lower::{PutJob, WriteJob};
 use crate::promise::promise;
-use crate::tiers::{RAM, TierIdx};
+use crate::tiers::{RAM, TierIdx, TierName};
 
 impl Store {
     /// Copies a chain from one tier to another, and removes it from the first if `keep_source` is false;
@@ -18,15 +16,28 @@ impl Store {
     ///
     /// Only chunks that are in `from` are moved, up to the first that is not. What cannot be read or written
     /// in time stays where it was, and so do chunks on which others hang.
-    pub fn relocate(&self, chain: &Chain, from: TierKind, to: TierKind, keep_source: bool) -> usize {
+    pub fn relocate(
+        &self,
+        chain: &Chain,
+        from: impl Into<TierName>,
+        to: impl Into<TierName>,
+        keep_source: bool,
+    ) -> usize {
         let core = self.core();
-        let (Some(from), Some(to)) = (core.tier_idx(from), core.tier_idx(to)) else { return 0 };
+        let (Some(from), Some(to)) = (core.tier_idx(&from.into()), core.tier_idx(&to.into())) else {
+            return 0;
+        };
         if from == to {
             return 0;
         }
         let generation = chain.namespace().generation();
-        let retrieved = core.bring(chain);
-        let n_found = self.n_chunks_in(from, chain, &retrieved);
+        // What a remote tier has is known for sure only by what comes from it.
+        let only = core.lower(from).filter(|lower| !lower.is_local()).map(|_| from);
+        let retrieved = core.bring(chain, only);
+        let n_found = match only {
+            Some(_) => retrieved.chunks().len(),
+            None => self.n_chunks_in(from, chain, &retrieved),
+        };
         let n_moved = if to == RAM {
             core.settle(chain, generation, &retrieved).min(n_found)
         } else {
@@ -38,14 +49,11 @@ impl Store {
         n_moved
     }
 
-    /// Retrieved chunks, from the first on, that a tier has. A remote tier has what came from it.
+    /// Retrieved chunks, from the first on, that a local tier has.
     fn n_chunks_in(&self, tier: TierIdx, chain: &Chain, retrieved: &Retrieved) -> usize {
         let core = self.core();
         let all_ranks = chain.space().format().all_ranks();
-        let is_there = |chunk_idx: usize| {
-            core.directory.view(chain.hash(chunk_idx)).ranks[tier] == all_ranks
-                || retrieved.chunks()[chunk_idx].tier() == core.kind_of(tier)
-        };
+        let is_there = |chunk_idx: usize| core.directory.view(chain.hash(chunk_idx)).ranks[tier] == all_ranks;
         (0..retrieved.chunks().len()).take_while(|chunk_idx| is_there(*chunk_idx)).count()
     }
 

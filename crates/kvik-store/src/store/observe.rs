@@ -8,7 +8,7 @@ use kvik_types::BlockHash;
 use super::Store;
 use super::core::Core;
 use crate::chain::Space;
-use crate::observer::{ChunkObserver, Observed};
+use crate::observer::{ChunkObserver, Observed, TiersOfKind};
 
 /// Keeps an observer informed until it is dropped.
 #[derive(Debug)]
@@ -27,7 +27,7 @@ impl Drop for Observation {
 }
 
 impl Store {
-    /// Tells `observer` which chunks of a space each tier has, beginning with those that they have, until the
+    /// Tells `observer` which chunks of a space the tiers of each kind have, beginning with those that they have, until the
     /// observation is dropped.
     ///
     /// Of a remote tier, which others write too, only that is known which this store put or found there, and
@@ -38,7 +38,7 @@ impl Store {
         let observed = Observed {
             namespace_idx: space.namespace_idx(),
             all_ranks: space.format().all_ranks(),
-            kinds: (0..=core.lowers.len()).map(|tier| core.kind_of(tier)).collect(),
+            tiers: TiersOfKind::group(&core.labels),
             observer,
         };
         let observed = Arc::new(observed);
@@ -46,21 +46,18 @@ impl Store {
         Observation { core: Arc::downgrade(core), observed }
     }
 
-    /// Calls `visit` with each chunk of a space and the tiers that have it, in no order.
+    /// Calls `visit` with each chunk of a space and the kinds of tiers that have it, in no order.
     ///
     /// Chunks that come or go meanwhile may be left out. `visit` is called with a lock and MUST NOT call the
     /// store.
     pub fn visit_chunks(&self, space: &Space, mut visit: impl FnMut(BlockHash, &[TierKind])) {
         let core = self.core();
         let all_ranks = space.format().all_ranks();
-        let mut tiers = Vec::new();
         core.directory.visit(|hash, entry| {
             if entry.namespace_idx != space.namespace_idx() {
                 return;
             }
-            tiers.clear();
-            let having = (0..=core.lowers.len()).filter(|tier| entry.ranks[*tier] == all_ranks);
-            tiers.extend(having.map(|tier| core.kind_of(tier)));
+            let tiers = core.kinds_having(&entry.ranks, all_ranks);
             if !tiers.is_empty() {
                 visit(hash, &tiers);
             }

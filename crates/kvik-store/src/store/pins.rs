@@ -18,7 +18,7 @@ impl Store {
         let core = self.core();
         let Some(last_idx) = core.n_chunks(chain).checked_sub(1) else { return 0 };
         let generation = chain.namespace().generation();
-        let retrieved = core.bring(chain);
+        let retrieved = core.bring(chain, None);
         let n_chunks = core.settle(chain, generation, &retrieved);
         let pin = core.pin_deepest(chain, n_chunks);
         let n_tokens = match &pin {

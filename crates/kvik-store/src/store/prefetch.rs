@@ -12,7 +12,7 @@ use super::survey::{Survey, SurveyVisitor};
 use crate::chain::Chain;
 use crate::counters::Counter;
 use crate::directory::Entry;
-use crate::flight::{FlightEnd, FlightWaiter, WaitingCell};
+use crate::flight::{FlightEnd, FlightWaiter, Sources, WaitingCell};
 use crate::gather::{Cell, Gather};
 use crate::residents::ResidentPin;
 use crate::tiers::{MAX_TIERS, RAM, TierIdx, TierRanks};
@@ -24,7 +24,7 @@ pub struct Prefetch {
     core: Arc<Core>,
     chain: Chain,
     first_chunk: usize,
-    purpose: Purpose,
+    wish: Wish,
     gather: Arc<Gather>,
     /// Keeps what was in memory from being evicted meanwhile.
     pin: Option<ResidentPin>,
@@ -39,13 +39,21 @@ pub(crate) enum Purpose {
     Move,
 }
 
+/// What is brought to memory, and why.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Wish {
+    pub(crate) purpose: Purpose,
+    /// The only tier that it is taken from.
+    pub(crate) only: Option<TierIdx>,
+}
+
 /// Begins to read what a survey finds, as soon as it is found, so long as the prefetch is there.
 struct Search {
     core: Arc<Core>,
     gather: Weak<Gather>,
     chain: Chain,
     generation: u64,
-    purpose: Purpose,
+    wish: Wish,
 }
 
 /// A read that a plan needs.
@@ -53,7 +61,7 @@ struct PlannedRead {
     chunk_idx: usize,
     rank: u16,
     may_displace: bool,
-    sources: VecDeque<TierIdx>,
+    sources: Sources,
 }
 
 impl Store {
@@ -70,32 +78,32 @@ impl Store {
     ///
     /// Chunks that no tier is known to have are asked of the remote tiers, in the background.
     pub fn prefetch(&self, chain: &Chain, first_chunk: usize) -> Prefetch {
-        Prefetch::start(self.core(), chain, first_chunk, Purpose::Use)
+        Prefetch::start(self.core(), chain, first_chunk, Wish { purpose: Purpose::Use, only: None })
     }
 }
 
 impl Prefetch {
-    pub(crate) fn start(core: &Arc<Core>, chain: &Chain, first_chunk: usize, purpose: Purpose) -> Self {
+    pub(crate) fn start(core: &Arc<Core>, chain: &Chain, first_chunk: usize, wish: Wish) -> Self {
         let gather = Arc::new(Gather::new());
         let n_chunks = core.n_chunks(chain);
         let first_chunk = first_chunk.min(n_chunks);
         // Before anything is looked up: what a clear removes meanwhile then belongs to an earlier generation.
         let generation = chain.namespace().generation();
-        let planned = plan(core, &gather, chain, first_chunk..n_chunks, &[], generation, purpose);
+        let planned = plan(core, &gather, chain, first_chunk..n_chunks, &[], generation, wish);
         let pin = core.pin_deepest(chain, planned);
-        if planned < n_chunks && core.has_remote() {
+        if planned < n_chunks && core.can_ask(wish.only) {
             let search = Search {
                 core: Arc::clone(core),
                 gather: Arc::downgrade(&gather),
                 chain: chain.clone(),
                 generation,
-                purpose,
+                wish,
             };
-            core.survey(Survey::new(chain, planned..n_chunks, Box::new(search)));
+            core.survey(Survey::new(chain, planned..n_chunks, Box::new(search)).only_of(wish.only));
         } else {
             gather.end_search();
         }
-        Self { core: Arc::clone(core), chain: chain.clone(), first_chunk, purpose, gather, pin }
+        Self { core: Arc::clone(core), chain: chain.clone(), first_chunk, wish, gather, pin }
     }
 
     /// Whether nothing more will arrive.
@@ -120,8 +128,8 @@ impl Prefetch {
         let n_found = self.first_chunk + gathered.cells.len();
         let pin = self.core.pin_deepest(&self.chain, n_found).or(self.pin);
         let (is_truncated, is_timed_out) = (gathered.is_truncated, gathered.is_timed_out);
-        let retrieved = Retrieved::new(&self.chain, self.first_chunk, gathered, pin);
-        if self.purpose == Purpose::Use {
+        let retrieved = Retrieved::new(&self.chain, self.first_chunk, gathered, &self.core.labels, pin);
+        if self.wish.purpose == Purpose::Use {
             let counters = &self.core.counters;
             counters.add(Counter::Retrieves, 1);
             counters.add(Counter::Truncated, u64::from(is_truncated));
@@ -129,8 +137,7 @@ impl Prefetch {
             let asked = self.chain.tokens_between(self.first_chunk..self.chain.n_chunks());
             counters.add(Counter::RequestedTokens, asked as u64);
             for chunk in retrieved.chunks() {
-                let tier = self.core.tier_idx(chunk.tier()).unwrap_or(RAM);
-                counters.add(Counter::HitTokens(tier), chunk.token_range().len() as u64);
+                counters.add(Counter::HitTokens(chunk.tier_idx()), chunk.token_range().len() as u64);
             }
         }
         retrieved
@@ -144,7 +151,7 @@ impl SurveyVisitor for Search {
         let end = range.end;
         // A search that was cut short takes no more.
         gather.is_searching()
-            && plan(&self.core, &gather, &self.chain, range, found, self.generation, self.purpose) == end
+            && plan(&self.core, &gather, &self.chain, range, found, self.generation, self.wish) == end
     }
 }
 
@@ -165,8 +172,9 @@ fn plan(
     range: Range<usize>,
     found: &[TierRanks],
     generation: u64,
-    purpose: Purpose,
+    wish: Wish,
 ) -> usize {
+    let is_use = wish.purpose == Purpose::Use;
     let first_chunk = range.start;
     let mut cells = Vec::with_capacity(range.len());
     let mut reads = Vec::new();
@@ -178,15 +186,20 @@ fn plan(
                 *ranks |= found;
             }
         }
+        if let Some(only) = wish.only {
+            let ranks = entry.ranks[only];
+            entry.ranks = [0; MAX_TIERS];
+            entry.ranks[only] = ranks;
+        }
         let n_reads = reads.len();
-        let Some(cell) = plan_chunk(core, chain, chunk_idx, &entry, generation, &mut reads) else {
+        let Some(cell) = plan_chunk(core, chain, chunk_idx, &entry, (generation, wish), &mut reads) else {
             reads.truncate(n_reads);
             break;
         };
-        if purpose == Purpose::Use && reads.len() == n_reads && core.lacks_write(&entry, chain) {
+        if is_use && wish.only.is_none() && reads.len() == n_reads && core.lacks_write(&entry, chain) {
             reused.push((chunk_idx, entry));
         }
-        if purpose == Purpose::Use && !entry.was_used {
+        if is_use && !entry.was_used {
             core.directory.update_known(chain.id(chunk_idx), |_, entry| entry.was_used = true);
         }
         cells.push(cell);
@@ -209,7 +222,7 @@ fn plan_chunk(
     chain: &Chain,
     chunk_idx: usize,
     entry: &Entry,
-    generation: u64,
+    (generation, wish): (u64, Wish),
     reads: &mut Vec<PlannedRead>,
 ) -> Option<Cell> {
     let mut cell = Cell::new(chain.n_ranks());
@@ -222,9 +235,11 @@ fn plan_chunk(
             cell.leases[usize::from(rank)] = Some(lease);
             continue;
         }
-        let sources: VecDeque<TierIdx> =
-            (1..MAX_TIERS).filter(|tier| entry.ranks[*tier] & bit != 0).collect();
-        if sources.is_empty() && core.flights.find(chain, chunk_idx, rank, generation).is_none() {
+        let tiers: VecDeque<TierIdx> = (1..MAX_TIERS).filter(|tier| entry.ranks[*tier] & bit != 0).collect();
+        let sources = Sources { tiers, is_alone: wish.only.is_some() };
+        let can_join =
+            || !sources.is_alone && core.flights.find(chain, chunk_idx, rank, generation).is_some();
+        if sources.tiers.is_empty() && !can_join() {
             return None;
         }
         let may_displace = core.may_displace(entry, rank);
@@ -260,16 +275,18 @@ fn start_read(
 }
 
 impl Core {
-    /// Gets as much of a chain as arrives in time, for the store's own ends.
-    pub(crate) fn bring(self: &Arc<Self>, chain: &Chain) -> Retrieved {
-        Prefetch::start(self, chain, 0, Purpose::Move).wait(self.options.retrieve_timeout)
+    /// Gets as much of a chain as arrives in time, of one tier where one is given, for the store's own ends.
+    pub(crate) fn bring(self: &Arc<Self>, chain: &Chain, only: Option<TierIdx>) -> Retrieved {
+        let wish = Wish { purpose: Purpose::Move, only };
+        Prefetch::start(self, chain, 0, wish).wait(self.options.retrieve_timeout)
     }
 
     /// Whether a lower tier should have all ranks of a chunk that is in memory, and does not.
     fn lacks_write(&self, entry: &Entry, chain: &Chain) -> bool {
         let all_ranks = chain.space().format().all_ranks();
-        !entry.was_evicted_below
-            && self.written_lowers().any(|lower| entry.ranks[lower.tier_idx] != all_ranks)
+        self.written_lowers().any(|lower| {
+            entry.ranks[lower.tier_idx] != all_ranks && !entry.left_tiers.contains(lower.tier_idx)
+        })
     }
 
     /// Has a chunk written down that was used again: one that was not to be written before its first use,
@@ -282,7 +299,7 @@ impl Core {
         generation: u64,
         cell: &Cell,
     ) {
-        for lower in self.written_lowers() {
+        for lower in self.written_lowers().filter(|lower| !entry.left_tiers.contains(lower.tier_idx)) {
             for (rank, lease) in (0..).zip(&cell.leases) {
                 let is_there = entry.ranks[lower.tier_idx] & (1 << rank) != 0;
                 let Some(lease) = lease.as_ref().filter(|_| !is_there) else { continue };

@@ -91,8 +91,8 @@ impl Core {
         let is_ours = u32::from(key.rank) < u64::BITS
             && self.namespaces.find_id(entry.namespace_idx) == Some(key.namespace);
         let bit = if is_ours { 1_u64 << key.rank } else { 0 };
-        let n_local = 1 + self.lowers.iter().filter(|lower| lower.is_local()).count();
-        (0..n_local).filter(move |tier| entry.ranks[*tier] & bit != 0)
+        let lowers = self.lowers.iter().filter(|lower| lower.is_local()).map(|lower| lower.tier_idx);
+        std::iter::once(RAM).chain(lowers).filter(move |tier| entry.ranks[*tier] & bit != 0)
     }
 
     fn read_from(&self, tier: TierIdx, wanted: &LocalRange) -> LocalRead {

@@ -122,7 +122,7 @@ impl Core {
     fn note_origin(&self, entry: &mut Entry, origin: Origin, was_there: bool) {
         match origin {
             Origin::Writer if !was_there => entry.is_copy = false,
-            Origin::Tier(TierKind::Peer) if !entry.is_local(self.directory.n_local_tiers()) => {
+            Origin::Tier(TierKind::Peer) if !entry.is_local(self.directory.local_tiers()) => {
                 entry.is_copy = self.options.spares_last_copy;
             }
             _ => {}
@@ -154,12 +154,12 @@ impl Core {
     }
 
     /// Makes what a flight brought resident if that is worth it; says whether it is.
-    pub(crate) fn keep_one(self: &Arc<Self>, flight: &Flight, lease: &Lease, tier: TierKind) -> bool {
+    pub(crate) fn keep_one(self: &Arc<Self>, flight: &Flight, lease: &Lease, tier: TierIdx) -> bool {
         let (chain, chunk_idx) = (&flight.chain, flight.chunk_idx);
         if !self.is_worth_keeping(chain, chunk_idx, lease.len(), flight.may_displace()) {
             return false;
         }
-        let arrival = Arrival { lease: lease.clone(), origin: Origin::Tier(tier) };
+        let arrival = Arrival { lease: lease.clone(), origin: Origin::Tier(self.kind_of(tier)) };
         let published = self.publish(chain, chunk_idx, flight.rank, flight.generation, arrival);
         if let Published::Stored(_) = published {
             self.counters.add(Counter::PromotedChunks, 1);

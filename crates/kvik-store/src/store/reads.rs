@@ -94,8 +94,8 @@ impl Core {
         }
         let lease = slot.freeze();
         // Before the waiters wake, so that the next reader finds it in memory.
-        self.keep_one(flight, &lease, lower.kind);
-        flight.end(&FlightEnd::Arrived { lease, tier: lower.kind });
+        self.keep_one(flight, &lease, lower.tier_idx);
+        flight.end(&FlightEnd::Arrived { lease, tier: lower.tier_idx });
         // And after: its parent, or a child that came first, may have been kept in between.
         self.keep(flight);
     }

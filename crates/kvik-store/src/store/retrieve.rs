@@ -9,6 +9,7 @@ use crate::chain::Chain;
 use crate::flight::Flight;
 use crate::gather::Gathered;
 use crate::residents::ResidentPin;
+use crate::tiers::{TierIdx, TierLabel, TierName};
 
 /// The longest part of a chain, without a gap, that a retrieve could get.
 ///
@@ -19,6 +20,7 @@ pub struct Retrieved {
     chunks: Vec<RetrievedChunk>,
     n_tokens: usize,
     is_truncated: bool,
+    labels: Arc<[TierLabel]>,
     /// Lets others join what was read and did not stay in memory.
     _flights: Vec<Arc<Flight>>,
     _pin: Option<ResidentPin>,
@@ -29,6 +31,7 @@ pub struct Retrieved {
 pub struct RetrievedChunk {
     token_range: Range<usize>,
     tier: TierKind,
+    tier_idx: TierIdx,
     section_bytes: usize,
     leases: Vec<Lease>,
 }
@@ -38,6 +41,7 @@ impl Retrieved {
         chain: &Chain,
         first_chunk: usize,
         gathered: Gathered,
+        labels: &Arc<[TierLabel]>,
         pin: Option<ResidentPin>,
     ) -> Self {
         let chunks: Vec<RetrievedChunk> = gathered
@@ -46,14 +50,16 @@ impl Retrieved {
             .enumerate()
             .map(|(place, cell)| RetrievedChunk {
                 token_range: chain.tokens_of(first_chunk + place),
-                tier: cell.tier,
+                tier: labels[cell.tier].kind,
+                tier_idx: cell.tier,
                 section_bytes: chain.section_bytes(first_chunk + place),
                 leases: cell.leases.into_iter().flatten().collect(),
             })
             .collect();
         let n_tokens = chunks.iter().map(|chunk| chunk.token_range.len()).sum();
         let is_truncated = gathered.is_truncated;
-        Self { chunks, n_tokens, is_truncated, _flights: gathered.flights, _pin: pin }
+        let labels = Arc::clone(labels);
+        Self { chunks, n_tokens, is_truncated, labels, _flights: gathered.flights, _pin: pin }
     }
 
     /// Tokens of its chunks.
@@ -70,6 +76,12 @@ impl Retrieved {
     pub fn is_truncated(&self) -> bool {
         self.is_truncated
     }
+
+    /// The slowest tier that a chunk came from; `None` without chunks.
+    pub fn slowest_tier(&self) -> Option<&TierName> {
+        let tier = self.chunks.iter().map(|chunk| chunk.tier_idx).max()?;
+        Some(&self.labels[tier].name)
+    }
 }
 
 impl RetrievedChunk {
@@ -78,7 +90,7 @@ impl RetrievedChunk {
         self.token_range.clone()
     }
 
-    /// The slowest tier that a rank came from.
+    /// What the slowest tier that a rank came from is made of.
     pub fn tier(&self) -> TierKind {
         self.tier
     }
@@ -97,6 +109,10 @@ impl RetrievedChunk {
     pub fn layer(&self, rank: u16, layer_idx: usize) -> &[u8] {
         let start = layer_idx.saturating_mul(self.section_bytes);
         self.payload(rank).get(start..start.saturating_add(self.section_bytes)).unwrap_or_default()
+    }
+
+    pub(crate) fn tier_idx(&self) -> TierIdx {
+        self.tier_idx
     }
 
     pub(crate) fn lease(&self, rank: u16) -> Option<&Lease> {

@@ -5,7 +5,7 @@ use kvik_tier::{ChunkKey, Slot, Tier};
 use super::core::Core;
 use crate::counters::Counter;
 use crate::policy::BlockId;
-use crate::tiers::RAM;
+use crate::tiers::{RAM, TierSet};
 
 /// Doublings of the number of victims before room is given up: some thousand victims for one slot.
 const MAX_ROUNDS: u32 = 12;
@@ -52,6 +52,8 @@ impl Core {
     pub(crate) fn unpublish(&self, id: BlockId) -> bool {
         let was_there = self.directory.update_known(id, |hash, entry| {
             let ranks = std::mem::take(&mut entry.ranks[RAM]);
+            // What brings it back may also bring it to the tiers that it left.
+            entry.left_tiers = TierSet::default();
             self.delete_from_ram(&self.keys(hash, entry, ranks));
             ranks != 0
         });

@@ -1,10 +1,10 @@
 //! Counts of a store.
 
-use kvik_tier::{Tier, TierKind, TierStat};
+use kvik_tier::{Tier, TierStat};
 
 use super::Store;
 use crate::counters::Counter;
-use crate::tiers::TierIdx;
+use crate::tiers::{RAM, TierIdx, TierLabel, TierName};
 
 /// Counts of a store since it was opened, and what its directory takes now.
 #[derive(Debug, Clone, Default)]
@@ -17,7 +17,7 @@ pub struct StoreStats {
     /// Tokens that were asked for by retrieves.
     pub requested_tokens: u64,
     /// Tokens that retrieves gave, by the slowest tier that a rank of their chunk came from.
-    pub hit_tokens: Vec<(TierKind, u64)>,
+    pub hit_tokens: Vec<(TierName, u64)>,
     /// Retrieves that gave less than was found.
     pub n_truncated: u64,
     /// Retrieves whose wait ended before all was there.
@@ -31,19 +31,19 @@ pub struct StoreStats {
     /// Bytes of the payloads that were stored.
     pub stored_bytes: u64,
     /// Payloads that each lower tier has taken.
-    pub written: Vec<(TierKind, u64)>,
+    pub written: Vec<(TierName, u64)>,
     /// Payloads that each lower tier should have taken and did not: no room in the queue or the tier, no
     /// parent there, or a failure.
-    pub dropped_writes: Vec<(TierKind, u64)>,
+    pub dropped_writes: Vec<(TierName, u64)>,
     /// Payloads that each lower tier gave.
-    pub loaded: Vec<(TierKind, u64)>,
+    pub loaded: Vec<(TierName, u64)>,
     /// Payloads that each lower tier should have given and did not.
-    pub failed_loads: Vec<(TierKind, u64)>,
+    pub failed_loads: Vec<(TierName, u64)>,
     /// Chunks that left each local tier for others.
-    pub evicted_chunks: Vec<(TierKind, u64)>,
+    pub evicted_chunks: Vec<(TierName, u64)>,
     /// Payloads that each tier had under the right name for other tokens, so that they were not given out:
     /// names that were made to collide, or another digest key.
-    pub token_mismatches: Vec<(TierKind, u64)>,
+    pub token_mismatches: Vec<(TierName, u64)>,
     /// Payloads from lower tiers that stayed in memory.
     pub n_promoted: u64,
     /// Reads that were begun.
@@ -62,14 +62,17 @@ impl Store {
         let core = self.core();
         let count = |counter| core.counters.get(counter);
         let of_lowers = |counter: fn(TierIdx) -> Counter| {
-            core.lowers.iter().map(|lower| (lower.kind, count(counter(lower.tier_idx)))).collect::<Vec<_>>()
+            core.lowers
+                .iter()
+                .map(|lower| (core.name_of(lower.tier_idx), count(counter(lower.tier_idx))))
+                .collect::<Vec<_>>()
         };
         let of_all = |counter: fn(TierIdx) -> Counter| {
-            let mut counts = vec![(TierKind::Ram, count(counter(0)))];
+            let mut counts = vec![(core.name_of(RAM), count(counter(RAM)))];
             counts.extend(of_lowers(counter));
             counts
         };
-        let mut token_mismatches = vec![(TierKind::Ram, core.ram.n_token_mismatches())];
+        let mut token_mismatches = vec![(core.name_of(RAM), core.ram.n_token_mismatches())];
         token_mismatches.extend(of_lowers(Counter::TokenMismatches));
         StoreStats {
             token_mismatches,
@@ -97,10 +100,14 @@ impl Store {
     }
 
     /// Every tier with its counts and state, memory first, without I/O.
-    pub fn health(&self) -> Vec<(TierKind, TierStat)> {
+    pub fn health(&self) -> Vec<(TierLabel, TierStat)> {
         let core = self.core();
-        let mut tiers = vec![(TierKind::Ram, core.ram.stat())];
-        tiers.extend(core.lowers.iter().map(|lower| (lower.kind, lower.tier.stat())));
-        tiers
+        let stats = std::iter::once(core.ram.stat()).chain(core.lowers.iter().map(|lower| lower.tier.stat()));
+        core.labels.iter().cloned().zip(stats).collect()
+    }
+
+    /// What the tiers are called, memory first.
+    pub fn tiers(&self) -> &[TierLabel] {
+        &self.core().labels
     }
 }

@@ -8,7 +8,7 @@ use kvik_tier::ChunkKey;
 use super::core::Core;
 use crate::chain::Chain;
 use crate::lower::{Lower, ReadJob};
-use crate::tiers::{MAX_TIERS, TierRanks};
+use crate::tiers::{MAX_TIERS, TierIdx, TierRanks};
 
 /// Chunks that are asked for at a time, at most: a few round trips for the longest prompts.
 const MAX_GROUP_CHUNKS: usize = 64;
@@ -32,6 +32,8 @@ pub(crate) struct Survey {
     /// Where the group that is being asked for begins, and what was found of it.
     first_chunk: usize,
     group: Vec<TierRanks>,
+    /// The only tier that is asked, and whose chunks count.
+    only: Option<TierIdx>,
     visitor: Box<dyn SurveyVisitor>,
 }
 
@@ -39,7 +41,12 @@ impl Survey {
     /// A question about the chunks `range` of a chain.
     pub(crate) fn new(chain: &Chain, range: Range<usize>, visitor: Box<dyn SurveyVisitor>) -> Self {
         let first_chunk = range.start;
-        Self { chain: chain.clone(), rest: range, first_chunk, group: Vec::new(), visitor }
+        Self { chain: chain.clone(), rest: range, first_chunk, group: Vec::new(), only: None, visitor }
+    }
+
+    /// The same question to one tier alone, where one is given.
+    pub(crate) fn only_of(self, only: Option<TierIdx>) -> Self {
+        Self { only, ..self }
     }
 
     /// Goes on to the next group, twice as long as this one; false at the end.
@@ -63,8 +70,10 @@ impl Survey {
     fn see_known(&mut self, core: &Core) {
         for (place, found) in self.group.iter_mut().enumerate() {
             let known = core.directory.view(self.chain.hash(self.first_chunk + place)).ranks;
-            for (ranks, known) in found.iter_mut().zip(known) {
-                *ranks |= known;
+            for (tier, (ranks, known)) in found.iter_mut().zip(known).enumerate() {
+                if self.only.is_none_or(|only| only == tier) {
+                    *ranks |= known;
+                }
             }
         }
     }
@@ -84,7 +93,12 @@ impl Survey {
 
 impl Core {
     pub(crate) fn has_remote(&self) -> bool {
-        self.lowers.iter().any(|lower| !lower.is_local())
+        self.can_ask(None)
+    }
+
+    /// Whether there is a remote tier, or whether `only` is one.
+    pub(crate) fn can_ask(&self, only: Option<TierIdx>) -> bool {
+        self.lowers.iter().any(|lower| lower.is_asked(only))
     }
 
     /// Asks the remote tiers. The visitor is dropped when all is asked, whatever happens.
@@ -99,7 +113,8 @@ impl Core {
         loop {
             survey.see_known(self);
             let wanted = survey.missing();
-            let remote = self.lowers.iter().enumerate().skip(lower_idx).find(|(_, lower)| !lower.is_local());
+            let mut remotes = self.lowers.iter().enumerate().skip(lower_idx);
+            let remote = remotes.find(|(_, lower)| lower.is_asked(survey.only));
             let Some((asked_idx, lower)) = remote.filter(|_| !wanted.is_empty()) else {
                 if !survey.next_group() {
                     return;

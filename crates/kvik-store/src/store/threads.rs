@@ -33,11 +33,12 @@ impl Threads {
         let threads = Self { core: Arc::clone(core), handles: Mutex::default(), live: Arc::default() };
         threads.spawn("kvik-reclaim".to_owned(), |core| core.run_reclaimer())?;
         for lower in &core.lowers {
-            let (tier, kind) = (lower.tier_idx, lower.kind);
+            let tier = lower.tier_idx;
+            let name = &core.labels[tier].name;
             for read_idx in 0..lower.n_read_threads {
-                threads.spawn(format!("kvik-{kind}-read-{read_idx}"), move |core| core.run_reads(tier))?;
+                threads.spawn(format!("kvik-{name}-read-{read_idx}"), move |core| core.run_reads(tier))?;
             }
-            threads.spawn(format!("kvik-{kind}-write"), move |core| core.run_writes(tier))?;
+            threads.spawn(format!("kvik-{name}-write"), move |core| core.run_writes(tier))?;
         }
         Ok(threads)
     }

@@ -163,6 +163,11 @@ impl ChunkWriter {
 
     /// As [`Self::commit`], and keeps the chunk in memory: it cannot leave before what is written behind it.
     pub fn commit_and_keep(self) -> (Commit, Option<CommittedChunk>) {
+        self.commit_to(true)
+    }
+
+    /// As [`Self::commit_and_keep`], and has the chunk written to the lower tiers if `is_written_down`.
+    pub(super) fn commit_to(self, is_written_down: bool) -> (Commit, Option<CommittedChunk>) {
         let Self { begun, rank, generation, slot, _parent } = self;
         let Begun { core, chain, chunk_idx } = &begun;
         let arrival = Arrival { lease: slot.freeze(), origin: Origin::Writer };
@@ -171,7 +176,7 @@ impl ChunkWriter {
             Published::Stored(lease) => {
                 core.counters.add(Counter::StoredPayloads, 1);
                 core.counters.add(Counter::StoredBytes, lease.len() as u64);
-                if core.options.write_back == WriteBack::OnStore {
+                if is_written_down && core.options.write_back == WriteBack::OnStore {
                     for lower in core.written_lowers() {
                         core.queue_write(lower, chain, *chunk_idx, rank, &lease, generation);
                     }

@@ -9,7 +9,7 @@ use crate::chain::Chain;
 use crate::counters::Counter;
 use crate::lower::{Lower, PutJob, QueueGuard, WriteJob};
 use crate::residents::ResidentPin;
-use crate::tiers::TierIdx;
+use crate::tiers::{RAM, TierIdx};
 
 /// Doublings of the number of victims before a full tier is given up.
 const MAX_ROUNDS: u32 = 8;
@@ -179,7 +179,9 @@ impl Core {
                 && let Some(id) = residents.victim(self.now_ms())
             {
                 let left = self.directory.update_known(id, |hash, entry| {
-                    entry.was_evicted_below = true;
+                    if entry.ranks[RAM] != 0 {
+                        entry.left_tiers.insert(lower.tier_idx);
+                    }
                     let ranks = std::mem::take(&mut entry.ranks[lower.tier_idx]);
                     self.keys(hash, entry, ranks)
                 });

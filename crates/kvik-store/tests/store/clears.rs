@@ -18,7 +18,7 @@ fn a_namespace_is_cleared_in_every_tier_and_others_are_not() {
     assert_eq!((store_chain(&store, &ours), store_chain(&store, &theirs)), (3, 3));
     flush(&store);
     let cleared = store.clear(&Clear { namespace: Some(namespace("ours")), ..Clear::default() });
-    assert_eq!(cleared.chunks, [(TierKind::Ram, 3), (TierKind::Nvme, 3)]);
+    assert_eq!(cleared.chunks, [(TierKind::Ram.into(), 3), (TierKind::Nvme.into(), 3)]);
     assert_eq!(store.lookup(&ours).n_tokens, 0);
     assert!(!nvme.has(&ours, 0));
     assert_eq!(retrieve_all(&store, &theirs), 3);
@@ -40,7 +40,10 @@ fn what_local_tiers_know_is_cleared_in_a_remote_tier_too() {
     flush(&store);
     assert_eq!(redis.stat_chunks(), 3);
     let cleared = store.clear(&everything());
-    assert_eq!(cleared.chunks, [(TierKind::Ram, 3), (TierKind::Nvme, 3), (TierKind::Redis, 3)]);
+    assert_eq!(
+        cleared.chunks,
+        [(TierKind::Ram.into(), 3), (TierKind::Nvme.into(), 3), (TierKind::Redis.into(), 3)]
+    );
     assert_eq!((nvme.stat_chunks(), redis.stat_chunks()), (0, 0));
     assert_eq!(store.lookup(&chain).n_tokens, 0);
 }
@@ -52,7 +55,7 @@ fn one_tier_can_be_cleared_alone() {
     let chain = chain_of(&store, 1, 3);
     assert_eq!(store_chain(&store, &chain), 3);
     flush(&store);
-    store.clear(&Clear { tiers: Some(vec![TierKind::Nvme]), ..Clear::default() });
+    store.clear(&Clear { tiers: Some(vec![TierKind::Nvme.into()]), ..Clear::default() });
     assert_eq!(store.tiers_of(&chain, 2), [TierKind::Ram]);
     assert_eq!(nvme.stat_chunks(), 0);
 }
@@ -70,10 +73,10 @@ fn clearing_a_chain_leaves_what_others_hang_on() {
     flush(&store);
     let cleared = store.clear(&Clear {
         chain: Some(chain.clone()),
-        tiers: Some(vec![TierKind::Ram]),
+        tiers: Some(vec![TierKind::Ram.into()]),
         ..Clear::default()
     });
-    assert_eq!(cleared.chunks, [(TierKind::Ram, 2)]);
+    assert_eq!(cleared.chunks, [(TierKind::Ram.into(), 2)]);
     assert_eq!(store.lookup_local(&chain).n_chunks, 2);
     assert_eq!(retrieve_all(&store, &branch), 4);
     // A remote tier knows no chains.

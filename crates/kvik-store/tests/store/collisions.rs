@@ -95,7 +95,7 @@ impl Pair {
     }
 
     fn forget_memory(&self) {
-        self.store.clear(&Clear { tiers: Some(vec![TierKind::Ram]), ..Clear::default() });
+        self.store.clear(&Clear { tiers: Some(vec![TierKind::Ram.into()]), ..Clear::default() });
     }
 
     fn flush(&self) {

@@ -148,7 +148,7 @@ fn settings_that_cannot_be_are_refused() {
         field(open(StoreOptions { prefill_tokens_per_s: 0.0, ..options() }, &[])),
         "prefill_tokens_per_s"
     );
-    assert_eq!(field(open(options(), &[TierKind::Redis, TierKind::Redis])), "tier");
+    assert_eq!(field(open(options(), &[TierKind::Redis; 8])), "tiers");
     assert_eq!(field(open(options(), &[TierKind::Ram])), "tier");
     open(options(), &[TierKind::Nvme, TierKind::Redis, TierKind::Object]).unwrap();
 }

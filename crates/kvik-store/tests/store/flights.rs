@@ -154,7 +154,7 @@ fn what_arrived_before_the_wait_ended_is_given() {
     assert_eq!(verify(&store.retrieve(&chain, 0), &chain, 0), 4);
     store.clear(&kvik_store::Clear {
         chain: Some(chain.clone()),
-        tiers: Some(vec![TierKind::Ram]),
+        tiers: Some(vec![TierKind::Ram.into()]),
         ..Default::default()
     });
     let short = chain_of(&store, 1, 2);

@@ -164,7 +164,7 @@ fn ranks_of_one_chunk_may_come_from_different_tiers() {
     }
     let store = Setup::new(16).local(&nvme).remote(&redis).open();
     let chain = space_of(&store, "", 3).chain(&tokens_of(1, 4));
-    assert_eq!(store.lookup(&chain).tokens_by_tier, [(TierKind::Redis, 4)]);
+    assert_eq!(store.lookup(&chain).tokens_by_tier, [(TierKind::Redis.into(), 4)]);
     assert_eq!(store.lookup_local(&chain).n_tokens, 0);
     assert_eq!(retrieve_all(&store, &chain), 1);
 }

@@ -32,7 +32,7 @@ fn a_local_tier_is_warm_after_a_restart() {
     drop(store);
     let store = Setup::new(256).local(&nvme).open();
     let cleared = store.clear(&Clear { namespace: Some(namespace("")), ..Clear::default() });
-    assert_eq!(cleared.chunks[1], (TierKind::Nvme, 12));
+    assert_eq!(cleared.chunks[1], (TierKind::Nvme.into(), 12));
     assert_eq!(nvme.stat_chunks(), 0);
 }
 
@@ -103,7 +103,7 @@ fn every_policy_takes_over_a_warm_disk() {
         }
         assert!(nvme.stat_chunks() >= 10, "{policy}: {}", nvme.stat_chunks());
         let stats = store.stats();
-        assert_eq!(stats.failed_loads, [(TierKind::Nvme, 0)], "{policy}: the directory is exact");
+        assert_eq!(stats.failed_loads, [(TierKind::Nvme.into(), 0)], "{policy}: the directory is exact");
     }
 }
 
@@ -142,11 +142,11 @@ fn a_disk_is_warm_after_a_restart_and_stays_within_its_capacity() {
     }
     let stats = store.stats();
     assert!(stats.evicted_chunks[1].1 > 100, "{stats:?}");
-    assert_eq!(stats.dropped_writes, [(TierKind::Nvme, 0)]);
+    assert_eq!(stats.dropped_writes, [(TierKind::Nvme.into(), 0)]);
     forget_memory(&store);
     let n_found: usize = (0..120).map(|name| retrieve_all(&store, &chain_of(&store, name, 6))).sum();
     assert!(n_found > 100, "{n_found}");
-    assert_eq!(store.stats().failed_loads, [(TierKind::Nvme, 0)], "the directory is exact");
+    assert_eq!(store.stats().failed_loads, [(TierKind::Nvme.into(), 0)], "the directory is exact");
 }
 
 impl Tier for Log {

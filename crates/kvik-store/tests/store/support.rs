@@ -5,7 +5,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvik_store::policy::PolicyKind;
-use kvik_store::{Chain, ChunkFormat, Commit, Retrieved, Space, Store, StoreOptions, Write};
+use kvik_store::{
+    Chain, ChunkFormat, Commit, LowerTier, Retrieved, Space, Store, StoreOptions, TierName, Write,
+};
 use kvik_tier::conformance::MapTier;
 use kvik_tier::{
     Arena, ArenaOptions, ChunkKey, GetItem, GetOutcome, PutItem, PutOutcome, RamTier, Result, Tier,
@@ -193,8 +195,8 @@ impl Tier for TestTier {
 pub(crate) struct Setup {
     pub(crate) options: StoreOptions,
     n_slots: u64,
-    local: Option<Arc<dyn Tier>>,
-    remotes: Vec<Arc<dyn Tier>>,
+    locals: Vec<LowerTier>,
+    remotes: Vec<LowerTier>,
 }
 
 impl Setup {
@@ -209,7 +211,7 @@ impl Setup {
             lookup_timeout: Duration::from_secs(30),
             ..StoreOptions::default()
         };
-        Self { options, n_slots, local: None, remotes: Vec::new() }
+        Self { options, n_slots, locals: Vec::new(), remotes: Vec::new() }
     }
 
     pub(crate) fn with(mut self, change: impl FnOnce(&mut StoreOptions)) -> Self {
@@ -217,34 +219,37 @@ impl Setup {
         self
     }
 
-    pub(crate) fn local(mut self, tier: &Arc<TestTier>) -> Self {
-        self.local = Some(Arc::clone(tier) as Arc<dyn Tier>);
-        self
+    pub(crate) fn local(self, tier: &Arc<TestTier>) -> Self {
+        self.local_dyn(Arc::clone(tier) as Arc<dyn Tier>)
     }
 
     pub(crate) fn local_dyn(mut self, tier: Arc<dyn Tier>) -> Self {
-        self.local = Some(tier);
+        self.locals.push(LowerTier::local(tier));
         self
     }
 
-    pub(crate) fn remote(mut self, tier: &Arc<TestTier>) -> Self {
-        self.remotes.push(Arc::clone(tier) as Arc<dyn Tier>);
+    pub(crate) fn remote(self, tier: &Arc<TestTier>) -> Self {
+        self.remote_dyn(Arc::clone(tier) as Arc<dyn Tier>)
+    }
+
+    /// Gives the local tiers names, in their order.
+    pub(crate) fn named(mut self, names: &[&str]) -> Self {
+        for (tier, name) in self.locals.iter_mut().zip(names) {
+            tier.name = Some(TierName::try_new(name).unwrap());
+        }
         self
     }
 
     pub(crate) fn remote_dyn(mut self, tier: Arc<dyn Tier>) -> Self {
-        self.remotes.push(tier);
+        self.remotes.push(LowerTier::remote(tier));
         self
     }
 
     pub(crate) fn open(self) -> Store {
         let ram = RamTier::new(Arena::new(ArenaOptions::new(self.n_slots * SLOT_BYTES)).unwrap());
         let mut builder = Store::builder(self.options, ram);
-        if let Some(local) = self.local {
-            builder = builder.local(local);
-        }
-        for remote in self.remotes {
-            builder = builder.remote(remote);
+        for tier in self.locals.into_iter().chain(self.remotes) {
+            builder = builder.tier(tier);
         }
         builder.open().unwrap()
     }
@@ -343,7 +348,10 @@ pub(crate) fn flush(store: &Store) {
 
 /// Makes a store forget what is in memory of a chain.
 pub(crate) fn forget_memory(store: &Store) {
-    store.clear(&kvik_store::Clear { tiers: Some(vec![TierKind::Ram]), ..kvik_store::Clear::default() });
+    store.clear(&kvik_store::Clear {
+        tiers: Some(vec![TierKind::Ram.into()]),
+        ..kvik_store::Clear::default()
+    });
 }
 
 /// A tier under the name of another kind.

@@ -53,10 +53,10 @@ fn a_queue_that_is_full_drops_writes_and_counts_them() {
     let chain = chain_of(&store, 1, 16);
     assert_eq!(store_chain(&store, &chain), 16, "no caller waits for the queue");
     assert_eq!(store.queues()[0].write_bytes, 4 * PAYLOAD_BYTES as u64);
-    assert_eq!(store.stats().dropped_writes, [(TierKind::Nvme, 12)]);
+    assert_eq!(store.stats().dropped_writes, [(TierKind::Nvme.into(), 12)]);
     nvme.puts.open();
     flush(&store);
-    assert_eq!(store.stats().written, [(TierKind::Nvme, 4)]);
+    assert_eq!(store.stats().written, [(TierKind::Nvme.into(), 4)]);
     assert!(nvme.has(&chain, 3) && !nvme.has(&chain, 4));
     // Another use gives the others another chance.
     until("all are written", || {
@@ -78,7 +78,7 @@ fn a_chunk_without_its_parent_is_not_written_to_a_local_tier() {
     assert!(store_chunk(&store, &chain, 1));
     flush(&store);
     assert!(!nvme.has(&chain, 0) && !nvme.has(&chain, 1));
-    assert_eq!(store.stats().dropped_writes, [(TierKind::Nvme, 2)]);
+    assert_eq!(store.stats().dropped_writes, [(TierKind::Nvme.into(), 2)]);
 }
 
 #[test]
@@ -180,8 +180,8 @@ fn a_full_disk_makes_room_for_what_is_new() {
         assert!(is_there.is_sorted_by(|before, after| before >= after), "leaves first: {is_there:?}");
     }
     let stats = store.stats();
-    assert_eq!(stats.evicted_chunks[1], (TierKind::Nvme, 18));
-    assert_eq!(stats.dropped_writes, [(TierKind::Nvme, 0)]);
+    assert_eq!(stats.evicted_chunks[1], (TierKind::Nvme.into(), 18));
+    assert_eq!(stats.dropped_writes, [(TierKind::Nvme.into(), 0)]);
 }
 
 #[test]

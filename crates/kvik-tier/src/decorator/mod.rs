@@ -5,6 +5,8 @@
 //! `Throttled`, `Checksummed` or `Encrypted`, and then the place itself: what was skipped is counted and not
 //! tried again, and a breaker sees a failure only after it was tried again.
 
+mod absent;
+mod bandwidth;
 mod breaker;
 mod checksummed;
 mod clock;
@@ -18,6 +20,8 @@ mod wanted;
 
 use std::sync::Arc;
 
+pub use absent::Absent;
+pub use bandwidth::{Bandwidth, BandwidthShare};
 pub use breaker::{Breaker, BreakerOptions};
 pub(crate) use breaker::{Gate, Permit, Verdict};
 pub use checksummed::Checksummed;

@@ -2,10 +2,8 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::time::Instant;
 
-use parking_lot::Mutex;
-
+use super::bandwidth::{Bandwidth, BandwidthShare};
 use super::{Clock, SystemClock, not_asked, skip_gets, skip_puts};
 use crate::error::Result;
 use crate::key::ChunkKey;
@@ -20,40 +18,49 @@ pub struct ThrottledOptions {
     pub burst_bytes: u64,
     /// Calls at a time. Default: no bound.
     pub max_calls: usize,
+    /// Bytes at a time, of all calls together; one chunk is always let through. Default: no bound.
+    pub max_bytes_in_flight: u64,
 }
 
 /// Skips what is over a bound, and never blocks the caller.
 ///
-/// Bytes come from a bucket that fills with time. A chunk is let through while there is any byte in the bucket, and
-/// may leave it in debt: so one that is larger than the bucket gets through, and is paid for by those after it.
-/// From the first item that finds none on, the rest of the batch is `Skipped`. Reads that miss cost nothing.
+/// Bytes come from a bucket that fills with time, or from a share of one that several tiers have. A chunk is let
+/// through while there is any byte in the bucket, and may leave it in debt: so one that is larger than the bucket
+/// gets through, and is paid for by those after it. From the first item that finds none on, the rest of the batch is
+/// `Skipped`. Reads that miss cost nothing.
 ///
 /// Deletes and flushes are let through always: a tier must not be kept from becoming emptier.
 #[derive(Debug)]
 pub struct Throttled<T> {
     inner: T,
     options: ThrottledOptions,
-    clock: Arc<dyn Clock>,
-    bucket: Mutex<Bucket>,
+    /// `None`: no bound on bytes a second.
+    share: Option<BandwidthShare>,
     n_calls: AtomicUsize,
+    bytes_in_flight: AtomicU64,
     n_skipped: AtomicU64,
-}
-
-#[derive(Debug)]
-struct Bucket {
-    /// Below 0 is debt.
-    level_bytes: f64,
-    filled_at: Instant,
 }
 
 /// One of the calls at a time.
 struct CallGuard<'a>(&'a AtomicUsize);
 
+/// Bytes that are moving.
+struct InFlight<'a> {
+    of_all: &'a AtomicU64,
+    n_bytes: u64,
+    n_items: usize,
+}
+
 // === impl ThrottledOptions ===
 
 impl Default for ThrottledOptions {
     fn default() -> Self {
-        Self { bytes_per_s: None, burst_bytes: 64 << 20, max_calls: usize::MAX }
+        Self {
+            bytes_per_s: None,
+            burst_bytes: 64 << 20,
+            max_calls: usize::MAX,
+            max_bytes_in_flight: u64::MAX,
+        }
     }
 }
 
@@ -67,8 +74,21 @@ impl<T: Tier> Throttled<T> {
 
     /// Bounds what `inner` is asked for, by a clock of the caller.
     pub fn with_clock(inner: T, options: ThrottledOptions, clock: Arc<dyn Clock>) -> Self {
-        let bucket = Mutex::new(Bucket { level_bytes: options.burst_bytes as f64, filled_at: clock.now() });
-        Self { inner, options, clock, bucket, n_calls: AtomicUsize::new(0), n_skipped: AtomicU64::new(0) }
+        let bandwidth = |bytes_per_s| Bandwidth::with_clock(bytes_per_s, options.burst_bytes, clock);
+        let share = options.bytes_per_s.map(|bytes_per_s| bandwidth(bytes_per_s).join(1));
+        Self::with_share(inner, options, share)
+    }
+
+    /// Bounds what `inner` is asked for, with bytes a second from `share` in the place of those of `options`.
+    pub fn with_share(inner: T, options: ThrottledOptions, share: Option<BandwidthShare>) -> Self {
+        Self {
+            inner,
+            options,
+            share,
+            n_calls: AtomicUsize::new(0),
+            bytes_in_flight: AtomicU64::new(0),
+            n_skipped: AtomicU64::new(0),
+        }
     }
 
     /// The tier inside.
@@ -84,33 +104,31 @@ impl<T: Tier> Throttled<T> {
         entered.ok().map(|_| CallGuard(&self.n_calls))
     }
 
-    /// Takes the bytes of items from the bucket; returns how many items, from the first on, found some.
-    fn take(&self, lengths: impl ExactSizeIterator<Item = usize>) -> usize {
-        let Some(bytes_per_s) = self.options.bytes_per_s else {
-            return lengths.len();
-        };
-        let mut bucket = self.bucket.lock();
-        let now = self.clock.now();
-        let elapsed = now.saturating_duration_since(bucket.filled_at);
-        let filled_bytes = bucket.level_bytes + elapsed.as_secs_f64() * bytes_per_s as f64;
-        bucket.level_bytes = filled_bytes.min(self.options.burst_bytes as f64);
-        bucket.filled_at = now;
-        let mut n_items = 0;
-        for n_bytes in lengths {
-            if bucket.level_bytes <= 0.0 {
+    /// Lets items through, from the first on, as far as the bounds on bytes allow.
+    fn admit(&self, lengths: &[usize]) -> InFlight<'_> {
+        let mut in_flight = InFlight { of_all: &self.bytes_in_flight, n_bytes: 0, n_items: 0 };
+        for n_bytes in lengths.iter().map(|n_bytes| *n_bytes as u64) {
+            // Relaxed: the number alone is the bound, and nothing else is read by it.
+            let entered = self.bytes_in_flight.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |moving| {
+                let fits = n_bytes <= self.options.max_bytes_in_flight.saturating_sub(moving);
+                (moving == 0 || fits).then(|| moving.saturating_add(n_bytes))
+            });
+            if entered.is_err() {
                 break;
             }
-            bucket.level_bytes -= n_bytes as f64;
-            n_items += 1;
+            in_flight.n_bytes += n_bytes;
+            in_flight.n_items += 1;
         }
-        n_items
+        if let Some(share) = &self.share {
+            in_flight.n_items = share.take(lengths[..in_flight.n_items].iter().copied());
+        }
+        in_flight
     }
 
     /// Gives back the bytes of items that did not move.
     fn give_back(&self, n_bytes: usize) {
-        if n_bytes > 0 && self.options.bytes_per_s.is_some() {
-            let mut bucket = self.bucket.lock();
-            bucket.level_bytes = (bucket.level_bytes + n_bytes as f64).min(self.options.burst_bytes as f64);
+        if let Some(share) = self.share.as_ref().filter(|_| n_bytes > 0) {
+            share.give_back(n_bytes);
         }
     }
 
@@ -131,7 +149,9 @@ impl<T: Tier> Tier for Throttled<T> {
 
     fn put(&self, batch: &mut [PutItem<'_>]) {
         let call = self.enter();
-        let n_passed = call.as_ref().map_or(0, |_| self.take(batch.iter().map(PutItem::n_bytes)));
+        let lengths: Vec<usize> = batch.iter().map(PutItem::n_bytes).collect();
+        let in_flight = call.as_ref().map(|_| self.admit(&lengths));
+        let n_passed = in_flight.as_ref().map_or(0, |in_flight| in_flight.n_items);
         let (passed, skipped) = batch.split_at_mut(n_passed);
         skip_puts(skipped);
         self.count_skipped(skipped.len());
@@ -146,7 +166,9 @@ impl<T: Tier> Tier for Throttled<T> {
 
     fn get(&self, batch: &mut [GetItem<'_>]) {
         let call = self.enter();
-        let n_passed = call.as_ref().map_or(0, |_| self.take(batch.iter().map(GetItem::n_bytes)));
+        let lengths: Vec<usize> = batch.iter().map(GetItem::n_bytes).collect();
+        let in_flight = call.as_ref().map(|_| self.admit(&lengths));
+        let n_passed = in_flight.as_ref().map_or(0, |in_flight| in_flight.n_items);
         let (passed, skipped) = batch.split_at_mut(n_passed);
         skip_gets(skipped);
         self.count_skipped(skipped.len());
@@ -191,5 +213,13 @@ impl<T: Tier> Tier for Throttled<T> {
 impl Drop for CallGuard<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+// === impl InFlight ===
+
+impl Drop for InFlight<'_> {
+    fn drop(&mut self) {
+        self.of_all.fetch_sub(self.n_bytes, Ordering::Relaxed);
     }
 }

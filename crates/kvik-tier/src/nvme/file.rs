@@ -22,7 +22,9 @@ pub(crate) struct SegmentFile {
     number: u32,
     n_bytes: u64,
     path: PathBuf,
-    file: File,
+    /// Where the segment begins in the file: 0, or its place on a device.
+    base: u64,
+    file: Arc<File>,
     /// Writes that have begun.
     n_writes: AtomicU64,
     /// Of those, as many as a sync has covered that has ended.
@@ -46,7 +48,8 @@ impl SegmentFile {
             number,
             n_bytes,
             path,
-            file,
+            base: 0,
+            file: Arc::new(file),
             n_writes: AtomicU64::new(0),
             n_synced_writes: AtomicU64::new(0),
         })
@@ -80,10 +83,29 @@ impl SegmentFile {
             number,
             n_bytes,
             path,
-            file,
+            base: 0,
+            file: Arc::new(file),
             n_writes: AtomicU64::new(0),
             n_synced_writes: AtomicU64::new(0),
         })
+    }
+
+    /// The part of a device that is one segment at a time.
+    pub(crate) fn of_device(path: &Path, file: &Arc<File>, number: u32, base: u64, n_bytes: u64) -> Self {
+        Self {
+            number,
+            n_bytes,
+            path: path.to_owned(),
+            base,
+            file: Arc::clone(file),
+            n_writes: AtomicU64::new(0),
+            n_synced_writes: AtomicU64::new(0),
+        }
+    }
+
+    /// Where a byte of the segment lies in the open file.
+    pub(crate) fn position(&self, offset: u64) -> u64 {
+        self.base + offset
     }
 
     /// The number in its name.
@@ -119,7 +141,13 @@ impl SegmentFile {
     }
 
     /// Removes the file.
+    ///
+    /// # Errors
+    /// If it cannot be removed, as no part of a device can.
     pub(crate) fn remove(&self) -> io::Result<()> {
+        if self.base > 0 {
+            return Err(ErrorKind::Unsupported.into());
+        }
         fs::remove_file(&self.path)
     }
 }

@@ -21,6 +21,7 @@
 
 mod aligned;
 mod counters;
+mod device;
 mod file;
 pub mod format;
 mod index;
@@ -31,6 +32,7 @@ mod options;
 mod reclaim;
 mod recovery;
 mod segment;
+mod signature;
 mod transfer;
 
 #[cfg(test)]
@@ -45,10 +47,12 @@ use parking_lot::{Condvar, Mutex};
 use rustix::fs::{Access, FlockOperation};
 
 pub(crate) use aligned::AlignedBuffer;
+pub use device::format_device;
 pub use io::IoKind;
 pub use options::{NvmeOptions, SyncMode};
 
 use counters::Counters;
+use device::Device;
 use format::{Content, Entry};
 use index::{Index, Location};
 use io::Io;
@@ -90,14 +94,31 @@ impl NvmeTier {
     /// The content of the directory never makes it fail: what is no segment or not whole is counted, forgotten and
     /// used again; files with other names are left alone. A directory that cannot be written is opened for reading.
     ///
+    /// Where the path is a block device, or the image of one, its segments lie there; it has to be formatted.
+    ///
     /// # Errors
-    /// If an option is not allowed, the directory cannot be made or listed, or another tier uses it.
+    /// If an option is not allowed, the directory cannot be made or listed, or another tier uses it. If a device is in
+    /// use, has the mark of another program, or is not formatted.
     pub fn open(options: &NvmeOptions) -> Result<Self> {
         let io = io::open(options.io, options.queue_depth)?;
         Self::open_with(options, io)
     }
 
     fn open_with(options: &NvmeOptions, io: Arc<dyn Io>) -> Result<Self> {
+        let Some(device) = Device::open(options)? else { return Self::open_dir(options, io) };
+        let (segment_bytes, capacity_bytes) = (device.segment_bytes(), device.capacity_bytes());
+        let options = NvmeOptions { capacity_bytes, segment_bytes, ..options.clone() };
+        options.checked_segment_bytes()?;
+        let counters = Counters::default();
+        let recovery = Recovery::read_device(&device, &*io, &counters);
+        Ok(Self::start(&options, segment_bytes, io, recovery, counters, (None, None)))
+    }
+
+    fn open_dir(options: &NvmeOptions, io: Arc<dyn Io>) -> Result<Self> {
+        if options.capacity_bytes == NvmeOptions::WHOLE_DEVICE {
+            let allowed = "a size where it is a folder";
+            return Err(TierError::invalid("capacity_bytes", &"not set", allowed));
+        }
         let segment_bytes = options.checked_segment_bytes()?;
         let dir = &options.dir;
         fs::create_dir_all(dir)
@@ -109,10 +130,22 @@ impl NvmeTier {
         if read_only.is_none() {
             recovery.shrink_to(options.capacity_bytes);
         }
+        Ok(Self::start(options, segment_bytes, io, recovery, counters, (lock, read_only)))
+    }
+
+    /// Goes on with what was found.
+    fn start(
+        options: &NvmeOptions,
+        segment_bytes: u64,
+        io: Arc<dyn Io>,
+        recovery: Recovery,
+        counters: Counters,
+        (lock, read_only): (Option<File>, Option<String>),
+    ) -> Self {
         let index = Index::new(options.max_live_bytes(segment_bytes));
         recovery.fill(&index);
         let log = Log {
-            dir: dir.clone(),
+            dir: options.dir.clone(),
             capacity_bytes: options.capacity_bytes,
             segment_bytes,
             sync: options.sync,
@@ -128,7 +161,7 @@ impl NvmeTier {
         for walked in recovery.walked.iter().filter(|_| read_only.is_none()) {
             log.seal_walked(walked);
         }
-        Ok(Self { log, read_only, _lock: lock })
+        Self { log, read_only, _lock: lock }
     }
 
     /// Stores the items of one batch of the log, from the front of `waiting` on; returns how many have an outcome.

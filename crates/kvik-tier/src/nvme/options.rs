@@ -7,7 +7,7 @@ use super::io::IoKind;
 use crate::error::{Result, TierError};
 
 /// Fewer segments than this leave too little room beside those that are open, spare or mostly dead.
-const MIN_SEGMENTS: u64 = 8;
+pub(super) const MIN_SEGMENTS: u64 = 8;
 
 /// Room for the blocks that describe a segment and for some of a chunk.
 const MIN_SEGMENT_BYTES: u64 = 16 * BLOCK_BYTES;
@@ -22,10 +22,10 @@ const MAX_LIVE_PERCENT: u64 = 85;
 /// How an [`NvmeTier`](super::NvmeTier) is opened.
 #[derive(Clone, Debug)]
 pub struct NvmeOptions {
-    /// The directory of its files, made if missing. One tier at a time uses it.
+    /// The directory of its files, made if missing, or a block device. One tier at a time uses it.
     pub dir: PathBuf,
     /// The most bytes that its files take. A part of it is for moving chunks: up to 85 % of what two segments
-    /// leave can be chunks.
+    /// leave can be chunks. On a device it is chosen when it is formatted, and [`NvmeOptions::WHOLE_DEVICE`] later.
     pub capacity_bytes: u64,
     /// Length of a segment, in bytes; less where the capacity has no eight of them. Default: 256 MiB.
     ///
@@ -38,6 +38,9 @@ pub struct NvmeOptions {
     pub queue_depth: u32,
     /// When written bytes are made to survive a loss of power. Default: when a segment is sealed.
     pub sync: SyncMode,
+    /// Whether a device without kvik's header is formatted, which loses what is on it. One with a mark of a file
+    /// system, or that is in use, never is. Default: false.
+    pub formats_device: bool,
 }
 
 /// When written bytes are made to survive a loss of power.
@@ -56,6 +59,9 @@ pub enum SyncMode {
 }
 
 impl NvmeOptions {
+    /// As many bytes as the device has.
+    pub const WHOLE_DEVICE: u64 = u64::MAX;
+
     /// The defaults for a directory and a capacity.
     pub fn new(dir: impl Into<PathBuf>, capacity_bytes: u64) -> Self {
         Self {
@@ -65,6 +71,7 @@ impl NvmeOptions {
             io: IoKind::default(),
             queue_depth: 32,
             sync: SyncMode::default(),
+            formats_device: false,
         }
     }
 

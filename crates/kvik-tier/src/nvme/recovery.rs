@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use super::aligned::AlignedBuffer;
 use super::counters::Counters;
+use super::device::Device;
 use super::file::{self, FreeFiles, SegmentFile};
 use super::format::{BLOCK_BYTES, BatchHeader, Content, Entry, Footer, SegmentHeader};
 use super::index::{Index, Location};
@@ -48,12 +49,7 @@ impl Recovery {
     /// If the directory cannot be listed. Files that cannot be read or are no segments are counted and
     /// passed over.
     pub(crate) fn read(dir: &Path, io: &dyn Io, is_writable: bool, counters: &Counters) -> io::Result<Self> {
-        let mut recovery = Self {
-            state: LogState::default(),
-            free: Arc::new(FreeFiles::default()),
-            next_sequence: 1,
-            walked: Vec::new(),
-        };
+        let mut recovery = Self::empty();
         for number in file::list(dir)? {
             recovery.state.next_number = number.saturating_add(1);
             match SegmentFile::open(dir, number, is_writable) {
@@ -64,9 +60,32 @@ impl Recovery {
                 }
             }
         }
+        Ok(recovery.sorted())
+    }
+
+    /// Reads what describes the segments of a device. Those that cannot be read or are none are free.
+    pub(crate) fn read_device(device: &Device, io: &dyn Io, counters: &Counters) -> Self {
+        let mut recovery = Self::empty();
+        for segment in device.segments() {
+            recovery.state.next_number = segment.number().saturating_add(1);
+            recovery.add(Arc::new(segment), io, counters);
+        }
+        recovery.sorted()
+    }
+
+    fn empty() -> Self {
+        Self {
+            state: LogState::default(),
+            free: Arc::new(FreeFiles::default()),
+            next_sequence: 1,
+            walked: Vec::new(),
+        }
+    }
+
+    fn sorted(mut self) -> Self {
         // Where two segments say the same of a chunk, one was being moved: the older has it for sure.
-        recovery.state.sealed.sort_by_key(|sealed| sealed.segment.first_sequence);
-        Ok(recovery)
+        self.state.sealed.sort_by_key(|sealed| sealed.segment.first_sequence);
+        self
     }
 
     /// Removes files, the empty and then the oldest first, until the rest is within the capacity.

@@ -8,6 +8,7 @@ mod encrypted;
 mod faulty;
 mod metered;
 mod retry;
+mod shares;
 mod suite;
 mod throttled;
 

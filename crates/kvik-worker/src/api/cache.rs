@@ -7,6 +7,7 @@ use axum::extract::{Path, Request, State};
 use http::StatusCode;
 use kvik_proto::cache::{CacheHealth, ClearRequest, MoveRequest};
 use kvik_proto::worker::PromptInput;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::request::read_input;
@@ -20,6 +21,13 @@ use crate::store_admin::StoreAdmin;
 #[serde(deny_unknown_fields)]
 struct RetrieveQuery {
     layer: Option<usize>,
+    tier: Option<String>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TierQuery {
+    tier: Option<String>,
 }
 
 /// `POST /cache/lookup`.
@@ -30,8 +38,9 @@ pub(super) async fn lookup(State(state): Shared, request: Request) -> Answer {
 
 /// `POST /cache/prefetch`.
 pub(super) async fn prefetch(State(state): Shared, request: Request) -> Answer {
+    let TierQuery { tier } = read_query(&request, "tier")?;
     let (loaded, prompt) = read_prompt(&state, request).await?;
-    answer(&loaded, move |admin| admin.prefetch(&prompt)).await
+    answer(&loaded, move |admin| admin.prefetch(&prompt, tier.as_deref())).await
 }
 
 /// `GET /cache/prefetch/{id}`.
@@ -76,18 +85,18 @@ pub(super) async fn clear(State(state): Shared, request: Request) -> Answer {
 
 /// `POST /cache/retrieve`.
 pub(super) async fn retrieve(State(state): Shared, request: Request) -> Answer {
-    let axum::extract::Query(RetrieveQuery { layer }) = axum::extract::Query::try_from_uri(request.uri())
-        .map_err(|error| Refusal::invalid(format!("the query cannot be read: {error}"), Some("layer")))?;
+    let RetrieveQuery { layer, tier } = read_query(&request, "layer")?;
     let (loaded, prompt) = read_prompt(&state, request).await?;
-    let bytes = with_store(&loaded, move |admin| admin.retrieve(&prompt, layer)).await?;
+    let bytes = with_store(&loaded, move |admin| admin.retrieve(&prompt, layer, tier.as_deref())).await?;
     Ok(typed(StatusCode::OK, "application/octet-stream", Body::from(bytes)))
 }
 
 /// `POST /cache/store`.
 pub(super) async fn store(State(state): Shared, request: Request) -> Answer {
     let loaded = Arc::clone(state.loaded()?);
+    let TierQuery { tier } = read_query(&request, "tier")?;
     let body = read_body(&state, request).await?;
-    answer(&loaded, move |admin| admin.store(&body)).await
+    answer(&loaded, move |admin| admin.store(&body, tier.as_deref())).await
 }
 
 /// `GET /cache/health`; also answers where there is no store.
@@ -102,6 +111,13 @@ pub(super) async fn health(State(state): Shared) -> Answer {
 /// `GET /cache/stats`.
 pub(super) async fn stats(State(state): Shared) -> Answer {
     answer(state.loaded()?, StoreAdmin::stats).await
+}
+
+/// Reads what stands behind the path; an error is about `field`.
+fn read_query<T: DeserializeOwned>(request: &Request, field: &'static str) -> Result<T, Refusal> {
+    let query = axum::extract::Query::try_from_uri(request.uri())
+        .map_err(|error| Refusal::invalid(format!("the query cannot be read: {error}"), Some(field)))?;
+    Ok(query.0)
 }
 
 /// Reads a request that is a prompt.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use kvik_node::{NodeClient, NodeError, NodeManager, RemotePrefetch, survey};
 use kvik_proto::cache::{CacheStats, PrefetchState, StoreResponse, TierReport};
-use kvik_store::{Chain, Commit, Lookup, Space};
+use kvik_store::{Chain, Commit, Lookup, Space, TierName};
 use kvik_tier::TierKind;
 use kvik_types::BlockHash;
 
@@ -85,8 +85,8 @@ impl StoreOperations for DaemonOperations {
         self.looking.lookup(chain, true).map_err(|error| away(&error))
     }
 
-    fn prefetch(&self, chain: &Chain) -> Result<Box<dyn BegunPrefetch>, Refusal> {
-        let prefetch = self.looking.prefetch(chain).map_err(|error| away(&error))?;
+    fn prefetch(&self, chain: &Chain, tier: Option<&TierName>) -> Result<Box<dyn BegunPrefetch>, Refusal> {
+        let prefetch = self.looking.prefetch(chain, tier).map_err(|error| away(&error))?;
         Ok(Box::new(DaemonPrefetch { manager: Arc::clone(&self.looking), prefetch }))
     }
 
@@ -101,22 +101,23 @@ impl StoreOperations for DaemonOperations {
     fn relocate(
         &self,
         chain: &Chain,
-        from: TierKind,
-        to: TierKind,
+        from: &TierName,
+        to: &TierName,
         keeps_source: bool,
     ) -> Result<usize, Refusal> {
-        self.changing.relocate(chain, from, to, keeps_source).map_err(|error| away(&error))
+        self.changing.relocate(chain, from.clone(), to.clone(), keeps_source).map_err(|error| away(&error))
     }
 
     fn clear(
         &self,
         chain: Option<&Chain>,
-        tiers: Option<Vec<TierKind>>,
-    ) -> Result<Vec<(TierKind, usize)>, Refusal> {
+        tiers: Option<Vec<TierName>>,
+    ) -> Result<Vec<(TierName, usize)>, Refusal> {
         self.changing.clear(chain, tiers).map_err(|error| away(&error))
     }
 
-    fn read(&self, chain: &Chain) -> Result<ReadChunks, Refusal> {
+    fn read(&self, chain: &Chain, tier: Option<&TierName>) -> Result<ReadChunks, Refusal> {
+        refuse_one_tier(tier)?;
         let read = self.store.loads().run(|client| {
             let lease = client.open(chain)?.retrieve(0)?;
             let mut payloads = Vec::with_capacity(lease.n_chunks());
@@ -130,7 +131,13 @@ impl StoreOperations for DaemonOperations {
         read.map(ReadChunks::Copied).ok_or_else(no_session)
     }
 
-    fn write(&self, chain: &Chain, sections: &[Vec<&[u8]>]) -> Result<StoreResponse, Refusal> {
+    fn write(
+        &self,
+        chain: &Chain,
+        sections: &[Vec<&[u8]>],
+        tier: Option<&TierName>,
+    ) -> Result<StoreResponse, Refusal> {
+        refuse_one_tier(tier)?;
         let mut response = StoreResponse { stored_chunks: 0, present_chunks: 0 };
         let mut first_chunk = 0;
         while first_chunk < sections.len() {
@@ -199,6 +206,14 @@ impl BegunPrefetch for DaemonPrefetch {
         let was_loading = self.manager.cancel(&self.prefetch).map_err(|error| away(&error))?;
         Ok(was_loading.unwrap_or(false))
     }
+}
+
+/// Sessions read from all tiers and write to memory, and cannot be told otherwise.
+fn refuse_one_tier(tier: Option<&TierName>) -> Result<(), Refusal> {
+    let Some(tier) = tier else { return Ok(()) };
+    let allowed =
+        "left out: a store daemon reads from all tiers and writes to memory; prefetch and move take one tier";
+    Err(Refusal::field("tier", tier, allowed))
 }
 
 fn away(error: &NodeError) -> Refusal {

@@ -9,7 +9,7 @@
 use std::collections::HashMap;
 
 use kvik_proto::cache::StoreResponse;
-use kvik_store::Chain;
+use kvik_store::{Chain, TierName};
 use kvik_types::{CacheSalt, TokenId};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize};
 
@@ -23,11 +23,12 @@ const TOKEN_DIGEST: &str = "token_digest";
 const TOKEN_IDS: &str = "token_ids";
 const CACHE_SALT: &str = "cache_salt";
 
-/// What the store has of a prompt.
+/// What the store, or one tier of it, has of a prompt.
 pub(super) fn write(
     store: &dyn StoreOperations,
     prompt: &Prompt,
     layer: Option<usize>,
+    tier: Option<&TierName>,
 ) -> Result<Vec<u8>, Refusal> {
     let Prompt { tokens, salt } = prompt;
     let chain = store.space()?.salted_chain(tokens, salt.as_ref());
@@ -37,7 +38,7 @@ pub(super) fn write(
         Some(layer) if layer < n_layers => layer..layer + 1,
         Some(layer) => return Err(Refusal::field("layer", layer, &format!("0 to {}", n_layers - 1))),
     };
-    let chunks = store.read(&chain)?;
+    let chunks = store.read(&chain, tier)?;
     let n_tokens = chain.tokens_of(chunks.n_chunks()).start;
     let failed = |error: safetensors::SafeTensorError| Refusal::failed(error.to_string());
     let ids: Vec<u8> =
@@ -57,8 +58,12 @@ pub(super) fn write(
     serialize(views, Some(metadata)).map_err(failed)
 }
 
-/// Stores what [`write`] gave.
-pub(super) fn read(store: &dyn StoreOperations, body: &[u8]) -> Result<StoreResponse, Refusal> {
+/// Stores what [`write`] gave, in one tier alone where one is named.
+pub(super) fn read(
+    store: &dyn StoreOperations,
+    body: &[u8],
+    tier: Option<&TierName>,
+) -> Result<StoreResponse, Refusal> {
     let invalid = |error: safetensors::SafeTensorError| {
         Refusal::invalid(format!("the body is not safetensors: {error}"), None)
     };
@@ -81,7 +86,7 @@ pub(super) fn read(store: &dyn StoreOperations, body: &[u8]) -> Result<StoreResp
         (0..n_layers).map(|layer_idx| section(&tensors, &chain, chunk_idx, layer_idx)).collect()
     };
     let sections = (0..chain.n_chunks()).map(layers_of).collect::<Result<Vec<_>, _>>()?;
-    store.write(&chain, &sections)
+    store.write(&chain, &sections, tier)
 }
 
 /// What the first `n_chunks` chunks are good for. The namespace comes first: a digest of another one differs too.

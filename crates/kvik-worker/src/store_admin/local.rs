@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvik_node::{HeldPrefetch, cache_stats, tier_reports};
 use kvik_proto::cache::{CacheStats, PrefetchState, StoreResponse, TierReport};
-use kvik_store::{Chain, Clear, Lookup, Space, Write};
+use kvik_store::{Chain, Clear, Lookup, Space, TierName, TierWrite, Write};
 use kvik_tier::TierKind;
 use kvik_types::BlockHash;
 
@@ -25,8 +25,12 @@ impl StoreOperations for LocalStore {
         Ok(self.store().lookup_local(chain))
     }
 
-    fn prefetch(&self, chain: &Chain) -> Result<Box<dyn BegunPrefetch>, Refusal> {
-        Ok(Box::new(HeldPrefetch::hold(self.store().prefetch(chain, 0))))
+    fn prefetch(&self, chain: &Chain, tier: Option<&TierName>) -> Result<Box<dyn BegunPrefetch>, Refusal> {
+        let prefetch = match tier {
+            None => self.store().prefetch(chain, 0),
+            Some(tier) => self.store().prefetch_from(chain, 0, tier).ok_or_else(|| no_such_tier(tier))?,
+        };
+        Ok(Box::new(HeldPrefetch::hold(prefetch)))
     }
 
     fn pin(&self, chain: &Chain) -> Result<usize, Refusal> {
@@ -40,27 +44,39 @@ impl StoreOperations for LocalStore {
     fn relocate(
         &self,
         chain: &Chain,
-        from: TierKind,
-        to: TierKind,
+        from: &TierName,
+        to: &TierName,
         keeps_source: bool,
     ) -> Result<usize, Refusal> {
-        Ok(self.store().relocate(chain, from, to, keeps_source))
+        Ok(self.store().relocate(chain, from.clone(), to.clone(), keeps_source))
     }
 
     fn clear(
         &self,
         chain: Option<&Chain>,
-        tiers: Option<Vec<TierKind>>,
-    ) -> Result<Vec<(TierKind, usize)>, Refusal> {
+        tiers: Option<Vec<TierName>>,
+    ) -> Result<Vec<(TierName, usize)>, Refusal> {
         let namespace = chain.is_none().then(|| self.namespace().clone());
         Ok(self.store().clear(&Clear { namespace, chain: chain.cloned(), tiers }).chunks)
     }
 
-    fn read(&self, chain: &Chain) -> Result<ReadChunks, Refusal> {
-        Ok(ReadChunks::Leased(self.store().retrieve(chain, 0)))
+    fn read(&self, chain: &Chain, tier: Option<&TierName>) -> Result<ReadChunks, Refusal> {
+        let retrieved = match tier {
+            None => self.store().retrieve(chain, 0),
+            Some(tier) => self.store().retrieve_from(chain, 0, tier).ok_or_else(|| no_such_tier(tier))?,
+        };
+        Ok(ReadChunks::Leased(retrieved))
     }
 
-    fn write(&self, chain: &Chain, sections: &[Vec<&[u8]>]) -> Result<StoreResponse, Refusal> {
+    fn write(
+        &self,
+        chain: &Chain,
+        sections: &[Vec<&[u8]>],
+        tier: Option<&TierName>,
+    ) -> Result<StoreResponse, Refusal> {
+        if let Some(tier) = tier {
+            return Ok(write_to(self, chain, sections, tier));
+        }
         let mut response = StoreResponse { stored_chunks: 0, present_chunks: 0 };
         for (chunk_idx, layers) in sections.iter().enumerate() {
             match self.store().begin_write(chain, chunk_idx, 0) {
@@ -112,4 +128,22 @@ impl BegunPrefetch for Arc<HeldPrefetch> {
     fn cancel(&self) -> Result<bool, Refusal> {
         Ok(HeldPrefetch::cancel(self))
     }
+}
+
+/// Stores the chunks of a chain in one tier, as far as it takes them.
+fn write_to(store: &LocalStore, chain: &Chain, sections: &[Vec<&[u8]>], tier: &TierName) -> StoreResponse {
+    let mut response = StoreResponse { stored_chunks: 0, present_chunks: 0 };
+    for (chunk_idx, layers) in sections.iter().enumerate() {
+        let fill = |memory: &mut [u8]| memory.copy_from_slice(&layers.concat());
+        match store.store().write_to(chain, chunk_idx, 0, tier, fill) {
+            TierWrite::Stored => response.stored_chunks += 1,
+            TierWrite::Present => response.present_chunks += 1,
+            TierWrite::Refused => break,
+        }
+    }
+    response
+}
+
+fn no_such_tier(tier: &TierName) -> Refusal {
+    Refusal::field("tier", tier, "a tier of the store")
 }

@@ -15,7 +15,7 @@ use kvik_proto::cache::{
     CacheHealth, CacheStats, ClearResponse, LookupResponse, MoveResponse, PinResponse, PrefetchState,
     PrefetchStatus, StoreResponse, TierReport,
 };
-use kvik_store::{Chain, Lookup, Retrieved, Space};
+use kvik_store::{Chain, Lookup, Retrieved, Space, TierName};
 use kvik_tier::TierKind;
 use kvik_types::BlockHash;
 use parking_lot::Mutex;
@@ -29,10 +29,6 @@ use daemon::DaemonOperations;
 /// Prefetches that are remembered; the oldest are forgotten, and with that cancelled.
 const MAX_PREFETCHES: usize = 1024;
 
-/// All kinds of tiers, fastest first.
-const TIERS: [TierKind; 5] =
-    [TierKind::Ram, TierKind::Nvme, TierKind::Peer, TierKind::Redis, TierKind::Object];
-
 /// What a store does for its administrators. Each operation refuses only where the store cannot be asked.
 pub(crate) trait StoreOperations: fmt::Debug + Send + Sync {
     /// Where chains are made.
@@ -44,8 +40,8 @@ pub(crate) trait StoreOperations: fmt::Debug + Send + Sync {
     /// The same without remote tiers.
     fn lookup_local(&self, chain: &Chain) -> Result<Lookup, Refusal>;
 
-    /// Begins to load a chain into memory. Dropping the prefetch may cancel it.
-    fn prefetch(&self, chain: &Chain) -> Result<Box<dyn BegunPrefetch>, Refusal>;
+    /// Begins to load a chain into memory, from one tier alone where one is named. Dropping the prefetch may cancel it.
+    fn prefetch(&self, chain: &Chain, tier: Option<&TierName>) -> Result<Box<dyn BegunPrefetch>, Refusal>;
 
     /// Keeps a chain in memory; returns the tokens that are kept.
     fn pin(&self, chain: &Chain) -> Result<usize, Refusal>;
@@ -57,8 +53,8 @@ pub(crate) trait StoreOperations: fmt::Debug + Send + Sync {
     fn relocate(
         &self,
         chain: &Chain,
-        from: TierKind,
-        to: TierKind,
+        from: &TierName,
+        to: &TierName,
         keeps_source: bool,
     ) -> Result<usize, Refusal>;
 
@@ -66,14 +62,19 @@ pub(crate) trait StoreOperations: fmt::Debug + Send + Sync {
     fn clear(
         &self,
         chain: Option<&Chain>,
-        tiers: Option<Vec<TierKind>>,
-    ) -> Result<Vec<(TierKind, usize)>, Refusal>;
+        tiers: Option<Vec<TierName>>,
+    ) -> Result<Vec<(TierName, usize)>, Refusal>;
 
-    /// The bytes of a chain's chunks, from the first on, as far as they are there.
-    fn read(&self, chain: &Chain) -> Result<ReadChunks, Refusal>;
+    /// The bytes of a chain's chunks, from the first on, as far as they are there, or as far as one tier has them.
+    fn read(&self, chain: &Chain, tier: Option<&TierName>) -> Result<ReadChunks, Refusal>;
 
-    /// Stores the chunks of a chain; `sections` has the layers of each.
-    fn write(&self, chain: &Chain, sections: &[Vec<&[u8]>]) -> Result<StoreResponse, Refusal>;
+    /// Stores the chunks of a chain, in one tier alone where one is named; `sections` has the layers of each.
+    fn write(
+        &self,
+        chain: &Chain,
+        sections: &[Vec<&[u8]>],
+        tier: Option<&TierName>,
+    ) -> Result<StoreResponse, Refusal>;
 
     /// The state of each tier, memory first.
     fn tiers(&self) -> Result<Vec<TierReport>, Refusal>;
@@ -174,10 +175,14 @@ impl StoreAdmin {
         })
     }
 
-    /// Begins to load a prompt's KV into memory.
-    pub(crate) fn prefetch(&self, prompt: &Prompt) -> Result<PrefetchStatus, Refusal> {
+    /// Begins to load a prompt's KV into memory, from one tier alone where one is named.
+    ///
+    /// # Errors
+    /// If there is no such tier.
+    pub(crate) fn prefetch(&self, prompt: &Prompt, tier: Option<&str>) -> Result<PrefetchStatus, Refusal> {
+        let tier = self.optional_tier(tier)?;
         let chain = self.chain(prompt)?;
-        let prefetch = self.store.prefetch(&chain)?;
+        let prefetch = self.store.prefetch(&chain, tier.as_ref())?;
         let mut prefetches = self.prefetches.lock();
         let id = prefetches.n_begun;
         prefetches.n_begun += 1;
@@ -247,7 +252,7 @@ impl StoreAdmin {
             return Err(Refusal::field("to", to, "another tier than `from`"));
         }
         let chain = self.chain(prompt)?;
-        Ok(MoveResponse { chunks: self.store.relocate(&chain, from_tier, to_tier, keeps_source)? })
+        Ok(MoveResponse { chunks: self.store.relocate(&chain, &from_tier, &to_tier, keeps_source)? })
     }
 
     /// Forgets the KV of a prompt, or all of the model's.
@@ -269,20 +274,26 @@ impl StoreAdmin {
         Ok(ClearResponse { chunks: by_name(self.store.clear(chain.as_ref(), tiers)?) })
     }
 
-    /// A prompt's KV as safetensors, of one layer or of all.
+    /// A prompt's KV as safetensors, of one layer or of all, and from one tier or from all.
     ///
     /// # Errors
-    /// If there is no such layer.
-    pub(crate) fn retrieve(&self, prompt: &Prompt, layer: Option<usize>) -> Result<Vec<u8>, Refusal> {
-        export::write(&*self.store, prompt, layer)
+    /// If there is no such layer or tier, or if a daemon is asked for one tier.
+    pub(crate) fn retrieve(
+        &self,
+        prompt: &Prompt,
+        layer: Option<usize>,
+        tier: Option<&str>,
+    ) -> Result<Vec<u8>, Refusal> {
+        export::write(&*self.store, prompt, layer, self.optional_tier(tier)?.as_ref())
     }
 
-    /// Stores what [`Self::retrieve`] gave here or elsewhere, of all layers.
+    /// Stores what [`Self::retrieve`] gave here or elsewhere, of all layers; in one tier alone where one is named.
     ///
     /// # Errors
-    /// If it is not that, or belongs to another model, type or layout.
-    pub(crate) fn store(&self, body: &[u8]) -> Result<StoreResponse, Refusal> {
-        export::read(&*self.store, body)
+    /// If it is not that, or belongs to another model, type or layout, if there is no such tier, or if a daemon is asked for
+    /// one tier.
+    pub(crate) fn store(&self, body: &[u8], tier: Option<&str>) -> Result<StoreResponse, Refusal> {
+        export::read(&*self.store, body, self.optional_tier(tier)?.as_ref())
     }
 
     pub(crate) fn health(&self) -> Result<CacheHealth, Refusal> {
@@ -309,14 +320,17 @@ impl StoreAdmin {
     }
 
     /// The tier of that name.
-    fn tier(&self, field: &str, name: &str) -> Result<TierKind, Refusal> {
+    fn tier(&self, field: &str, name: &str) -> Result<TierName, Refusal> {
         let configured = self.store.tiers()?;
-        let is_configured = |tier: &TierKind| configured.iter().any(|report| report.tier == tier.name());
-        let known = TIERS.into_iter().filter(is_configured).find(|tier| tier.name() == name);
-        known.ok_or_else(|| {
+        let known = TierName::try_new(name).ok();
+        known.filter(|known| configured.iter().any(|report| report.tier == known.as_str())).ok_or_else(|| {
             let names: Vec<&str> = configured.iter().map(|report| report.tier.as_str()).collect();
             Refusal::field(field, name, &names.join(", "))
         })
+    }
+
+    fn optional_tier(&self, name: Option<&str>) -> Result<Option<TierName>, Refusal> {
+        name.map(|name| self.tier("tier", name)).transpose()
     }
 }
 
@@ -344,10 +358,10 @@ impl Prefetches {
     }
 }
 
-fn by_name(counts: Vec<(TierKind, usize)>) -> BTreeMap<String, usize> {
+fn by_name(counts: Vec<(TierName, usize)>) -> BTreeMap<String, usize> {
     counts
         .into_iter()
         .filter(|(_, count)| 0 < *count)
-        .map(|(tier, count)| (tier.name().to_owned(), count))
+        .map(|(tier, count)| (tier.to_string(), count))
         .collect()
 }

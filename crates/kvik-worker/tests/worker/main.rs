@@ -13,3 +13,4 @@ mod salts;
 mod sequences;
 mod store;
 mod support;
+mod tiers;

@@ -1,13 +1,32 @@
 //! The arguments of `kvik store`, with their defaults and units.
 
+use std::path::PathBuf;
+
 use clap::{Args, Subcommand};
+use kvik_types::ByteSize;
 
 use super::{EXIT_CODES, ServiceArguments, StoreArguments};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum StoreCommand {
     /// Serve one KV store to all engines of this machine, over a unix socket and shared memory
-    Serve(StoreServeArguments),
+    Serve(Box<StoreServeArguments>),
+    /// Make a block device ready for chunks; everything on it is lost
+    Format(StoreFormatArguments),
+}
+
+/// A device with a file system, a partition table or another program's mark is refused, and so is one that is mounted or in
+/// use. `store.nvme`, or an entry of `store.tiers`, then names the device.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct StoreFormatArguments {
+    /// The device, such as /dev/nvme1n1
+    #[arg(value_name = "DEVICE")]
+    pub(crate) device: PathBuf,
+
+    /// Bytes of it for chunks, such as 200GiB [default: all]
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) size: Option<ByteSize>,
 }
 
 /// Engines attach at the socket, name the chunks they want and copy the bytes themselves out of shared memory. A worker

@@ -1,14 +1,15 @@
-//! `kvik store serve`: one store for the engines of a machine.
+//! `kvik store serve`: one store for the engines of a machine; `kvik store format`: a device for its chunks.
 
+use std::io::{self, Write as _};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use kvik_node::{DaemonConfig, StoreDaemon};
+use kvik_node::{DaemonConfig, StoreDaemon, format_device};
 use kvik_runtime::machine;
 use kvik_types::ByteSize;
 
 use super::service::{self, Flags, InvalidInput};
-use crate::cli::store::StoreServeArguments;
+use crate::cli::store::{StoreFormatArguments, StoreServeArguments};
 
 /// The part of the free memory that the daemon takes where nothing is said.
 const RAM_SHARE: u64 = 4;
@@ -56,4 +57,13 @@ pub(crate) fn serve(arguments: &StoreServeArguments) -> anyhow::Result<()> {
         daemon.finish().await;
         Ok(())
     })
+}
+
+/// Makes a block device ready for chunks.
+pub(crate) fn format(arguments: &StoreFormatArguments) -> anyhow::Result<()> {
+    let StoreFormatArguments { device, size } = arguments;
+    let n_bytes = format_device(device, size.map(ByteSize::bytes))
+        .map_err(|error| InvalidInput::new(format!("format a device: {error}")))?;
+    writeln!(io::stdout().lock(), "{}: {} for chunks", device.display(), ByteSize(n_bytes))?;
+    Ok(())
 }

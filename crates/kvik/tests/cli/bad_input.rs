@@ -42,7 +42,11 @@ fn values_out_of_their_range_are_refused() {
 fn a_store_that_cannot_be_had_is_told_before_anything_starts() {
     for (options, message) in [
         (["--ram", "banana"], "`store.ram` is banana; allowed: a size such as 2GiB, 512MiB or 1073741824"),
-        (["--nvme", "x"], "`store.nvme` is x; allowed: DIR:SIZE, such as /var/cache/kvik:20GiB"),
+        (
+            ["--nvme", "x"],
+            "`store.nvme` is x; allowed: DIR:SIZE, such as /var/cache/kvik:20GiB, or a block device, such as \
+             /dev/nvme1n1 or /dev/nvme1n1:200GiB",
+        ),
     ] {
         let answer = run(std::iter::once("up").chain(options));
         assert_eq!((answer.exit_code, answer.stdout.as_str()), (Some(3), ""), "{answer:?}");

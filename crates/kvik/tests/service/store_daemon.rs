@@ -172,6 +172,17 @@ fn kvctl_governs_the_chunks_of_a_daemon_through_any_of_its_workers() {
     let none = govern(&first, "unpin", 7, &[]).unwrap_err();
     assert!(none.contains("nothing of this prompt is pinned"), "{none}");
 
+    // A prefetch of one tier alone; what a session cannot do is refused.
+    let body = json!({"token_ids": prompt(7)});
+    let ask = |path: &str| {
+        let mut answer = http::send(&first.client.address, "POST", path, Some(&body)).unwrap();
+        (answer.status, answer.text().unwrap())
+    };
+    assert_eq!(ask("/cache/prefetch?tier=nvme").0, 200);
+    assert!(ask("/cache/prefetch?tier=tape").1.contains("`tier` is tape; allowed: ram, nvme"));
+    let (status, refusal) = ask("/cache/retrieve?tier=nvme");
+    assert_eq!((status, refusal.contains("`tier` is nvme; allowed: left out")), (400, true), "{refusal}");
+
     // Bytes come out through one, and go in through the other.
     let file = folder.path().join("kv.safetensors").display().to_string();
     govern(&second, "retrieve", 7, &["-o", &file]).unwrap();

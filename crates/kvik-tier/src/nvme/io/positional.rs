@@ -18,13 +18,13 @@ pub(crate) struct Positional;
 impl Io for Positional {
     fn read(&self, runs: &mut [ReadRun<'_>]) {
         for run in runs {
-            run.outcome = read_all(run.file, run.offset, &mut run.slices);
+            run.outcome = read_all(run.file, run.file.position(run.offset), &mut run.slices);
         }
     }
 
     fn write(&self, runs: &mut [WriteRun<'_>]) {
         for run in runs {
-            run.outcome = write_all(run.file, run.offset, &mut run.slices);
+            run.outcome = write_all(run.file, run.file.position(run.offset), &mut run.slices);
         }
     }
 

@@ -120,7 +120,7 @@ impl Io for Uring {
         for (run_idx, run) in runs.iter_mut().enumerate() {
             let n_bytes = run.slices.iter().map(|slice| slice.len()).sum();
             let slices = run.slices.iter_mut().map(|slice| (slice.as_mut_ptr(), slice.len()));
-            requests.add_run(run_idx, (run.file, run.offset), n_bytes, slices);
+            requests.add_run(run_idx, (run.file, run.file.position(run.offset)), n_bytes, slices);
         }
         let outcomes = self.transfer(Direction::Read, requests, runs.len());
         runs.iter_mut().zip(outcomes).for_each(|(run, outcome)| run.outcome = outcome);
@@ -131,7 +131,7 @@ impl Io for Uring {
         for (run_idx, run) in runs.iter().enumerate() {
             let n_bytes = run.slices.iter().map(|slice| slice.len()).sum();
             let slices = run.slices.iter().map(|slice| (slice.as_ptr().cast_mut(), slice.len()));
-            requests.add_run(run_idx, (run.file, run.offset), n_bytes, slices);
+            requests.add_run(run_idx, (run.file, run.file.position(run.offset)), n_bytes, slices);
         }
         let outcomes = self.transfer(Direction::Write, requests, runs.len());
         runs.iter_mut().zip(outcomes).for_each(|(run, outcome)| run.outcome = outcome);

@@ -2,6 +2,7 @@
 
 mod blocks;
 mod damage;
+mod device;
 mod failures;
 mod power_loss;
 mod recorder;
@@ -18,7 +19,19 @@ const SEGMENT_BYTES: u64 = 16 * 4096;
 const CAPACITY_BYTES: u64 = 8 * SEGMENT_BYTES;
 
 fn options(dir: &Path) -> NvmeOptions {
-    NvmeOptions::new(dir, CAPACITY_BYTES)
+    NvmeOptions { formats_device: true, ..NvmeOptions::new(dir, CAPACITY_BYTES) }
+}
+
+/// The image of an empty device that has room for the capacity.
+fn device_image(dir: &Path) -> PathBuf {
+    let path = dir.join("device");
+    std::fs::File::create(&path).unwrap().set_len(device_offset(8)).unwrap();
+    path
+}
+
+/// Where a segment begins on a device.
+fn device_offset(number: u32) -> u64 {
+    (1 << 20) + u64::from(number) * SEGMENT_BYTES
 }
 
 /// In memory where there is such a file system: a test opens thousands of tiers.

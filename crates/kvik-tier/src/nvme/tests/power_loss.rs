@@ -1,10 +1,11 @@
 //! Losses of power at every kind of moment.
 
 use std::collections::HashSet;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::recorder::{Loss, Recorder};
-use super::{get, length_of, open, options, put, temporary_directory};
+use super::{device_image, get, length_of, open, options, put, temporary_directory};
 use crate::conformance::content_key;
 use crate::decorator::Checksummed;
 use crate::nvme::{NvmeOptions, NvmeTier, SyncMode};
@@ -14,6 +15,27 @@ use crate::tier::{PutOutcome, Tier};
 const N_KEYS: u64 = 60;
 const N_OPERATIONS: usize = 400;
 const N_IMAGES_OF_A_HISTORY: usize = 120;
+
+/// What a tier lies on.
+#[derive(Clone, Copy, Debug)]
+enum Medium {
+    Folder,
+    /// The image of a device that was formatted.
+    Device,
+}
+
+impl Medium {
+    fn place(self, dir: &Path) -> PathBuf {
+        match self {
+            Self::Folder => dir.to_owned(),
+            Self::Device => {
+                let path = device_image(dir);
+                drop(open(&path));
+                path
+            }
+        }
+    }
+}
 
 /// What a tier was told, and when.
 struct History {
@@ -37,10 +59,11 @@ struct Flush {
 }
 
 /// Stores, deletes and flushes at random until segments have been used several times.
-fn make_history(seed: u64, sync: SyncMode) -> History {
+fn make_history(seed: u64, sync: SyncMode, medium: Medium) -> History {
     let dir = temporary_directory();
+    let place = medium.place(dir.path());
     let recorder = Arc::new(Recorder::default());
-    let options = NvmeOptions { sync, ..options(dir.path()) };
+    let options = NvmeOptions { sync, ..options(&place) };
     let tier = Checksummed::new(NvmeTier::open_with(&options, Arc::clone(&recorder) as _).unwrap());
     let mut random = SplitMix64::new(seed);
     let mut present = HashSet::new();
@@ -106,11 +129,18 @@ impl History {
 }
 
 /// Opens what is left after a loss and compares it with what was promised.
-fn check_image(history: &History, n_events: usize, loss: Loss, seed: u64, sync: SyncMode) -> usize {
+fn check_image(
+    history: &History,
+    n_events: usize,
+    loss: Loss,
+    seed: u64,
+    (sync, medium): (SyncMode, Medium),
+) -> usize {
     let dir = temporary_directory();
+    let place = medium.place(dir.path());
     let mut random = SplitMix64::new(seed);
-    history.recorder.leave_image(dir.path(), n_events, loss, &mut random);
-    let tier = open(dir.path());
+    history.recorder.leave_image(&place, n_events, loss, &mut random);
+    let tier = open(&place);
     let context = format!("seed {seed}, {n_events} events, {loss:?}");
     let hits: HashSet<u64> =
         (0..N_KEYS).filter(|chunk_idx| get(&tier, *chunk_idx, &context).is_hit()).collect();
@@ -129,22 +159,22 @@ fn check_image(history: &History, n_events: usize, loss: Loss, seed: u64, sync: 
         assert!(!outcome.is_present() || get(&tier, chunk_idx, &context).is_hit(), "{context}");
     }
     drop(tier);
-    let tier = open(dir.path());
+    let tier = open(&place);
     for chunk_idx in hits.iter().copied() {
         assert!(get(&tier, chunk_idx, &context).is_hit(), "{context}: chunk {chunk_idx} after another start");
     }
     hits.len()
 }
 
-fn check_history(seed: u64, sync: SyncMode) {
-    let history = make_history(seed, sync);
+fn check_history(seed: u64, sync: SyncMode, medium: Medium) {
+    let history = make_history(seed, sync, medium);
     let mut random = SplitMix64::new(seed ^ 0xdead);
     let mut n_hits = 0;
     for image_idx in 0..N_IMAGES_OF_A_HISTORY {
         let n_events = random.below(1 + history.recorder.n_events() as u64) as usize;
         let losses = [Loss::Nothing, Loss::Everything, Loss::SomeWrites, Loss::SomeSectors, Loss::LastTorn];
         let loss = losses[image_idx % losses.len()];
-        n_hits += check_image(&history, n_events, loss, random.next_u64(), sync);
+        n_hits += check_image(&history, n_events, loss, random.next_u64(), (sync, medium));
     }
     assert!(n_hits > N_IMAGES_OF_A_HISTORY, "only {n_hits} hits: nothing survives");
 }
@@ -158,20 +188,33 @@ fn lengths_are_of_every_kind() {
 #[test]
 fn no_loss_of_power_makes_a_chunk_wrong_or_loses_what_was_flushed() {
     for seed in 0..10 {
-        check_history(seed, SyncMode::AtSeal);
+        check_history(seed, SyncMode::AtSeal, Medium::Folder);
     }
 }
 
 #[test]
 fn no_loss_of_power_makes_a_chunk_wrong_where_nothing_is_synced() {
     for seed in 100..105 {
-        check_history(seed, SyncMode::Never);
+        check_history(seed, SyncMode::Never, Medium::Folder);
     }
 }
 
 #[test]
 fn no_loss_of_power_loses_a_chunk_whose_batch_was_synced() {
     for seed in 200..203 {
-        check_history(seed, SyncMode::EveryBatch);
+        check_history(seed, SyncMode::EveryBatch, Medium::Folder);
+    }
+}
+
+#[test]
+fn no_loss_of_power_on_a_device_makes_a_chunk_wrong_or_loses_what_was_flushed() {
+    for seed in 300..306 {
+        check_history(seed, SyncMode::AtSeal, Medium::Device);
+    }
+    for seed in 306..308 {
+        check_history(seed, SyncMode::Never, Medium::Device);
+    }
+    for seed in 308..310 {
+        check_history(seed, SyncMode::EveryBatch, Medium::Device);
     }
 }

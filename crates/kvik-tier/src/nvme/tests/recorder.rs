@@ -1,12 +1,14 @@
 //! Everything a tier writes, and what of it a loss of power may leave.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
 use parking_lot::Mutex;
 
-use super::{SEGMENT_BYTES, segment_path};
+use super::{SEGMENT_BYTES, device_offset, segment_path};
 use crate::nvme::file::SegmentFile;
 use crate::nvme::io::{Io, Positional, ReadRun, WriteRun};
 use crate::random::SplitMix64;
@@ -54,8 +56,8 @@ impl Recorder {
         self.events.lock().len()
     }
 
-    /// Makes the files that are left when the power goes after `n_events` events.
-    pub(super) fn leave_image(&self, dir: &Path, n_events: usize, loss: Loss, random: &mut SplitMix64) {
+    /// Makes what is left in a folder, or on a formatted device, when the power goes after `n_events` events.
+    pub(super) fn leave_image(&self, place: &Path, n_events: usize, loss: Loss, random: &mut SplitMix64) {
         let events = self.events.lock();
         let events = &events[..n_events];
         let mut n_safe: BTreeMap<u32, usize> = BTreeMap::new();
@@ -92,7 +94,12 @@ impl Recorder {
             }
         }
         for (number, bytes) in files {
-            std::fs::write(segment_path(dir, number), bytes).unwrap();
+            if place.is_dir() {
+                std::fs::write(segment_path(place, number), bytes).unwrap();
+            } else {
+                let device = File::options().write(true).open(place).unwrap();
+                device.write_all_at(&bytes, device_offset(number)).unwrap();
+            }
         }
     }
 }

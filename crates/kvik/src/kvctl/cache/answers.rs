@@ -133,13 +133,18 @@ fn write_tiers(tiers: &[TierReport], output: &mut dyn Write) -> io::Result<()> {
     if tiers.is_empty() {
         return Ok(());
     }
-    writeln!(output, "{:<8} {:<10} {:>10} {:>12} {:>12}", "Tier", "State", "Chunks", "Used", "Capacity")?;
+    let width = name_width(tiers);
+    writeln!(
+        output,
+        "{:<width$} {:<10} {:>10} {:>12} {:>12}",
+        "Tier", "State", "Chunks", "Used", "Capacity"
+    )?;
     for TierReport { tier, state, reason, chunks, used_bytes, capacity_bytes, .. } in tiers {
         let style = state_style(state);
         let chunks = chunks.map_or("-".to_owned(), |n_chunks| n_chunks.to_string());
         let [used, capacity] =
             [used_bytes, capacity_bytes].map(|n_bytes| n_bytes.map_or("-".to_owned(), size::long));
-        write!(output, "{tier:<8} {style}{state:<10}{style:#} {chunks:>10} {used:>12} {capacity:>12}")?;
+        write!(output, "{tier:<width$} {style}{state:<10}{style:#} {chunks:>10} {used:>12} {capacity:>12}")?;
         let gap = if reason.is_some() { "  " } else { "" };
         writeln!(output, "{gap}{}", reason.as_deref().unwrap_or_default())?;
     }
@@ -155,21 +160,27 @@ fn write_operations(tiers: &[TierReport], output: &mut dyn Write) -> io::Result<
     if operations.is_empty() {
         return Ok(());
     }
+    let width = name_width(tiers);
     writeln!(
         output,
-        "{:<8} {:<10} {:>10} {:>12} {:>10} {:>10}  Outcomes",
+        "{:<width$} {:<10} {:>10} {:>12} {:>10} {:>10}  Outcomes",
         "Tier", "Operation", "Calls", "Bytes", "p50", "p99"
     )?;
     for (TierReport { tier, .. }, operation) in operations {
         let TierOperation { operation, outcomes, bytes, calls, p50_us, p99_us } = operation;
         let (bytes, [p50, p99]) = (size::long(*bytes), [p50_us, p99_us].map(|micros| format!("{micros} us")));
-        write!(output, "{tier:<8} {operation:<10} {calls:>10} {bytes:>12} {p50:>10} {p99:>10} ")?;
+        write!(output, "{tier:<width$} {operation:<10} {calls:>10} {bytes:>12} {p50:>10} {p99:>10} ")?;
         for (outcome, count) in outcomes.iter().filter(|(_, count)| **count > 0) {
             write!(output, " {outcome} {count}")?;
         }
         writeln!(output)?;
     }
     Ok(())
+}
+
+/// The width of the column with the names of tiers.
+fn name_width(tiers: &[TierReport]) -> usize {
+    tiers.iter().map(|tier| tier.tier.len()).max().unwrap_or(0).max(8)
 }
 
 fn state_style(state: &str) -> Style {

@@ -93,6 +93,10 @@ pub(crate) struct PrefetchArguments {
     #[command(flatten)]
     pub(crate) prompt: PromptArguments,
 
+    /// Only from this tier [default: from all]
+    #[arg(long, value_name = "TIER")]
+    pub(crate) tier: Option<String>,
+
     /// Return when all that can be loaded is there
     #[arg(long)]
     pub(crate) wait: bool,
@@ -110,11 +114,11 @@ pub(crate) struct MoveArguments {
     #[command(flatten)]
     pub(crate) prompt: PromptArguments,
 
-    /// Tier that has it: ram, nvme, redis or object
+    /// Name of the tier that has it, such as ram or nvme
     #[arg(long, value_name = "TIER", requires = "to", required_unless_present = "to_worker")]
     pub(crate) from: Option<String>,
 
-    /// Tier that shall have it: ram, nvme, redis or object
+    /// Name of the tier that shall have it
     #[arg(long, value_name = "TIER", requires = "from", required_unless_present = "to_worker")]
     pub(crate) to: Option<String>,
 
@@ -150,6 +154,10 @@ pub(crate) struct RetrieveArguments {
     #[arg(long, value_name = "N")]
     pub(crate) layer: Option<usize>,
 
+    /// Only what this tier has [default: all]
+    #[arg(long, value_name = "TIER")]
+    pub(crate) tier: Option<String>,
+
     /// File to write; `-` is standard output
     #[arg(short, long, value_name = "FILE")]
     pub(crate) output: PathBuf,
@@ -160,4 +168,8 @@ pub(crate) struct StoreArguments {
     /// File that `retrieve` has written, with all layers
     #[arg(value_name = "FILE")]
     pub(crate) file: PathBuf,
+
+    /// Only into this tier [default: memory, and below as usual]
+    #[arg(long, value_name = "TIER")]
+    pub(crate) tier: Option<String>,
 }

@@ -44,7 +44,7 @@ async fn run_verb(verb: &CacheVerb, connector: &Connector, worker: &str) -> anyh
     match verb {
         CacheVerb::Lookup(prompt) => Rendered::of(&Shown(client.lookup(&prompt.read()?).await?)),
         CacheVerb::Prefetch(prefetch) => {
-            let status = client.prefetch(&prefetch.prompt.read()?).await?;
+            let status = client.prefetch(&prefetch.prompt.read()?, prefetch.tier.as_deref()).await?;
             let status = if prefetch.wait { wait(&client, status).await? } else { status };
             Rendered::of(&Shown(status))
         }
@@ -61,14 +61,15 @@ async fn run_verb(verb: &CacheVerb, connector: &Connector, worker: &str) -> anyh
             Rendered::of(&Shown(client.clear(&ClearRequest { input, tiers }).await?))
         }
         CacheVerb::Retrieve(retrieve) => {
-            let bytes = client.retrieve(&retrieve.prompt.read()?, retrieve.layer).await?;
+            let bytes =
+                client.retrieve(&retrieve.prompt.read()?, retrieve.layer, retrieve.tier.as_deref()).await?;
             let path = &retrieve.output;
             write_file(path, &bytes).with_context(|| format!("write {}", path.display()))?;
             Rendered::of(&FileAnswer { file: path.display().to_string(), bytes: bytes.len() })
         }
         CacheVerb::Store(store) => {
             let bytes = fs::read(&store.file).with_context(|| format!("read {}", store.file.display()))?;
-            Rendered::of(&Shown(client.store(bytes.into()).await?))
+            Rendered::of(&Shown(client.store(bytes.into(), store.tier.as_deref()).await?))
         }
         CacheVerb::Health => Rendered::of(&Shown(client.health().await?)),
         CacheVerb::Stats => Rendered::of(&Shown(client.stats().await?)),
@@ -89,8 +90,9 @@ async fn relocate(
     let Some(target) = &relocation.to_worker else {
         bail!("nowhere to move it: give --from and --to, or --to-worker")
     };
-    let bytes = client.retrieve(&input, None).await.context("read the KV from the first worker")?;
-    let stored = connector.worker(target).store(bytes).await.context("store the KV in the second worker")?;
+    let bytes = client.retrieve(&input, None, None).await.context("read the KV from the first worker")?;
+    let stored =
+        connector.worker(target).store(bytes, None).await.context("store the KV in the second worker")?;
     // What could not be stored there stays here.
     if !relocation.copy && stored.stored_chunks + stored.present_chunks > 0 {
         client
