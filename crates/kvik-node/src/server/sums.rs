@@ -193,7 +193,7 @@ mod tests {
             .map(|chunk_idx| {
                 let Write::Slot(mut writer) = store.begin_write(&chain, chunk_idx, 0) else { panic!() };
                 let payload = writer.payload_mut().iter_mut().enumerate();
-                payload.for_each(|(place, byte)| *byte = (place * 31 + chunk_idx >> 3) as u8);
+                payload.for_each(|(place, byte)| *byte = ((place * 31 + chunk_idx) >> 3) as u8);
                 writer
             })
             .collect();
