@@ -69,13 +69,13 @@ impl Gpu {
             // SAFETY: the part lies inside of the arena's mapping.
             let part = unsafe { address.add(start) };
             if let Err(error) = self.host.register(part, REGISTERED_BYTES.min(n_bytes - start)) {
-                tracing::warn!(%error, "the store's memory is not registered with the GPU");
+                tracing::warn!(%error, "the store's memory is not registered with the GPU: copies are slower");
                 break;
             }
             parts.push(RegisteredPart(part));
         }
         let is_whole = parts.len() == n_bytes.div_ceil(REGISTERED_BYTES);
-        let way = if is_whole { CopyWay::DriverOrKernel } else { CopyWay::Driver };
+        let way = if is_whole { CopyWay::BatchOrKernel } else { CopyWay::Single };
         registered.push(RegisteredArena { client: client.clone(), parts, way });
         way
     }
@@ -116,7 +116,8 @@ impl Gpu {
         // Towards the host the driver's copies are as fast, and leave the GPU's processors alone.
         let (copier, way) = match direction {
             Direction::ToGpu => (&self.loads, way),
-            Direction::FromGpu => (&self.saves, CopyWay::Driver),
+            Direction::FromGpu if way == CopyWay::BatchOrKernel => (&self.saves, CopyWay::Batch),
+            Direction::FromGpu => (&self.saves, way),
         };
         // SAFETY: the caller answers for all of it.
         unsafe { copier.copy(&joined, way, after) }

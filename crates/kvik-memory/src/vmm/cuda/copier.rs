@@ -45,10 +45,12 @@ pub struct CudaCopier {
 /// How pieces may be copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopyWay {
-    /// By the driver: any memory.
-    Driver,
-    /// By the driver or, if the pieces are small, by a kernel: the GPU reaches all of the memory by itself.
-    DriverOrKernel,
+    /// Piece by piece: any memory of the host.
+    Single,
+    /// Many pieces at a time: memory of the host that is registered with the driver.
+    Batch,
+    /// As `Batch` or, if the pieces are small, by a kernel.
+    BatchOrKernel,
 }
 
 #[derive(Debug)]
@@ -114,13 +116,13 @@ impl CudaCopier {
             check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(*stream, event, 0) })?;
         }
         let queued = match kernel {
-            Some(kernel) if way == CopyWay::DriverOrKernel && is_for_kernel(pieces) => {
+            Some(kernel) if way == CopyWay::BatchOrKernel && is_for_kernel(pieces) => {
                 // SAFETY: the caller answers for the pieces; the stream has ended its work before it is unlocked.
                 unsafe { kernel.queue(pieces, *stream) }
             }
             _ => pieces.chunks(BATCH_PIECES).try_for_each(|pieces| {
                 // SAFETY: the caller answers for the pieces.
-                unsafe { self.queue(pieces, *stream) }
+                unsafe { self.queue(pieces, way, *stream) }
             }),
         };
         // Also after a failure: what was queued must not touch the bytes any more.
@@ -131,8 +133,8 @@ impl CudaCopier {
 
     /// # Safety
     /// As for [`Self::copy`], until the stream has ended.
-    unsafe fn queue(&self, pieces: &[CopyPiece], stream: sys::CUstream) -> Result<()> {
-        let Some(batch) = self.batch else {
+    unsafe fn queue(&self, pieces: &[CopyPiece], way: CopyWay, stream: sys::CUstream) -> Result<()> {
+        let Some(batch) = self.batch.filter(|_| way != CopyWay::Single) else {
             return pieces.iter().try_for_each(|piece| {
                 // SAFETY: the caller answers for the bytes.
                 check("cuMemcpyAsync", unsafe {
