@@ -26,7 +26,7 @@ pub(crate) fn add_to(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// The exception for an error of the store.
 pub(crate) fn exception_of(error: &NodeError) -> PyErr {
-    let message = with_causes(error);
+    let message = error.with_causes();
     match error {
         NodeError::Invalid { .. } | NodeError::InvalidRemote { .. } | NodeError::Store(_) => {
             InvalidValueError::new_err(message)
@@ -45,15 +45,4 @@ pub(crate) fn invalid_type(error: &TypesError) -> PyErr {
 /// The exception for an argument that is not allowed.
 pub(crate) fn invalid(field: &str, value: &dyn std::fmt::Display, allowed: &str) -> PyErr {
     InvalidValueError::new_err(format!("`{field}` is {value}; allowed: {allowed}"))
-}
-
-fn with_causes(error: &NodeError) -> String {
-    let mut message = error.to_string();
-    let mut cause = std::error::Error::source(error);
-    while let Some(error) = cause {
-        message.push_str(": ");
-        message.push_str(&error.to_string());
-        cause = error.source();
-    }
-    message
 }

@@ -79,6 +79,18 @@ impl NodeError {
         move |source| Self::Io { action, source }
     }
 
+    /// Its text with those of its causes, for a receiver that has only the text.
+    pub fn with_causes(&self) -> String {
+        let mut text = self.to_string();
+        let mut source = std::error::Error::source(self);
+        while let Some(cause) = source {
+            text.push_str(": ");
+            text.push_str(&cause.to_string());
+            source = cause.source();
+        }
+        text
+    }
+
     pub(crate) fn invalid(field: &'static str, value: &impl ToString, allowed: impl Into<String>) -> Self {
         Self::Invalid { field, value: value.to_string(), allowed: allowed.into() }
     }

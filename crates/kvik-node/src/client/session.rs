@@ -207,7 +207,7 @@ impl SessionShared {
             // Expected for a moment while another daemon takes over.
             Err(_) if state.moving.is_some() => {}
             Err(error) => {
-                let error = chain_of(&error);
+                let error = error.with_causes();
                 if !state.is_absence_known {
                     state.is_absence_known = true;
                     tracing::warn!(socket = %self.options.socket, error, "no store daemon; trying until there is one");
@@ -234,7 +234,7 @@ impl SessionShared {
         }
         // Said here, so that the next failed attempt is not news.
         state.is_absence_known = true;
-        let error = chain_of(error);
+        let error = error.with_causes();
         tracing::warn!(socket = %self.options.socket, error, "lost the store daemon");
         state.last_error = Some(error);
     }
@@ -244,16 +244,4 @@ impl SessionState {
     fn look_interval(&self) -> Duration {
         if self.moving.is_some() { MOVE_INTERVAL } else { LOOK_INTERVAL }
     }
-}
-
-/// An error with its causes.
-fn chain_of(error: &NodeError) -> String {
-    let mut text = error.to_string();
-    let mut source = std::error::Error::source(error);
-    while let Some(cause) = source {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
-        source = cause.source();
-    }
-    text
 }

@@ -59,7 +59,7 @@ pub(super) fn serve(
             counters.refused.fetch_add(1, Ordering::Relaxed);
             auditor.refused(&error);
             // A client that is gone does not need to know.
-            let _ = connection.send(&refusal(&error.to_string()));
+            let _ = connection.send(&refusal(&error.with_causes()));
             return Err(error);
         }
     };
