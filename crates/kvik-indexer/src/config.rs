@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kvik_index::holders::{CostModel, TierWeights};
+use kvik_index::holders::{CostModel, HolderIndex, TierWeights};
 use kvik_runtime::secret::SecretUrl;
 use kvik_tokens::{PoolConfig, PrefixStoreKind};
 use kvik_types::{BlockSize, RedisUrl, RedisUrlError};
@@ -54,11 +54,29 @@ pub struct IndexConfig {
     pub tokenizers: TokenizersConfig,
     /// Engines to listen to over `ZeroMQ`. Default: none. Workers of kvik are found without it.
     pub engines: Vec<EngineConfig>,
+    /// Store daemons to listen to, for engines that keep KV there and cannot tell of it. Default: none. Workers of kvik tell
+    /// of their store themselves.
+    pub stores: Vec<StoreSourceConfig>,
     /// Engines to listen to that Kubernetes knows. Default: none.
     pub kubernetes: Vec<KubernetesConfig>,
     /// Address for gRPC (`indexer.v1.IndexerService`); port 0 takes a free one. It has the gateway's `tls`, and
     /// calls need a key of `api_keys`, or else the cluster token, where there are any. Default: none.
     pub grpc_listen: Option<String>,
+}
+
+/// A store daemon to listen to.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct StoreSourceConfig {
+    /// Where the daemon serves HTTP (its `metrics`): `http://host:port`. No default.
+    pub url: String,
+    /// The workers whose KV it keeps, by the names that the index knows them by; a backend of a gateway has its address. No
+    /// default.
+    pub workers: Vec<String>,
+    /// The model, as requests name it. No default.
+    pub model: String,
+    /// The model, as the engines name it to the daemon. Default: the last part of `model`'s path.
+    pub store_model: Option<String>,
 }
 
 /// A Redis that is shared.
@@ -178,6 +196,7 @@ impl Default for IndexConfig {
             bridge_block_tokens: 16,
             tokenizers: TokenizersConfig::default(),
             engines: Vec::new(),
+            stores: Vec::new(),
             kubernetes: Vec::new(),
             grpc_listen: None,
         }
@@ -234,6 +253,27 @@ impl Default for TokenizersConfig {
     }
 }
 
+impl StoreSourceConfig {
+    fn check(&self) -> Result<()> {
+        let rest = self.url.strip_prefix("http://").or_else(|| self.url.strip_prefix("https://"));
+        if rest.is_none_or(str::is_empty) {
+            return Err(IndexerError::invalid("url", &self.url, "http://host:port or https://host:port"));
+        }
+        if self.workers.is_empty() {
+            return Err(IndexerError::invalid("workers", "[]", "one worker or more"));
+        }
+        let names = self.workers.iter().enumerate().map(|(index, name)| (format!("workers[{index}]"), name));
+        let names = names.chain(std::iter::once(("model".to_owned(), &self.model)));
+        for (field, name) in names {
+            if name.is_empty() || name.len() > HolderIndex::MAX_NAME_BYTES {
+                let allowed = format!("1 to {} bytes", HolderIndex::MAX_NAME_BYTES);
+                return Err(IndexerError::invalid(&field, name, &allowed));
+            }
+        }
+        Ok(())
+    }
+}
+
 impl IndexConfig {
     /// Checks every value.
     ///
@@ -262,6 +302,9 @@ impl IndexConfig {
         self.tokenizers.hub.check().map_err(|error| error.below("tokenizers.hub"))?;
         for (index, engine) in self.engines.iter().enumerate() {
             engine.check().map_err(|error| error.below(&format!("engines[{index}]")))?;
+        }
+        for (index, store) in self.stores.iter().enumerate() {
+            store.check().map_err(|error| error.below(&format!("stores[{index}]")))?;
         }
         for (index, service) in self.kubernetes.iter().enumerate() {
             service.check().map_err(|error| error.below(&format!("kubernetes[{index}]")))?;
@@ -385,6 +428,17 @@ mod tests {
         assert!(refusal(|config| config.costs.prefill_tokens_per_s = 0.0).contains("above 0"));
         assert!(refusal(|config| config.costs.unsure_credit = -0.1).contains("0 to 1"));
         assert!(refusal(|config| config.tokenizers.n_threads = 0).contains("`tokenizers.n_threads`"));
+        for (url, workers, model, field) in [
+            ("host:9400", &["w"][..], "m", "`stores[0].url`"),
+            ("http://host:9400", &[], "m", "`stores[0].workers`"),
+            ("http://host:9400", &["w", ""], "m", "`stores[0].workers[1]`"),
+            ("http://host:9400", &["w"], "", "`stores[0].model`"),
+        ] {
+            let workers = workers.iter().map(|&worker| worker.to_owned()).collect();
+            let (url, model) = (url.to_owned(), model.to_owned());
+            let store = StoreSourceConfig { url, workers, model, store_model: None };
+            assert!(refusal(|config| config.stores.push(store)).contains(field));
+        }
         assert!(
             refusal(|config| config.engines.push(EngineConfig::default())).contains("`engines[0].endpoint`")
         );

@@ -6,12 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use axum::Router;
-use axum::http::header::CONTENT_TYPE;
-use axum::routing::get;
 use kvik_runtime::http::{ListenLimits, listen, serve};
 use kvik_runtime::shutdown::Shutdown;
-use kvik_runtime::telemetry::render_metrics;
+use kvik_runtime::trust::Trust;
 use kvik_tier::PeerAddress;
 use kvik_tier::peer::PeerAdmission;
 use parking_lot::Mutex;
@@ -19,10 +16,10 @@ use tokio::net::TcpListener;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
+use crate::api::router;
 use crate::bandwidth::NodeBandwidth;
 use crate::config::{DaemonConfig, PeerPlans, store_info};
 use crate::error::{NodeError, Result};
-use crate::metrics::DaemonMetrics;
 use crate::peers::{Discovery, IndexHints, Listed, Listing, PeerServer};
 use crate::server::{NodeOptions, NodeServer, SUCCESSOR_TIMEOUT};
 use crate::take_over::{StoreParts, TakeOverOptions, TenantOpener};
@@ -57,6 +54,7 @@ impl StoreDaemon {
     /// If the configuration is wrong, a tier cannot be opened, or the socket or address is taken.
     pub async fn start(config: DaemonConfig, shutdown: &Shutdown) -> Result<RunningDaemon> {
         config.check_cluster()?;
+        let trust = config.trust()?;
         let metrics_listener = match &config.metrics {
             Some(address) => Some(listen(address).await?),
             None => None,
@@ -81,7 +79,13 @@ impl StoreDaemon {
         });
         let server = server.await?;
         let peers = opener.serve_peers(&server, peer_listener).await?;
-        RunningDaemon::new(socket, server, peers, metrics_listener, shutdown)
+        RunningDaemon::new(
+            socket,
+            server,
+            peers,
+            metrics_listener.map(|listener| (listener, trust)),
+            shutdown,
+        )
     }
 
     /// Takes over from the daemon that listens at the socket, with all chunks in its memory; then as [`Self::start`].
@@ -92,7 +96,7 @@ impl StoreDaemon {
     /// As [`Self::start`], and if the running daemon refuses; it then goes on. An address that stays taken is no error,
     /// because the running daemon has ended by then: it is logged, and there are no metrics, or no peers are served.
     pub async fn take_over(config: DaemonConfig, shutdown: &Shutdown) -> Result<RunningDaemon> {
-        let metrics = config.metrics.clone();
+        let (metrics, trust) = (config.metrics.clone(), config.trust()?);
         let opener = Arc::new(ConfiguredOpener::try_new(&config, shutdown)?);
         let (socket, peer) = (config.socket.clone(), config.peer.clone());
         // What cannot work is refused before anything happens.
@@ -118,7 +122,13 @@ impl StoreDaemon {
         };
         let peer_listener = after_another("no peers are served", async || peer.listen()).await.flatten();
         let peers = opener.serve_peers(&server, peer_listener).await?;
-        RunningDaemon::new(socket, server, peers, metrics_listener, shutdown)
+        RunningDaemon::new(
+            socket,
+            server,
+            peers,
+            metrics_listener.map(|listener| (listener, trust)),
+            shutdown,
+        )
     }
 }
 
@@ -253,14 +263,14 @@ impl RunningDaemon {
         socket: PathBuf,
         server: Arc<NodeServer>,
         peers: Option<Arc<PeerServer>>,
-        metrics_listener: Option<TcpListener>,
+        http: Option<(TcpListener, Trust)>,
         shutdown: &Shutdown,
     ) -> Result<Self> {
         let mut metrics_address = None;
-        if let Some(listener) = metrics_listener {
+        if let Some((listener, trust)) = http {
             let address = listener.local_addr().map_err(NodeError::io("listen for metrics"))?;
             metrics_address = Some(address);
-            let router = router(Arc::clone(&server), peers.clone());
+            let router = router(Arc::clone(&server), peers.clone(), &Arc::new(trust), shutdown);
             let connections = shutdown.clone();
             shutdown.spawn(async move {
                 let (closing, limits) = (connections.clone(), ListenLimits::default());
@@ -305,13 +315,4 @@ impl RunningDaemon {
         })
         .await;
     }
-}
-
-fn router(server: Arc<NodeServer>, peers: Option<Arc<PeerServer>>) -> Router {
-    let metrics = Arc::new(DaemonMetrics::new(server, peers));
-    let render = move || {
-        metrics.update();
-        std::future::ready(([(CONTENT_TYPE, "text/plain; version=0.0.4")], render_metrics()))
-    };
-    Router::new().route("/metrics", get(render)).route("/health", get(|| async { "ok\n" }))
 }

@@ -15,6 +15,7 @@
 
 #![forbid(unsafe_code)]
 
+mod api;
 mod audit;
 mod bandwidth;
 mod changes;
@@ -23,6 +24,8 @@ mod config;
 mod daemon;
 mod error;
 mod frame;
+mod kv_log;
+mod kv_streams;
 mod manage;
 mod metrics;
 mod operation;
@@ -47,6 +50,7 @@ pub use config::{
 pub use daemon::{RunningDaemon, StoreDaemon};
 pub use error::{NodeError, Result};
 pub use frame::{Attach, Attached, Purpose};
+pub use kv_log::{HeldChange, KEPT_BYTES, KvListener, KvLog, LoggedChunks, kv_tier};
 pub use manage::{ManageAnswer, ManageRequest};
 pub use metrics::publish_store;
 pub use peers::PeerStats;

@@ -7,11 +7,6 @@ pub(crate) fn unix_seconds() -> u64 {
     since_epoch().as_secs()
 }
 
-/// Unix time in seconds with their fractions, for events that tell when they were published.
-pub(crate) fn unix_seconds_exact() -> f64 {
-    since_epoch().as_secs_f64()
-}
-
 /// Unix time in nanoseconds, at least 1: the epoch of a worker that starts now.
 ///
 /// A later life of a worker has a larger one unless its clock was set back between the two.

@@ -42,7 +42,7 @@ mod error;
 mod events;
 mod generation;
 mod idle;
-mod kv_log;
+mod key_page;
 mod metrics;
 mod prompt;
 mod registration;

@@ -4,6 +4,7 @@ use std::hash::{BuildHasher as _, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use kvik_node::KvLog;
 use kvik_tokens::{AddSpecial, ChatMessage, ChatOptions, Tokenizer};
 use kvik_types::Dtype;
 use parking_lot::Mutex;
@@ -13,12 +14,16 @@ use crate::admission::Admission;
 use crate::config::WorkerConfig;
 use crate::engine_thread::EngineHandle;
 use crate::error::Refusal;
-use crate::kv_log::KvLog;
 use crate::metrics::WorkerMetrics;
 use crate::sequences::Sequences;
 use crate::staging::Staging;
 use crate::store::{ChunkWatch, KvStore};
 use crate::store_admin::StoreAdmin;
+
+/// The group of the engine's token blocks in the worker's log.
+pub(crate) const BLOCKS: u32 = 0;
+/// The group of the store's chunks.
+pub(crate) const CHUNKS: u32 = 1;
 
 /// Longest text, in bytes, that is tokenized on the thread that serves sockets: about a
 /// millisecond of work.

@@ -5,6 +5,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use kvik_model::{BLOCK_TOKENS, CpuBackendOptions, Engine, EngineOptions, Model};
+use kvik_node::{KEPT_BYTES, KvLog, LoggedChunks};
 use kvik_proto::client::{CoordinatorClient, TlsClientConfig, http_client};
 use kvik_proto::kv_stream::BlockGroup;
 use kvik_runtime::http::{listen, serve, tls_acceptor};
@@ -20,12 +21,11 @@ use crate::config::WorkerConfig;
 use crate::drain::Drain;
 use crate::engine_thread::{EngineHandle, Patience};
 use crate::error::{Result, WorkerError};
-use crate::kv_log::{BLOCKS, CHUNKS, KEPT_BYTES, KvLog};
 use crate::metrics::WorkerMetrics;
 use crate::registration::Registration;
 use crate::sequences::Sequences;
 use crate::staging::Staging;
-use crate::state::{KvShape, Loaded, WorkerState, random_seed};
+use crate::state::{BLOCKS, CHUNKS, KvShape, Loaded, WorkerState, random_seed};
 use crate::store::WorkerStore;
 use crate::store_admin::StoreAdmin;
 use crate::{api, clock, idle};
@@ -203,11 +203,10 @@ async fn load(
     let store_admin = store.as_ref().map(StoreAdmin::new);
     let naming = Arc::clone(&kv_log);
     let on_space = move |space: &Space| naming.add_group(chunk_group(space));
+    let observer = Arc::new(LoggedChunks::new(Arc::clone(&kv_log), CHUNKS));
     // Before the engine runs: what a disk kept from before is told first.
-    let chunk_watch = store
-        .as_ref()
-        .map(|store| store.watch(space.as_ref(), on_space, Arc::clone(&kv_log) as Arc<_>))
-        .transpose()?;
+    let chunk_watch =
+        store.as_ref().map(|store| store.watch(space.as_ref(), on_space, observer)).transpose()?;
     let patience =
         Patience { slow_client: config.slow_client_timeout(), memory: config.memory.wait_timeout() };
     let for_engine = store.as_ref().map(WorkerStore::for_engine);

@@ -48,6 +48,17 @@ pub struct FollowedWorker {
     pub worker: String,
     /// The model that it serves.
     pub model: String,
+    /// The model by which a store daemon knows its chunks, where the address is that of a daemon which keeps KV for the
+    /// worker; `None` for a worker that tells of its own.
+    pub store_model: Option<String>,
+}
+
+impl FollowedWorker {
+    /// What metrics call it: a worker of another kind tells of its own KV beside the store, under its name.
+    fn label(&self) -> String {
+        let suffix = if self.store_model.is_some() { " store" } else { "" };
+        format!("{}{suffix}", self.worker)
+    }
 }
 
 /// Why a connection was given up.
@@ -117,7 +128,7 @@ pub async fn follow_worker(
 ) {
     let mut follower = Follower {
         client,
-        tallies: Tallies::new(&followed.worker),
+        tallies: Tallies::new(&followed.label()),
         followed,
         feeds,
         left,
@@ -169,7 +180,7 @@ impl Follower {
         let resume = self.position().await?;
         let mut stream = tokio::select! {
             () = self.left.cancelled() => return Err(Break::Left),
-            stream = self.client.kv_events(resume) => stream?,
+            stream = self.open_stream(resume) => stream?,
         };
         let Frame::Hello(hello) = self.next_frame(&mut stream).await? else {
             return Err(Break::Unexpected("the first is no hello"));
@@ -203,6 +214,13 @@ impl Follower {
                 self.pauses.reset();
                 self.n_old_epochs = 0;
             }
+        }
+    }
+
+    async fn open_stream(&self, resume: Option<(u64, u64)>) -> Result<KvStream, ClientError> {
+        match &self.followed.store_model {
+            None => self.client.kv_events(resume).await,
+            Some(model) => self.client.store_events(model, resume).await,
         }
     }
 
@@ -245,10 +263,14 @@ impl Follower {
 
     /// Checks the worker's identity and opens its feeds.
     async fn greet(&mut self, hello: &Hello, resume: Option<(u64, u64)>) -> Result<(), Break> {
-        let Hello { worker, model, groups, .. } = hello;
-        if *worker != self.followed.worker || *model != self.followed.model {
-            return Err(Break::Stranger { worker: worker.clone(), model: model.clone() });
+        let Hello { groups, .. } = hello;
+        let FollowedWorker { worker, model, store_model, .. } = &self.followed;
+        // A daemon was asked for a model and names its chunks by what decides their KV; it serves no requests.
+        let is_other = store_model.is_none() && (hello.worker != *worker || hello.model != *model);
+        if is_other {
+            return Err(Break::Stranger { worker: hello.worker.clone(), model: hello.model.clone() });
         }
+        let name = FeedName { model: model.clone(), worker: worker.clone(), rank: 0 };
         if groups.len() > MAX_GROUPS {
             return Err(Break::Unexpected("a hello with too many groups"));
         }
@@ -261,9 +283,8 @@ impl Follower {
         // Another configuration: the keys of the life before mean nothing now.
         self.close().await;
         for group in groups {
-            let name = FeedName { model: model.clone(), worker: worker.clone(), rank: 0 };
             let naming = Naming::Kvik { root: group.root, block_tokens: group.block_tokens };
-            let feed = self.feeds.open(name, naming).await?;
+            let feed = self.feeds.open(name.clone(), naming).await?;
             self.open.push(GroupFeed { group: *group, feed });
         }
         if hello.resumes_at.is_some() { Err(Break::Incomplete) } else { Ok(()) }

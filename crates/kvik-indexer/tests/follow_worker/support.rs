@@ -207,6 +207,7 @@ impl Following {
             address: address.to_owned(),
             worker: worker.to_owned(),
             model: model.to_owned(),
+            store_model: None,
         };
         let client = WorkerClient::new(http_client(&TlsClientConfig::default()).unwrap(), address);
         let task = tokio::spawn(follow_worker(client, followed, Arc::clone(&feeds) as _, left.clone()));

@@ -9,7 +9,7 @@ use kvik_proto::stores::StoreInfo;
 use kvik_runtime::http::TlsServerConfig;
 use kvik_runtime::secret::redacted_url;
 use kvik_runtime::tls::TlsClientPem;
-use kvik_runtime::trust::TrustSettings;
+use kvik_runtime::trust::{Trust, TrustSettings};
 use kvik_tier::PeerAddress;
 
 use super::{DaemonConfig, PeerConfig, check, refuse};
@@ -89,12 +89,20 @@ impl DaemonConfig {
 
     /// What calls to other services of the cluster show.
     fn cluster_header(&self) -> Result<Option<(HeaderName, HeaderValue)>> {
+        Ok(self.trust()?.cluster_header())
+    }
+
+    /// Which callers are told over HTTP what the daemon holds.
+    ///
+    /// # Errors
+    /// If the token cannot be read, or is none that can be used.
+    pub(crate) fn trust(&self) -> Result<Trust> {
         let settings = TrustSettings {
             cluster_token: self.cluster_token.as_ref(),
             cluster_token_file: self.cluster_token_file.as_deref(),
             ..TrustSettings::default()
         };
-        Ok(settings.read(&TlsServerConfig::default())?.cluster_header())
+        Ok(settings.read(&TlsServerConfig::default())?)
     }
 }
 

@@ -27,12 +27,14 @@ pub struct DaemonConfig {
     pub socket: PathBuf,
     /// Engines that are attached at a time; more are refused. Default: 64.
     pub max_sessions: usize,
-    /// Address for `/metrics` and `/health` over HTTP; port 0 takes a free one. Default: none.
+    /// Address for `/metrics`, `/health` and `/kv/events` over HTTP; port 0 takes a free one. The last tells an index which
+    /// chunks there are: to callers with the cluster token, or on loopback where there is none. Default: none.
     pub metrics: Option<String>,
     /// File with a token of at least 16 bytes that engines show when they attach. Default: none, every process of this
     /// user may attach.
     pub token_file: Option<PathBuf>,
-    /// Token that all services of a cluster share, of 16 characters or more, for calls to coordinators and the index.
+    /// Token that all services of a cluster share, of 16 characters or more, for calls to coordinators and the index,
+    /// and for those of indexes that listen to this daemon.
     /// `KVIK_CLUSTER_TOKEN` in the environment sets it for every role. Default: none.
     pub cluster_token: Option<Secret>,
     /// File with the cluster token, less a line break at its end. Default: none.

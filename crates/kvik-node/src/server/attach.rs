@@ -19,6 +19,7 @@ use super::session::Session;
 use super::{Served, Shared, hand_over, manage, watch};
 use crate::error::{NodeError, Result};
 use crate::frame::{Attach, Attached, Purpose, refusal};
+use crate::kv_streams::StreamName;
 use crate::ring::{Consumer, SESSION_WORDS, SUBMISSIONS};
 use crate::take_over::is_take_over;
 use crate::tenant::Tenant;
@@ -77,6 +78,8 @@ pub(super) fn serve(
         auditor.detached(served.as_ref().err());
         return served.map(|()| Served::ToTheEnd);
     }
+    let stream = StreamName::new(&admitted.tenant, &admitted.attach.namespace.model);
+    shared.streams.note(&stream, &admitted.store, &admitted.space);
     let words = Arc::new(SharedWords::create(SESSION_WORDS)?);
     let sleeping = Arc::clone(&words);
     control.woken_by(move || Consumer::interrupt(&*sleeping, SUBMISSIONS));

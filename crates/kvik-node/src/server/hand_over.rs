@@ -199,6 +199,7 @@ fn hand_on(shared: &Shared, listener: &Listener, successor: &Successor, deadline
         wait_until_idle(shared, &tenant.store, deadline)?;
     }
     let tenants = std::mem::take(&mut *shared.tenants.write());
+    shared.streams.clear();
     let (mut paused, mut is_apart) = (Vec::with_capacity(tenants.len()), true);
     for Tenant { name, token, store } in tenants {
         let store = if is_apart { store.take_apart() } else { Err(store) };

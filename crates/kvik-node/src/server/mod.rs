@@ -27,6 +27,8 @@ use rustix::fd::OwnedFd;
 
 use crate::audit::AuditLog;
 use crate::error::{NodeError, Result};
+use crate::kv_log::KvListener;
+use crate::kv_streams::{KvStreams, NotHeard, StreamName};
 use crate::take_over::TenantOpener;
 use crate::tenant::Tenant;
 use control::SessionControl;
@@ -78,6 +80,7 @@ struct Shared {
     counters: Counters,
     audit: Option<Arc<AuditLog>>,
     sums: Arc<SumThreads>,
+    streams: KvStreams,
     /// Wakes the accepting thread.
     wake_event: OwnedFd,
     is_closing: AtomicBool,
@@ -185,6 +188,7 @@ impl NodeServer {
             counters: Counters::default(),
             audit,
             sums: Arc::new(SumThreads::start()?),
+            streams: KvStreams::default(),
             wake_event,
             is_closing: AtomicBool::new(false),
         });
@@ -230,6 +234,19 @@ impl NodeServer {
     /// A clone of a store that is kept keeps another daemon from taking over.
     pub fn tenants(&self) -> MappedRwLockReadGuard<'_, [Tenant]> {
         RwLockReadGuard::map(self.shared.tenants.read(), Vec::as_slice)
+    }
+
+    /// Begins to listen which chunks of a tenant's model there are.
+    pub(crate) fn listen_to(
+        &self,
+        tenant: &str,
+        model: &str,
+        resume: Option<(u64, u64)>,
+    ) -> Result<KvListener, NotHeard> {
+        let tenants = self.tenants();
+        let Tenant { name, store, .. } =
+            tenants.iter().find(|known| known.name == tenant).ok_or(NotHeard::UnknownTenant)?;
+        self.shared.streams.listen(&StreamName::new(name, model), store, resume)
     }
 
     /// What happened since the start.

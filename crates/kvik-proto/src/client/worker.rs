@@ -8,7 +8,7 @@ use http_body_util::BodyExt as _;
 use hyper::Method;
 use hyper::body::Incoming;
 
-use super::calls::Calls;
+use super::calls::{Calls, percent_encoded};
 use super::{ClientError, HttpClient};
 use crate::kv_stream::{Frame, FrameDecoder, KvKey};
 use crate::worker::{KvBlocksPage, KvStats};
@@ -77,8 +77,25 @@ impl WorkerClient {
     /// If the worker cannot be reached or refuses.
     pub async fn kv_events(&self, resume: Option<(u64, u64)>) -> Result<KvStream, ClientError> {
         let query = resume.map(|(epoch, from)| format!("?epoch={epoch}&from={from}")).unwrap_or_default();
-        let path = format!("/kv/events{query}");
-        let (url, response) = self.calls.send(&path, Method::GET, Bytes::new()).await?;
+        self.listen(&format!("/kv/events{query}")).await
+    }
+
+    /// As [`Self::kv_events`], from a store daemon: the chunks that it has of a model.
+    ///
+    /// # Errors
+    /// If the daemon cannot be reached or refuses.
+    pub async fn store_events(
+        &self,
+        model: &str,
+        resume: Option<(u64, u64)>,
+    ) -> Result<KvStream, ClientError> {
+        let model = percent_encoded(model);
+        let query = resume.map(|(epoch, from)| format!("&epoch={epoch}&from={from}")).unwrap_or_default();
+        self.listen(&format!("/kv/events?model={model}{query}")).await
+    }
+
+    async fn listen(&self, path: &str) -> Result<KvStream, ClientError> {
+        let (url, response) = self.calls.send(path, Method::GET, Bytes::new()).await?;
         if !response.status().is_success() {
             let status = response.status().as_u16();
             return Err(match self.calls.read(&url, response).await {

@@ -9,6 +9,7 @@ use bytes::Bytes;
 use futures_util::stream;
 use http::header::CACHE_CONTROL;
 use http::{HeaderValue, StatusCode};
+use kvik_node::{KvListener, kv_tier};
 use kvik_proto::kv_stream::{KvKey, KvTier};
 use kvik_proto::worker::{HeldBlock, KvBlocksPage};
 use serde::Deserialize;
@@ -17,8 +18,8 @@ use tokio_util::sync::CancellationToken;
 use super::{Answer, Shared, json, typed};
 use crate::engine_thread::EngineHandle;
 use crate::error::Refusal;
-use crate::kv_log::{BLOCKS, KeyPage, Listener, kv_tier};
-use crate::state::Loaded;
+use crate::key_page::KeyPage;
+use crate::state::{BLOCKS, Loaded};
 
 /// Blocks of a page where the request does not say.
 const DEFAULT_LIMIT: usize = 1000;
@@ -43,7 +44,7 @@ struct BlocksQuery {
 
 /// A listener with what ends it.
 struct Subscription {
-    listener: Listener,
+    listener: KvListener,
     engine: EngineHandle,
     draining: CancellationToken,
 }

@@ -23,6 +23,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvik_model::{Engine, GenerateRequest, ModelError, SequenceKv};
+use kvik_node::KvLog;
 use kvik_proto::kv_stream::KvTier;
 use kvik_types::CacheSalt;
 use parking_lot::Mutex;
@@ -31,7 +32,7 @@ use tokio::sync::oneshot;
 use crate::admission::Permit;
 use crate::error::{Refusal, Result, WorkerError};
 use crate::events::EventSender;
-use crate::kv_log::{KeyPage, KvLog};
+use crate::key_page::KeyPage;
 use crate::metrics::WorkerMetrics;
 use crate::snapshot::Snapshot;
 use crate::store::KvStore;

@@ -9,16 +9,17 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use kvik_model::{Engine, EngineEvent, PrefixKv, SubmitOptions};
+use kvik_model::{BlockChange, Engine, EngineEvent, PrefixKv, SubmitOptions};
+use kvik_node::{HeldChange, KvLog};
 use kvik_proto::kv_stream::{KvKey, KvTier};
 
 use super::entries::{Entries, Entry, TokenTime};
 use super::loads::{Arrival, Loads};
 use super::{Command, Origin, Patience, Shared, Submission};
 use crate::events::{Event, Token, Usage};
-use crate::kv_log::KvLog;
 use crate::metrics::WorkerMetrics;
 use crate::snapshot::Snapshot;
+use crate::state::BLOCKS;
 use crate::store::{KvStore, LoadedPrefix, Loading};
 
 /// Time between two tries to get memory that other engines hold.
@@ -427,7 +428,19 @@ impl EngineThread {
 
     /// Logs which blocks have come and gone; never waits for a reader.
     fn tell_blocks(&mut self) {
-        self.kv_log.append_blocks(self.engine.take_block_changes());
+        let changes = self.engine.take_block_changes();
+        if changes.len() == 0 {
+            return;
+        }
+        self.kv_log.append(
+            BLOCKS,
+            changes.map(|BlockChange { hash, parent, is_registered }| HeldChange {
+                key: KvKey::from(hash),
+                parent: parent.map(KvKey::from),
+                tier: KvTier::Gpu,
+                is_held: is_registered,
+            }),
+        );
     }
 
     fn publish(&mut self) {

@@ -7,6 +7,7 @@ use kvik_model::{
     Backend, BlockId, CpuBackend, CpuBackendOptions, Engine, EngineOptions, GenerateRequest, LayerKv, Logits,
     Model, ModelConfig, ModelError, PinnedKv, Result, SamplingParams, SequenceRows,
 };
+use kvik_node::{KEPT_BYTES, KvLog};
 use kvik_types::Dtype;
 
 use super::{EngineHandle, Patience};
@@ -14,7 +15,6 @@ use crate::admission::Admission;
 use crate::error::Refusal;
 use crate::events::Event;
 use crate::generation::{Generation, WINDOW};
-use crate::kv_log::{KEPT_BYTES, KvLog};
 use crate::metrics::WorkerMetrics;
 
 /// The real backend, until a pass has a token that it does not like.

@@ -40,3 +40,26 @@ impl<T> KeyPage<T> {
         (self.kept.into_iter().collect(), has_more)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_has_the_first_keys_behind_one_in_their_order() {
+        let keys = [5, 1, 9, 3, 7, 2, 8];
+        let page = |after: Option<u64>, limit| {
+            let mut page = KeyPage::new(after.map(KvKey), limit);
+            for key in keys {
+                page.offer(KvKey(key), || ());
+            }
+            let (found, has_more) = page.finish();
+            (found.into_iter().map(|(key, ())| key.0).collect::<Vec<u64>>(), has_more)
+        };
+        assert_eq!(page(None, 3), (vec![1, 2, 3], true));
+        assert_eq!(page(Some(3), 3), (vec![5, 7, 8], true));
+        assert_eq!(page(Some(8), 3), (vec![9], false));
+        assert_eq!(page(Some(0), 7), (vec![1, 2, 3, 5, 7, 8, 9], false));
+        assert_eq!(page(Some(9), 7), (vec![], false));
+    }
+}

@@ -13,7 +13,7 @@ const PIECE_BYTES: usize = 64 << 10;
 
 /// Reads the log at its own pace.
 #[derive(Debug)]
-pub(crate) struct Listener {
+pub struct KvListener {
     log: Arc<KvLog>,
     changed: watch::Receiver<u64>,
     /// Groups that its stream began with.
@@ -32,20 +32,21 @@ enum Place {
     Batch(u64),
 }
 
-impl Listener {
+impl KvListener {
     pub(super) fn new(log: Arc<KvLog>, resumes_at: Option<u64>) -> Self {
         let changed = log.next_sequence.subscribe();
         let n_groups = log.n_groups();
         Self { log, changed, n_groups, place: Place::Start { resumes_at } }
     }
 
-    /// The next bytes of the stream, whole frames of them; `None` when there are groups that the stream did not begin with.
+    /// The next bytes of the stream, whole frames of them; `None` when there are groups that the stream did not begin
+    /// with, or the log has ended.
     ///
     /// Cancel safe.
-    pub(crate) async fn next(&mut self) -> Option<Vec<u8>> {
+    pub async fn next(&mut self) -> Option<Vec<u8>> {
         let frames = self.read().await;
         // After the read: a group is added before anything of it is held, so the frames are of groups that were named.
-        (self.log.n_groups() == self.n_groups).then_some(frames)
+        (!self.log.is_over(self.n_groups)).then_some(frames)
     }
 
     /// The next frames; perhaps none where there are other groups.
@@ -83,7 +84,7 @@ impl Listener {
                 Place::Batch(sequence) => {
                     // Before the look, so that what comes after it wakes.
                     self.changed.mark_unchanged();
-                    if self.log.n_groups() != self.n_groups {
+                    if self.log.is_over(self.n_groups) {
                         return Vec::new();
                     }
                     match self.log.read(*sequence, PIECE_BYTES) {

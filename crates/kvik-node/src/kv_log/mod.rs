@@ -1,6 +1,6 @@
-//! What the worker holds, as a numbered log.
+//! What a worker or a daemon holds, as a numbered log.
 //!
-//! The engine's thread and the store say what changed; the log keeps what is held now, gives each batch of
+//! An engine's thread and the store say what changed; the log keeps what is held now, gives each batch of
 //! changes a number and keeps the last batches. Listeners read at their own pace: one that asks for a batch
 //! that is gone gets a snapshot of what is held.
 //!
@@ -14,15 +14,15 @@
 
 mod holding;
 mod listener;
-mod page;
 #[cfg(test)]
 mod tests;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
-use kvik_model::BlockChange;
 use kvik_proto::kv_stream::{BlockGroup, Frame, Hello, KvBatch, KvChange, KvKey, KvTier, MAX_FRAME_KEYS};
 use kvik_store::{ChunkChange, ChunkObserver};
 use kvik_tier::TierKind;
@@ -30,26 +30,18 @@ use parking_lot::{Mutex, RwLock};
 use tokio::sync::watch;
 
 use holding::Holding;
-pub(crate) use listener::Listener;
-pub(crate) use page::KeyPage;
-
-use crate::clock::unix_seconds_exact;
-
-/// The group of the engine's token blocks.
-pub(crate) const BLOCKS: u32 = 0;
-/// The group of the store's chunks.
-pub(crate) const CHUNKS: u32 = 1;
+pub use listener::KvListener;
 
 /// Bytes of batches that are kept for listeners that come back: some hundred thousand blocks, minutes of a
 /// busy engine.
-pub(crate) const KEPT_BYTES: usize = 4 << 20;
+pub const KEPT_BYTES: usize = 4 << 20;
 
 /// The most listeners at a time: each may hold a copy of what is held while it reads a snapshot.
 const MAX_LISTENERS: usize = 64;
 
-/// Where a worker writes down what it holds.
+/// Where a worker or a daemon writes down what it holds.
 #[derive(Debug)]
-pub(crate) struct KvLog {
+pub struct KvLog {
     worker: String,
     epoch: u64,
     model: String,
@@ -59,15 +51,27 @@ pub(crate) struct KvLog {
     state: Mutex<State>,
     /// The number of the next batch; wakes the listeners.
     next_sequence: watch::Sender<u64>,
+    is_ended: AtomicBool,
 }
 
-/// One block in one tier.
+/// A block that a tier has since now, or has no more.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Change {
-    pub(crate) key: KvKey,
-    pub(crate) parent: Option<KvKey>,
-    pub(crate) tier: KvTier,
-    pub(crate) is_held: bool,
+pub struct HeldChange {
+    /// The block.
+    pub key: KvKey,
+    /// The block before it, where that is known.
+    pub parent: Option<KvKey>,
+    /// The tier.
+    pub tier: KvTier,
+    /// Whether the tier has it.
+    pub is_held: bool,
+}
+
+/// Writes the chunks of one space down, as a group of a log.
+#[derive(Debug)]
+pub struct LoggedChunks {
+    log: Arc<KvLog>,
+    group: u32,
 }
 
 #[derive(Debug)]
@@ -92,7 +96,8 @@ enum Read {
 }
 
 impl KvLog {
-    pub(crate) fn new(
+    /// The log of `worker` in its life `epoch`, where nothing is held yet.
+    pub fn new(
         worker: String,
         epoch: u64,
         model: String,
@@ -103,19 +108,22 @@ impl KvLog {
             State { holding: Holding::default(), batches: VecDeque::new(), batch_bytes: 0, next_sequence: 0 };
         let next_sequence = watch::Sender::new(0);
         let groups = RwLock::new(groups);
-        Self { worker, epoch, model, groups, kept_bytes, state: Mutex::new(state), next_sequence }
+        let (state, is_ended) = (Mutex::new(state), AtomicBool::new(false));
+        Self { worker, epoch, model, groups, kept_bytes, state, next_sequence, is_ended }
     }
 
-    pub(crate) fn epoch(&self) -> u64 {
+    /// The life that it is the log of.
+    pub fn epoch(&self) -> u64 {
         self.epoch
     }
 
-    pub(crate) fn has_group(&self, group: u32) -> bool {
+    /// Whether it has a group of this number.
+    pub fn has_group(&self, group: u32) -> bool {
         self.groups.read().iter().any(|known| known.number == group)
     }
 
     /// Adds a group before anything of it is held, and ends the streams of all listeners: those that come back learn of it.
-    pub(crate) fn add_group(&self, group: BlockGroup) {
+    pub fn add_group(&self, group: BlockGroup) {
         self.groups.write().push(group);
         self.next_sequence.send_modify(|_| {});
     }
@@ -124,24 +132,20 @@ impl KvLog {
         self.groups.read().len()
     }
 
-    /// Writes down what the engine's pool registered and forgot.
-    pub(crate) fn append_blocks(&self, changes: impl ExactSizeIterator<Item = BlockChange>) {
-        if changes.len() == 0 {
-            return;
-        }
-        self.append(
-            BLOCKS,
-            changes.map(|BlockChange { hash, parent, is_registered }| Change {
-                key: KvKey::from(hash),
-                parent: parent.map(KvKey::from),
-                tier: KvTier::Gpu,
-                is_held: is_registered,
-            }),
-        );
+    /// Ends the streams of all listeners, and those that begin later at once: what it told is not true any more.
+    pub fn end(&self) {
+        // Relaxed: listeners look at it after they were woken, or with their next frame.
+        self.is_ended.store(true, Ordering::Relaxed);
+        self.next_sequence.send_modify(|_| {});
+    }
+
+    /// Whether a stream that began with `n_groups` groups is over.
+    fn is_over(&self, n_groups: usize) -> bool {
+        self.is_ended.load(Ordering::Relaxed) || self.n_groups() != n_groups
     }
 
     /// Writes down changes of one group under as few numbers as frames allow.
-    fn append(&self, group: u32, changes: impl Iterator<Item = Change>) {
+    pub fn append(&self, group: u32, changes: impl Iterator<Item = HeldChange>) {
         let mut state = self.state.lock();
         let first_sequence = state.next_sequence;
         let mut batch = Vec::new();
@@ -167,14 +171,14 @@ impl KvLog {
 
     /// Begins to listen, from the batch of an epoch on if it is still here and with a snapshot otherwise;
     /// `None` where too many listen.
-    pub(crate) fn listen(self: &Arc<Self>, resume: Option<(u64, u64)>) -> Option<Listener> {
+    pub fn listen(self: &Arc<Self>, resume: Option<(u64, u64)>) -> Option<KvListener> {
         if self.next_sequence.receiver_count() >= MAX_LISTENERS {
             return None;
         }
         let resumes_at = resume.filter(|(epoch, from)| {
             *epoch == self.epoch && !matches!(self.state.lock().read(*from, 0), Read::Gone)
         });
-        Some(Listener::new(Arc::clone(self), resumes_at.map(|(_, from)| from)))
+        Some(KvListener::new(Arc::clone(self), resumes_at.map(|(_, from)| from)))
     }
 
     /// The first frame for a listener that knows the first `n_groups` groups.
@@ -200,11 +204,18 @@ impl KvLog {
     }
 }
 
-impl ChunkObserver for KvLog {
+impl LoggedChunks {
+    /// Its chunks are the group `group` of `log`.
+    pub fn new(log: Arc<KvLog>, group: u32) -> Self {
+        Self { log, group }
+    }
+}
+
+impl ChunkObserver for LoggedChunks {
     fn changed(&self, changes: &[ChunkChange]) {
-        self.append(
-            CHUNKS,
-            changes.iter().map(|change| Change {
+        self.log.append(
+            self.group,
+            changes.iter().map(|change| HeldChange {
                 key: KvKey::from(change.hash),
                 parent: change.parent.map(KvKey::from),
                 tier: kv_tier(change.tier),
@@ -215,7 +226,7 @@ impl ChunkObserver for KvLog {
 }
 
 /// What a tier of the store is to others. A worker has at most one that is remote; what peers have they tell themselves.
-pub(crate) fn kv_tier(tier: TierKind) -> KvTier {
+pub fn kv_tier(tier: TierKind) -> KvTier {
     match tier {
         TierKind::Ram => KvTier::Cpu,
         TierKind::Nvme => KvTier::Disk,
@@ -223,9 +234,14 @@ pub(crate) fn kv_tier(tier: TierKind) -> KvTier {
     }
 }
 
+/// Unix time in seconds with their fractions. A clock before 1970 is set wrongly; nothing here depends on it being right.
+fn unix_seconds() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
+}
+
 /// Adds a change to a batch: to its last run if it goes on from there.
-fn extend(batch: &mut Vec<KvChange>, group: u32, change: Change) {
-    let Change { key, parent, tier, is_held } = change;
+fn extend(batch: &mut Vec<KvChange>, group: u32, change: HeldChange) {
+    let HeldChange { key, parent, tier, is_held } = change;
     match batch.last_mut() {
         Some(KvChange::Stored { tier: at, keys, .. })
             if is_held && *at == tier && parent.is_some() && parent == keys.last().copied() =>
@@ -241,7 +257,7 @@ fn extend(batch: &mut Vec<KvChange>, group: u32, change: Change) {
 impl State {
     /// Gives a batch its number and keeps it; the oldest go if it is too much.
     fn push(&mut self, changes: Vec<KvChange>, kept_bytes: usize) {
-        let published_s = unix_seconds_exact();
+        let published_s = unix_seconds();
         let batch = KvBatch { sequence: self.next_sequence, published_s, changes };
         let mut frame = Vec::new();
         Frame::Batch(batch).encode(&mut frame);

@@ -7,6 +7,8 @@ use proptest::prelude::*;
 
 use super::*;
 
+const BLOCKS: u32 = 0;
+
 /// What a listener knows.
 #[derive(Debug, Default)]
 struct Replica {
@@ -73,7 +75,7 @@ impl Replica {
     }
 
     /// Reads until it is at the number `next_sequence`.
-    async fn follow(&mut self, listener: &mut Listener, next_sequence: u64) {
+    async fn follow(&mut self, listener: &mut KvListener, next_sequence: u64) {
         while self.next_sequence != Some(next_sequence) {
             self.take(&listener.next().await.unwrap());
         }
@@ -84,8 +86,8 @@ fn log_of(kept_bytes: usize) -> Arc<KvLog> {
     Arc::new(KvLog::new("w".to_owned(), 9, "m".to_owned(), Vec::new(), kept_bytes))
 }
 
-fn change(key: u64, is_held: bool) -> Change {
-    Change { key: KvKey(key), parent: None, tier: KvTier::Gpu, is_held }
+fn change(key: u64, is_held: bool) -> HeldChange {
+    HeldChange { key: KvKey(key), parent: None, tier: KvTier::Gpu, is_held }
 }
 
 fn next_of(log: &KvLog) -> u64 {
@@ -126,7 +128,7 @@ proptest! {
                 Operation::Append(changes) => {
                     for (group, key, tier, is_held) in changes {
                         let (key, tier) = (KvKey(key), KvTier::ALL[tier]);
-                        let one = Change { key, parent: None, tier, is_held };
+                        let one = HeldChange { key, parent: None, tier, is_held };
                         log.append(group, std::iter::once(one));
                         if is_held {
                             truth.insert((group, tier, key));
@@ -217,7 +219,7 @@ async fn what_changes_while_a_snapshot_is_read_comes_after_it() {
 #[tokio::test]
 async fn many_changes_are_cut_into_batches_and_chains_into_runs() {
     let log = log_of(KEPT_BYTES);
-    let of_chain = |key| Change { parent: Some(KvKey(key - 1)), ..change(key, true) };
+    let of_chain = |key| HeldChange { parent: Some(KvKey(key - 1)), ..change(key, true) };
     log.append(BLOCKS, (1..=MAX_FRAME_KEYS as u64 + 1).map(of_chain));
     assert_eq!(next_of(&log), 2);
     log.append(BLOCKS, [change(1, false), change(1, true), change(1, true)].into_iter());
@@ -259,7 +261,7 @@ async fn a_quiet_log_says_that_it_lives_and_a_change_wakes_at_once() {
 #[tokio::test(start_paused = true)]
 async fn a_group_that_comes_later_ends_streams_and_is_named_to_those_that_come_back() {
     let log = log_of(KEPT_BYTES);
-    let chunk = |key: u64| Change { tier: KvTier::Cpu, ..change(key, true) };
+    let chunk = |key: u64| HeldChange { tier: KvTier::Cpu, ..change(key, true) };
     log.append(BLOCKS, std::iter::once(change(1, true)));
     let mut waiting = log.listen(None).unwrap();
     let mut replica = Replica::default();
@@ -289,26 +291,24 @@ async fn a_group_that_comes_later_ends_streams_and_is_named_to_those_that_come_b
 #[test]
 fn there_are_only_so_many_listeners() {
     let log = log_of(KEPT_BYTES);
-    let mut listeners: Vec<Listener> = (0..MAX_LISTENERS).map(|_| log.listen(None).unwrap()).collect();
+    let mut listeners: Vec<KvListener> = (0..MAX_LISTENERS).map(|_| log.listen(None).unwrap()).collect();
     assert!(log.listen(None).is_none());
     listeners.pop();
     assert!(log.listen(None).is_some());
 }
 
-#[test]
-fn a_page_has_the_first_keys_behind_one_in_their_order() {
-    let keys = [5, 1, 9, 3, 7, 2, 8];
-    let page = |after: Option<u64>, limit| {
-        let mut page = KeyPage::new(after.map(KvKey), limit);
-        for key in keys {
-            page.offer(KvKey(key), || ());
-        }
-        let (found, has_more) = page.finish();
-        (found.into_iter().map(|(key, ())| key.0).collect::<Vec<u64>>(), has_more)
-    };
-    assert_eq!(page(None, 3), (vec![1, 2, 3], true));
-    assert_eq!(page(Some(3), 3), (vec![5, 7, 8], true));
-    assert_eq!(page(Some(8), 3), (vec![9], false));
-    assert_eq!(page(Some(0), 7), (vec![1, 2, 3, 5, 7, 8, 9], false));
-    assert_eq!(page(Some(9), 7), (vec![], false));
+#[tokio::test(start_paused = true)]
+async fn the_end_of_a_log_ends_streams_at_once_also_those_that_begin_later() {
+    let log = log_of(KEPT_BYTES);
+    let mut waiting = log.listen(None).unwrap();
+    Replica::default().follow(&mut waiting, 0).await;
+    let ending = Arc::clone(&log);
+    tokio::spawn(async move {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        ending.end();
+    });
+    let started = tokio::time::Instant::now();
+    assert!(waiting.next().await.is_none());
+    assert_eq!(started.elapsed(), Duration::from_millis(100));
+    assert!(log.listen(None).unwrap().next().await.is_none());
 }
