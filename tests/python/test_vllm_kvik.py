@@ -9,19 +9,17 @@ import json
 import os
 import pathlib
 import random
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
 
 import pytest
-from conftest import binary
-from engine_processes import DRIVERS, ENGINES, MODEL_FOLDER, eventually
+from engine_processes import DRIVERS, ENGINES, MODEL_FOLDER
+from store_daemon import Daemon, whole_chunks
+from vllm_server import PACKAGE
 
 pytestmark = pytest.mark.skipif(not ENGINES, reason="KVIK_ENGINES is not set")
 
-CHUNK_TOKENS = 64
-PACKAGE = os.environ.get("KVIK_PACKAGE", "target/python-package")
 # What vLLM prints of itself is a page.
 QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
@@ -61,33 +59,6 @@ class Vllm:
         self.process.wait()
 
 
-class Daemon:
-    """A store daemon, which can be killed and started again with the same disk."""
-
-    def __init__(self, folder: pathlib.Path, has_disk: bool = True) -> None:
-        folder.chmod(0o700)
-        self.socket = folder / "store.sock"
-        self.disk = folder / "disk"
-        self.flags = ["--nvme", f"{self.disk}:256MiB"] if has_disk else []
-        self.process: subprocess.Popen | None = None
-        self.start()
-
-    def start(self) -> None:
-        settings = ["--set", f"tiers.chunk_tokens={CHUNK_TOKENS}", "--ram", "128MiB", "--log", "warn"]
-        self.process = subprocess.Popen([binary(), "store", "serve", "--socket", str(self.socket), *settings, *self.flags])
-        eventually(self.socket.exists, lambda: "no socket")
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.socket.unlink(missing_ok=True)
-
-    def stop(self) -> None:
-        """Ends it well: what waits for the disk is written."""
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(60) == 0
-
-
 @contextlib.contextmanager
 def started(*flags: str) -> Iterator[Vllm]:
     engine = Vllm(*flags)
@@ -113,11 +84,6 @@ def daemon(tmp_path: pathlib.Path) -> Iterator[Daemon]:
 
 def prompt(seed: int, n_tokens: int) -> list[int]:
     return [1, *random.Random(seed).choices(range(10, 400), k=n_tokens - 1)]
-
-
-def whole_chunks(n_tokens: int) -> int:
-    """Tokens that can be loaded: whole chunks, and at least one token is computed."""
-    return (n_tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
 
 
 def test_what_one_engine_computed_another_loads_with_the_same_tokens(plain: Vllm, daemon: Daemon) -> None:

@@ -160,6 +160,10 @@ impl Follower {
             match reason {
                 Break::Incomplete | Break::Unexpected(_) => self.wants_snapshot = true,
                 Break::Forgotten => self.close().await,
+                // A worker that is away leaves the membership; a daemon is in none, and what its memory had is gone with it.
+                Break::Client(ClientError::Unreachable { .. }) if self.followed.store_model.is_some() => {
+                    self.close().await;
+                }
                 Break::OldEpoch { .. } => {
                     self.n_old_epochs += 1;
                     if self.n_old_epochs >= MAX_OLD_EPOCHS {

@@ -284,3 +284,33 @@ async fn what_comes_from_a_worker_is_counted() {
     following.end().await;
     assert_eq!(counted("counted", "connected"), None, "the series of a source end with it");
 }
+
+#[tokio::test]
+async fn the_store_of_a_worker_is_told_under_its_name_and_forgotten_when_it_is_away() {
+    let store = FakeWorker::start().await;
+    let following = Following::start_with(&store.address, "http://engine:8000", "llama", Some("my model"));
+    let mut stream = store.accept().await;
+    assert_eq!(stream.target, "/kv/events?model=my%20model");
+    let end = Frame::SnapshotEnd { next_sequence: 7 };
+    stream.send(&[hello(3, None), part(0, KvTier::Gpu, &[1, 2]), end.clone()]).await;
+    let told = following.feeds.until(|recorded| recorded.due == Some(7)).await;
+    assert_eq!(told.held, gpu(&[1, 2]));
+    for feed in following.feeds.open_feeds().values() {
+        assert_eq!((feed.name.worker.as_str(), feed.name.model.as_str()), ("http://engine:8000", "llama"));
+    }
+    // A stream that ends is asked for what is due.
+    drop(stream);
+    let mut stream = store.accept().await;
+    assert_eq!(stream.target, "/kv/events?model=my%20model&epoch=3&from=7");
+    stream.send(&[hello(3, Some(7)), stored(7, &[3])]).await;
+    assert_eq!(following.feeds.until(|recorded| recorded.due == Some(8)).await.held, gpu(&[1, 2, 3]));
+    let address = store.address.trim_start_matches("http://").to_owned();
+    drop((stream, store));
+    until(|| following.feeds.open_feeds().is_empty().then_some(())).await;
+    let store = FakeWorker::start_at(&address).await;
+    let mut stream = store.accept().await;
+    assert_eq!(stream.target, "/kv/events?model=my%20model", "all of it is asked for");
+    stream.send(&[hello(4, None), end]).await;
+    assert!(following.feeds.until(|recorded| recorded.due == Some(7)).await.held.is_empty());
+    following.end().await;
+}

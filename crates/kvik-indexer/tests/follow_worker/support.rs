@@ -201,13 +201,18 @@ pub(crate) struct Following {
 
 impl Following {
     pub(crate) fn start(address: &str, worker: &str, model: &str) -> Self {
+        Self::start_with(address, worker, model, None)
+    }
+
+    /// Follows the store daemon of a worker, which knows the model by another name.
+    pub(crate) fn start_with(address: &str, worker: &str, model: &str, store_model: Option<&str>) -> Self {
         let feeds = Arc::new(RecordingFeeds::default());
         let left = CancellationToken::new();
         let followed = FollowedWorker {
             address: address.to_owned(),
             worker: worker.to_owned(),
             model: model.to_owned(),
-            store_model: None,
+            store_model: store_model.map(str::to_owned),
         };
         let client = WorkerClient::new(http_client(&TlsClientConfig::default()).unwrap(), address);
         let task = tokio::spawn(follow_worker(client, followed, Arc::clone(&feeds) as _, left.clone()));
@@ -237,7 +242,11 @@ pub(crate) struct FakeStream {
 
 impl FakeWorker {
     pub(crate) async fn start() -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        Self::start_at("127.0.0.1:0").await
+    }
+
+    pub(crate) async fn start_at(address: &str) -> Self {
+        let listener = TcpListener::bind(address).await.unwrap();
         let address = format!("http://{}", listener.local_addr().unwrap());
         Self { listener, address }
     }

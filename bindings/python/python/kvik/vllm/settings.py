@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 DEFAULT_SOCKET = "/run/kvik/store.sock"
 
+# Of weights, as many samples are read as take a second or two from a slow disk: 64 MiB, and all of a model up to that.
+SAMPLE_BYTES = 16 << 10
+N_SAMPLES = 4096
+
 # The element types that the store knows by name; any other is bytes, and its name is part of the layout.
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -134,23 +138,33 @@ def model_name(config: "VllmConfig") -> str:
     digest.update(json.dumps(hf_config, sort_keys=True, default=str).encode())
     folder = Path(model.model)
     name = model.model
+    # The commit that a name of a hub stood for when it was loaded.
+    revision = getattr(model.hf_config, "_commit_hash", None) or model.revision
     if folder.is_dir():
         name = folder.resolve().name
         weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".gguf"))
         for path in weights:
-            digest.update(f"{path.name}:{path.stat().st_size}:{_edges(path)}".encode())
-    parts = [name, str(model.revision), str(model.quantization), str(model.dtype), digest.hexdigest()[:32]]
+            digest.update(f"{path.name}:{path.stat().st_size}:".encode())
+            digest.update(weight_samples(path, N_SAMPLES // len(weights)))
+    parts = [name, str(revision), str(model.quantization), str(model.dtype), digest.hexdigest()[:32]]
     return "|".join(parts)
 
 
-def _edges(path: Path, n_bytes: int = 1 << 20) -> str:
-    """A digest of the first and last bytes of a file: models of one shape have files of one length."""
+def weight_samples(path: Path, n_samples: int) -> bytes:
+    """A digest of a file's first and last bytes and of samples between them.
+
+    Models of one shape have files of one length and one header, and training may leave embeddings, which often come first
+    and last, as they were. Whole files are read only if they are small: weights take minutes to read.
+    """
+    n_bytes = path.stat().st_size
+    step = max(SAMPLE_BYTES, n_bytes // max(n_samples, 16))
+    places = [*range(0, n_bytes, step), max(0, n_bytes - SAMPLE_BYTES)]
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        digest.update(file.read(n_bytes))
-        file.seek(max(0, path.stat().st_size - n_bytes))
-        digest.update(file.read(n_bytes))
-    return digest.hexdigest()
+        for place in places:
+            file.seek(place)
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.digest()
 
 
 def layout_name(config: "VllmConfig", geometry: Geometry) -> str:
