@@ -8,6 +8,7 @@ use kvik_index::holders::{HolderIndex, SourceName};
 use parking_lot::RwLock;
 
 use crate::book::{Backends, Books};
+use crate::engine_feed::EngineFeed;
 use crate::error::{IndexerError, Result};
 use crate::feed::{Feed, FeedName, Feeds, Naming};
 use crate::ingest::{Learning, ModelFeed};
@@ -92,9 +93,15 @@ impl Catalog {
         let books = self.open_model(&model)?;
         books.open_known(&known)?;
         let source = SourceName { worker: worker.into(), rank };
-        let feed = ModelFeed::new(books, source, naming, self.learning.clone());
+        let open = |naming| {
+            ModelFeed::new(Arc::clone(&books), source.clone(), naming, self.learning.clone())
+        };
+        let feed = open(naming);
         feed.resume().await?;
-        Ok(Arc::new(feed))
+        if naming != Naming::Learned {
+            return Ok(Arc::new(feed));
+        }
+        Ok(Arc::new(EngineFeed::new(feed, open(Naming::Bridged))))
     }
 }
 

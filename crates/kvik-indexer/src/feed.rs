@@ -26,6 +26,8 @@ pub enum Naming {
     /// To be learned from its events: its own hashes where they can be computed from tokens, otherwise
     /// kvik's chain through a bridge.
     Learned,
+    /// In a way that is not known: kvik's chain through a bridge.
+    Bridged,
     /// The first eight bytes, big endian, of the hashes of kvik's chain.
     Kvik {
         /// The parent of the first block: the seed of the worker's namespace.

@@ -92,6 +92,7 @@ impl ModelFeed {
                 keys.map(|keys| self.books.open(&keys)).transpose()?.into_iter().collect()
             }
             Naming::Learned => self.books.all(),
+            Naming::Bridged => self.books.all().into_iter().filter(|book| book.is_bridged()).collect(),
         };
         for book in candidates {
             if book.is_bridged() {
@@ -122,6 +123,9 @@ impl ModelFeed {
             return Ok(Some(Keys { kind: KeyKind::Kvik { root }, block_tokens }));
         }
         let own = Keys { kind: KeyKind::Own, block_tokens: self.learning.own_block_tokens };
+        if self.naming == Naming::Bridged {
+            return Ok(Some(own));
+        }
         let stored = || {
             events.iter().filter_map(|event| match event {
                 KvEvent::Stored(stored) => Some(stored),
@@ -249,6 +253,11 @@ impl ModelFeed {
             Verdict::OldEpoch | Verdict::UnknownSource => {}
         }
         Ok(verdict)
+    }
+
+    /// Whether what it is told is translated.
+    pub(crate) fn is_bridged(&self) -> bool {
+        self.book().is_some_and(|book| book.is_bridged())
     }
 
     fn book(&self) -> Option<Arc<Book>> {

@@ -13,6 +13,7 @@ pub mod book;
 pub mod catalog;
 pub mod config;
 mod durable;
+mod engine_feed;
 pub mod error;
 pub mod feed;
 pub mod grpc;

@@ -98,7 +98,7 @@ impl RecordingFeed {
     fn block_tokens(&self) -> u32 {
         match self.naming {
             Naming::Kvik { block_tokens, .. } => block_tokens,
-            Naming::Learned => panic!("a worker of kvik names its blocks"),
+            Naming::Learned | Naming::Bridged => panic!("a worker of kvik names its blocks"),
         }
     }
 }
