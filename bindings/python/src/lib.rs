@@ -5,8 +5,11 @@
 
 #![expect(clippy::needless_pass_by_value, reason = "arguments come from Python by value")]
 
+mod array;
+mod awaiting;
 mod chain;
 mod copies;
+mod dlpack;
 mod error;
 mod gpu;
 mod job;

@@ -69,7 +69,7 @@ pub(crate) struct Found {
 
 /// What an engine says of itself.
 #[derive(Debug)]
-struct EngineOptions {
+pub(crate) struct EngineOptions {
     namespace: Namespace,
     format: ChunkFormat,
     rank: u16,
@@ -277,6 +277,23 @@ impl Store {
         Ok(saves.submit(move || run(&session, |client| transfer.save(client, first_block / chunk_blocks))))
     }
 
+    /// Stores the KV of a chain from an array, without a copy before; returns the tokens that are stored, from the first on, those
+    /// included that were there. Only whole chunks are stored. The array is in memory of the CPU, with `__dlpack__` or the buffer
+    /// protocol: contiguous with one axis, layer by layer, or with axes of layers and tokens first.
+    fn save(&self, py: Python<'_>, chain: &Chain, array: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let Some((memory, blocks)) = self.memory_of(array, false)? else { return Ok(0) };
+        let job = self.start_save(chain, 0, Py::new(py, memory)?, blocks, None)?;
+        Ok(job.wait_or_stop(py)? * self.format.block_tokens.get())
+    }
+
+    /// Reads the KV of a chain into an array, as `save` takes it; returns the tokens that came, from the first on. Tokens of the array
+    /// behind those have any bytes.
+    fn load(&self, py: Python<'_>, chain: &Chain, out: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let Some((memory, blocks)) = self.memory_of(out, true)? else { return Ok(0) };
+        let job = self.start_load(chain, 0, Py::new(py, memory)?, blocks, None)?;
+        Ok(job.wait_or_stop(py)? * self.format.block_tokens.get())
+    }
+
     /// Registers the store's memory with the GPU of `memory`, so that the first copies are fast too.
     fn prepare(&self, memory: Py<EngineMemory>) -> PyResult<Vec<Job>> {
         let workers = self.workers.lock();
@@ -335,9 +352,8 @@ impl Store {
 
 impl Store {
     fn start(socket: SocketAddress, options: EngineOptions, own: Option<OwnStore>) -> PyResult<Self> {
-        let EngineOptions { namespace, format, rank, token, timeout, n_copy_threads } = options;
-        let mut attach = AttachOptions::new(socket, namespace, format);
-        (attach.rank, attach.token, attach.timeout) = (rank, token, timeout);
+        let (format, n_copy_threads) = (options.format, options.n_copy_threads);
+        let attach = options.attach_to(socket);
         let session =
             || NodeSession::start(attach.clone()).map(Arc::new).map_err(|error| exception_of(&error));
         let workers = |name, n_threads| {
@@ -362,6 +378,22 @@ impl Store {
 
     fn space(&self) -> PyResult<Space> {
         self.lookups.space().ok_or_else(|| StoreGoneError::new_err("there is no store daemon"))
+    }
+
+    /// The tokens of an array as blocks, all of them.
+    fn memory_of(
+        &self,
+        array: &Bound<'_, PyAny>,
+        is_written: bool,
+    ) -> PyResult<Option<(EngineMemory, Vec<u32>)>> {
+        let ChunkFormat { n_layers, token_layer_bytes, block_tokens, .. } = self.format;
+        let (n_layers, token_layer_bytes) = (n_layers as usize, token_layer_bytes as usize);
+        let memory =
+            EngineMemory::of_tokens(array, n_layers, token_layer_bytes, block_tokens.get(), is_written)?;
+        Ok(memory.map(|memory| {
+            let blocks = (0..memory.n_blocks as u32).collect();
+            (memory, blocks)
+        }))
     }
 
     fn transfer(
@@ -405,7 +437,13 @@ fn closed() -> PyErr {
 // === impl EngineOptions ===
 
 impl EngineOptions {
-    fn try_new(
+    pub(crate) fn attach_to(self, socket: SocketAddress) -> AttachOptions {
+        let mut attach = AttachOptions::new(socket, self.namespace, self.format);
+        (attach.rank, attach.token, attach.timeout) = (self.rank, self.token, self.timeout);
+        attach
+    }
+
+    pub(crate) fn try_new(
         (model, layout, dtype): (String, String, &str),
         (n_layers, token_layer_bytes, block_tokens, n_ranks): (u32, u64, usize, u16),
         rank: u16,

@@ -1,10 +1,20 @@
 """The native part of kvik. Everything here is exported by `kvik` itself."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import Any, Protocol, final
+
+from typing_extensions import Buffer
+
+class DlpackArray(Protocol):
+    """An array of numpy, torch, jax and others."""
+
+    def __dlpack__(self) -> object: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+Array = DlpackArray | Buffer
 
 __version__: str
 
@@ -52,7 +62,10 @@ class Found:
 
 @final
 class Job:
-    """Something that runs in the background, such as a load."""
+    """Something that runs in the background, such as a load. `await` gives its result.
+
+    It goes on when a task that awaits it is cancelled, and has the memory that it uses until it ends.
+    """
 
     @property
     def is_done(self) -> bool:
@@ -64,6 +77,7 @@ class Job:
         """Waits for the end; says whether it came in time."""
     def cancel(self) -> bool:
         """Keeps it from starting; says whether it has not started and will not."""
+    def __await__(self) -> Generator[Any, None, int]: ...
     def __repr__(self) -> str: ...
 
 @final
@@ -80,6 +94,13 @@ class EngineMemory:
         cuda_device: int | None = None,
     ) -> None:
         """`pieces` has the address, the bytes of a block and the bytes from one block to the next."""
+    @staticmethod
+    def from_tensors(arrays: Sequence[Array], *, block_tokens: int, block_axis: int = 0) -> EngineMemory:
+        """The blocks of arrays where they lie: one array for each layer, or as many for every layer.
+
+        Axes behind `block_axis` are the bytes of a block, without gaps and in C's order; each place of the axes before it
+        is a piece of its own. The `layout` of the store must name shape and axis.
+        """
     @property
     def n_blocks(self) -> int:
         """Number of blocks."""
@@ -159,6 +180,16 @@ class Store:
         self, chain: Chain, first_block: int, memory: EngineMemory, blocks: Sequence[int], *, after: int | None = None
     ) -> Job:
         """Begins to write blocks of whole chunks from `first_block` on; `blocks` begins with the chain."""
+    def save(self, chain: Chain, array: Array) -> int:
+        """Stores the KV of a chain from an array in memory of the CPU; returns the tokens that are stored.
+
+        The array is contiguous with one axis, layer by layer, or has axes of layers and tokens first.
+        """
+    def load(self, chain: Chain, out: Array) -> int:
+        """Reads the KV of a chain into an array, as `save` takes it; returns the tokens that came.
+
+        Tokens of the array behind those have any bytes.
+        """
     def prepare(self, memory: EngineMemory) -> list[Job]:
         """Registers the store's memory with the GPU of `memory`."""
     def note_request(self, chain: Chain, n_generated_tokens: int | None = None) -> Job:
