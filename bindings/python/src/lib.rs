@@ -8,6 +8,7 @@
 mod array;
 mod awaiting;
 mod chain;
+mod client;
 mod copies;
 mod dlpack;
 mod error;
@@ -23,6 +24,8 @@ use pyo3::prelude::*;
 fn _kvik(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<chain::Chain>()?;
+    module.add_class::<client::Client>()?;
+    module.add_class::<client::Prefetch>()?;
     module.add_class::<job::Job>()?;
     module.add_class::<memory::EngineMemory>()?;
     module.add_class::<store::Store>()?;

@@ -12,11 +12,13 @@
 
 from kvik._kvik import (
     Chain,
+    Client,
     EngineMemory,
     Found,
     InvalidValueError,
     Job,
     KvikError,
+    Prefetch,
     RefusedError,
     Store,
     StoreGoneError,
@@ -25,11 +27,13 @@ from kvik._kvik import (
 
 __all__ = [
     "Chain",
+    "Client",
     "EngineMemory",
     "Found",
     "InvalidValueError",
     "Job",
     "KvikError",
+    "Prefetch",
     "RefusedError",
     "Store",
     "StoreGoneError",

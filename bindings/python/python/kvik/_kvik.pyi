@@ -4,7 +4,7 @@ from collections.abc import Generator, Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypedDict, final
 
 from typing_extensions import Buffer
 
@@ -29,6 +29,13 @@ class StoreGoneError(KvikError):
 
 class RefusedError(KvikError):
     """The store daemon does not serve this client."""
+
+class StoreStats(TypedDict):
+    """What a store has counted, and the state of its tiers."""
+
+    chunk_tokens: int
+    counts: dict[str, int]
+    tiers: list[dict[str, Any]]
 
 @final
 class Chain:
@@ -162,6 +169,8 @@ class Store:
     @property
     def chunk_tokens(self) -> int | None:
         """Tokens of a chunk; `None` while there is no daemon."""
+    def client(self) -> Client:
+        """A managing connection for the chunks of this store: pins, prefetches, clears."""
     def chain(
         self, tokens: Sequence[int], *, salt: str | None = None, extras: Sequence[tuple[int, bytes]] = ()
     ) -> Chain:
@@ -177,13 +186,24 @@ class Store:
     ) -> Job:
         """Begins to read blocks of whole chunks; the job's result is how many came, from the first on."""
     def start_save(
-        self, chain: Chain, first_block: int, memory: EngineMemory, blocks: Sequence[int], *, after: int | None = None
+        self,
+        chain: Chain,
+        first_block: int,
+        memory: EngineMemory,
+        blocks: Sequence[int],
+        *,
+        after: int | None = None,
+        pin_s: float | None = None,
     ) -> Job:
-        """Begins to write blocks of whole chunks from `first_block` on; `blocks` begins with the chain."""
-    def save(self, chain: Chain, array: Array) -> int:
+        """Begins to write blocks of whole chunks from `first_block` on; `blocks` begins with the chain.
+
+        With `pin_s` the chain is kept in memory for so many seconds.
+        """
+    def save(self, chain: Chain, array: Array, *, pin_s: float | None = None) -> int:
         """Stores the KV of a chain from an array in memory of the CPU; returns the tokens that are stored.
 
-        The array is contiguous with one axis, layer by layer, or has axes of layers and tokens first.
+        The array is contiguous with one axis, layer by layer, or has axes of layers and tokens first. With `pin_s` the
+        chain is kept in memory for so many seconds.
         """
     def load(self, chain: Chain, out: Array) -> int:
         """Reads the KV of a chain into an array, as `save` takes it; returns the tokens that came.
@@ -201,3 +221,60 @@ class Store:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None: ...
     def __repr__(self) -> str: ...
+
+@final
+class Client:
+    """A managing connection with the daemon of a store: statistics, lookups, prefetches, pins, moves, clears."""
+
+    @staticmethod
+    def attach(
+        socket: str | PathLike[str],
+        *,
+        model: str,
+        layout: str,
+        dtype: str,
+        n_layers: int,
+        token_layer_bytes: int,
+        block_tokens: int,
+        rank: int = 0,
+        n_ranks: int = 1,
+        token: str | None = None,
+        timeout_s: float = 10.0,
+    ) -> Client:
+        """A client for the chunks of engines that `Store.attach` describes with the same arguments."""
+    def chain(
+        self, tokens: Sequence[int], *, salt: str | None = None, extras: Sequence[tuple[int, bytes]] = ()
+    ) -> Chain:
+        """The chain of a sequence, as `Store.chain` makes it."""
+    def stats(self) -> StoreStats:
+        """What the store has counted, and the state of its tiers."""
+    def lookup(self, chain: Chain, *, is_local: bool = False) -> dict[str, int]:
+        """How many tokens of a chain each tier has, from the first chunk on."""
+    def prefetch(self, chain: Chain, *, tier: str | None = None) -> Prefetch:
+        """Begins to load a chain into the daemon's memory, from one tier alone where one is named."""
+    def pin(self, chain: Chain, *, ttl_s: float | None = None) -> int:
+        """Keeps a chain in the daemon's memory until it is unpinned as often, and for `ttl_s` seconds at most.
+
+        Returns the tokens that are kept.
+        """
+    def unpin(self, chain: Chain) -> bool:
+        """Takes one pin away, one without an end before one with; says whether there was one."""
+    def relocate(self, chain: Chain, source: str, target: str, *, keeps_source: bool = False) -> int:
+        """Moves a chain from one tier to another, or copies it; returns the chunks that are there."""
+    def clear(self, chain: Chain | None = None, *, tiers: Sequence[str] | None = None) -> dict[str, int]:
+        """Forgets a chain, or all chunks of these engines; returns how many chunks left each tier."""
+    def close(self) -> None:
+        """Ends the connection, and with it its prefetches; its pins stay."""
+    def __enter__(self) -> Client: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+@final
+class Prefetch:
+    """Chunks that the daemon loads into its memory; begun by `Client.prefetch`, and ended with that client."""
+
+    def is_loading(self) -> bool | None:
+        """Whether it still loads; `None` where its connection has ended, which ended it too."""
+    def cancel(self) -> bool | None:
+        """Ends it; says whether it still loaded, and `None` where its connection has ended."""
