@@ -13,6 +13,7 @@ mod copies;
 mod dlpack;
 mod error;
 mod gpu;
+mod index;
 mod job;
 mod memory;
 mod store;
@@ -26,6 +27,8 @@ fn _kvik(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<chain::Chain>()?;
     module.add_class::<client::Client>()?;
     module.add_class::<client::Prefetch>()?;
+    module.add_class::<index::Index>()?;
+    module.add_class::<index::WorkerMatch>()?;
     module.add_class::<job::Job>()?;
     module.add_class::<memory::EngineMemory>()?;
     module.add_class::<store::Store>()?;

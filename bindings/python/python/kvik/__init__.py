@@ -15,6 +15,7 @@ from kvik._kvik import (
     Client,
     EngineMemory,
     Found,
+    Index,
     InvalidValueError,
     Job,
     KvikError,
@@ -22,6 +23,7 @@ from kvik._kvik import (
     RefusedError,
     Store,
     StoreGoneError,
+    WorkerMatch,
     __version__,
 )
 
@@ -30,6 +32,7 @@ __all__ = [
     "Client",
     "EngineMemory",
     "Found",
+    "Index",
     "InvalidValueError",
     "Job",
     "KvikError",
@@ -37,5 +40,6 @@ __all__ = [
     "RefusedError",
     "Store",
     "StoreGoneError",
+    "WorkerMatch",
     "__version__",
 ]

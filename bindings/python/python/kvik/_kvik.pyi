@@ -4,7 +4,7 @@ from collections.abc import Generator, Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypedDict, final
+from typing import Any, Literal, Protocol, TypedDict, final
 
 from typing_extensions import Buffer
 
@@ -278,3 +278,54 @@ class Prefetch:
         """Whether it still loads; `None` where its connection has ended, which ended it too."""
     def cancel(self) -> bool | None:
         """Ends it; says whether it still loaded, and `None` where its connection has ended."""
+
+@final
+class Index:
+    """Which worker has how much of a prompt, from the KV events that vLLM and SGLang publish."""
+
+    def __init__(self, *, block_tokens: int = 16, max_bytes: int = ...) -> None:
+        """`block_tokens` is the length of the blocks that it counts in, whatever engines have."""
+    def apply(
+        self,
+        worker: str,
+        payload: bytes,
+        *,
+        rank: int | None = None,
+        sequence: int | None = None,
+        is_replay: bool = False,
+    ) -> Literal["applied", "restarted", "duplicate", "gap"]:
+        """Takes one message of a worker, msgpack as published; without a number it is the next.
+
+        After `gap` replay from `due`, each with `is_replay`, or call `skip_gap`.
+        """
+    def due(self, worker: str, *, rank: int = 0) -> int:
+        """The sequence number that is due from a worker."""
+    def skip_gap(self, worker: str, next: int, *, rank: int = 0) -> bool:
+        """Gives up on the messages before the number `next`; the worker is unsure from then on."""
+    def find(self, tokens: Sequence[int]) -> list[WorkerMatch]:
+        """How much of a prompt each worker has, those with most first."""
+    def remove(self, worker: str, *, rank: int = 0) -> bool:
+        """Forgets a worker's rank; says whether it was there."""
+    @property
+    def n_blocks(self) -> int:
+        """Distinct blocks of all workers."""
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that the blocks of the index take."""
+    def __repr__(self) -> str: ...
+
+@final
+class WorkerMatch:
+    """What one worker has of a prompt."""
+
+    @property
+    def worker(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def n_tokens(self) -> int: ...
+    @property
+    def n_device_tokens(self) -> int: ...
+    @property
+    def is_unsure(self) -> bool: ...
+    def __repr__(self) -> str: ...
