@@ -29,6 +29,9 @@ const DEVICE_CUDA: i32 = 2;
 /// Memory of the processor that a CUDA device can read.
 const DEVICE_CUDA_HOST: i32 = 3;
 
+/// Of [`DataType::code`]: whole numbers from 0 on.
+const CODE_UNSIGNED: u8 = 1;
+
 /// Of [`VersionedTensor::flags`]: it must not be written.
 const FLAG_READ_ONLY: u64 = 1;
 
@@ -81,6 +84,27 @@ struct VersionedTensor {
     deleter: Option<unsafe extern "C" fn(*mut VersionedTensor)>,
     flags: u64,
     tensor: Tensor,
+}
+
+/// Memory of this module for other libraries: bytes in two axes, without gaps.
+#[derive(Debug)]
+pub(crate) struct Exported {
+    pub(crate) address: usize,
+    pub(crate) shape: [i64; 2],
+    /// The CUDA device that has it; `None` for memory of this process.
+    pub(crate) cuda_device: Option<u32>,
+    /// Keeps it where it is.
+    pub(crate) owner: Py<PyAny>,
+}
+
+/// What a capsule has: the structure, and what it points to.
+#[repr(C)]
+struct Lent<T> {
+    /// The first field: its address is that of the whole.
+    managed: T,
+    shape: [i64; 2],
+    strides: [i64; 2],
+    _owner: Py<PyAny>,
 }
 
 /// The memory of an object with `__dlpack__`; `None` where it has none, or does not export this array.
@@ -186,5 +210,101 @@ impl Tensor {
         let cuda_device = (self.device.kind == DEVICE_CUDA).then(|| self.device.ordinal.cast_unsigned());
         let owner = capsule.clone().unbind();
         Ok(ArrayView { address, item_bytes, shape, strides, is_read_only, cuda_device, owner })
+    }
+}
+
+// === impl Exported ===
+
+impl Exported {
+    /// The device of memory, in numbers of the protocol.
+    pub(crate) fn device(cuda_device: Option<u32>) -> (i32, u32) {
+        cuda_device.map_or((DEVICE_CPU, 0), |ordinal| (DEVICE_CUDA, ordinal))
+    }
+
+    /// A capsule that owns what it points to, until another library takes it over.
+    pub(crate) fn into_capsule(self, py: Python<'_>, is_versioned: bool) -> PyResult<Bound<'_, PyAny>> {
+        let (kind, ordinal) = Self::device(self.cuda_device);
+        let Self { address, shape, owner, .. } = self;
+        let tensor = Tensor {
+            data: address as *mut c_void,
+            device: Device { kind, ordinal: ordinal.cast_signed() },
+            n_axes: 2,
+            dtype: DataType { code: CODE_UNSIGNED, bits: 8, lanes: 1 },
+            shape: std::ptr::null_mut(),
+            strides: std::ptr::null_mut(),
+            offset_bytes: 0,
+        };
+        let strides = [shape[1], 1];
+        if is_versioned {
+            let (major, minor, flags) = (MAJOR_VERSION, 0, 0);
+            let (context, deleter) = (std::ptr::null_mut(), Some(VersionedTensor::delete as _));
+            let managed = VersionedTensor { major, minor, context, deleter, flags, tensor };
+            let lent = Box::into_raw(Box::new(Lent { managed, shape, strides, _owner: owner }));
+            // SAFETY: just made, and known to nothing else; the pointers are to the same allocation, which does not move.
+            unsafe {
+                (*lent).managed.tensor.shape = (&raw mut (*lent).shape).cast();
+                (*lent).managed.tensor.strides = (&raw mut (*lent).strides).cast();
+            }
+            return capsule_of(py, lent.cast(), VERSIONED_CAPSULE, VersionedTensor::destroy);
+        }
+        let (context, deleter) = (std::ptr::null_mut(), Some(ManagedTensor::delete as _));
+        let managed = ManagedTensor { tensor, context, deleter };
+        let lent = Box::into_raw(Box::new(Lent { managed, shape, strides, _owner: owner }));
+        // SAFETY: as above.
+        unsafe {
+            (*lent).managed.tensor.shape = (&raw mut (*lent).shape).cast();
+            (*lent).managed.tensor.strides = (&raw mut (*lent).strides).cast();
+        }
+        capsule_of(py, lent.cast(), CAPSULE, ManagedTensor::destroy)
+    }
+}
+
+fn capsule_of<'py>(
+    py: Python<'py>,
+    lent: *mut c_void,
+    name: &'static CStr,
+    destroy: unsafe extern "C" fn(*mut ffi::PyObject),
+) -> PyResult<Bound<'py, PyAny>> {
+    // SAFETY: the pointer is not null, the name lives for ever, and the destructor is that of the structure. A null result has
+    // raised an exception. What is lent is lost then, which costs memory and nothing else.
+    unsafe {
+        let capsule = ffi::PyCapsule_New(lent, name.as_ptr(), Some(destroy));
+        Bound::from_owned_ptr_or_err(py, capsule)
+    }
+}
+
+impl ManagedTensor {
+    /// Gives the memory back; called by the library that took it over, in any thread.
+    unsafe extern "C" fn delete(managed: *mut Self) {
+        // SAFETY: this module made it as the first field of a box, and the protocol has it deleted once.
+        drop(unsafe { Box::from_raw(managed.cast::<Lent<Self>>()) });
+    }
+
+    /// The destructor of its capsule.
+    unsafe extern "C" fn destroy(capsule: *mut ffi::PyObject) {
+        // SAFETY: Python calls it with the capsule of this structure. One that was taken over has another name.
+        unsafe {
+            if ffi::PyCapsule_IsValid(capsule, CAPSULE.as_ptr()) != 0 {
+                Self::delete(ffi::PyCapsule_GetPointer(capsule, CAPSULE.as_ptr()).cast());
+            }
+        }
+    }
+}
+
+impl VersionedTensor {
+    /// As that of [`ManagedTensor`].
+    unsafe extern "C" fn delete(managed: *mut Self) {
+        // SAFETY: as there.
+        drop(unsafe { Box::from_raw(managed.cast::<Lent<Self>>()) });
+    }
+
+    /// As that of [`ManagedTensor`].
+    unsafe extern "C" fn destroy(capsule: *mut ffi::PyObject) {
+        // SAFETY: as there.
+        unsafe {
+            if ffi::PyCapsule_IsValid(capsule, VERSIONED_CAPSULE.as_ptr()) != 0 {
+                Self::delete(ffi::PyCapsule_GetPointer(capsule, VERSIONED_CAPSULE.as_ptr()).cast());
+            }
+        }
     }
 }

@@ -11,6 +11,7 @@ mod chain;
 mod client;
 mod copies;
 mod dlpack;
+mod elastic;
 mod error;
 mod gpu;
 mod index;
@@ -27,6 +28,8 @@ fn _kvik(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<chain::Chain>()?;
     module.add_class::<client::Client>()?;
     module.add_class::<client::Prefetch>()?;
+    module.add_class::<elastic::Memory>()?;
+    module.add_class::<elastic::MemoryTensor>()?;
     module.add_class::<index::Index>()?;
     module.add_class::<index::WorkerMatch>()?;
     module.add_class::<job::Job>()?;

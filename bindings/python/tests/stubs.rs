@@ -6,6 +6,7 @@ fn every_class_and_method_of_the_native_module_has_a_stub() {
     let sources = [
         include_str!("../src/chain.rs"),
         include_str!("../src/client.rs"),
+        include_str!("../src/elastic.rs"),
         include_str!("../src/error.rs"),
         include_str!("../src/index.rs"),
         include_str!("../src/job.rs"),

@@ -329,3 +329,67 @@ class WorkerMatch:
     @property
     def is_unsure(self) -> bool: ...
     def __repr__(self) -> str: ...
+
+@final
+class Memory:
+    """KV memory that is as large as what is in use: addresses for all blocks, and pages behind those that are allocated.
+
+    Blocks that are not allocated read as zeros; to write there ends the process.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_buffers: int,
+        block_bytes: int,
+        n_blocks: int,
+        page_bytes: int = ...,
+        max_bytes: int | None = None,
+        cuda_device: int | None = None,
+        group: str | None = None,
+        directory: str | PathLike[str] = "/dev/shm",
+    ) -> None:
+        """A block has `block_bytes` in each buffer. With `group` memory is granted by the ledger of the device."""
+    def alloc(self, n_blocks: int, *, timeout_s: float = 0.0) -> list[int] | None:
+        """Takes blocks, and maps pages for them; `None` where there is not enough memory."""
+    def free(self, blocks: Sequence[int]) -> None:
+        """Gives blocks back, all of them or none."""
+    def resize(self, max_bytes: int) -> None:
+        """Bounds the memory; blocks in use stay, and more are not given meanwhile."""
+    def trim(self) -> int:
+        """Unmaps all pages without a block in use; returns how many."""
+    def tensors(self) -> list[MemoryTensor]:
+        """One tensor for each buffer, of all blocks."""
+    @property
+    def n_blocks(self) -> int:
+        """Numbers of blocks; those that lie on two pages are never given."""
+    @property
+    def n_used_blocks(self) -> int:
+        """Blocks that are in use."""
+    @property
+    def n_available_blocks(self) -> int:
+        """The most blocks that `alloc` would give now."""
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all pages that are mapped."""
+    def __repr__(self) -> str: ...
+
+@final
+class MemoryTensor:
+    """All blocks of one buffer of a `Memory`, as bytes with axes of blocks and bytes, for `from_dlpack` of any library."""
+
+    @property
+    def address(self) -> int:
+        """Where its first block lies."""
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Blocks, and bytes of a block."""
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
