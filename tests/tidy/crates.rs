@@ -50,7 +50,10 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
     ),
     ("kvik-coordinator", &["kvik-index", "kvik-proto", "kvik-runtime"]),
     ("kvik-gateway", &["kvik-index", "kvik-proto", "kvik-runtime", "kvik-indexer"]),
-    (BINDINGS, &["kvik-types", "kvik-memory", "kvik-tier", "kvik-store", "kvik-node"]),
+    (
+        BINDINGS,
+        &["kvik-types", "kvik-memory", "kvik-tier", "kvik-index", "kvik-proto", "kvik-store", "kvik-node"],
+    ),
     (
         BENCH,
         &[

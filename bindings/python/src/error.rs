@@ -1,5 +1,6 @@
 //! The errors of the crates below as Python's exceptions, by what the caller can do.
 
+use kvik_memory::MemoryError;
 use kvik_node::NodeError;
 use kvik_types::TypesError;
 use pyo3::create_exception;
@@ -33,6 +34,15 @@ pub(crate) fn exception_of(error: &NodeError) -> PyErr {
         }
         NodeError::Gone { .. } | NodeError::Moving => StoreGoneError::new_err(message),
         NodeError::Refused { .. } => RefusedError::new_err(message),
+        _ => KvikError::new_err(message),
+    }
+}
+
+/// The exception for an error of the elastic memory.
+pub(crate) fn memory_exception_of(error: &MemoryError) -> PyErr {
+    let message = error.to_string();
+    match error {
+        MemoryError::Invalid { .. } | MemoryError::NotAllocated { .. } => InvalidValueError::new_err(message),
         _ => KvikError::new_err(message),
     }
 }

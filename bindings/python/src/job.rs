@@ -9,10 +9,14 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use pyo3::prelude::*;
 
+use crate::awaiting::{Waiter, future_of};
+
 /// Longest wait between two looks for Python's signals, such as an interrupt by the user.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Something that runs in the background, such as a load.
+/// Something that runs in the background, such as a load. `await` gives its result, in a running loop of asyncio.
+///
+/// It goes on when a task that awaits it is cancelled, and has the memory that it uses until it ends.
 #[pyclass(frozen, module = "kvik")]
 #[derive(Debug)]
 pub(crate) struct Job {
@@ -23,6 +27,8 @@ pub(crate) struct Job {
 struct JobState {
     outcome: Mutex<Outcome>,
     changed: Condvar,
+    /// Rung at the end; none are added afterwards. Locked with the outcome.
+    waiters: Mutex<Vec<Waiter>>,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -67,10 +73,7 @@ impl Job {
     /// What it achieved: chunks for loads and saves, tokens for lookups; 0 where it failed, was cancelled or is not done.
     #[getter]
     fn result(&self) -> usize {
-        match *self.state.outcome.lock() {
-            Outcome::Done(result) => result,
-            _ => 0,
-        }
+        self.state.outcome.lock().result()
     }
 
     /// Waits for the end; says whether it came within `timeout_s` seconds, or for ever without it.
@@ -96,14 +99,29 @@ impl Job {
     fn cancel(&self) -> bool {
         let mut outcome = self.state.outcome.lock();
         if *outcome == Outcome::Waiting {
-            *outcome = Outcome::Cancelled;
-            self.state.changed.notify_all();
+            self.state.end(&mut outcome, Outcome::Cancelled);
         }
         *outcome == Outcome::Cancelled
     }
 
+    fn __await__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        future_of(py, |waiter| self.state.notify_at_end(waiter))?.call_method0("__await__")
+    }
+
     fn __repr__(&self) -> String {
         format!("Job({:?})", *self.state.outcome.lock())
+    }
+}
+
+impl Job {
+    /// Waits for the end. Where Python is interrupted meanwhile, cancels it or waits for its end, and raises the interruption.
+    pub(crate) fn wait_or_stop(&self, py: Python<'_>) -> PyResult<usize> {
+        if let Err(interruption) = self.wait(py, None) {
+            self.cancel();
+            py.detach(|| while !self.state.wait_until(Instant::now() + SIGNAL_INTERVAL) {});
+            return Err(interruption);
+        }
+        Ok(self.result())
     }
 }
 
@@ -130,8 +148,34 @@ impl JobState {
     }
 
     fn finish(&self, outcome: Outcome) {
-        *self.outcome.lock() = outcome;
+        self.end(&mut self.outcome.lock(), outcome);
+    }
+
+    fn end(&self, state: &mut Outcome, outcome: Outcome) {
+        *state = outcome;
         self.changed.notify_all();
+        for waiter in self.waiters.lock().drain(..) {
+            waiter.ring(outcome.result());
+        }
+    }
+
+    /// Rings a waiter at the end; its result where that was before.
+    fn notify_at_end(&self, waiter: Waiter) -> Option<usize> {
+        let outcome = self.outcome.lock();
+        if matches!(*outcome, Outcome::Done(_) | Outcome::Cancelled) {
+            return Some(outcome.result());
+        }
+        self.waiters.lock().push(waiter);
+        None
+    }
+}
+
+impl Outcome {
+    fn result(self) -> usize {
+        match self {
+            Self::Done(result) => result,
+            Self::Waiting | Self::Running | Self::Cancelled => 0,
+        }
     }
 }
 

@@ -5,10 +5,16 @@
 
 #![expect(clippy::needless_pass_by_value, reason = "arguments come from Python by value")]
 
+mod array;
+mod awaiting;
 mod chain;
+mod client;
 mod copies;
+mod dlpack;
+mod elastic;
 mod error;
 mod gpu;
+mod index;
 mod job;
 mod memory;
 mod store;
@@ -20,6 +26,12 @@ use pyo3::prelude::*;
 fn _kvik(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_class::<chain::Chain>()?;
+    module.add_class::<client::Client>()?;
+    module.add_class::<client::Prefetch>()?;
+    module.add_class::<elastic::Memory>()?;
+    module.add_class::<elastic::MemoryTensor>()?;
+    module.add_class::<index::Index>()?;
+    module.add_class::<index::WorkerMatch>()?;
     module.add_class::<job::Job>()?;
     module.add_class::<memory::EngineMemory>()?;
     module.add_class::<store::Store>()?;

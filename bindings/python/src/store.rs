@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use kvik_memory::SocketAddress;
 use kvik_node::{
-    AttachOptions, ClientToken, NodeClient, NodeOptions, NodeServer, NodeSession, StoreConfig, open_store,
+    AttachOptions, ClientToken, NodeClient, NodeManager, NodeOptions, NodeServer, NodeSession, StoreConfig,
+    open_store,
 };
 use kvik_store::{ChunkFormat, Space};
 use kvik_types::{BlockSize, Dtype, Namespace};
@@ -16,6 +17,7 @@ use parking_lot::Mutex;
 use pyo3::prelude::*;
 
 use crate::chain::{Chain, chain_of, unpack};
+use crate::client::Client;
 use crate::copies::Transfer;
 use crate::error::{KvikError, StoreGoneError, exception_of, invalid, invalid_type};
 use crate::job::{Job, Workers};
@@ -31,10 +33,13 @@ const SOCKET_NAME: &str = "store.sock";
 #[derive(Debug)]
 pub(crate) struct Store {
     format: ChunkFormat,
+    attach: AttachOptions,
     /// Sessions of their own for lookups, loads and saves: none waits for the other.
     lookups: Arc<NodeSession>,
     loads: Arc<NodeSession>,
     saves: Arc<NodeSession>,
+    /// Pins what is saved; it attaches with the first.
+    manager: Arc<NodeManager>,
     workers: Mutex<Option<StoreWorkers>>,
     n_copy_threads: usize,
     /// The store of this process, where it has one; dropped after the sessions.
@@ -69,7 +74,7 @@ pub(crate) struct Found {
 
 /// What an engine says of itself.
 #[derive(Debug)]
-struct EngineOptions {
+pub(crate) struct EngineOptions {
     namespace: Namespace,
     format: ChunkFormat,
     rank: u16,
@@ -179,6 +184,11 @@ impl Store {
         self.lookups.space().map(|space| space.chunk_tokens())
     }
 
+    /// A managing connection for the chunks of this store: pins, prefetches, clears.
+    fn client(&self) -> Client {
+        Client::new(self.attach.clone())
+    }
+
     /// The chain of a sequence. `extras` has the first token and the bytes of whatever else the KV depends on, such as
     /// images; sequences with different salts share nothing.
     #[pyo3(signature = (tokens, *, salt=None, extras=Vec::new()))]
@@ -256,8 +266,9 @@ impl Store {
 
     /// Begins to write blocks of a chain, from its block `first_block` on, which begins a chunk. `blocks` are those of an engine
     /// from the start of the chain on; the job's result is how many of them are stored, those included that were there. For memory of a GPU, `after` is a
-    /// `CUevent` behind which they are written; it must live until the job is done.
-    #[pyo3(signature = (chain, first_block, memory, blocks, *, after=None))]
+    /// `CUevent` behind which they are written; it must live until the job is done. With `pin_s` the chain is kept in memory for so many
+    /// seconds.
+    #[pyo3(signature = (chain, first_block, memory, blocks, *, after=None, pin_s=None))]
     fn start_save(
         &self,
         chain: &Chain,
@@ -265,16 +276,51 @@ impl Store {
         memory: Py<EngineMemory>,
         blocks: Vec<u32>,
         after: Option<u64>,
+        pin_s: Option<f64>,
     ) -> PyResult<Job> {
+        let pin_time = pin_s.map(|pin_s| time_of("pin_s", pin_s)).transpose()?;
         let transfer = self.transfer(chain, 0, memory, blocks, after)?;
         let chunk_blocks = chain.inner.space().chunk_tokens() / self.format.block_tokens.get();
         if !first_block.is_multiple_of(chunk_blocks) {
             return Err(invalid("first_block", &first_block, &format!("a multiple of {chunk_blocks}")));
         }
-        let session = Arc::clone(&self.saves);
+        let (session, manager) = (Arc::clone(&self.saves), Arc::clone(&self.manager));
         let workers = self.workers.lock();
         let saves = &workers.as_ref().ok_or_else(closed)?.saves;
-        Ok(saves.submit(move || run(&session, |client| transfer.save(client, first_block / chunk_blocks))))
+        Ok(saves.submit(move || {
+            let n_stored = run(&session, |client| transfer.save(client, first_block / chunk_blocks));
+            if let Some(pin_time) = pin_time.filter(|_| n_stored > 0)
+                && let Err(error) = manager.pin_for(&transfer.chain, pin_time)
+            {
+                tracing::debug!(%error, "could not pin what was saved");
+            }
+            n_stored
+        }))
+    }
+
+    /// Stores the KV of a chain from an array, without a copy before; returns the tokens that are stored, from the first on, those
+    /// included that were there. Only whole chunks are stored. The array is in memory of the CPU, with `__dlpack__` or the buffer
+    /// protocol: contiguous with one axis, layer by layer, or with axes of layers and tokens first.
+    /// With `pin_s` the chain is kept in memory for so many seconds.
+    #[pyo3(signature = (chain, array, *, pin_s=None))]
+    fn save(
+        &self,
+        py: Python<'_>,
+        chain: &Chain,
+        array: &Bound<'_, PyAny>,
+        pin_s: Option<f64>,
+    ) -> PyResult<usize> {
+        let Some((memory, blocks)) = self.memory_of(array, false)? else { return Ok(0) };
+        let job = self.start_save(chain, 0, Py::new(py, memory)?, blocks, None, pin_s)?;
+        Ok(job.wait_or_stop(py)? * self.format.block_tokens.get())
+    }
+
+    /// Reads the KV of a chain into an array, as `save` takes it; returns the tokens that came, from the first on. Tokens of the array
+    /// behind those have any bytes.
+    fn load(&self, py: Python<'_>, chain: &Chain, out: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let Some((memory, blocks)) = self.memory_of(out, true)? else { return Ok(0) };
+        let job = self.start_load(chain, 0, Py::new(py, memory)?, blocks, None)?;
+        Ok(job.wait_or_stop(py)? * self.format.block_tokens.get())
     }
 
     /// Registers the store's memory with the GPU of `memory`, so that the first copies are fast too.
@@ -317,6 +363,7 @@ impl Store {
             self.lookups.end();
             self.loads.end();
             self.saves.end();
+            self.manager.close();
         });
     }
 
@@ -335,9 +382,8 @@ impl Store {
 
 impl Store {
     fn start(socket: SocketAddress, options: EngineOptions, own: Option<OwnStore>) -> PyResult<Self> {
-        let EngineOptions { namespace, format, rank, token, timeout, n_copy_threads } = options;
-        let mut attach = AttachOptions::new(socket, namespace, format);
-        (attach.rank, attach.token, attach.timeout) = (rank, token, timeout);
+        let (format, n_copy_threads) = (options.format, options.n_copy_threads);
+        let attach = options.attach_to(socket);
         let session =
             || NodeSession::start(attach.clone()).map(Arc::new).map_err(|error| exception_of(&error));
         let workers = |name, n_threads| {
@@ -354,6 +400,8 @@ impl Store {
             lookups: session()?,
             loads: session()?,
             saves: session()?,
+            manager: Arc::new(NodeManager::new(attach.clone()).with_timeout(attach.timeout)),
+            attach,
             workers: Mutex::new(Some(workers)),
             n_copy_threads,
             own,
@@ -362,6 +410,22 @@ impl Store {
 
     fn space(&self) -> PyResult<Space> {
         self.lookups.space().ok_or_else(|| StoreGoneError::new_err("there is no store daemon"))
+    }
+
+    /// The tokens of an array as blocks, all of them.
+    fn memory_of(
+        &self,
+        array: &Bound<'_, PyAny>,
+        is_written: bool,
+    ) -> PyResult<Option<(EngineMemory, Vec<u32>)>> {
+        let ChunkFormat { n_layers, token_layer_bytes, block_tokens, .. } = self.format;
+        let (n_layers, token_layer_bytes) = (n_layers as usize, token_layer_bytes as usize);
+        let memory =
+            EngineMemory::of_tokens(array, n_layers, token_layer_bytes, block_tokens.get(), is_written)?;
+        Ok(memory.map(|memory| {
+            let blocks = (0..memory.n_blocks as u32).collect();
+            (memory, blocks)
+        }))
     }
 
     fn transfer(
@@ -398,6 +462,11 @@ fn run(session: &NodeSession, ask: impl FnMut(&NodeClient) -> kvik_node::Result<
     session.run(ask).unwrap_or(0)
 }
 
+/// The time of an argument in seconds.
+pub(crate) fn time_of(field: &str, seconds: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(seconds).map_err(|_| invalid(field, &seconds, "0 or more seconds"))
+}
+
 fn closed() -> PyErr {
     StoreGoneError::new_err("the store is closed")
 }
@@ -405,7 +474,13 @@ fn closed() -> PyErr {
 // === impl EngineOptions ===
 
 impl EngineOptions {
-    fn try_new(
+    pub(crate) fn attach_to(self, socket: SocketAddress) -> AttachOptions {
+        let mut attach = AttachOptions::new(socket, self.namespace, self.format);
+        (attach.rank, attach.token, attach.timeout) = (self.rank, self.token, self.timeout);
+        attach
+    }
+
+    pub(crate) fn try_new(
         (model, layout, dtype): (String, String, &str),
         (n_layers, token_layer_bytes, block_tokens, n_ranks): (u32, u64, usize, u16),
         rank: u16,

@@ -5,7 +5,10 @@ fn every_class_and_method_of_the_native_module_has_a_stub() {
     let stubs = include_str!("../python/kvik/_kvik.pyi");
     let sources = [
         include_str!("../src/chain.rs"),
+        include_str!("../src/client.rs"),
+        include_str!("../src/elastic.rs"),
         include_str!("../src/error.rs"),
+        include_str!("../src/index.rs"),
         include_str!("../src/job.rs"),
         include_str!("../src/memory.rs"),
         include_str!("../src/store.rs"),

@@ -61,6 +61,13 @@ pub enum ManageRequest {
         /// Tokens of the chain.
         n_tokens: u64,
     },
+    /// Keep the chain in memory for some time at most; answered as [`ManageRequest::Pin`] is.
+    PinFor {
+        /// Tokens of the chain.
+        n_tokens: u64,
+        /// The longest time, in milliseconds.
+        time_ms: u64,
+    },
     /// Take one pin away; answered with [`ManageAnswer::Is`], which says whether there was one.
     Unpin {
         /// Tokens of the chain.
@@ -145,6 +152,10 @@ impl ManageRequest {
             | Self::Unpin { n_tokens: number }
             | Self::IsLoading { prefetch: number }
             | Self::Cancel { prefetch: number } => push_number(&mut frame, *number),
+            Self::PinFor { n_tokens, time_ms } => {
+                push_number(&mut frame, *n_tokens);
+                push_number(&mut frame, *time_ms);
+            }
             Self::Relocate { n_tokens, from, to, keeps_source } => {
                 push_number(&mut frame, *n_tokens);
                 push_name(&mut frame, Some(from));
@@ -204,7 +215,8 @@ impl ManageRequest {
                 Self::Clear { n_tokens: has_chain.then_some(n_tokens), tiers: has_tiers.then_some(tiers) }
             }
             9 => Self::Stats,
-            other => return Err(NodeError::invalid("request", &other, "0 to 9")),
+            10 => Self::PinFor { n_tokens: number(&mut fields)?, time_ms: number(&mut fields)? },
+            other => return Err(NodeError::invalid("request", &other, "0 to 10")),
         };
         fields.end()?;
         Ok(request)
@@ -222,6 +234,7 @@ impl ManageRequest {
             Self::Relocate { .. } => 7,
             Self::Clear { .. } => 8,
             Self::Stats => 9,
+            Self::PinFor { .. } => 10,
         }
     }
 }

@@ -99,6 +99,10 @@ fn lookups_moves_pins_and_clears_do_what_they_do_in_a_store() {
     assert_eq!(manager.pin(&names).unwrap(), 5 * CHUNK_TOKENS);
     assert_eq!(daemon.store.n_pins(), 1);
     assert!(manager.unpin(&names).unwrap() && !manager.unpin(&names).unwrap());
+    assert_eq!(manager.pin_for(&names, Duration::from_hours(1)).unwrap(), 5 * CHUNK_TOKENS);
+    assert_eq!(manager.pin_for(&names, Duration::ZERO).unwrap(), 5 * CHUNK_TOKENS);
+    assert_eq!(daemon.store.n_pins(), 1, "one has ended");
+    assert!(manager.unpin(&names).unwrap() && !manager.unpin(&names).unwrap());
     let cleared = manager.clear(Some(&names), Some(vec![TierKind::Ram.into()])).unwrap();
     assert_eq!(cleared, [(TierKind::Ram.into(), 5)]);
     assert_eq!(manager.lookup(&names, false).unwrap().tokens_by_tier, in_tier(TierKind::Nvme));

@@ -12,26 +12,38 @@
 
 from kvik._kvik import (
     Chain,
+    Client,
     EngineMemory,
     Found,
+    Index,
     InvalidValueError,
     Job,
     KvikError,
+    Memory,
+    MemoryTensor,
+    Prefetch,
     RefusedError,
     Store,
     StoreGoneError,
+    WorkerMatch,
     __version__,
 )
 
 __all__ = [
     "Chain",
+    "Client",
     "EngineMemory",
     "Found",
+    "Index",
     "InvalidValueError",
     "Job",
     "KvikError",
+    "Memory",
+    "MemoryTensor",
+    "Prefetch",
     "RefusedError",
     "Store",
     "StoreGoneError",
+    "WorkerMatch",
     "__version__",
 ]

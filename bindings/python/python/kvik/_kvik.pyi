@@ -1,10 +1,20 @@
 """The native part of kvik. Everything here is exported by `kvik` itself."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import Any, Literal, Protocol, TypedDict, final
+
+from typing_extensions import Buffer
+
+class DlpackArray(Protocol):
+    """An array of numpy, torch, jax and others."""
+
+    def __dlpack__(self) -> object: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+Array = DlpackArray | Buffer
 
 __version__: str
 
@@ -19,6 +29,13 @@ class StoreGoneError(KvikError):
 
 class RefusedError(KvikError):
     """The store daemon does not serve this client."""
+
+class StoreStats(TypedDict):
+    """What a store has counted, and the state of its tiers."""
+
+    chunk_tokens: int
+    counts: dict[str, int]
+    tiers: list[dict[str, Any]]
 
 @final
 class Chain:
@@ -52,7 +69,10 @@ class Found:
 
 @final
 class Job:
-    """Something that runs in the background, such as a load."""
+    """Something that runs in the background, such as a load. `await` gives its result.
+
+    It goes on when a task that awaits it is cancelled, and has the memory that it uses until it ends.
+    """
 
     @property
     def is_done(self) -> bool:
@@ -64,6 +84,7 @@ class Job:
         """Waits for the end; says whether it came in time."""
     def cancel(self) -> bool:
         """Keeps it from starting; says whether it has not started and will not."""
+    def __await__(self) -> Generator[Any, None, int]: ...
     def __repr__(self) -> str: ...
 
 @final
@@ -80,6 +101,13 @@ class EngineMemory:
         cuda_device: int | None = None,
     ) -> None:
         """`pieces` has the address, the bytes of a block and the bytes from one block to the next."""
+    @staticmethod
+    def from_tensors(arrays: Sequence[Array], *, block_tokens: int, block_axis: int = 0) -> EngineMemory:
+        """The blocks of arrays where they lie: one array for each layer, or as many for every layer.
+
+        Axes behind `block_axis` are the bytes of a block, without gaps and in C's order; each place of the axes before it
+        is a piece of its own. The `layout` of the store must name shape and axis.
+        """
     @property
     def n_blocks(self) -> int:
         """Number of blocks."""
@@ -141,6 +169,8 @@ class Store:
     @property
     def chunk_tokens(self) -> int | None:
         """Tokens of a chunk; `None` while there is no daemon."""
+    def client(self) -> Client:
+        """A managing connection for the chunks of this store: pins, prefetches, clears."""
     def chain(
         self, tokens: Sequence[int], *, salt: str | None = None, extras: Sequence[tuple[int, bytes]] = ()
     ) -> Chain:
@@ -156,9 +186,30 @@ class Store:
     ) -> Job:
         """Begins to read blocks of whole chunks; the job's result is how many came, from the first on."""
     def start_save(
-        self, chain: Chain, first_block: int, memory: EngineMemory, blocks: Sequence[int], *, after: int | None = None
+        self,
+        chain: Chain,
+        first_block: int,
+        memory: EngineMemory,
+        blocks: Sequence[int],
+        *,
+        after: int | None = None,
+        pin_s: float | None = None,
     ) -> Job:
-        """Begins to write blocks of whole chunks from `first_block` on; `blocks` begins with the chain."""
+        """Begins to write blocks of whole chunks from `first_block` on; `blocks` begins with the chain.
+
+        With `pin_s` the chain is kept in memory for so many seconds.
+        """
+    def save(self, chain: Chain, array: Array, *, pin_s: float | None = None) -> int:
+        """Stores the KV of a chain from an array in memory of the CPU; returns the tokens that are stored.
+
+        The array is contiguous with one axis, layer by layer, or has axes of layers and tokens first. With `pin_s` the
+        chain is kept in memory for so many seconds.
+        """
+    def load(self, chain: Chain, out: Array) -> int:
+        """Reads the KV of a chain into an array, as `save` takes it; returns the tokens that came.
+
+        Tokens of the array behind those have any bytes.
+        """
     def prepare(self, memory: EngineMemory) -> list[Job]:
         """Registers the store's memory with the GPU of `memory`."""
     def note_request(self, chain: Chain, n_generated_tokens: int | None = None) -> Job:
@@ -170,3 +221,175 @@ class Store:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None: ...
     def __repr__(self) -> str: ...
+
+@final
+class Client:
+    """A managing connection with the daemon of a store: statistics, lookups, prefetches, pins, moves, clears."""
+
+    @staticmethod
+    def attach(
+        socket: str | PathLike[str],
+        *,
+        model: str,
+        layout: str,
+        dtype: str,
+        n_layers: int,
+        token_layer_bytes: int,
+        block_tokens: int,
+        rank: int = 0,
+        n_ranks: int = 1,
+        token: str | None = None,
+        timeout_s: float = 10.0,
+    ) -> Client:
+        """A client for the chunks of engines that `Store.attach` describes with the same arguments."""
+    def chain(
+        self, tokens: Sequence[int], *, salt: str | None = None, extras: Sequence[tuple[int, bytes]] = ()
+    ) -> Chain:
+        """The chain of a sequence, as `Store.chain` makes it."""
+    def stats(self) -> StoreStats:
+        """What the store has counted, and the state of its tiers."""
+    def lookup(self, chain: Chain, *, is_local: bool = False) -> dict[str, int]:
+        """How many tokens of a chain each tier has, from the first chunk on."""
+    def prefetch(self, chain: Chain, *, tier: str | None = None) -> Prefetch:
+        """Begins to load a chain into the daemon's memory, from one tier alone where one is named."""
+    def pin(self, chain: Chain, *, ttl_s: float | None = None) -> int:
+        """Keeps a chain in the daemon's memory until it is unpinned as often, and for `ttl_s` seconds at most.
+
+        Returns the tokens that are kept.
+        """
+    def unpin(self, chain: Chain) -> bool:
+        """Takes one pin away, one without an end before one with; says whether there was one."""
+    def relocate(self, chain: Chain, source: str, target: str, *, keeps_source: bool = False) -> int:
+        """Moves a chain from one tier to another, or copies it; returns the chunks that are there."""
+    def clear(self, chain: Chain | None = None, *, tiers: Sequence[str] | None = None) -> dict[str, int]:
+        """Forgets a chain, or all chunks of these engines; returns how many chunks left each tier."""
+    def close(self) -> None:
+        """Ends the connection, and with it its prefetches; its pins stay."""
+    def __enter__(self) -> Client: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+@final
+class Prefetch:
+    """Chunks that the daemon loads into its memory; begun by `Client.prefetch`, and ended with that client."""
+
+    def is_loading(self) -> bool | None:
+        """Whether it still loads; `None` where its connection has ended, which ended it too."""
+    def cancel(self) -> bool | None:
+        """Ends it; says whether it still loaded, and `None` where its connection has ended."""
+
+@final
+class Index:
+    """Which worker has how much of a prompt, from the KV events that vLLM and SGLang publish."""
+
+    def __init__(self, *, block_tokens: int = 16, max_bytes: int = ...) -> None:
+        """`block_tokens` is the length of the blocks that it counts in, whatever engines have."""
+    def apply(
+        self,
+        worker: str,
+        payload: bytes,
+        *,
+        rank: int | None = None,
+        sequence: int | None = None,
+        is_replay: bool = False,
+    ) -> Literal["applied", "restarted", "duplicate", "gap"]:
+        """Takes one message of a worker, msgpack as published; without a number it is the next.
+
+        After `gap` replay from `due`, each with `is_replay`, or call `skip_gap`.
+        """
+    def due(self, worker: str, *, rank: int = 0) -> int:
+        """The sequence number that is due from a worker."""
+    def skip_gap(self, worker: str, next: int, *, rank: int = 0) -> bool:
+        """Gives up on the messages before the number `next`; the worker is unsure from then on."""
+    def find(self, tokens: Sequence[int]) -> list[WorkerMatch]:
+        """How much of a prompt each worker has, those with most first."""
+    def remove(self, worker: str, *, rank: int = 0) -> bool:
+        """Forgets a worker's rank; says whether it was there."""
+    @property
+    def n_blocks(self) -> int:
+        """Distinct blocks of all workers."""
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that the blocks of the index take."""
+    def __repr__(self) -> str: ...
+
+@final
+class WorkerMatch:
+    """What one worker has of a prompt."""
+
+    @property
+    def worker(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def n_tokens(self) -> int: ...
+    @property
+    def n_device_tokens(self) -> int: ...
+    @property
+    def is_unsure(self) -> bool: ...
+    def __repr__(self) -> str: ...
+
+@final
+class Memory:
+    """KV memory that is as large as what is in use: addresses for all blocks, and pages behind those that are allocated.
+
+    Blocks that are not allocated read as zeros; to write there ends the process.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_buffers: int,
+        block_bytes: int,
+        n_blocks: int,
+        page_bytes: int = ...,
+        max_bytes: int | None = None,
+        cuda_device: int | None = None,
+        group: str | None = None,
+        directory: str | PathLike[str] = "/dev/shm",
+    ) -> None:
+        """A block has `block_bytes` in each buffer. With `group` memory is granted by the ledger of the device."""
+    def alloc(self, n_blocks: int, *, timeout_s: float = 0.0) -> list[int] | None:
+        """Takes blocks, and maps pages for them; `None` where there is not enough memory."""
+    def free(self, blocks: Sequence[int]) -> None:
+        """Gives blocks back, all of them or none."""
+    def resize(self, max_bytes: int) -> None:
+        """Bounds the memory; blocks in use stay, and more are not given meanwhile."""
+    def trim(self) -> int:
+        """Unmaps all pages without a block in use; returns how many."""
+    def tensors(self) -> list[MemoryTensor]:
+        """One tensor for each buffer, of all blocks."""
+    @property
+    def n_blocks(self) -> int:
+        """Numbers of blocks; those that lie on two pages are never given."""
+    @property
+    def n_used_blocks(self) -> int:
+        """Blocks that are in use."""
+    @property
+    def n_available_blocks(self) -> int:
+        """The most blocks that `alloc` would give now."""
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all pages that are mapped."""
+    def __repr__(self) -> str: ...
+
+@final
+class MemoryTensor:
+    """All blocks of one buffer of a `Memory`, as bytes with axes of blocks and bytes, for `from_dlpack` of any library."""
+
+    @property
+    def address(self) -> int:
+        """Where its first block lies."""
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Blocks, and bytes of a block."""
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...

@@ -157,6 +157,15 @@ impl NodeManager {
         self.count(chain, &ManageRequest::Pin { n_tokens: chain.n_tokens() as u64 })
     }
 
+    /// As [`pin`](Self::pin), for some time at most; a take-over by another daemon ends it too, as every pin.
+    ///
+    /// # Errors
+    /// If the daemon is gone, or the tenant has too many pins.
+    pub fn pin_for(&self, chain: &Chain, time: Duration) -> Result<usize> {
+        let time_ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        self.count(chain, &ManageRequest::PinFor { n_tokens: chain.n_tokens() as u64, time_ms })
+    }
+
     /// Takes one pin away; false where there is none.
     ///
     /// # Errors

@@ -21,6 +21,7 @@ fn requests() -> impl Strategy<Value = ManageRequest> {
         any::<u64>().prop_map(|prefetch| ManageRequest::IsLoading { prefetch }),
         any::<u64>().prop_map(|prefetch| ManageRequest::Cancel { prefetch }),
         any::<u64>().prop_map(|n_tokens| ManageRequest::Pin { n_tokens }),
+        any::<(u64, u64)>().prop_map(|(n_tokens, time_ms)| ManageRequest::PinFor { n_tokens, time_ms }),
         any::<u64>().prop_map(|n_tokens| ManageRequest::Unpin { n_tokens }),
         (any::<(u64, bool)>(), tiers(), tiers()).prop_map(|((n_tokens, keeps_source), from, to)| {
             ManageRequest::Relocate { n_tokens, from, to, keeps_source }

@@ -148,7 +148,11 @@ impl<'a> Management<'a> {
             }
             ManageRequest::Pin { n_tokens } => {
                 let chain = self.chain(n_tokens)?;
-                self.pin(&chain)
+                self.pin(&chain, None)
+            }
+            ManageRequest::PinFor { n_tokens, time_ms } => {
+                let chain = self.chain(n_tokens)?;
+                self.pin(&chain, Some(Duration::from_millis(time_ms)))
             }
             ManageRequest::Unpin { n_tokens } => {
                 let chain = self.chain(n_tokens)?;
@@ -214,12 +218,15 @@ impl<'a> Management<'a> {
         self.prefetches.iter().filter(|(_, held)| held.is_loading()).count()
     }
 
-    fn pin(&self, chain: &Chain) -> ManageAnswer {
+    fn pin(&self, chain: &Chain, time: Option<Duration>) -> ManageAnswer {
         if self.store.n_pins() >= MAX_PINS {
             self.auditor.managed("pin", chain, 0, "too_many");
             return ManageAnswer::Refused { reason: format!("a tenant has at most {MAX_PINS} pins") };
         }
-        let n_tokens = self.store.pin(chain);
+        let n_tokens = match time {
+            Some(time) => self.store.pin_for(chain, time),
+            None => self.store.pin(chain),
+        };
         let n_chunks = n_tokens.div_ceil(self.space.chunk_tokens());
         let outcome = if n_chunks < chain.n_chunks() { "truncated" } else { "done" };
         self.auditor.managed("pin", chain, n_chunks, outcome);

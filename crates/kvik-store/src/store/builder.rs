@@ -1,6 +1,5 @@
 //! Putting a store together.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -10,6 +9,7 @@ use parking_lot::Mutex;
 use super::Store;
 use super::core::Core;
 use super::kept::KeptMemory;
+use super::pins::Pins;
 use super::threads::Threads;
 use crate::chain::block_id;
 use crate::counters::Counters;
@@ -107,7 +107,7 @@ impl StoreBuilder {
             labels,
             flights: Arc::new(Flights::new()),
             namespaces: Namespaces::default(),
-            pinned: Mutex::new(HashMap::new()),
+            pins: Pins::new(),
             reclaim_wake: Wake::default(),
             counters: Counters::new(),
             opened: Instant::now(),

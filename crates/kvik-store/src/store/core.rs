@@ -1,13 +1,12 @@
 //! The state that all parts of a store share.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
 use kvik_tier::{ChunkKey, RamTier, TierKind};
 use kvik_types::BlockHash;
-use parking_lot::Mutex;
 
+use super::pins::Pins;
 use crate::chain::Chain;
 use crate::counters::Counters;
 use crate::directory::{Directory, Entry};
@@ -15,7 +14,6 @@ use crate::flight::Flights;
 use crate::lower::Lower;
 use crate::namespaces::Namespaces;
 use crate::options::StoreOptions;
-use crate::policy::BlockId;
 use crate::residents::{ResidentPin, SharedResidents};
 use crate::tiers::{TierIdx, TierLabel, TierName, TierRanks};
 use crate::wake::Wake;
@@ -41,8 +39,7 @@ pub(crate) struct Core {
     pub(crate) labels: Arc<[TierLabel]>,
     pub(crate) flights: Arc<Flights>,
     pub(crate) namespaces: Namespaces,
-    /// The blocks that users have pinned, by the last chunk of the chain they pinned.
-    pub(crate) pinned: Mutex<HashMap<BlockHash, Vec<Option<BlockId>>>>,
+    pub(crate) pins: Pins,
     /// Wakes the thread that keeps a share of the memory free.
     pub(crate) reclaim_wake: Wake,
     pub(crate) counters: Counters,

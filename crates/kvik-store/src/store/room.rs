@@ -35,6 +35,7 @@ impl Core {
 
     /// Makes chunks leave memory; says how many did.
     pub(crate) fn evict_from_ram(&self, n_wanted: usize) -> usize {
+        self.end_pins();
         let mut residents = self.ram_residents.lock();
         let mut n_evicted = 0;
         while n_evicted < n_wanted

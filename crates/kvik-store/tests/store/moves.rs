@@ -1,5 +1,7 @@
 //! Pins, and chunks that change their tier on demand.
 
+use std::time::Duration;
+
 use kvik_store::Write;
 use kvik_tier::TierKind::{Nvme, Ram, Redis};
 
@@ -25,6 +27,53 @@ fn a_pinned_chain_stays_until_its_last_pin_is_gone() {
     assert!(!store.unpin(&chain));
     churn();
     assert_eq!(store.lookup(&chain).n_chunks, 0);
+}
+
+#[test]
+fn a_pin_with_an_end_keeps_a_chain_until_then() {
+    let store = Setup::new(6).open();
+    let (over, kept) = (chain_of(&store, 1, 1), chain_of(&store, 2, 1));
+    assert_eq!((store_chain(&store, &over), store_chain(&store, &kept)), (1, 1));
+    assert_eq!((store.pin_for(&over, Duration::ZERO), store.pin_for(&kept, Duration::from_hours(1))), (4, 4));
+    assert_eq!(store.n_pins(), 1);
+    assert!(!store.unpin(&over), "it has ended");
+    for name in 3..12 {
+        store_chain(&store, &chain_of(&store, name, 3));
+    }
+    assert_eq!(store.lookup(&over).n_chunks, 0);
+    assert_eq!(retrieve_all(&store, &kept), 1);
+    assert!(store.unpin(&kept) && !store.unpin(&kept));
+}
+
+#[test]
+fn pins_that_have_ended_give_room_to_a_writer() {
+    let store = Setup::new(4).open();
+    let chain = chain_of(&store, 1, 4);
+    assert_eq!(store_chain(&store, &chain), 4);
+    assert_eq!(store.pin_for(&chain, Duration::from_hours(1)), 16);
+    assert!(matches!(store.begin_write(&chain_of(&store, 2, 1), 0, 0), Write::NoRoom));
+    assert!(store.unpin(&chain));
+    assert_eq!(store.pin_for(&chain, Duration::ZERO), 16);
+    assert!(!matches!(store.begin_write(&chain_of(&store, 2, 1), 0, 0), Write::NoRoom));
+}
+
+#[test]
+fn an_unpin_takes_the_pin_without_an_end_and_leaves_the_one_that_goes_by_itself() {
+    let store = Setup::new(6).open();
+    let chain = chain_of(&store, 1, 2);
+    assert_eq!(store_chain(&store, &chain), 2);
+    store.pin(&chain);
+    store.pin_for(&chain, Duration::ZERO);
+    store.pin_for(&chain, Duration::from_millis(u64::MAX));
+    assert_eq!(store.n_pins(), 2, "the longest time is no end");
+    assert!(store.unpin(&chain) && store.unpin(&chain) && !store.unpin(&chain));
+    store.pin(&chain);
+    store.pin_for(&chain, Duration::from_mins(10));
+    assert!(store.unpin(&chain));
+    for name in 3..12 {
+        store_chain(&store, &chain_of(&store, name, 3));
+    }
+    assert_eq!(retrieve_all(&store, &chain), 2, "the pin with an end is still there");
 }
 
 #[test]
