@@ -93,9 +93,7 @@ impl Catalog {
         let books = self.open_model(&model)?;
         books.open_known(&known)?;
         let source = SourceName { worker: worker.into(), rank };
-        let open = |naming| {
-            ModelFeed::new(Arc::clone(&books), source.clone(), naming, self.learning.clone())
-        };
+        let open = |naming| ModelFeed::new(Arc::clone(&books), source.clone(), naming, self.learning.clone());
         let feed = open(naming);
         feed.resume().await?;
         if naming != Naming::Learned {

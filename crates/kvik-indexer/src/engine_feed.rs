@@ -53,16 +53,20 @@ impl EngineFeed {
         }
         let mut state = self.state.lock();
         let (mut own, mut beside) = (Vec::with_capacity(events.len()), Vec::new());
+        // Those that this batch names first; the others are noted when it was taken.
+        let mut named = HashSet::new();
         for event in events {
             match event {
-                KvEvent::Stored(stored) if state.is_beside(stored.medium, stored.block_tokens, &stored.tokens) => {
-                    state.hashes.extend(&stored.hashes);
+                KvEvent::Stored(stored)
+                    if state.is_beside(stored.medium, stored.block_tokens, &stored.tokens) =>
+                {
+                    named.extend(stored.hashes.iter().copied());
                     beside.push(KvEvent::Stored(stored));
                 }
-                KvEvent::Removed(removed) if removed.medium != Medium::Gpu && !state.hashes.is_empty() => {
+                KvEvent::Removed(removed) if removed.medium != Medium::Gpu => {
                     let BlocksRemoved { hashes, medium, group_idx } = removed;
-                    let (of_beside, of_own): (Vec<_>, Vec<_>) =
-                        hashes.into_iter().partition(|hash| state.hashes.contains(hash));
+                    let is_beside = |hash: &EngineHash| state.hashes.contains(hash) || named.contains(hash);
+                    let (of_beside, of_own): (Vec<_>, Vec<_>) = hashes.into_iter().partition(is_beside);
                     for (events, hashes) in [(&mut own, of_own), (&mut beside, of_beside)] {
                         if !hashes.is_empty() {
                             events.push(KvEvent::Removed(BlocksRemoved { hashes, medium, group_idx }));
@@ -86,7 +90,6 @@ impl EngineFeed {
         if !is_taken || !is_used && beside.is_empty() {
             return Ok(verdict);
         }
-        let gone: Vec<EngineHash> = beside.iter().flat_map(removed_hashes).collect();
         if !is_used || self.state.lock().hashes.len() > MAX_BESIDE {
             self.begin_beside(epoch, sequence).await?;
         }
@@ -95,14 +98,11 @@ impl EngineFeed {
             Verdict::Applied | Verdict::Restarted | Verdict::Duplicate => {}
             Verdict::Gap { .. } | Verdict::OldEpoch | Verdict::UnknownSource => {
                 self.begin_beside(epoch, sequence).await?;
-                self.beside.apply(batch).await?;
+                self.beside.apply(batch.clone()).await?;
             }
         }
         // Only now: a batch that was not taken is handed in again.
-        let mut state = self.state.lock();
-        for hash in gone {
-            state.hashes.remove(&hash);
-        }
+        self.state.lock().note(&batch.events);
         Ok(verdict)
     }
 
@@ -128,12 +128,18 @@ impl BesideState {
         }
         self.own_block_tokens.is_some_and(|own| own != block_tokens)
     }
-}
 
-fn removed_hashes(event: &KvEvent) -> Vec<EngineHash> {
-    match event {
-        KvEvent::Removed(removed) => removed.hashes.clone(),
-        KvEvent::Stored(_) | KvEvent::Cleared => Vec::new(),
+    /// Notes the names of the cache beside after its events.
+    fn note(&mut self, events: &[KvEvent]) {
+        for event in events {
+            match event {
+                KvEvent::Stored(stored) => self.hashes.extend(&stored.hashes),
+                KvEvent::Removed(removed) => removed.hashes.iter().for_each(|hash| {
+                    self.hashes.remove(hash);
+                }),
+                KvEvent::Cleared => self.hashes.clear(),
+            }
+        }
     }
 }
 

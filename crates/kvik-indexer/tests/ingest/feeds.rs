@@ -9,7 +9,7 @@ use kvik_types::{BlockHash, BlockSize};
 
 use crate::engine::{BLOCK_TOKENS, Engine, hashes, matched, open, prompt, removed, start, stored};
 
-fn sglang_stored(tokens: &[u32], from_block: usize) -> KvEvent {
+pub(crate) fn sglang_stored(tokens: &[u32], from_block: usize) -> KvEvent {
     let mut chain = SglangChain::new(BlockSize::try_new(BLOCK_TOKENS).unwrap());
     let names: Vec<EngineHash> =
         block_hashes(&mut chain, tokens).map(|hash| EngineHash(hash.event_id().cast_unsigned())).collect();
