@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -27,12 +28,12 @@ QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_
 class Vllm:
     """An engine in a process of its own."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, model: pathlib.Path = MODEL_FOLDER) -> None:
         command = [f"{ENGINES}/bin/python", "-W", "ignore", str(DRIVERS / "vllm_engine.py")]
         path = f"{ENGINES}/bin{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, **QUIET, "PATH": path, "PYTHONPATH": os.path.abspath(PACKAGE)}
         self.process = subprocess.Popen(
-            [*command, "--model", str(MODEL_FOLDER), *flags],
+            [*command, "--model", str(model), *flags],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -60,8 +61,8 @@ class Vllm:
 
 
 @contextlib.contextmanager
-def started(*flags: str) -> Iterator[Vllm]:
-    engine = Vllm(*flags)
+def started(*flags: str, **options: pathlib.Path) -> Iterator[Vllm]:
+    engine = Vllm(*flags, **options)
     try:
         yield engine
     finally:
@@ -166,6 +167,28 @@ def spoil(disk: pathlib.Path) -> None:
                 if byte != b"\0":
                     file.seek(place)
                     file.write(bytes([byte[0] ^ 1]))
+
+
+def test_engines_whose_kv_differs_share_nothing(daemon: Daemon, tmp_path: pathlib.Path) -> None:
+    tokens = prompt(41, 300)
+    socket = ("--socket", str(daemon.socket))
+    with started(*socket) as engine:
+        assert engine.generate(tokens)["cached"] == [0]
+        engine.ask("reset")
+        answer = engine.generate(tokens)
+        assert answer["cached"] == [whole_chunks(300)]
+    with started(*socket, "--dtype", "bfloat16") as narrow:
+        assert narrow.generate(tokens)["cached"] == [0]
+    # A model of the same name, shape and lengths of files, with one other number in the middle of its weights.
+    other = tmp_path / "other" / MODEL_FOLDER.name
+    shutil.copytree(MODEL_FOLDER, other)
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[len(weights) // 2] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    with started(*socket, model=other) as second:
+        assert second.generate(tokens)["cached"] == [0]
+        second.ask("reset")
+        assert second.generate(tokens)["cached"] == [whole_chunks(300)]
 
 
 def test_preempted_requests_give_the_same_tokens_as_without_kvik(plain: Vllm, daemon: Daemon) -> None:

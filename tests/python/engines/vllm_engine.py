@@ -31,7 +31,7 @@ def engine(arguments: argparse.Namespace) -> LLM:
     return LLM(
         model=arguments.model,
         # Greedy tokens do not depend on what else is in the batch: sums in bf16 would.
-        dtype="float32",
+        dtype=arguments.dtype,
         block_size=32,
         max_model_len=1024,
         max_num_seqs=32,
@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--socket")
     parser.add_argument("--blocks", type=int, default=256)
+    parser.add_argument("--dtype", default="float32")
     llm = engine(parser.parse_args())
     print(json.dumps({"is_ready": True}), flush=True)
     for line in sys.stdin:

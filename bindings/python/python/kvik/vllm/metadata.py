@@ -28,6 +28,8 @@ class SaveOrder:
     first_block: int
     # From the start of the sequence on.
     block_ids: list[int]
+    # Seconds for which the chunks are not evicted from memory.
+    pin_s: float | None = None
 
 
 @dataclass

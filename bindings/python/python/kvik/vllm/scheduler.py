@@ -172,9 +172,25 @@ class SchedulerHalf:
             return
         first = tracked.n_stored_tokens // chunk_tokens * chunk_tokens // self.block_tokens
         block_ids = tracked.block_ids[: end // self.block_tokens]
-        self.saves.append(SaveOrder(tracked.request.request_id, chain.pack(n_chunks), first, block_ids))
+        request_id, pin_s = tracked.request.request_id, self.pin_seconds(tracked.request)
+        self.saves.append(SaveOrder(request_id, chain.pack(n_chunks), first, block_ids, pin_s))
         tracked.n_stored_tokens = end
         tracked.has_saves = True
+
+    def pin_seconds(self, request: "Request") -> float | None:
+        """For how long the chunks of a request stay in memory, if it asks for that and may."""
+        pin_s, longest_s = params(request).get("pin_s"), self.settings.max_pin_s
+        if pin_s is None:
+            return None
+        if isinstance(pin_s, bool) or not isinstance(pin_s, int | float) or not 0 < pin_s <= longest_s:
+            logger.warning(
+                "kvik: `pin_s` of request %s is %r; allowed: above 0, at most `max_pin_s` (%s)",
+                request.request_id,
+                pin_s,
+                longest_s,
+            )
+            return None
+        return float(pin_s)
 
 
 def params(request: "Request") -> dict[str, Any]:

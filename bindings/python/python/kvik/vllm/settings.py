@@ -44,6 +44,8 @@ class Settings:
     copy_threads: int | None = None
     # Time in seconds for the daemon to answer.
     timeout_s: float = 10.0
+    # Longest time in seconds for which a request may pin its chunks in memory; 0: not at all. Clients share that memory.
+    max_pin_s: float = 0.0
     # Whether a block is written, read back and compared at the start.
     self_test: bool = True
 
