@@ -1,5 +1,6 @@
 //! The store of a node, as an engine uses it.
 
+use std::collections::HashMap;
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
@@ -8,14 +9,16 @@ use std::time::Duration;
 
 use kvik_memory::SocketAddress;
 use kvik_node::{
-    AttachOptions, ClientToken, NodeClient, NodeOptions, NodeServer, NodeSession, StoreConfig, open_store,
+    AttachOptions, ClientToken, NodeClient, NodeManager, NodeOptions, NodeServer, NodeSession, StoreConfig,
+    open_store,
 };
 use kvik_store::{ChunkFormat, Space};
 use kvik_types::{BlockSize, Dtype, Namespace};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 
-use crate::chain::{Chain, chain_of, unpack};
+use crate::chain::{Chain, chain_of, chain_of_keys, unpack};
 use crate::copies::Transfer;
 use crate::error::{KvikError, StoreGoneError, exception_of, invalid, invalid_type};
 use crate::job::{Job, Workers};
@@ -31,6 +34,8 @@ const SOCKET_NAME: &str = "store.sock";
 #[derive(Debug)]
 pub(crate) struct Store {
     format: ChunkFormat,
+    /// How it attaches.
+    options: AttachOptions,
     /// Sessions of their own for lookups, loads and saves: none waits for the other.
     lookups: Arc<NodeSession>,
     loads: Arc<NodeSession>,
@@ -193,6 +198,13 @@ impl Store {
         py.detach(|| chain_of(&space, &tokens, salt, extras))
     }
 
+    /// The chunks that an engine has names of its own for, one key a chunk, such as hashes of all tokens before. A chunk is
+    /// found by its key alone, whatever other keys it is asked for with.
+    fn chain_of_keys(&self, py: Python<'_>, keys: Vec<PyBackedBytes>) -> PyResult<Chain> {
+        let space = self.space()?;
+        py.detach(|| chain_of_keys(&space, &keys))
+    }
+
     /// The chain that `Chain.pack` gave; `None` where it was made for another store, or there is no daemon.
     fn unpack(&self, packed: &[u8]) -> Option<Chain> {
         unpack(&self.lookups.space()?, packed)
@@ -309,6 +321,13 @@ impl Store {
         }))
     }
 
+    /// Forgets everything in the namespace of this engine, of all its ranks; how many chunks left each tier, by its name.
+    fn clear(&self, py: Python<'_>) -> PyResult<HashMap<String, usize>> {
+        let cleared = py.detach(|| NodeManager::new(self.options.clone()).clear(None, None));
+        let cleared = cleared.map_err(|error| exception_of(&error))?;
+        Ok(cleared.into_iter().map(|(tier, n_chunks)| (tier.to_string(), n_chunks)).collect())
+    }
+
     /// Waits for jobs that run, cancels those that wait, and detaches.
     fn close(&self, py: Python<'_>) {
         py.detach(|| {
@@ -354,6 +373,7 @@ impl Store {
             lookups: session()?,
             loads: session()?,
             saves: session()?,
+            options: attach,
             workers: Mutex::new(Some(workers)),
             n_copy_threads,
             own,
