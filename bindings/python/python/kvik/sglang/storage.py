@@ -186,7 +186,11 @@ class KvikStorage(HiCacheStorage):
     # === Flat tensors ===
 
     def exists(self, key: str) -> bool:
-        return self.batch_exists([key]) == 1
+        """Whether there is such a page, in either order of bytes."""
+        if self.kv is None:
+            return False
+        flat = self.flat(self.mem_pool_host.get_dummy_flat_data_page().nbytes)
+        return any(pages.n_found([key], is_request=False) == 1 for pages in (self.kv, flat))
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
         del target_sizes
