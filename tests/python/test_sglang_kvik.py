@@ -40,9 +40,12 @@ class Process:
                 return json.loads(line)
         raise AssertionError("the engine ended")
 
-    def ask(self, op: str, **arguments: object) -> dict:
+    def begin(self, op: str, **arguments: object) -> None:
         self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
         self.process.stdin.flush()
+
+    def ask(self, op: str, **arguments: object) -> dict:
+        self.begin(op, **arguments)
         return self.read()
 
     def engine(self, daemon: Daemon, **settings: object) -> "Engine":
@@ -163,6 +166,76 @@ def test_pages_of_engines_that_differ_in_anything_are_never_shared(processes, da
         assert engine.fetch(tokens) == 0, change
         engine.end()
     assert processes[1].engine(daemon, **same).fetch(tokens) == len(tokens)
+
+
+SERVERS = [
+    {"revision": "1234"},
+    {"quantization": "fp8"},
+    {"kv_cache_dtype": "fp8_e5m2"},
+    {"json_model_override_args": '{"rope_theta": 2}'},
+    {"speculative_algorithm": "NGRAM"},
+]
+
+
+def test_pages_of_servers_with_other_arguments_weights_or_adapters_are_never_shared(
+    processes, daemon, tmp_path: pathlib.Path
+) -> None:
+    tokens = prompt(20, 4 * PAGE_TOKENS)
+    model, adapter = tmp_path / "model", tmp_path / "adapter"
+    for folder in (model, adapter):
+        folder.mkdir()
+        (folder / "weights.safetensors").write_bytes(bytes(5000))
+    (model / "config.json").write_text('{"layers": 3, "_name_or_path": "there"}')
+    same = {"model_path": str(model), "lora_paths": [f"name={adapter}"]}
+
+    def found(**arguments: object) -> int:
+        processes[0].ask("serve", **(same | arguments))
+        engine = processes[0].engine(daemon)
+        n_found = engine.fetch(tokens)
+        engine.end()
+        return n_found
+
+    def change(path: pathlib.Path, content: bytes) -> None:
+        before = path.read_bytes()
+        path.write_bytes(content)
+        assert found() == 0, path
+        path.write_bytes(before)
+
+    try:
+        processes[0].ask("serve", **same)
+        first = processes[0].engine(daemon)
+        assert first.store(tokens) == len(tokens)
+        for arguments in SERVERS:
+            assert found(**arguments) == 0, arguments
+        change(model / "weights.safetensors", bytes(4999) + b"1")
+        change(adapter / "weights.safetensors", b"1" + bytes(4999))
+        change(model / "config.json", b'{"layers": 4}')
+        (model / "config.json").write_text('{"layers": 3, "_name_or_path": "here"}')
+        assert found() == len(tokens)
+        # Weights that are loaded while the engine runs have a name too.
+        processes[0].ask("load_weights", version="step-2")
+        assert first.fetch(tokens) == 0
+        assert first.store(tokens) == len(tokens)
+        processes[0].ask("load_weights", version="step-3")
+        assert first.fetch(tokens) == 0
+        processes[0].ask("load_weights", version="step-2")
+        assert first.fetch(tokens) == len(tokens)
+    finally:
+        processes[0].ask("serve")
+
+
+def test_processes_that_store_and_load_the_same_pages_at_once_get_the_right_ones(processes, daemon) -> None:
+    engines = [process.engine(daemon, page_tokens=64, dtype="float32") for process in processes]
+    n_loaded = 0
+    for round_idx in range(30):
+        tokens = prompt(30 + round_idx // 3, 8 * 64)
+        for engine, what in zip(engines, random.Random(round_idx).choices(["store", "fetch"], k=2), strict=True):
+            engine.process.begin("ask", name=engine.name, what=what, tokens=tokens)
+        for engine in engines:
+            answer = engine.process.read()
+            assert answer.get("is_right", True), answer
+            n_loaded += answer.get("n_loaded", 0)
+    assert n_loaded > 8 * 64
 
 
 def test_ranks_have_pages_of_their_own_which_are_found_together(processes, daemon) -> None:

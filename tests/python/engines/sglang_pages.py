@@ -11,7 +11,6 @@ import logging
 import random
 import sys
 import threading
-import time
 from array import array
 
 import torch
@@ -25,7 +24,7 @@ from sglang.srt.mem_cache.pool_host.group import HostPoolGroup
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_context, get_parallel
 
 N_TOKENS = 1024
 N_LAYERS = 3
@@ -250,19 +249,6 @@ class Engine:
         stats = self.backend.get_stats()
         return {"loaded": sum(stats.prefetch_pgs), "saved": sum(stats.backup_pgs)}
 
-    def speed(self, tokens: list[int]) -> dict:
-        """Gigabytes in a second of one batch each way."""
-        names = self.hashes(tokens, None)
-        indices = self.allocated(self.pool, len(names))
-        seconds = []
-        for call in (self.backend.batch_set_v1, self.backend.batch_get_v1):
-            begin = time.perf_counter()
-            assert all(call(names, indices))
-            seconds.append(time.perf_counter() - begin)
-        self.pool.free(indices)
-        n_bytes = len(names) * self.backend.kv.page_bytes
-        return {"n_bytes": n_bytes, "save_gb_s": n_bytes / seconds[0] / 1e9, "load_gb_s": n_bytes / seconds[1] / 1e9}
-
     def close(self) -> dict:
         self.controller.detach_storage_backend()
         return {}
@@ -273,6 +259,7 @@ class Engines:
 
     def __init__(self) -> None:
         self.engines: dict[str, Engine] = {}
+        self.server = None
 
     def open(self, name: str, **settings: object) -> dict:
         lines = Lines()
@@ -286,6 +273,20 @@ class Engines:
         finally:
             logger.removeHandler(lines)
         return {"lines": lines.lines, "is_v1": self.engines[name].controller.page_get_func.__name__ == "_page_get_zero_copy"}
+
+    def serve(self, **arguments: object) -> dict:
+        """Engines that are opened from now on are of a server with these arguments."""
+        if self.server is not None:
+            self.server.restore()
+        self.server = get_context().override_server_args(**arguments) if arguments else None
+        if self.server is not None:
+            self.server.install()
+        return {}
+
+    def load_weights(self, version: str) -> dict:
+        """What SGLang notes when other weights are loaded while it runs."""
+        get_context().override("scheduler.weight_version", weight_version=version)
+        return {}
 
     def ask(self, name: str, what: str, **arguments: object) -> dict:
         return getattr(self.engines[name], what)(**arguments)

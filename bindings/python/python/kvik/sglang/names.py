@@ -4,6 +4,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import sglang
@@ -24,8 +25,26 @@ DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 MAX_RANKS = 64
 
 # Arguments of the server that change the KV of a token.
-MODEL_ARGUMENTS = ("revision", "quantization", "dtype", "json_model_override_args", "load_format")
-LAYOUT_ARGUMENTS = ("kv_cache_dtype", "speculative_algorithm", "attention_backend")
+MODEL_ARGUMENTS = (
+    "revision",
+    "quantization",
+    "quantization_param_path",
+    "modelopt_quant",
+    "rl_quant_profile",
+    "dtype",
+    "load_format",
+    "model_impl",
+    "model_checksum",
+    "context_length",
+    "json_model_override_args",
+    # The host pool may have layers of the draft model too.
+    "speculative_algorithm",
+    "speculative_draft_model_path",
+    "speculative_draft_model_revision",
+    "speculative_draft_model_quantization",
+    "speculative_draft_load_format",
+)
+LAYOUT_ARGUMENTS = ("kv_cache_dtype", "speculative_draft_kv_cache_dtype", "attention_backend")
 
 # Attributes of a host pool that say how its pages are put together.
 POOL_ATTRIBUTES = (
@@ -108,13 +127,23 @@ def is_replicated_pool(config: "HiCacheStorageConfig", pool: Any, pool_name: str
 
 
 def server_arguments() -> Any:
-    """The arguments of SGLang's server; `None` outside of one."""
+    """The arguments of SGLang's server, as it has resolved them; `None` outside of one."""
     try:
-        from sglang.srt.runtime_context import get_server_args
+        from sglang.srt.runtime_context import get_context
 
-        return get_server_args()
+        return SimpleNamespace(**get_context().resolved_server_args_dict())
     except (ImportError, RuntimeError, ValueError, AttributeError, LookupError):
         return None
+
+
+def weight_version() -> str:
+    """The name of the weights that SGLang has loaded last; they may be changed while it runs."""
+    try:
+        from sglang.srt.runtime_context import get_serving
+
+        return str(get_serving().weight_version)
+    except (ImportError, RuntimeError, ValueError, AttributeError, LookupError):
+        return ""
 
 
 def model_name(config: "HiCacheStorageConfig", settings: Settings, arguments: Any) -> str:
@@ -125,8 +154,19 @@ def model_name(config: "HiCacheStorageConfig", settings: Settings, arguments: An
     folder = model_folder(model, getattr(arguments, "revision", None))
     parts = [folder.resolve().name if folder == Path(model) else model, str(config.model_name), str(settings.model)]
     parts += [str(getattr(arguments, name, None)) for name in MODEL_ARGUMENTS]
-    parts.append("none" if folder is None else digest_of_files(folder))
+    parts.append(digest_of_files(folder))
+    # SGLang's keys name an adapter by its path, whatever is there.
+    parts += [digest_of_files(model_folder(path, None)) for path in adapter_paths(arguments)]
     return "|".join(parts)
+
+
+def adapter_paths(arguments: Any) -> list[str]:
+    """Where the adapters lie that the server is started with."""
+    adapters = getattr(arguments, "lora_paths", None) or []
+    if isinstance(adapters, dict):
+        adapters = adapters.values()
+    paths = [adapter.get("lora_path") if isinstance(adapter, dict) else adapter for adapter in adapters]
+    return sorted(str(getattr(path, "lora_path", path)).rpartition("=")[2] for path in paths)
 
 
 def model_folder(model: str, revision: str | None) -> Path | None:
@@ -142,11 +182,14 @@ def model_folder(model: str, revision: str | None) -> Path | None:
     return Path(file).parent if isinstance(file, str) else None
 
 
-def digest_of_files(folder: Path) -> str:
-    """A digest of the configuration, and of lengths and edges of weight files."""
+def digest_of_files(folder: Path | None) -> str:
+    """A digest of the configuration, and of lengths and edges of weight files, of a model or an adapter."""
+    if folder is None:
+        return "not-here"
     digest = hashlib.sha256()
-    config = folder / "config.json"
-    if config.is_file():
+    for config in (folder / "config.json", folder / "adapter_config.json"):
+        if not config.is_file():
+            continue
         entries = json.loads(config.read_text())
         # Where it was loaded from, and with which version, does not change the KV.
         for name in ("_name_or_path", "transformers_version"):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import kvik
 from kvik.sglang.memory import PageMemory
-from kvik.sglang.names import PageNames
+from kvik.sglang.names import PageNames, weight_version
 from kvik.sglang.settings import Settings
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -88,7 +88,8 @@ class Pages:
         return n_found
 
     def chain(self, store: kvik.Store, keys: Sequence[str]) -> kvik.Chain:
-        return store.chain_of_keys([key.encode() for key in keys])
+        version = weight_version()
+        return store.chain_of_keys([f"{version}/{key}".encode() for key in keys])
 
     def native(self, memory: PageMemory | None) -> kvik.EngineMemory:
         native = self.memory if memory is None else memory.native(self.chunk_tokens)
