@@ -1,9 +1,11 @@
 """kvik inside SGLang's HiCache: its real host pools, controller and threads, with every byte of a page compared.
 
 KVIK_ENGINES names a virtual environment made by `engines/install`, KVIK_PACKAGE the folder of the package `kvik`. Two processes
-share a daemon, so what one loads the other has stored. Only the copies between a GPU and the host pool are missing.
+share a daemon, so what one loads the other has stored. The last tests have SGLang's radix tree too. Only its copies between a GPU
+and the host pool are replaced.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -26,8 +28,8 @@ NAMES = itertools.count()
 class Process:
     """SGLang in a process of its own, with any number of engines."""
 
-    def __init__(self) -> None:
-        command = [f"{ENGINES}/bin/python", "-W", "ignore", str(DRIVERS / "sglang_pages.py")]
+    def __init__(self, driver: str = "sglang_pages.py") -> None:
+        command = [f"{ENGINES}/bin/python", "-W", "ignore", str(DRIVERS / driver)]
         path = f"{ENGINES}/bin{os.pathsep}{os.environ['PATH']}"
         environment = {**os.environ, "PATH": path, "PYTHONPATH": os.path.abspath(PACKAGE)}
         self.process = subprocess.Popen(
@@ -80,7 +82,13 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[Process]]:
-    both = [Process(), Process()]
+    with running("sglang_pages.py") as both:
+        yield both
+
+
+@contextlib.contextmanager
+def running(driver: str) -> Iterator[list[Process]]:
+    both = [Process(driver), Process(driver)]
     try:
         for process in both:
             assert process.read() == {"is_ready": True}
@@ -366,3 +374,59 @@ def test_what_is_cleared_is_gone_for_all_and_can_be_stored_again(processes, daem
     assert (second.fetch(tokens), other.fetch(tokens)) == (0, len(tokens))
     assert first.store(tokens) == len(tokens)
     assert second.fetch(tokens) == len(tokens)
+
+
+def test_two_radix_trees_load_what_the_other_has_computed_through_a_daemon_that_dies(daemon) -> None:
+    with running("sglang_hicache.py") as both:
+        for process in both:
+            assert process.ask("open", socket=str(daemon.socket)) == {"is_v1": True}
+        first, second = prompt(40, 20 * PAGE_TOKENS), prompt(41, 30 * PAGE_TOKENS)
+        assert served(both[0], first) == (0, 0)
+        assert served(both[0], first) == (len(first), 0)
+        assert served(both[1], first) == (0, len(first))
+        # Salts and adapters have KV of their own, also where they have the same tokens.
+        for names in ({"salt": "a"}, {"adapter": "a"}, {"salt": "a", "adapter": "b"}, {"adapter": "ab"}):
+            assert served(both[0], first, **names) == (0, 0)
+            assert served(both[1], first, **names) == (0, len(first))
+        # What a prompt shares is local, and what goes on behind it is loaded.
+        longer = first[: 10 * PAGE_TOKENS] + second
+        assert served(both[0], longer) == (10 * PAGE_TOKENS, 0)
+        assert served(both[1], longer) == (10 * PAGE_TOKENS, len(second))
+        daemon.kill()
+        for process in both:
+            process.ask("forget")
+            assert served(process, first) == (0, 0)
+        daemon.start()
+
+        def is_used_again() -> bool:
+            for process in both:
+                process.ask("forget")
+            served(both[0], longer)
+            return served(both[1], longer)[1] == len(longer)
+
+        eventually(is_used_again, lambda: "the daemon is not used again")
+
+
+def test_random_requests_in_two_radix_trees_get_only_right_kv(daemon) -> None:
+    """The trees have room for a few of the prompts: most leave their memory, and come back from the store."""
+    draw = random.Random(42)
+    documents = [prompt(50 + seed, 12 * PAGE_TOKENS) for seed in range(8)]
+    n_loaded = 0
+    with running("sglang_hicache.py") as both:
+        for process in both:
+            process.ask("open", socket=str(daemon.socket))
+        for _ in range(120):
+            parts = draw.choices(documents, k=draw.randint(1, 4))
+            tokens = [token for part in parts for token in part[: draw.choice((5, 12)) * PAGE_TOKENS]]
+            process = draw.choice(both)
+            n_loaded += served(process, tokens, salt=draw.choice((None, None, "a")), adapter=draw.choice((None, "b")))[1]
+            if draw.random() < 0.1:
+                process.ask("forget")
+    assert n_loaded > 100 * PAGE_TOKENS
+
+
+def served(process: Process, tokens: list[int], **names: object) -> tuple[int, int]:
+    """Tokens of a request that the engine had, and that it has loaded; all of them must be right."""
+    answer = process.ask("serve", tokens=tokens, **names)
+    assert answer["is_right"], answer
+    return answer["n_local"], answer["n_loaded"]

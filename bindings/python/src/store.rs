@@ -5,7 +5,7 @@ use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvik_memory::SocketAddress;
 use kvik_node::{
@@ -163,19 +163,22 @@ impl Store {
     /// Whether a daemon serves this store now.
     #[getter]
     fn is_attached(&self) -> bool {
-        self.lookups.space().is_some()
+        self.sessions().into_iter().all(|session| session.space().is_some())
     }
 
     /// Why no daemon serves this store, or how the last call failed; `None` while one does.
     #[getter]
     fn last_error(&self) -> Option<String> {
-        [&self.lookups, &self.loads, &self.saves].into_iter().find_map(|session| session.last_error())
+        self.sessions().into_iter().find_map(|session| session.last_error())
     }
 
     /// Waits for a daemon; says whether there is one within `timeout_s` seconds.
     fn wait_attached(&self, py: Python<'_>, timeout_s: f64) -> bool {
         let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(Duration::MAX);
-        py.detach(|| self.lookups.wait_for_space(timeout).is_some())
+        let begin = Instant::now();
+        let is_attached =
+            |session: &NodeSession| session.wait_for_space(timeout.saturating_sub(begin.elapsed())).is_some();
+        py.detach(|| self.sessions().into_iter().all(|session| is_attached(session)))
     }
 
     /// Tokens of a chunk; `None` while there is no daemon.
@@ -378,6 +381,10 @@ impl Store {
             n_copy_threads,
             own,
         })
+    }
+
+    fn sessions(&self) -> [&Arc<NodeSession>; 3] {
+        [&self.lookups, &self.loads, &self.saves]
     }
 
     fn space(&self) -> PyResult<Space> {

@@ -129,13 +129,16 @@ class Pages:
     def session(self) -> kvik.Store | None:
         """The session while there is a daemon that has pages as chunks."""
         store, chunk_tokens = self.store, self.chunk_tokens
-        if store is not None and store.chunk_tokens == chunk_tokens:
+        if store is not None and store.is_attached and store.chunk_tokens == chunk_tokens:
             return store
         with self.lock:
             if self.is_closed or time.monotonic() < self.next_look_s:
                 return None
-            self.next_look_s = time.monotonic() + LOOK_INTERVAL_S
-            return self.attached()
+            try:
+                return self.attached()
+            finally:
+                # From now on, because a daemon that hangs takes long to look at.
+                self.next_look_s = time.monotonic() + LOOK_INTERVAL_S
 
     def attached(self) -> kvik.Store | None:
         """Attaches, or attaches anew where the daemon counts tokens otherwise. The caller has the lock."""

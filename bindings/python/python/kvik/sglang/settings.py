@@ -20,6 +20,7 @@ SGLANG_ENTRIES = frozenset(
         "prefetch_timeout_per_ki_token",
         "hicache_storage_pass_prefix_keys",
         "tp_lcm_size",
+        "file_storage_path",
     }
 )
 

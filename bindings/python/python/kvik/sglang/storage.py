@@ -5,7 +5,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import sglang
 import torch
+from sglang.srt.mem_cache import utils as sglang_utils
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -50,6 +52,8 @@ class KvikStorage(HiCacheStorage):
         # The same with bytes in the order of SGLang's flat tensors, by their length.
         self.flat_pages: dict[int, Pages] = {}
         self.mem_pool_host: HostKVCache | None = None
+        self.registered_pools: dict[str, HostKVCache] = {}
+        refuse_old_keys()
         if storage_config.should_split_heads or storage_config.dcp_size > 1:
             raise kvik.InvalidValueError("pages are split between engines; allowed: no `tp_lcm_size`, no DCP")
 
@@ -260,6 +264,14 @@ class KvikStorage(HiCacheStorage):
     def close(self) -> None:
         for pages in self.sessions():
             pages.close()
+
+
+def refuse_old_keys() -> None:
+    """Ends the start in versions whose keys are the same for requests with different adapters and salts."""
+    if not hasattr(sglang_utils, "storage_namespace_seed"):
+        raise kvik.InvalidValueError(
+            f"the keys of SGLang {sglang.__version__} leave adapters and salts out; allowed: 0.5.23 or newer"
+        )
 
 
 def refuse_unknown(pool: Any, pool_name: str) -> None:
