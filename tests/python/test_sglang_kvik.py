@@ -86,6 +86,12 @@ def processes() -> Iterator[list[Process]]:
         yield both
 
 
+@pytest.fixture(scope="module")
+def trees() -> Iterator[list[Process]]:
+    with running("sglang_hicache.py") as both:
+        yield both
+
+
 @contextlib.contextmanager
 def running(driver: str) -> Iterator[list[Process]]:
     both = [Process(driver), Process(driver)]
@@ -376,52 +382,51 @@ def test_what_is_cleared_is_gone_for_all_and_can_be_stored_again(processes, daem
     assert second.fetch(tokens) == len(tokens)
 
 
-def test_two_radix_trees_load_what_the_other_has_computed_through_a_daemon_that_dies(daemon) -> None:
-    with running("sglang_hicache.py") as both:
-        for process in both:
-            assert process.ask("open", socket=str(daemon.socket)) == {"is_v1": True}
-        first, second = prompt(40, 20 * PAGE_TOKENS), prompt(41, 30 * PAGE_TOKENS)
-        assert served(both[0], first) == (0, 0)
-        assert served(both[0], first) == (len(first), 0)
-        assert served(both[1], first) == (0, len(first))
-        # Salts and adapters have KV of their own, also where they have the same tokens.
-        for names in ({"salt": "a"}, {"adapter": "a"}, {"salt": "a", "adapter": "b"}, {"adapter": "ab"}):
-            assert served(both[0], first, **names) == (0, 0)
-            assert served(both[1], first, **names) == (0, len(first))
-        # What a prompt shares is local, and what goes on behind it is loaded.
-        longer = first[: 10 * PAGE_TOKENS] + second
-        assert served(both[0], longer) == (10 * PAGE_TOKENS, 0)
-        assert served(both[1], longer) == (10 * PAGE_TOKENS, len(second))
-        daemon.kill()
-        for process in both:
+def test_two_radix_trees_load_what_the_other_has_computed_through_a_daemon_that_dies(trees, daemon) -> None:
+    for process in trees:
+        assert process.ask("open", socket=str(daemon.socket)) == {"is_v1": True}
+    first, second = prompt(40, 20 * PAGE_TOKENS), prompt(41, 30 * PAGE_TOKENS)
+    assert served(trees[0], first) == (0, 0)
+    assert served(trees[0], first) == (len(first), 0)
+    assert served(trees[1], first) == (0, len(first))
+    # Salts and adapters have KV of their own, also where they have the same tokens.
+    for names in ({"salt": "a"}, {"adapter": "a"}, {"salt": "a", "adapter": "b"}, {"adapter": "ab"}):
+        assert served(trees[0], first, **names) == (0, 0)
+        assert served(trees[1], first, **names) == (0, len(first))
+    # What a prompt shares is local, and what goes on behind it is loaded.
+    longer = first[: 10 * PAGE_TOKENS] + second
+    assert served(trees[0], longer) == (10 * PAGE_TOKENS, 0)
+    assert served(trees[1], longer) == (10 * PAGE_TOKENS, len(second))
+    daemon.kill()
+    for process in trees:
+        process.ask("forget")
+        assert served(process, first) == (0, 0)
+    daemon.start()
+
+    def is_used_again() -> bool:
+        for process in trees:
             process.ask("forget")
-            assert served(process, first) == (0, 0)
-        daemon.start()
+        served(trees[0], longer)
+        return served(trees[1], longer)[1] == len(longer)
 
-        def is_used_again() -> bool:
-            for process in both:
-                process.ask("forget")
-            served(both[0], longer)
-            return served(both[1], longer)[1] == len(longer)
-
-        eventually(is_used_again, lambda: "the daemon is not used again")
+    eventually(is_used_again, lambda: "the daemon is not used again")
 
 
-def test_random_requests_in_two_radix_trees_get_only_right_kv(daemon) -> None:
+def test_random_requests_in_two_radix_trees_get_only_right_kv(trees, daemon) -> None:
     """The trees have room for a few of the prompts: most leave their memory, and come back from the store."""
     draw = random.Random(42)
     documents = [prompt(50 + seed, 12 * PAGE_TOKENS) for seed in range(8)]
     n_loaded = 0
-    with running("sglang_hicache.py") as both:
-        for process in both:
-            process.ask("open", socket=str(daemon.socket))
-        for _ in range(120):
-            parts = draw.choices(documents, k=draw.randint(1, 4))
-            tokens = [token for part in parts for token in part[: draw.choice((5, 12)) * PAGE_TOKENS]]
-            process = draw.choice(both)
-            n_loaded += served(process, tokens, salt=draw.choice((None, None, "a")), adapter=draw.choice((None, "b")))[1]
-            if draw.random() < 0.1:
-                process.ask("forget")
+    for process in trees:
+        process.ask("open", socket=str(daemon.socket))
+    for _ in range(120):
+        parts = draw.choices(documents, k=draw.randint(1, 4))
+        tokens = [token for part in parts for token in part[: draw.choice((5, 12)) * PAGE_TOKENS]]
+        process = draw.choice(trees)
+        names = {"salt": draw.choice((None, None, "a")), "adapter": draw.choice((None, "b"))}
+        n_loaded += served(process, tokens, **names)[1]
+        if draw.random() < 0.1:
+            process.ask("forget")
     assert n_loaded > 100 * PAGE_TOKENS
 
 

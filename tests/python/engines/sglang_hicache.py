@@ -76,6 +76,9 @@ class Tree:
         self.names = itertools.count()
 
     def open(self, socket: str) -> dict:
+        """An engine with an empty cache, in place of the one before."""
+        if self.tree is not None:
+            self.tree.cache_controller.detach_storage_backend()
         extra = {"backend_name": "kvik", "module_path": "kvik.sglang", "class_name": "KvikStorage", "socket": socket}
         arguments = {
             "enable_hierarchical_cache": True,
