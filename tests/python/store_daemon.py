@@ -40,3 +40,17 @@ class Daemon:
         """Ends it well: what waits for the disk is written."""
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(60) == 0
+
+
+def spoil(disk: pathlib.Path) -> None:
+    """Changes one byte in every 64 KiB of the disk tier's data."""
+    data = [path for path in disk.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
+    assert data
+    for path in data:
+        with path.open("r+b") as file:
+            for place in range(1 << 16, path.stat().st_size, 1 << 16):
+                file.seek(place)
+                byte = file.read(1)
+                if byte != b"\0":
+                    file.seek(place)
+                    file.write(bytes([byte[0] ^ 1]))

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import pytest
 from engine_processes import DRIVERS, ENGINES, MODEL_FOLDER
-from store_daemon import Daemon, whole_chunks
+from store_daemon import Daemon, spoil, whole_chunks
 from vllm_server import PACKAGE
 
 pytestmark = pytest.mark.skipif(not ENGINES, reason="KVIK_ENGINES is not set")
@@ -153,20 +153,6 @@ def test_a_restart_keeps_the_disk_warm_and_a_spoiled_disk_is_never_served(plain:
         answer = engine.generate(tokens)
         assert answer["tokens"] == right
         assert answer["cached"][0] < whole_chunks(700)
-
-
-def spoil(disk: pathlib.Path) -> None:
-    """Changes one byte in every 64 KiB of the disk tier's data."""
-    data = [path for path in disk.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
-    assert data
-    for path in data:
-        with path.open("r+b") as file:
-            for place in range(1 << 16, path.stat().st_size, 1 << 16):
-                file.seek(place)
-                byte = file.read(1)
-                if byte != b"\0":
-                    file.seek(place)
-                    file.write(bytes([byte[0] ^ 1]))
 
 
 def test_engines_whose_kv_differs_share_nothing(daemon: Daemon, tmp_path: pathlib.Path) -> None:

@@ -4,9 +4,10 @@ use kvik_store::{ExtraKey, Space};
 use kvik_tier::TokenDigest;
 use kvik_types::{BlockHash, CacheSalt};
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 
-use crate::error::invalid_type;
+use crate::error::{invalid, invalid_type};
 
 /// Bytes of a digest.
 const DIGEST_BYTES: usize = 32;
@@ -36,6 +37,12 @@ pub(crate) fn chain_of(
     let salt = salt.map(CacheSalt::try_new).transpose().map_err(|error| invalid_type(&error))?;
     let extras = extras.into_iter().map(|(first_token, key)| ExtraKey { first_token, key }).collect();
     Ok(Chain { inner: space.chain_with_extras(tokens, salt.as_ref(), extras) })
+}
+
+/// Makes the chain of the chunks that an engine has keys for.
+pub(crate) fn chain_of_keys(space: &Space, keys: &[PyBackedBytes]) -> PyResult<Chain> {
+    let chain = space.chain_of_keys(keys.iter().map(|key| &**key));
+    Ok(Chain { inner: chain.ok_or_else(|| invalid("keys", &"some twice", "each key once"))? })
 }
 
 /// The chain that [`Chain::pack`] gave; `None` where it was made in another space, or is none.

@@ -1,10 +1,11 @@
 //! The store of a node, as an engine uses it.
 
+use std::collections::HashMap;
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvik_memory::SocketAddress;
 use kvik_node::{
@@ -15,8 +16,9 @@ use kvik_store::{ChunkFormat, Space};
 use kvik_types::{BlockSize, Dtype, Namespace};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 
-use crate::chain::{Chain, chain_of, unpack};
+use crate::chain::{Chain, chain_of, chain_of_keys, unpack};
 use crate::client::Client;
 use crate::copies::Transfer;
 use crate::error::{KvikError, StoreGoneError, exception_of, invalid, invalid_type};
@@ -33,7 +35,8 @@ const SOCKET_NAME: &str = "store.sock";
 #[derive(Debug)]
 pub(crate) struct Store {
     format: ChunkFormat,
-    attach: AttachOptions,
+    /// How it attaches.
+    options: AttachOptions,
     /// Sessions of their own for lookups, loads and saves: none waits for the other.
     lookups: Arc<NodeSession>,
     loads: Arc<NodeSession>,
@@ -163,19 +166,22 @@ impl Store {
     /// Whether a daemon serves this store now.
     #[getter]
     fn is_attached(&self) -> bool {
-        self.lookups.space().is_some()
+        self.sessions().into_iter().all(|session| session.space().is_some())
     }
 
     /// Why no daemon serves this store, or how the last call failed; `None` while one does.
     #[getter]
     fn last_error(&self) -> Option<String> {
-        [&self.lookups, &self.loads, &self.saves].into_iter().find_map(|session| session.last_error())
+        self.sessions().into_iter().find_map(|session| session.last_error())
     }
 
     /// Waits for a daemon; says whether there is one within `timeout_s` seconds.
     fn wait_attached(&self, py: Python<'_>, timeout_s: f64) -> bool {
         let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(Duration::MAX);
-        py.detach(|| self.lookups.wait_for_space(timeout).is_some())
+        let begin = Instant::now();
+        let is_attached =
+            |session: &NodeSession| session.wait_for_space(timeout.saturating_sub(begin.elapsed())).is_some();
+        py.detach(|| self.sessions().into_iter().all(|session| is_attached(session)))
     }
 
     /// Tokens of a chunk; `None` while there is no daemon.
@@ -186,7 +192,7 @@ impl Store {
 
     /// A managing connection for the chunks of this store: pins, prefetches, clears.
     fn client(&self) -> Client {
-        Client::new(self.attach.clone())
+        Client::new(self.options.clone())
     }
 
     /// The chain of a sequence. `extras` has the first token and the bytes of whatever else the KV depends on, such as
@@ -201,6 +207,13 @@ impl Store {
     ) -> PyResult<Chain> {
         let space = self.space()?;
         py.detach(|| chain_of(&space, &tokens, salt, extras))
+    }
+
+    /// The chunks that an engine has names of its own for, one key a chunk, such as hashes of all tokens before. A chunk is
+    /// found by its key alone, whatever other keys it is asked for with.
+    fn chain_of_keys(&self, py: Python<'_>, keys: Vec<PyBackedBytes>) -> PyResult<Chain> {
+        let space = self.space()?;
+        py.detach(|| chain_of_keys(&space, &keys))
     }
 
     /// The chain that `Chain.pack` gave; `None` where it was made for another store, or there is no daemon.
@@ -355,6 +368,13 @@ impl Store {
         }))
     }
 
+    /// Forgets everything in the namespace of this engine, of all its ranks; how many chunks left each tier, by its name.
+    fn clear(&self, py: Python<'_>) -> PyResult<HashMap<String, usize>> {
+        let cleared = py.detach(|| NodeManager::new(self.options.clone()).clear(None, None));
+        let cleared = cleared.map_err(|error| exception_of(&error))?;
+        Ok(cleared.into_iter().map(|(tier, n_chunks)| (tier.to_string(), n_chunks)).collect())
+    }
+
     /// Waits for jobs that run, cancels those that wait, and detaches.
     fn close(&self, py: Python<'_>) {
         py.detach(|| {
@@ -401,11 +421,15 @@ impl Store {
             loads: session()?,
             saves: session()?,
             manager: Arc::new(NodeManager::new(attach.clone()).with_timeout(attach.timeout)),
-            attach,
+            options: attach,
             workers: Mutex::new(Some(workers)),
             n_copy_threads,
             own,
         })
+    }
+
+    fn sessions(&self) -> [&Arc<NodeSession>; 3] {
+        [&self.lookups, &self.loads, &self.saves]
     }
 
     fn space(&self) -> PyResult<Space> {

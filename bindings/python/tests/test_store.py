@@ -201,3 +201,58 @@ def test_the_import_takes_less_than_100_ms_and_brings_no_engine():
     runs = [subprocess.check_output([sys.executable, "-c", program], text=True).split() for _ in range(3)]
     assert all(has_engine == "False" for _, has_engine in runs)
     assert min(float(took) for took, _ in runs) < 0.1
+
+
+def pages_store(**change: object) -> kvik.Store:
+    """A store whose chunks are pages: one block each."""
+    page_bytes = N_LAYERS * PAGE_BYTES
+    engine = {"n_layers": 1, "token_layer_bytes": page_bytes // BLOCK_TOKENS, "block_tokens": BLOCK_TOKENS}
+    return kvik.Store.in_process(**({"ram": "16MiB", "chunk_tokens": BLOCK_TOKENS} | ENGINE | engine | change))
+
+
+def test_a_page_is_found_by_its_key_alone_with_the_bytes_that_were_saved_under_it():
+    source, target = Engine(1), Engine(2)
+    keys = [f"key-{page}".encode() for page in range(12)]
+    with pages_store() as store:
+        blocks = random.Random(3).sample(range(N_BLOCKS), 12)
+        assert saved(store, store.chain_of_keys(keys[:5]), source, blocks[:5]) == 5
+        assert saved(store, store.chain_of_keys(keys[5:12]), source, blocks[5:12]) == 7
+        for first in range(12):
+            chain = store.chain_of_keys([*keys[first:], b"other"])
+            assert store.lookup(chain).n_chunks == 12 - first
+            others = random.Random(first).sample(range(N_BLOCKS), 13 - first)
+            before = target.blocks(others[-1:])
+            assert loaded(store, chain, target, others) == 12 - first
+            assert target.blocks(others[:-1]) == source.blocks(blocks[first:])
+            assert target.blocks(others[-1:]) == before
+        assert store.lookup(store.chain_of_keys([b"other", *keys])).n_chunks == 0
+        assert store.lookup(store.chain(range(2 * BLOCK_TOKENS))).n_chunks == 0
+        with pytest.raises(kvik.InvalidValueError, match="`keys` is some twice; allowed: each key once"):
+            store.chain_of_keys([b"a", b"b", b"a"])
+
+
+def test_what_is_cleared_is_not_found_and_can_be_saved_again():
+    engine = Engine(1)
+    with pages_store() as store, pages_store(layout="other") as other:
+        for one in (store, other):
+            assert saved(one, one.chain_of_keys([b"a", b"b"]), engine, [3, 4]) == 2
+        assert store.clear() == {"ram": 2}
+        assert store.lookup(store.chain_of_keys([b"a"])).n_chunks == 0
+        assert other.lookup(other.chain_of_keys([b"a"])).n_chunks == 1
+        assert saved(store, store.chain_of_keys([b"a", b"b"]), engine, [3, 4]) == 2
+
+
+def test_pages_of_other_layouts_and_models_in_the_same_store_are_misses():
+    engine = Engine(1)
+    with pages_store() as store:
+        assert saved(store, store.chain_of_keys([b"a"]), engine, [3]) == 1
+        same = {
+            **ENGINE,
+            "n_layers": 1,
+            "token_layer_bytes": N_LAYERS * PAGE_BYTES // BLOCK_TOKENS,
+            "block_tokens": BLOCK_TOKENS,
+        }
+        for change in ({}, {"layout": "other"}, {"model": "other"}, {"dtype": "f16"}, {"n_ranks": 2}):
+            with kvik.Store.attach(store.socket, **(same | change)) as other:
+                assert other.wait_attached(10)
+                assert other.lookup(other.chain_of_keys([b"a"])).n_chunks == (0 if change else 1)

@@ -1,5 +1,6 @@
 //! Sequences of tokens as chains of chunks.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -8,7 +9,7 @@ use kvik_types::hash::{HashChain, KvikChain};
 use kvik_types::{BlockHash, BlockSize, CacheSalt, Namespace, TokenId};
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::digest::{DigestChain, DigestKey, keyed_seed, root_digest, salted_digest};
+use crate::digest::{DigestChain, DigestKey, keyed_seed, name_of_engine_key, root_digest, salted_digest};
 use crate::error::Result;
 use crate::extras::{ExtraKey, ExtraKeys};
 use crate::format::ChunkFormat;
@@ -181,6 +182,24 @@ impl Space {
         let digest = salted_digest(digest_key.as_ref(), *root_digest, salt);
         let root = Root { name: seed.salted(salt), digest };
         self.chain_after(root, &[], Vec::new(), tokens, ExtraKeys::new(extras))
+    }
+
+    /// The full chunks that an engine has keys for, one key a chunk, such as hashes that commit to all tokens before.
+    ///
+    /// A chunk is found by its key alone, whatever other chunks it is asked for with: what a chain begins with does not
+    /// matter. Chunks of different keys never have the same name and digest, nor have chunks of tokens. `None` where a
+    /// key is there twice, because a chunk is no parent of itself.
+    pub fn chain_of_keys<'a>(&self, keys: impl IntoIterator<Item = &'a [u8]>) -> Option<Chain> {
+        let SpaceShared { seed, root_digest, digest_key, .. } = &*self.shared;
+        let (names, digests): (Vec<BlockHash>, Vec<TokenDigest>) =
+            keys.into_iter().map(|key| name_of_engine_key(digest_key.as_ref(), *root_digest, key)).unzip();
+        let distinct: HashSet<BlockHash> = names.iter().copied().collect();
+        if distinct.len() < names.len() {
+            return None;
+        }
+        let root = Root { name: *seed, digest: *root_digest };
+        let n_tokens = names.len() * self.chunk_tokens();
+        Some(self.chain_with(root, Default::default(), n_tokens, names, digests))
     }
 
     /// The chain of `tokens` that begins at `root`, of whose first full chunks these names and digests are known.

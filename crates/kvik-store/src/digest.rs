@@ -15,6 +15,9 @@ const NAMESPACE_TAG: &[u8] = b"kvik-token-digest-2";
 /// What is hashed before a salt.
 const SALT_TAG: &[u8] = b"kvik-token-digest-salt-1";
 
+/// What is hashed before a key that an engine gives a chunk.
+const ENGINE_KEY_TAG: &[u8] = b"kvik-token-digest-engine-key-1";
+
 /// What a secret becomes a key for, as BLAKE3 asks for it: unique and constant.
 const KEY_CONTEXT: &str = "kvik 2026-11-16 token digests of the store";
 
@@ -88,6 +91,24 @@ pub(crate) fn salted_digest(
     hasher.update(&root.0);
     hasher.update(salt.as_str().as_bytes());
     TokenDigest(*hasher.finalize().as_bytes())
+}
+
+/// The name and the digest of a chunk that an engine has a key for, whatever comes before it. Neither says anything about
+/// the other.
+pub(crate) fn name_of_engine_key(
+    key: Option<&DigestKey>,
+    root: TokenDigest,
+    engine_key: &[u8],
+) -> (BlockHash, TokenDigest) {
+    let mut hasher = hasher(key);
+    hasher.update(ENGINE_KEY_TAG);
+    hasher.update(&root.0);
+    hasher.update(engine_key);
+    let mut output = hasher.finalize_xof();
+    let (mut name, mut digest) = (BlockHash([0; 16]), TokenDigest([0; 32]));
+    output.fill(&mut digest.0);
+    output.fill(&mut name.0);
+    (name, digest)
 }
 
 impl<'a> DigestChain<'a> {

@@ -7,7 +7,7 @@
         chain = store.chain(tokens)
         found = store.lookup(chain)
 
-`kvik.vllm` is the connector for vLLM. Importing `kvik` takes a few milliseconds and imports no engine and no torch.
+`kvik.vllm` is the connector for vLLM, `kvik.sglang` the storage backend for SGLang. Importing `kvik` takes a few milliseconds and imports no engine and no torch.
 """
 
 from kvik._kvik import (

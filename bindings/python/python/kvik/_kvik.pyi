@@ -175,6 +175,8 @@ class Store:
         self, tokens: Sequence[int], *, salt: str | None = None, extras: Sequence[tuple[int, bytes]] = ()
     ) -> Chain:
         """The chain of a sequence; `extras` is what its KV depends on beside tokens, each with its first token."""
+    def chain_of_keys(self, keys: Sequence[bytes]) -> Chain:
+        """The chunks that an engine has keys for, one key a chunk; each is found by its key alone."""
     def unpack(self, packed: bytes) -> Chain | None:
         """The chain that `Chain.pack` gave; `None` where it was made for another store, or there is no daemon."""
     def lookup(self, chain: Chain) -> Found:
@@ -214,6 +216,8 @@ class Store:
         """Registers the store's memory with the GPU of `memory`."""
     def note_request(self, chain: Chain, n_generated_tokens: int | None = None) -> Job:
         """Tells the eviction policies of a request with this chain, once for each."""
+    def clear(self) -> dict[str, int]:
+        """Forgets everything in the namespace of this engine; how many chunks left each tier."""
     def close(self) -> None:
         """Waits for jobs that run, cancels those that wait, and detaches."""
     def __enter__(self) -> Store: ...

@@ -8,6 +8,7 @@ mod disks;
 mod failures;
 mod flights;
 mod hits;
+mod keys;
 mod layers;
 mod model;
 mod moves;

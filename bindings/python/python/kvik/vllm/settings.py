@@ -11,16 +11,13 @@ import torch
 import vllm
 
 import kvik
+from kvik.weights import weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 DEFAULT_SOCKET = "/run/kvik/store.sock"
-
-# Of weights, as many samples are read as take a second or two from a slow disk: 64 MiB, and all of a model up to that.
-SAMPLE_BYTES = 16 << 10
-N_SAMPLES = 4096
 
 # The element types that the store knows by name; any other is bytes, and its name is part of the layout.
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -144,29 +141,9 @@ def model_name(config: "VllmConfig") -> str:
     revision = getattr(model.hf_config, "_commit_hash", None) or model.revision
     if folder.is_dir():
         name = folder.resolve().name
-        weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".gguf"))
-        for path in weights:
-            digest.update(f"{path.name}:{path.stat().st_size}:".encode())
-            digest.update(weight_samples(path, N_SAMPLES // len(weights)))
+        digest.update(weights_digest(folder))
     parts = [name, str(revision), str(model.quantization), str(model.dtype), digest.hexdigest()[:32]]
     return "|".join(parts)
-
-
-def weight_samples(path: Path, n_samples: int) -> bytes:
-    """A digest of a file's first and last bytes and of samples between them.
-
-    Models of one shape have files of one length and one header, and training may leave embeddings, which often come first
-    and last, as they were. Whole files are read only if they are small: weights take minutes to read.
-    """
-    n_bytes = path.stat().st_size
-    step = max(SAMPLE_BYTES, n_bytes // max(n_samples, 16))
-    places = [*range(0, n_bytes, step), max(0, n_bytes - SAMPLE_BYTES)]
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for place in places:
-            file.seek(place)
-            digest.update(file.read(SAMPLE_BYTES))
-    return digest.digest()
 
 
 def layout_name(config: "VllmConfig", geometry: Geometry) -> str:
