@@ -47,8 +47,9 @@ fn stats() -> impl Strategy<Value = CacheStats> {
                 operations: Vec::new(),
             }
         });
-    (any::<usize>(), counts, prop::collection::vec(tier, 0..4))
-        .prop_map(|(chunk_tokens, counts, tiers)| CacheStats { chunk_tokens, counts, tiers })
+    (any::<usize>(), counts, prop::collection::vec(tier, 0..4)).prop_map(|(chunk_tokens, counts, tiers)| {
+        CacheStats { chunk_tokens, counts, tiers, store_id: "id".to_owned() }
+    })
 }
 
 fn answers() -> impl Strategy<Value = ManageAnswer> {
@@ -139,7 +140,7 @@ fn a_tier_has_a_name_of_a_bounded_length_and_few_characters() {
 #[test]
 fn statistics_without_room_in_a_frame_are_a_refusal() {
     let counts = (0..4000).map(|number| (format!("count number {number}"), u64::MAX)).collect();
-    let stats = CacheStats { chunk_tokens: 1, counts, tiers: Vec::new() };
+    let stats = CacheStats { chunk_tokens: 1, counts, tiers: Vec::new(), store_id: String::new() };
     let answer = ManageAnswer::decode(&ManageAnswer::Stats(Box::new(stats)).encode()).unwrap();
     assert!(matches!(answer, ManageAnswer::Refused { .. }), "{answer:?}");
 }

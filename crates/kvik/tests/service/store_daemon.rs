@@ -200,6 +200,27 @@ fn kvctl_governs_the_chunks_of_a_daemon_through_any_of_its_workers() {
 }
 
 #[test]
+fn a_move_between_workers_of_one_daemon_or_to_itself_loses_nothing_and_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(folder.path(), &[]);
+    let (first, second) = (start_worker(folder.path(), &[]), start_worker(folder.path(), &[]));
+    complete(&first, &prompt(9), None);
+    daemon.wait_for_chunks(2);
+    for target in [&second, &first] {
+        let to = format!("http://{}", target.client.address);
+        let moved = govern(&first, "move", 9, &["--to-worker", &to]).unwrap();
+        assert_eq!(moved, json!({"same_store": true}));
+        assert_eq!(tiers_of(&second, 9), json!({"ram": 512}));
+    }
+    // A worker with a store of its own takes them.
+    let own = cluster::start("worker", "127.0.0.1:0", &["--threads", "1", "--ram", "64MiB"], &[]);
+    let to = format!("http://{}", own.client.address);
+    let moved = govern(&first, "move", 9, &["--to-worker", &to]).unwrap();
+    assert_eq!(moved, json!({"stored_chunks": 2, "present_chunks": 0}));
+    assert_eq!((tiers_of(&second, 9), tiers_of(&own, 9)), (json!({}), json!({"ram": 512})));
+}
+
+#[test]
 fn what_one_worker_pins_stays_while_another_one_fills_the_memory() {
     let folder = tempfile::tempdir().unwrap();
     // Room for seven chunks of 2 MiB.
