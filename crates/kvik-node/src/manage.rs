@@ -18,6 +18,9 @@ pub(crate) const MAX_FRAME_CHUNKS: usize = 512;
 /// The longest statistics in one frame: it has room in the socket's.
 pub(crate) const MAX_STATS_BYTES: usize = 32 << 10;
 
+/// Pins of a tenant: each takes memory of the daemon until it is taken away.
+pub(crate) const MAX_PINS: usize = 1 << 16;
+
 /// Name and digest.
 const CHUNK_BYTES: usize = 16 + 32;
 

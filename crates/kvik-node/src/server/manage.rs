@@ -17,16 +17,13 @@ use super::Counters;
 use super::control::SessionControl;
 use super::records::Auditor;
 use crate::error::{NodeError, Result};
-use crate::manage::{ManageAnswer, ManageRequest};
+use crate::manage::{MAX_PINS, ManageAnswer, ManageRequest};
 use crate::operation::MAX_CHAIN_CHUNKS;
 use crate::prefetch::HeldPrefetch;
 use crate::report::cache_stats;
 
 /// Prefetches of a connection that are remembered; the oldest are forgotten, and with that cancelled.
 const MAX_PREFETCHES: usize = 1024;
-
-/// Pins of a tenant: each takes memory of the daemon until it is taken away.
-const MAX_PINS: usize = 1 << 16;
 
 /// The longest text that says why a tier is not up; what a server said may be in it.
 const MAX_REASON_BYTES: usize = 512;
