@@ -28,6 +28,8 @@ fn requests() -> impl Strategy<Value = ManageRequest> {
         (any::<Option<u64>>(), some_tiers)
             .prop_map(|(n_tokens, tiers)| ManageRequest::Clear { n_tokens, tiers }),
         Just(ManageRequest::Stats),
+        (any::<u64>(), tiers()).prop_map(|(n_tokens, tier)| ManageRequest::Read { n_tokens, tier }),
+        (any::<u64>(), tiers()).prop_map(|(n_tokens, tier)| ManageRequest::Write { n_tokens, tier }),
     ]
 }
 
@@ -69,6 +71,7 @@ fn answers() -> impl Strategy<Value = ManageAnswer> {
         stats().prop_map(|stats| ManageAnswer::Stats(Box::new(stats))),
         "[a-z ]{0,40}".prop_map(|reason| ManageAnswer::Refused { reason }),
         Just(ManageAnswer::Moving),
+        any::<(u64, u64)>().prop_map(|(n_stored, n_present)| ManageAnswer::Written { n_stored, n_present }),
     ]
 }
 
