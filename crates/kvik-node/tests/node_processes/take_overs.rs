@@ -43,6 +43,8 @@ pub(crate) fn serve(folder: &Path, how: &str) {
         ram: RAM_BYTES.to_string(),
         nvme: Some(format!("{}:256MiB", folder.join("disk").display())),
         chunk_tokens: CHUNK_TOKENS,
+        // What leaves first is certain.
+        policy: "lru".to_owned(),
         ..StoreConfig::default()
     };
     let config = DaemonConfig { socket: socket(folder), tiers, ..DaemonConfig::default() };

@@ -68,7 +68,7 @@ impl LaneThreads {
         // Relaxed: the number bounds what is begun, and orders nothing.
         let claimed =
             self.n_idle.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n_idle| n_idle.checked_sub(1));
-        claimed.is_ok().then_some(Claim(&self.n_idle))
+        claimed.is_ok().then(|| Claim(&self.n_idle))
     }
 }
 
