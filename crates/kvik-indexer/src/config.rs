@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::backend::redis::RedisOptions;
 use crate::error::{IndexerError, Result};
+use crate::grpc::GrpcLimits;
 use crate::hub::HubConfig;
 use crate::score::ScorerKind;
 use crate::sources::engine::EngineConfig;
@@ -62,6 +63,8 @@ pub struct IndexConfig {
     /// Address for gRPC (`indexer.v1.IndexerService`); port 0 takes a free one. It has the gateway's `tls`, and
     /// calls need a key of `api_keys`, or else the cluster token, where there are any. Default: none.
     pub grpc_listen: Option<String>,
+    /// Bounds of gRPC.
+    pub grpc: GrpcLimits,
 }
 
 /// A store daemon to listen to.
@@ -199,6 +202,7 @@ impl Default for IndexConfig {
             stores: Vec::new(),
             kubernetes: Vec::new(),
             grpc_listen: None,
+            grpc: GrpcLimits::default(),
         }
     }
 }
@@ -299,6 +303,7 @@ impl IndexConfig {
         if let Some((field, value)) = positive.iter().find(|(_, value)| *value == 0) {
             return Err(IndexerError::invalid(field, value, "1 or more"));
         }
+        self.grpc.validate()?;
         self.tokenizers.hub.check().map_err(|error| error.below("tokenizers.hub"))?;
         for (index, engine) in self.engines.iter().enumerate() {
             engine.check().map_err(|error| error.below(&format!("engines[{index}]")))?;

@@ -4,6 +4,7 @@
 //! a build needs no compiler for them.
 
 mod connections;
+mod limits;
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -24,19 +25,11 @@ use tonic_prost::ProstCodec;
 
 use crate::error::{IndexerError, Result};
 
+pub use limits::GrpcLimits;
+
 /// The path of the only call.
 pub const GET_POD_SCORES_PATH: &str = "/indexer.v1.IndexerService/GetPodScores";
 
-/// The largest message in either direction.
-pub const MAX_MESSAGE_BYTES: usize = 16 << 20;
-
-/// Calls that run at a time; more are refused. Each can hold a message of [`MAX_MESSAGE_BYTES`].
-pub const MAX_CALLS: usize = 64;
-
-/// Calls of one connection at a time.
-const MAX_CONNECTION_CALLS: u32 = 64;
-/// Time for a whole call, its message included.
-const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 /// Most bytes of the headers of a call.
 const MAX_HEADER_BYTES: u32 = 16 << 10;
 /// Time between two signs of life that a silent client is asked for, and time for it to give one.
@@ -99,7 +92,7 @@ pub trait CallGuard: Send + Sync {
     fn admits(&self, headers: &http::HeaderMap) -> bool;
 }
 
-/// Serves the calls of a listener that `guard` admits until `shutdown` drains; what runs then is finished, or
+/// Serves the calls of a listener that `guard` admits, within `limits`, until `shutdown` drains; what runs then is finished, or
 /// dropped when it stops.
 ///
 /// # Errors
@@ -109,15 +102,17 @@ pub async fn serve(
     tls: Option<TlsAcceptor>,
     scores: Arc<dyn PodScores>,
     guard: Arc<dyn CallGuard>,
+    limits: &GrpcLimits,
     shutdown: Shutdown,
 ) -> Result<()> {
     let (accepted, mut connections) = mpsc::channel(1);
-    let accepting = connections::accept(listener, tls, accepted, shutdown.clone());
+    let accepting = connections::accept(listener, tls, limits, accepted, shutdown.clone());
     let incoming = stream::poll_fn(move |context| connections.poll_recv(context));
-    let calls = Arc::new(Semaphore::new(MAX_CALLS));
-    let service = IndexerService { scores, guard, calls, shutdown: shutdown.clone() };
+    let calls = Arc::new(Semaphore::new(limits.max_calls as usize));
+    let service =
+        IndexerService { scores, guard, limits: Arc::new(limits.clone()), calls, shutdown: shutdown.clone() };
     let serving = tonic::transport::Server::builder()
-        .max_concurrent_streams(MAX_CONNECTION_CALLS)
+        .max_concurrent_streams(limits.max_connection_calls as u32)
         .http2_max_header_list_size(MAX_HEADER_BYTES)
         .http2_keepalive_interval(Some(KEEPALIVE[0]))
         .http2_keepalive_timeout(Some(KEEPALIVE[1]))
@@ -136,6 +131,7 @@ pub async fn serve(
 struct IndexerService {
     scores: Arc<dyn PodScores>,
     guard: Arc<dyn CallGuard>,
+    limits: Arc<GrpcLimits>,
     calls: Arc<Semaphore>,
     shutdown: Shutdown,
 }
@@ -161,19 +157,20 @@ impl Service<http::Request<Body>> for IndexerService {
             return refuse(Status::unimplemented(message));
         }
         let Ok(permit) = Arc::clone(&self.calls).try_acquire_owned() else {
-            return refuse(Status::resource_exhausted(format!("{MAX_CALLS} calls run already; try again")));
+            let message = format!("{} calls run already; try again", self.limits.max_calls);
+            return refuse(Status::resource_exhausted(message));
         };
         let method = GetPodScores { scores: Arc::clone(&self.scores) };
-        let shutdown = self.shutdown.clone();
+        let (limits, shutdown) = (Arc::clone(&self.limits), self.shutdown.clone());
         let answer = async move {
             let mut grpc = Grpc::new(ProstCodec::<GetPodScoresResponse, GetPodScoresRequest>::default())
-                .max_decoding_message_size(MAX_MESSAGE_BYTES)
-                .max_encoding_message_size(MAX_MESSAGE_BYTES);
+                .max_decoding_message_size(limits.message_bytes())
+                .max_encoding_message_size(limits.message_bytes());
             // A connection is a task of its own that outlives the server's, so each call must see the end itself.
             tokio::select! {
                 answer = grpc.unary(method, request) => Ok(answer),
                 () = shutdown.stopping() => Ok(Status::unavailable("the service ends").into_http()),
-                () = tokio::time::sleep(CALL_TIMEOUT) => {
+                () = tokio::time::sleep(limits.call_timeout()) => {
                     Ok(Status::deadline_exceeded("the call took too long").into_http())
                 }
             }

@@ -21,7 +21,7 @@ use crate::book::Book;
 use crate::catalog::Catalog;
 use crate::config::{IndexConfig, TokenizeMode};
 use crate::error::{IndexerError, Result};
-use crate::grpc::{self, CallGuard, PodScore, PodScores};
+use crate::grpc::{self, CallGuard, GrpcLimits, PodScore, PodScores};
 use crate::ingest::Learning;
 use crate::keys::KeyKind;
 use crate::score::{Query, ScorerKind, Scoring, WorkerScore, score_of_nothing, score_workers};
@@ -56,6 +56,7 @@ pub struct Indexer {
     scorer: ScorerKind,
     mode: TokenizeMode,
     predictions: Predictions,
+    grpc_limits: GrpcLimits,
 }
 
 /// What became of predictions.
@@ -100,6 +101,7 @@ impl Indexer {
             scorer: config.scorer.parse()?,
             mode: config.tokenizers.mode,
             predictions: Predictions::default(),
+            grpc_limits: config.grpc.clone(),
         });
         tasks::start(&indexer.storage, &indexer.catalog, config, shutdown)?;
         Ok(indexer)
@@ -113,9 +115,11 @@ impl Indexer {
         guard: Arc<dyn CallGuard>,
         shutdown: &Shutdown,
     ) {
-        let (scores, serving) = (Arc::clone(self) as Arc<dyn PodScores>, shutdown.clone());
+        let (indexer, serving) = (Arc::clone(self), shutdown.clone());
         shutdown.spawn(async move {
-            if let Err(error) = grpc::serve(listener, tls, scores, guard, serving).await {
+            let scores = Arc::clone(&indexer) as Arc<dyn PodScores>;
+            if let Err(error) = grpc::serve(listener, tls, scores, guard, &indexer.grpc_limits, serving).await
+            {
                 tracing::error!(%error, "gRPC is no longer served");
             }
         });

@@ -9,8 +9,8 @@ use std::time::Duration;
 use futures_util::future::{BoxFuture, FutureExt as _};
 use hyper_util::rt::TokioIo;
 use kvik_indexer::grpc::{
-    CallGuard, GET_POD_SCORES_PATH, GetPodScoresRequest, GetPodScoresResponse, MAX_CALLS, MAX_MESSAGE_BYTES,
-    PodScore, PodScores, serve,
+    CallGuard, GET_POD_SCORES_PATH, GetPodScoresRequest, GetPodScoresResponse, GrpcLimits, PodScore,
+    PodScores, serve,
 };
 use kvik_indexer::{IndexerError, Result};
 use kvik_runtime::http::{TlsServerConfig, tls_acceptor};
@@ -102,14 +102,20 @@ impl Service {
 }
 
 async fn start() -> Service {
-    start_with(None).await
+    start_with(None, GrpcLimits::default()).await
 }
 
-async fn start_with(tls: Option<TlsAcceptor>) -> Service {
+async fn start_within(limits: GrpcLimits) -> Service {
+    start_with(None, limits).await
+}
+
+async fn start_with(tls: Option<TlsAcceptor>, limits: GrpcLimits) -> Service {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let (index, shutdown) = (Arc::new(FakeIndex::default()), Shutdown::new());
-    let serving = tokio::spawn(serve(listener, tls, index.clone(), Arc::new(Key), shutdown.clone()));
+    let (scores, ending) = (Arc::clone(&index), shutdown.clone());
+    let serving =
+        tokio::spawn(async move { serve(listener, tls, scores, Arc::new(Key), &limits, ending).await });
     Service { address, index, shutdown, serving }
 }
 
@@ -191,7 +197,7 @@ async fn calls_over_tls_are_served_and_plain_ones_are_not() {
     std::fs::write(&key, certified.signing_key.serialize_pem()).unwrap();
     let files =
         TlsServerConfig { certificate: Some(certificate), key: Some(key), ..TlsServerConfig::default() };
-    let service = start_with(tls_acceptor(&files).unwrap()).await;
+    let service = start_with(tls_acceptor(&files).unwrap(), GrpcLimits::default()).await;
 
     let mut roots = RootCertStore::empty();
     roots.add(certified.cert.der().clone()).unwrap();
@@ -229,16 +235,17 @@ async fn calls_over_tls_are_served_and_plain_ones_are_not() {
 
 #[tokio::test]
 async fn calls_beyond_the_bound_are_refused_and_fit_again_when_others_end() {
-    let service = start().await;
+    const N_CALLS: usize = 3;
+    let service = start_within(GrpcLimits { max_calls: N_CALLS as u64, ..GrpcLimits::default() }).await;
     let mut running = Vec::new();
-    for _ in 0..MAX_CALLS {
+    for _ in 0..N_CALLS {
         running.push(service.ask_slow().await);
     }
     let mut client = connect(service.address).await;
     let status = ask(&mut client, GET_POD_SCORES_PATH, request("p", "m", &["a"])).await.unwrap_err();
     assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
     // All of them wait by now, so each is woken once.
-    (0..MAX_CALLS).for_each(|_| service.index.may_answer.notify_one());
+    (0..N_CALLS).for_each(|_| service.index.may_answer.notify_one());
     for call in running {
         call.await.unwrap().unwrap();
     }
@@ -247,7 +254,9 @@ async fn calls_beyond_the_bound_are_refused_and_fit_again_when_others_end() {
 
 #[tokio::test]
 async fn messages_are_bounded_in_both_directions() {
-    let service = start().await;
+    const MAX_MESSAGE_BYTES: usize = 100_000;
+    let max_message_bytes = MAX_MESSAGE_BYTES as u64;
+    let service = start_within(GrpcLimits { max_message_bytes, ..GrpcLimits::default() }).await;
     let mut client = connect(service.address).await;
     let fits = "p".repeat(MAX_MESSAGE_BYTES - 100);
     assert!(ask(&mut client, GET_POD_SCORES_PATH, request(&fits, "m", &["a"])).await.is_ok());
@@ -260,6 +269,46 @@ async fn messages_are_bounded_in_both_directions() {
     let status = ask(&mut client, GET_POD_SCORES_PATH, request("p", "twice", &pods)).await.unwrap_err();
     assert_eq!(status.code(), Code::OutOfRange, "{status}");
     assert!(ask(&mut client, GET_POD_SCORES_PATH, request("p", "m", &["a"])).await.is_ok());
+}
+
+#[tokio::test]
+async fn a_connection_has_so_many_calls_at_a_time_and_a_call_so_much_time() {
+    let limits = GrpcLimits { max_connection_calls: 1, call_ms: 60_000, ..GrpcLimits::default() };
+    let service = start_within(limits).await;
+    let client = connect(service.address).await;
+    let begin = || {
+        let mut client = client.clone();
+        tokio::spawn(async move { ask(&mut client, GET_POD_SCORES_PATH, request("p", "slow", &["a"])).await })
+    };
+    let first = begin();
+    service.index.is_asked.notified().await;
+    let second = begin();
+    let is_early = tokio::time::timeout(Duration::from_millis(200), service.index.is_asked.notified()).await;
+    assert!(is_early.is_err(), "the second call waits for the first");
+    service.index.may_answer.notify_one();
+    first.await.unwrap().unwrap();
+    service.index.is_asked.notified().await;
+    service.index.may_answer.notify_one();
+    second.await.unwrap().unwrap();
+
+    let service = start_within(GrpcLimits { call_ms: 50, ..GrpcLimits::default() }).await;
+    let status = service.ask_slow().await.await.unwrap().unwrap_err();
+    assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
+}
+
+#[tokio::test]
+async fn connections_beyond_the_bound_wait_until_another_one_ends() {
+    let service = start_within(GrpcLimits { max_connections: 1, ..GrpcLimits::default() }).await;
+    let mut first = connect(service.address).await;
+    assert!(ask(&mut first, GET_POD_SCORES_PATH, request("p", "m", &["a"])).await.is_ok());
+    let address = service.address;
+    let mut second = tokio::spawn(async move {
+        let mut client = connect(address).await;
+        ask(&mut client, GET_POD_SCORES_PATH, request("p", "m", &["a"])).await
+    });
+    assert!(tokio::time::timeout(Duration::from_millis(200), &mut second).await.is_err(), "it waits");
+    drop(first);
+    second.await.unwrap().unwrap();
 }
 
 #[tokio::test]

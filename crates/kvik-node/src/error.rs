@@ -35,7 +35,13 @@ pub enum NodeError {
         /// What is wrong with it.
         reason: String,
     },
-    /// A store cannot be opened as configured.
+    /// The settings of a store are not allowed: correct them.
+    #[error("open the KV store: {reason}")]
+    InvalidStore {
+        /// Which one, and what it may be.
+        reason: String,
+    },
+    /// A store cannot be opened: look at the machine, its disks and its files.
     #[error("open the KV store: {reason}")]
     Open {
         /// What it said.
@@ -77,6 +83,41 @@ impl NodeError {
     pub(crate) fn io(action: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
         let action = action.into();
         move |source| Self::Io { action, source }
+    }
+
+    /// A store that could not be opened, because of a setting or of something else.
+    pub(crate) fn opening(error: impl Into<StoreError>) -> Self {
+        Self::opening_with(error, "")
+    }
+
+    /// As [`Self::opening`], with `what` before the words of the error.
+    pub(crate) fn opening_with(error: impl Into<StoreError>, what: &str) -> Self {
+        let error = error.into();
+        let reason = format!("{what}{error}");
+        match error {
+            StoreError::Invalid { .. } | StoreError::Tier(TierError::Invalid { .. }) => {
+                Self::InvalidStore { reason }
+            }
+            _ => Self::Open { reason },
+        }
+    }
+
+    /// Whether a setting is the reason, so that the same call fails until it is corrected.
+    pub fn is_refused_setting(&self) -> bool {
+        match self {
+            Self::Invalid { .. } | Self::InvalidRemote { .. } | Self::InvalidStore { .. } => true,
+            Self::Store(error) => {
+                matches!(error, StoreError::Invalid { .. } | StoreError::Tier(TierError::Invalid { .. }))
+            }
+            Self::Memory(error) => matches!(error, TierError::Invalid { .. }),
+            Self::Io { .. }
+            | Self::Open { .. }
+            | Self::Runtime(_)
+            | Self::Refused { .. }
+            | Self::Gone { .. }
+            | Self::Moving
+            | Self::TakeOver { .. } => false,
+        }
     }
 
     /// Its text with those of its causes, for a receiver that has only the text.

@@ -18,6 +18,9 @@ pub(crate) const MAX_FRAME_CHUNKS: usize = 512;
 /// The longest statistics in one frame: it has room in the socket's.
 pub(crate) const MAX_STATS_BYTES: usize = 32 << 10;
 
+/// Pins of a tenant: each takes memory of the daemon until it is taken away.
+pub(crate) const MAX_PINS: usize = 1 << 16;
+
 /// Name and digest.
 const CHUNK_BYTES: usize = 16 + 32;
 
@@ -93,6 +96,22 @@ pub enum ManageRequest {
     },
     /// What the store counted, and the state of its tiers; answered with [`ManageAnswer::Stats`].
     Stats,
+    /// Write what one tier has of the chain, from its first chunk on, into a memory file that goes with the frame, one
+    /// chunk behind the other; answered with [`ManageAnswer::Count`] of the chunks.
+    Read {
+        /// Tokens of the chain.
+        n_tokens: u64,
+        /// The tier.
+        tier: TierName,
+    },
+    /// Store the chunks of the chain, which lie in a memory file that goes with the frame, in one tier alone; answered with
+    /// [`ManageAnswer::Written`].
+    Write {
+        /// Tokens of the chain.
+        n_tokens: u64,
+        /// The tier.
+        tier: TierName,
+    },
 }
 
 /// What a managing client is answered.
@@ -121,6 +140,13 @@ pub enum ManageAnswer {
     Refused {
         /// Why not.
         reason: String,
+    },
+    /// What became of chunks that were to be stored, up to the first that was refused.
+    Written {
+        /// Those that are new.
+        n_stored: u64,
+        /// Those that were there.
+        n_present: u64,
     },
     /// Another daemon takes over. What was asked and not answered is not done; the connection ends.
     Moving,
@@ -173,6 +199,10 @@ impl ManageRequest {
                 }
             }
             Self::Stats => {}
+            Self::Read { n_tokens, tier } | Self::Write { n_tokens, tier } => {
+                push_number(&mut frame, *n_tokens);
+                push_name(&mut frame, Some(tier));
+            }
         }
         frame
     }
@@ -215,8 +245,10 @@ impl ManageRequest {
                 Self::Clear { n_tokens: has_chain.then_some(n_tokens), tiers: has_tiers.then_some(tiers) }
             }
             9 => Self::Stats,
-            10 => Self::PinFor { n_tokens: number(&mut fields)?, time_ms: number(&mut fields)? },
-            other => return Err(NodeError::invalid("request", &other, "0 to 10")),
+            10 => Self::Read { n_tokens: number(&mut fields)?, tier: tier(&mut fields)? },
+            11 => Self::Write { n_tokens: number(&mut fields)?, tier: tier(&mut fields)? },
+            12 => Self::PinFor { n_tokens: number(&mut fields)?, time_ms: number(&mut fields)? },
+            other => return Err(NodeError::invalid("request", &other, "0 to 12")),
         };
         fields.end()?;
         Ok(request)
@@ -234,7 +266,9 @@ impl ManageRequest {
             Self::Relocate { .. } => 7,
             Self::Clear { .. } => 8,
             Self::Stats => 9,
-            Self::PinFor { .. } => 10,
+            Self::Read { .. } => 10,
+            Self::Write { .. } => 11,
+            Self::PinFor { .. } => 12,
         }
     }
 }
@@ -283,6 +317,11 @@ impl ManageAnswer {
                 push_text(&mut frame, reason);
             }
             Self::Moving => frame.push(8),
+            Self::Written { n_stored, n_present } => {
+                frame.push(9);
+                push_number(&mut frame, *n_stored);
+                push_number(&mut frame, *n_present);
+            }
         }
         frame
     }
@@ -317,7 +356,8 @@ impl ManageAnswer {
             }
             7 => Self::Refused { reason: fields.text("reason")? },
             8 => Self::Moving,
-            other => return Err(NodeError::invalid("answer", &other, "0 to 8")),
+            9 => Self::Written { n_stored: number(&mut fields)?, n_present: number(&mut fields)? },
+            other => return Err(NodeError::invalid("answer", &other, "0 to 9")),
         };
         fields.end()?;
         Ok(answer)

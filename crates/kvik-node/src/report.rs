@@ -4,7 +4,12 @@ use std::collections::BTreeMap;
 
 use kvik_proto::cache::{CacheStats, TierOperation, TierReport};
 use kvik_store::{Store, TierLabel};
+use kvik_tier::shared::checksum;
 use kvik_tier::{OperationMetrics, TierHealth, TierStat};
+use rustix::fs::fstat;
+
+/// What the kernel calls the time since the machine started.
+const BOOT_ID_FILE: &str = "/proc/sys/kernel/random/boot_id";
 
 /// What a store counted since its start, and the state of its tiers.
 pub fn cache_stats(store: &Store) -> CacheStats {
@@ -42,7 +47,22 @@ pub fn cache_stats(store: &Store) -> CacheStats {
                 .map(|(tier, count)| (format!("{name}_{}", tier.as_str().replace('-', "_")), *count)),
         );
     }
-    CacheStats { chunk_tokens: store.options().chunk_tokens.get(), counts, tiers: tier_reports(store) }
+    CacheStats {
+        chunk_tokens: store.options().chunk_tokens.get(),
+        counts,
+        tiers: tier_reports(store),
+        store_id: store_id(store).unwrap_or_default(),
+    }
+}
+
+/// Names the memory of a store on all machines, as long as there is it: also when another daemon takes over. `None` where
+/// the operating system does not tell.
+fn store_id(store: &Store) -> Option<String> {
+    let boot_id = std::fs::read_to_string(BOOT_ID_FILE).ok()?;
+    let stat = fstat(store.arena().as_fd()).ok()?;
+    // Summed up, because the name of a boot is not for others to know.
+    let sum = checksum(format!("{boot_id} {} {}", stat.st_dev, stat.st_ino).as_bytes());
+    Some(format!("{:016x}", sum.0))
 }
 
 /// The state of each tier, memory first.

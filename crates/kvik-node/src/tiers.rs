@@ -45,7 +45,7 @@ pub(crate) fn open_store_with(
     bandwidth: Option<TenantBandwidth<'_>>,
 ) -> Result<Store> {
     let options = ArenaOptions { numa: plan.numa, ..ArenaOptions::new(plan.ram_bytes) };
-    let arena = Arena::new(options).map_err(refused)?;
+    let arena = Arena::new(options).map_err(NodeError::opening)?;
     store_parts(config, plan, peers, bandwidth)?.open(KeptMemory::new(RamTier::new(arena)))
 }
 
@@ -55,7 +55,8 @@ pub(crate) fn open_store_with(
 /// If the key of digests cannot be read.
 pub(crate) fn store_options(config: &StoreConfig, plan: &StorePlan) -> Result<StoreOptions> {
     Ok(StoreOptions {
-        chunk_tokens: BlockSize::try_new(plan.chunk_tokens).map_err(refused)?,
+        chunk_tokens: BlockSize::try_new(plan.chunk_tokens)
+            .map_err(|error| NodeError::InvalidStore { reason: error.to_string() })?,
         stores_tails: plan.stores_tails,
         policy: plan.policy,
         spares_last_copy: config.spare_last_copy,
@@ -119,7 +120,7 @@ fn open_disk(
     let capacity_bytes = disk.capacity_bytes.unwrap_or(NvmeOptions::WHOLE_DEVICE);
     let NvmePlan { io, formats_device, .. } = *disk;
     let options = NvmeOptions { io, formats_device, ..NvmeOptions::new(&disk.path, capacity_bytes) };
-    let tier = NvmeTier::open(&options).map_err(refused)?;
+    let tier = NvmeTier::open(&options).map_err(NodeError::opening)?;
     let tier = throttled(proven(tier, plan, keys)?, plan, &plan.bounds, bandwidth)?;
     Ok(LowerTier::local(guarded(tier)))
 }
@@ -141,7 +142,7 @@ fn open_far(
     keys: &mut KeyFiles,
     bandwidth: Option<TenantBandwidth<'_>>,
 ) -> Result<LowerTier> {
-    let tier = open_remote(&remote.url, &remote_options(remote)).map_err(refused)?;
+    let tier = open_remote(&remote.url, &remote_options(remote)).map_err(NodeError::opening)?;
     // One more try within the time of one: a short failure of the network is worth it, and a server
     // that is gone must not block a caller.
     let retry = RetryOptions { max_attempts: 2, budget: remote.timeout, ..RetryOptions::default() };
@@ -166,12 +167,12 @@ fn throttled<T: Tier>(
 }
 
 fn read_digest_key(path: &Path) -> Result<DigestKey> {
-    let refuse =
-        |reason: &dyn Display| refused(format!("`store.digest_key_file` is {}: {reason}", path.display()));
-    let secret = std::fs::read(path).map_err(|error| refuse(&error))?;
+    let with = |reason: &dyn Display| format!("`store.digest_key_file` is {}: {reason}", path.display());
+    let secret = std::fs::read(path).map_err(|error| NodeError::Open { reason: with(&error) })?;
     let secret = secret.trim_ascii_end();
     if secret.len() < MIN_SECRET_BYTES {
-        return Err(refuse(&format!("{} bytes; allowed: {MIN_SECRET_BYTES} or more", secret.len())));
+        let reason = with(&format!("{} bytes; allowed: {MIN_SECRET_BYTES} or more", secret.len()));
+        return Err(NodeError::InvalidStore { reason });
     }
     Ok(DigestKey::from_secret(secret))
 }
@@ -186,7 +187,7 @@ impl KeyFiles {
             return Ok(Arc::clone(keys));
         }
         let keys = EncryptionKeys::open(path).map(Arc::new).map_err(|error| {
-            refused(format!("`store.encryption_key_file` is {}: {error}", path.display()))
+            NodeError::opening_with(error, &format!("`store.encryption_key_file` is {}: ", path.display()))
         })?;
         self.0.insert(path.to_owned(), Arc::clone(&keys));
         Ok(keys)
@@ -234,10 +235,5 @@ fn guarded(tier: impl Tier + 'static) -> Arc<dyn Tier> {
 /// If it is no device, is in use, has the mark of another program, or was formatted before.
 pub fn format_device(device: &Path, capacity_bytes: Option<u64>) -> Result<u64> {
     let options = NvmeOptions::new(device, capacity_bytes.unwrap_or(NvmeOptions::WHOLE_DEVICE));
-    kvik_tier::format_device(&options).map_err(|error| NodeError::Open { reason: error.to_string() })
-}
-
-/// A store that refuses what is asked of it was configured wrongly.
-fn refused(error: impl Display) -> NodeError {
-    NodeError::Open { reason: error.to_string() }
+    kvik_tier::format_device(&options).map_err(NodeError::opening)
 }

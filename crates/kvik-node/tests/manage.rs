@@ -252,13 +252,13 @@ fn a_hostile_client_ends_only_its_own_connection() {
     let names = chain_of(&honest, 1, 3);
     let mut frames: Vec<Vec<u8>> = vec![
         b"garbage".to_vec(),
-        b"KVIKND03".to_vec(),
-        [&b"KVIKND03"[..], &[99]].concat(),
-        [&b"KVIKND03"[..], &[0], &[7; 48 * 600]].concat(),
+        b"KVIKND04".to_vec(),
+        [&b"KVIKND04"[..], &[99]].concat(),
+        [&b"KVIKND04"[..], &[0], &[7; 48 * 600]].concat(),
         // Larger than any frame.
         vec![1; 60_000],
         // A list that says that it is longer than it is.
-        [&b"KVIKND03"[..], &[8, 0], &[0; 8], &[1, 255, 0]].concat(),
+        [&b"KVIKND04"[..], &[8, 0], &[0; 8], &[1, 255, 0]].concat(),
         // Tokens that its chunks do not have.
         ManageRequest::Lookup { n_tokens: u64::MAX, is_local: false }.encode(),
         ManageRequest::Pin { n_tokens: 1 << 62 }.encode(),
@@ -270,7 +270,7 @@ fn a_hostile_client_ends_only_its_own_connection() {
             state = state.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(0x1405_7B7E_F767_814F);
             (state >> 56) as u8
         });
-        frames.push([&b"KVIKND03"[..], &[10 + n_bytes as u8], &random.collect::<Vec<u8>>()].concat());
+        frames.push([&b"KVIKND04"[..], &[12 + n_bytes as u8], &random.collect::<Vec<u8>>()].concat());
     }
     let n_frames = frames.len() as u64;
     for frame in frames {
@@ -293,6 +293,43 @@ fn a_hostile_client_ends_only_its_own_connection() {
     for prefetch in [0, 7, u64::MAX] {
         assert_eq!(ask_raw(&connection, &ManageRequest::Cancel { prefetch }), Some(ManageAnswer::Is(false)));
     }
+}
+
+#[test]
+fn a_file_that_is_not_in_memory_or_is_missing_ends_the_connection_of_its_client() {
+    let daemon = Daemon::start(4 << 20);
+    let (honest, client) = (manager(&daemon), daemon.attach());
+    assert_eq!(store(&client, 1, 3).unwrap(), 3);
+    let names = chain_of(&honest, 1, 3);
+    let chunks = names.names().iter().copied().zip(names.digests(3)).collect();
+    let (pipe, _writer) = std::io::pipe().unwrap();
+    let (n_tokens, tier) = (names.n_tokens() as u64, TierName::from(TierKind::Ram));
+    for request in [
+        ManageRequest::Read { n_tokens, tier: tier.clone() },
+        ManageRequest::Write { n_tokens, tier: tier.clone() },
+    ] {
+        for descriptors in [vec![], vec![pipe.as_fd()]] {
+            let connection = attach_raw(&daemon.socket, &daemon.options());
+            let told = ask_raw(&connection, &ManageRequest::Chunks(Vec::clone(&chunks)));
+            assert_eq!(told, Some(ManageAnswer::Done));
+            assert!(connection.send_with_descriptors(&request.encode(), &descriptors).unwrap());
+            assert_eq!(receive_raw(&connection), None, "a pipe would be waited for");
+        }
+    }
+    let payloads = honest.read_from(&names, &tier).unwrap();
+    assert!(payloads.iter().enumerate().all(|(place, payload)| *payload == content(1, place)));
+    assert_eq!(payloads.len(), 3);
+    let wrong = TierName::try_new("tape").unwrap();
+    assert!(honest.read_from(&names, &wrong).unwrap_err().to_string().contains("no tier of that name"));
+    // What is written with fewer bytes than chunks is stored as far as chunks are whole.
+    let longer = chain_of(&honest, 2, 3);
+    let (first, second) = (content(2, 0), content(2, 1));
+    let written = honest.write_to(&longer, &[vec![&first[..]], vec![&second[..100]]], &tier).unwrap();
+    assert_eq!(written, (1, 0));
+    assert_eq!(verify(&client, 2, 3).unwrap(), 1);
+    let written = honest.write_to(&longer, &[vec![&first[..]], vec![&second[..7], &second[7..]]], &tier);
+    assert_eq!(written.unwrap(), (1, 1));
+    assert_eq!(verify(&client, 2, 3).unwrap(), 2);
 }
 
 fn ask_raw_if_there(connection: &Connection, request: &ManageRequest) -> bool {
@@ -421,10 +458,10 @@ fn a_manager_does_not_hold_up_a_take_over_and_goes_on_with_the_new_daemon() {
             while !is_over.load(std::sync::atomic::Ordering::SeqCst) {
                 assert_eq!(idle.lookup(&names, false).unwrap().n_chunks, 5);
                 assert_eq!(idle.pin(&names).unwrap(), 5 * CHUNK_TOKENS);
-                // Pins do not go over; in the same daemon there is exactly one.
-                while idle.unpin(&names).unwrap() {
-                    n_calls += 1;
-                }
+                // Pins go over, each with its unpin.
+                assert!(idle.unpin(&names).unwrap());
+                assert!(!idle.unpin(&names).unwrap());
+                n_calls += 1;
             }
             n_calls
         });

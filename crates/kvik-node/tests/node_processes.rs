@@ -5,6 +5,8 @@
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 #![expect(clippy::print_stdout, reason = "it is its own test harness")]
 
+#[path = "node_processes/kept_pins.rs"]
+mod kept_pins;
 #[path = "node_processes/kills.rs"]
 mod kills;
 #[path = "node_processes/processes.rs"]
@@ -39,4 +41,5 @@ fn main() {
     };
     run("killed_clients_and_daemons_leave_no_wrong_byte_and_no_lease", &|| kills::kill_processes(N_KILLS));
     run("take_overs_under_load_fail_no_call_and_lose_no_chunk", &|| take_overs::take_over(N_TAKE_OVERS));
+    run("pins_are_kept_by_daemons_that_take_over", &kept_pins::keep_pins);
 }

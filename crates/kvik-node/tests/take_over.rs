@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use kvik_memory::SocketAddress;
 use kvik_memory::socket::{Connection, Listener, wait_ready};
 use kvik_node::{
-    AttachOptions, ClientToken, NodeClient, NodeError, NodeSession, NodeWatch, TakeOverFrame, Tenant,
-    TenantOpener as _, TenantTerms,
+    AttachOptions, ClientToken, NodeClient, NodeError, NodeManager, NodeSession, NodeWatch, TakeOverFrame,
+    Tenant, TenantOpener as _, TenantTerms,
 };
 use kvik_store::{Clear, Commit, DigestKey, KeptMemory};
 use kvik_tier::shared::{SharedWords, checksum};
@@ -21,7 +21,7 @@ use kvik_tier::{Arena, ArenaOptions, RamTier, TierKind};
 use kvik_types::BlockSize;
 use rustix::event::{PollFd, PollFlags};
 use support::place::{ARENA_BYTES, Opener, Place, receive, terms, used_bytes};
-use support::{CHUNK_BYTES, Copy, N_LAYERS, chain, complete, content, until, verify};
+use support::{CHUNK_BYTES, CHUNK_TOKENS, Copy, N_LAYERS, chain, chain_in, complete, content, until, verify};
 
 #[test]
 fn chunks_are_found_after_a_take_over_with_the_same_bytes() {
@@ -218,6 +218,9 @@ fn a_daemon_that_cannot_open_its_tiers_leaves_the_old_one_serving() {
     let old = place.start(&opener);
     let session = NodeSession::start(place.options()).unwrap();
     assert_eq!(session.run(|client| complete(client, 1, 5)), Some(5));
+    let manager = NodeManager::new(place.options());
+    let pinned = chain_in(&manager.space().unwrap(), 1, 5);
+    assert_eq!(manager.pin(&pinned).unwrap(), 5 * CHUNK_TOKENS);
     broken.is_failing.store(true, Ordering::SeqCst);
     let error = place.take_over(&broken).unwrap_err().to_string();
     assert!(error.contains("told to fail"), "{error}");
@@ -225,6 +228,7 @@ fn a_daemon_that_cannot_open_its_tiers_leaves_the_old_one_serving() {
     // It lets go of the disk, and finds it again.
     let client = place.attach();
     assert_eq!(complete(&client, 2, 5).unwrap(), 5);
+    assert!(manager.unpin(&pinned).unwrap(), "its pins are as they were");
     drop((client, old));
 }
 

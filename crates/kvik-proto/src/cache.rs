@@ -185,4 +185,7 @@ pub struct CacheStats {
     pub counts: BTreeMap<String, u64>,
     /// The tiers.
     pub tiers: Vec<TierReport>,
+    /// Names the memory of the store: workers that say the same have one store. Empty where it is not known.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub store_id: String,
 }

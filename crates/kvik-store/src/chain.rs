@@ -98,7 +98,7 @@ impl Space {
             format,
             chunk_tokens: options.chunk_tokens,
             stores_tails: options.stores_tails,
-            token_us: 1e6 / options.prefill_tokens_per_s,
+            token_us: options.token_us(),
             seed,
             root_digest,
             digest_key,
@@ -269,12 +269,10 @@ impl Space {
 
     fn block(&self, hash: BlockHash, chunk_idx: usize, n_tokens: usize) -> Block {
         let format = self.format();
-        let first_token = (chunk_idx * self.chunk_tokens()) as f64;
-        let recompute_us = n_tokens as f64 * self.shared.token_us * (1.0 + first_token / ATTENTION_TOKENS);
         Block {
             id: block_id(hash),
             bytes: format.payload_bytes(n_tokens) as u64 * u64::from(format.n_ranks),
-            recompute_us: recompute_us as u64,
+            recompute_us: recompute_us(chunk_idx * self.chunk_tokens(), n_tokens, self.shared.token_us),
             is_full: n_tokens == self.chunk_tokens(),
         }
     }
@@ -283,6 +281,11 @@ impl Space {
 /// The name of a chunk in policies and in the directory.
 pub(crate) fn block_id(hash: BlockHash) -> BlockId {
     BlockId((hash.to_u128() >> 64) as u64)
+}
+
+/// Time to compute `n_tokens` tokens behind the first `n_before` of a sequence.
+pub(crate) fn recompute_us(n_before: usize, n_tokens: usize, token_us: f64) -> u64 {
+    (n_tokens as f64 * token_us * (1.0 + n_before as f64 / ATTENTION_TOKENS)) as u64
 }
 
 // === impl Chain ===

@@ -66,8 +66,8 @@ pub use format::{ChunkFormat, MAX_RANKS};
 pub use observer::{ChunkChange, ChunkObserver};
 pub use options::{StoreOptions, WriteBack};
 pub use store::{
-    ChunkWriter, Clear, Cleared, Commit, CommittedChunk, KeptChunk, KeptMemory, Layer, LayerReader,
-    LayerWrite, LayerWriter, LocalRange, LocalRead, Lookup, Observation, Prefetch, Retrieved, RetrievedChunk,
-    Store, StoreBuilder, StoreStats, TierQueues, TierWrite, Write,
+    ChunkWriter, Clear, Cleared, Commit, CommittedChunk, KeptChunk, KeptMemory, KeptParent, KeptPin,
+    KeptPins, Layer, LayerReader, LayerWrite, LayerWriter, LocalRange, LocalRead, Lookup, Observation,
+    Prefetch, Retrieved, RetrievedChunk, Store, StoreBuilder, StoreStats, TierQueues, TierWrite, Write,
 };
 pub use tiers::{LowerTier, TierLabel, TierName};

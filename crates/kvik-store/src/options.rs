@@ -88,6 +88,11 @@ impl Default for StoreOptions {
 }
 
 impl StoreOptions {
+    /// Time to compute a token at the start of a sequence.
+    pub(crate) fn token_us(&self) -> f64 {
+        1e6 / self.prefill_tokens_per_s
+    }
+
     pub(crate) fn validate(&self) -> Result<()> {
         if !(0.0..=0.5).contains(&self.ram_free_share) {
             return Err(StoreError::invalid("ram_free_share", &self.ram_free_share, "0 to 0.5"));

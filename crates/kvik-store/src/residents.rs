@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use crate::chain::Chain;
-use crate::policy::{BlockId, Policy, PolicyKind, Request};
+use crate::policy::{Block, BlockId, Policy, PolicyKind, Request};
 
 /// What a local tier holds, as a policy sees it.
 ///
@@ -130,6 +130,27 @@ impl Residents {
 
     pub(crate) fn contains(&self, id: BlockId) -> bool {
         self.policy.tree().contains(id) || self.unplaced.contains(&id)
+    }
+
+    /// What a block hangs on; `None` where it hangs on none, or where that is not known.
+    pub(crate) fn parent(&self, id: BlockId) -> Option<BlockId> {
+        self.policy.tree().parent(id)
+    }
+
+    /// Gives blocks that were found at the start, from the first of a chain on, their places, and pins the last; returns
+    /// it, or `None` where one of them was not found.
+    pub(crate) fn pin_found(&mut self, now_ms: u64, blocks: &[Block]) -> Option<BlockId> {
+        let request = Request::new(blocks);
+        for (idx, Block { id, .. }) in blocks.iter().enumerate() {
+            if !self.policy.tree().contains(*id) {
+                if !self.unplaced.contains(id) || !self.policy.insert(now_ms, &request, idx) {
+                    return None;
+                }
+                self.unplaced.remove(id);
+            }
+        }
+        let last = blocks.last()?.id;
+        self.pin(last).then_some(last)
     }
 
     /// Keeps a chunk and all before it from being victims. False where it is no resident.

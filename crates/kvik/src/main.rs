@@ -115,12 +115,13 @@ fn exit_code(error: &anyhow::Error) -> u8 {
 
 /// Whether a role refused a setting that only its start can judge.
 fn is_refused_setting(error: &anyhow::Error) -> bool {
-    let is_worker = matches!(
-        error.downcast_ref(),
-        Some(WorkerError::InvalidConfig { .. } | WorkerError::Node(NodeError::Invalid { .. }))
-    );
+    let is_worker = error.downcast_ref().is_some_and(|error| match error {
+        WorkerError::InvalidConfig { .. } => true,
+        WorkerError::Node(error) => error.is_refused_setting(),
+        _ => false,
+    });
     is_worker
-        || matches!(error.downcast_ref(), Some(NodeError::Invalid { .. }))
+        || error.downcast_ref().is_some_and(NodeError::is_refused_setting)
         || matches!(error.downcast_ref(), Some(GatewayError::InvalidConfig { .. }))
         || matches!(error.downcast_ref(), Some(CoordinatorError::InvalidConfig { .. }))
 }

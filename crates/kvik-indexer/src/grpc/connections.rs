@@ -15,10 +15,8 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tonic::transport::server::Connected;
 
-/// Connections at a time; more wait to be accepted. A client needs one for any number of calls.
-const MAX_CONNECTIONS: usize = 1024;
-/// Time for a TLS handshake: far above any network, and short enough that idle sockets do not pile up.
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+use super::limits::GrpcLimits;
+
 /// Pause after a failed accept, which mostly means that file descriptors are used up.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
@@ -37,11 +35,13 @@ enum Stream {
 pub(super) async fn accept(
     listener: TcpListener,
     tls: Option<TlsAcceptor>,
+    limits: &GrpcLimits,
     accepted: mpsc::Sender<io::Result<Connection>>,
     shutdown: Shutdown,
 ) {
     let tls = tls.as_ref().map(with_http2);
-    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let permits = Arc::new(Semaphore::new(limits.max_connections as usize));
+    let handshake_timeout = limits.handshake_timeout();
     let mut handshakes = JoinSet::new();
     loop {
         let next = async {
@@ -67,7 +67,7 @@ pub(super) async fn accept(
         handshakes.spawn(async move {
             let stream = match tls {
                 None => Stream::Plain(stream),
-                Some(tls) => match tokio::time::timeout(HANDSHAKE_TIMEOUT, tls.accept(stream)).await {
+                Some(tls) => match tokio::time::timeout(handshake_timeout, tls.accept(stream)).await {
                     Ok(Ok(stream)) => Stream::Tls(Box::new(stream)),
                     // A client that cannot be understood is its own affair.
                     Ok(Err(_)) | Err(_) => return,

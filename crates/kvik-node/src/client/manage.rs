@@ -1,6 +1,9 @@
 //! A client that manages its tenant's chunks.
 
-use std::os::fd::AsFd;
+use std::fs::File;
+use std::io::Write as _;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -10,6 +13,7 @@ use kvik_proto::cache::CacheStats;
 use kvik_store::{Chain, Lookup, Space, TierName};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags};
+use rustix::fs::{MemfdFlags, memfd_create};
 
 use super::{AttachOptions, connect};
 use crate::error::{NodeError, Result};
@@ -219,6 +223,44 @@ impl NodeManager {
         }
     }
 
+    /// The bytes of a chain's chunks, from the first on, as far as one tier has them.
+    ///
+    /// # Errors
+    /// If the daemon is gone or has no such tier, or if there is no memory for the bytes.
+    pub fn read_from(&self, chain: &Chain, tier: &TierName) -> Result<Vec<Vec<u8>>> {
+        let file = memory_file()?;
+        let request = ManageRequest::Read { n_tokens: chain.n_tokens() as u64, tier: tier.clone() };
+        let n_chunks = match self.ask_with(Some(chain), &request, Some(file.as_fd()))? {
+            (ManageAnswer::Count(n_chunks), _) => n_chunks,
+            (answer, _) => return Err(unexpected(&answer)),
+        };
+        let mut offset = 0;
+        let read = |chunk_idx: usize| {
+            let mut bytes = vec![0; chain.payload_bytes(chunk_idx)];
+            file.read_exact_at(&mut bytes, offset).map_err(NodeError::io("read what the daemon wrote"))?;
+            offset += bytes.len() as u64;
+            Ok(bytes)
+        };
+        (0..chain.n_chunks().min(usize::try_from(n_chunks).unwrap_or(usize::MAX))).map(read).collect()
+    }
+
+    /// Stores the first chunks of a chain in one tier alone, up to the first that the tier refuses; `chunks` has the
+    /// parts of each. Returns how many are new, and how many were there.
+    ///
+    /// # Errors
+    /// If the daemon is gone, or there is no memory for the bytes.
+    pub fn write_to(&self, chain: &Chain, chunks: &[Vec<&[u8]>], tier: &TierName) -> Result<(usize, usize)> {
+        let mut file = memory_file()?;
+        for part in chunks.iter().flatten() {
+            file.write_all(part).map_err(NodeError::io("write to memory"))?;
+        }
+        let request = ManageRequest::Write { n_tokens: chain.n_tokens() as u64, tier: tier.clone() };
+        match self.ask_with(Some(chain), &request, Some(file.as_fd()))? {
+            (ManageAnswer::Written { n_stored, n_present }, _) => Ok((n_stored as usize, n_present as usize)),
+            (answer, _) => Err(unexpected(&answer)),
+        }
+    }
+
     /// Ends the attachment, and with it its prefetches; the call that runs fails, and every later one.
     pub fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
@@ -242,7 +284,7 @@ impl NodeManager {
             return Ok(None);
         }
         let Some(link) = state.link.as_mut() else { return Ok(None) };
-        match link.exchange(None, request, self.timeout) {
+        match link.exchange(None, request, None, self.timeout) {
             Ok(ManageAnswer::Is(is_so)) => Ok(Some(is_so)),
             Ok(answer) => Err(unexpected(&answer)),
             // With the attachment its prefetches ended.
@@ -263,13 +305,23 @@ impl NodeManager {
 
     /// Asks, of the daemon that is there; again where another one has taken over, or was started, before anything was done.
     fn ask(&self, chain: Option<&Chain>, request: &ManageRequest) -> Result<(ManageAnswer, u64)> {
+        self.ask_with(chain, request, None)
+    }
+
+    /// As [`Self::ask`], with a file that goes with the request.
+    fn ask_with(
+        &self,
+        chain: Option<&Chain>,
+        request: &ManageRequest,
+        file: Option<BorrowedFd<'_>>,
+    ) -> Result<(ManageAnswer, u64)> {
         let mut state = self.state.lock();
         // While it is set, attempts to attach go on until then.
         let mut moving_until: Option<Instant> = None;
         loop {
             self.attach(&mut state, moving_until)?;
             let Some(link) = state.link.as_mut() else { return Err(gone()) };
-            match link.exchange(chain, request, self.timeout) {
+            match link.exchange(chain, request, file, self.timeout) {
                 Ok(ManageAnswer::Refused { reason }) => return Err(NodeError::Refused { reason }),
                 Ok(answer) => return Ok((answer, state.n_links)),
                 Err(Failure::Lost(error)) => {
@@ -323,6 +375,7 @@ impl Link {
         &mut self,
         chain: Option<&Chain>,
         request: &ManageRequest,
+        file: Option<BorrowedFd<'_>>,
         timeout: Duration,
     ) -> std::result::Result<ManageAnswer, Failure> {
         // What is there before a request is no answer to it: the daemon has said that it is taken over, or is gone.
@@ -336,7 +389,7 @@ impl Link {
             self.send_chain(chain, timeout)?;
         }
         let deadline = Instant::now() + timeout;
-        self.send(request, deadline)?;
+        self.send(request, file, deadline)?;
         match self.receive(deadline) {
             Ok(ManageAnswer::Moving) => Err(Failure::NotAsked(NodeError::Moving)),
             Ok(answer) => Ok(answer),
@@ -357,7 +410,7 @@ impl Link {
         let chunks: Vec<_> = chain.names().iter().copied().zip(chain.digests(n_chunks)).collect();
         for part in chunks.chunks(MAX_FRAME_CHUNKS) {
             let deadline = Instant::now() + timeout;
-            self.send(&ManageRequest::Chunks(part.to_vec()), deadline)?;
+            self.send(&ManageRequest::Chunks(part.to_vec()), None, deadline)?;
             match self.receive(deadline).map_err(Failure::Lost)? {
                 ManageAnswer::Done => {}
                 ManageAnswer::Moving => return Err(Failure::NotAsked(NodeError::Moving)),
@@ -368,11 +421,20 @@ impl Link {
     }
 
     /// Sends a request, which the daemon has not seen if that fails.
-    fn send(&mut self, request: &ManageRequest, deadline: Instant) -> std::result::Result<(), Failure> {
+    fn send(
+        &mut self,
+        request: &ManageRequest,
+        file: Option<BorrowedFd<'_>>,
+        deadline: Instant,
+    ) -> std::result::Result<(), Failure> {
         let frame = request.encode();
         let failed = || NodeError::io("ask the store daemon");
         loop {
-            match self.connection.send(&frame) {
+            let sent = match file {
+                Some(file) => self.connection.send_with_descriptors(&frame, &[file]),
+                None => self.connection.send(&frame),
+            };
+            match sent {
                 Ok(true) => return Ok(()),
                 Ok(false) => {}
                 // Its last word may wait here.
@@ -422,6 +484,11 @@ impl Link {
             Err(error) => Err(NodeError::io("hear the store daemon")(error)),
         }
     }
+}
+
+fn memory_file() -> Result<File> {
+    let file = memfd_create("kvik-bytes", MemfdFlags::CLOEXEC);
+    file.map(File::from).map_err(|errno| NodeError::io("make a memory file")(errno.into()))
 }
 
 fn gone() -> NodeError {

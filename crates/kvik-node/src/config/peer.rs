@@ -145,7 +145,7 @@ impl PeerConfig {
             hints: hints.map(|hints| Arc::clone(hints) as Arc<dyn PeerHints>),
             ..PeerOptions::default()
         };
-        let tier = PeerTier::open(options).map_err(|error| NodeError::Open { reason: error.to_string() })?;
+        let tier = PeerTier::open(options).map_err(NodeError::opening)?;
         Ok(Some(PeerPlan {
             tier: Arc::new(tier),
             n_read_threads: self.connections,
@@ -217,8 +217,7 @@ impl PeerConfig {
     pub(crate) fn listen(&self) -> Result<Option<(TcpListener, PeerAdmission)>> {
         let Some(address) = self.check_listener()? else { return Ok(None) };
         let tls = self.tls.as_ref().map(PeerTlsConfig::files);
-        let admission = PeerAdmission::new(self.token()?, tls.as_ref())
-            .map_err(|error| NodeError::Open { reason: error.to_string() })?;
+        let admission = PeerAdmission::new(self.token()?, tls.as_ref()).map_err(NodeError::opening)?;
         let listener =
             TcpListener::bind(address).map_err(NodeError::io(format!("listen for peers on {address}")))?;
         if !address.ip().to_canonical().is_loopback() && tls.is_none() {

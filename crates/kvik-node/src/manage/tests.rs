@@ -29,6 +29,8 @@ fn requests() -> impl Strategy<Value = ManageRequest> {
         (any::<Option<u64>>(), some_tiers)
             .prop_map(|(n_tokens, tiers)| ManageRequest::Clear { n_tokens, tiers }),
         Just(ManageRequest::Stats),
+        (any::<u64>(), tiers()).prop_map(|(n_tokens, tier)| ManageRequest::Read { n_tokens, tier }),
+        (any::<u64>(), tiers()).prop_map(|(n_tokens, tier)| ManageRequest::Write { n_tokens, tier }),
     ]
 }
 
@@ -48,8 +50,9 @@ fn stats() -> impl Strategy<Value = CacheStats> {
                 operations: Vec::new(),
             }
         });
-    (any::<usize>(), counts, prop::collection::vec(tier, 0..4))
-        .prop_map(|(chunk_tokens, counts, tiers)| CacheStats { chunk_tokens, counts, tiers })
+    (any::<usize>(), counts, prop::collection::vec(tier, 0..4)).prop_map(|(chunk_tokens, counts, tiers)| {
+        CacheStats { chunk_tokens, counts, tiers, store_id: "id".to_owned() }
+    })
 }
 
 fn answers() -> impl Strategy<Value = ManageAnswer> {
@@ -69,6 +72,7 @@ fn answers() -> impl Strategy<Value = ManageAnswer> {
         stats().prop_map(|stats| ManageAnswer::Stats(Box::new(stats))),
         "[a-z ]{0,40}".prop_map(|reason| ManageAnswer::Refused { reason }),
         Just(ManageAnswer::Moving),
+        any::<(u64, u64)>().prop_map(|(n_stored, n_present)| ManageAnswer::Written { n_stored, n_present }),
     ]
 }
 
@@ -140,7 +144,7 @@ fn a_tier_has_a_name_of_a_bounded_length_and_few_characters() {
 #[test]
 fn statistics_without_room_in_a_frame_are_a_refusal() {
     let counts = (0..4000).map(|number| (format!("count number {number}"), u64::MAX)).collect();
-    let stats = CacheStats { chunk_tokens: 1, counts, tiers: Vec::new() };
+    let stats = CacheStats { chunk_tokens: 1, counts, tiers: Vec::new(), store_id: String::new() };
     let answer = ManageAnswer::decode(&ManageAnswer::Stats(Box::new(stats)).encode()).unwrap();
     assert!(matches!(answer, ManageAnswer::Refused { .. }), "{answer:?}");
 }

@@ -115,7 +115,7 @@ fn manage(
 ) -> Result<()> {
     let Admitted { attach, tenant, store, space } = admitted;
     let namespace = Namespace { tenant: tenant.clone(), ..attach.namespace.clone() };
-    let management = Management::new(store, space, namespace, auditor);
+    let management = Management::new(store, space, namespace, attach.rank, auditor);
     manage::run(management, connection, control, &shared.counters)
 }
 

@@ -2,22 +2,23 @@
 
 use std::collections::VecDeque;
 use std::io::ErrorKind::{ConnectionReset, UnexpectedEof};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvik_memory::socket::{Connection, FrameBuffer, wait_ready};
-use kvik_store::{Chain, Clear, Space, Store, TierName};
+use kvik_store::{Chain, Clear, Space, Store, TierName, TierWrite};
 use kvik_tier::TokenDigest;
 use kvik_types::{BlockHash, Namespace};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd};
 
 use super::Counters;
+use super::client_file::ClientFile;
 use super::control::SessionControl;
 use super::records::Auditor;
 use crate::error::{NodeError, Result};
-use crate::manage::{ManageAnswer, ManageRequest};
+use crate::manage::{MAX_PINS, ManageAnswer, ManageRequest};
 use crate::operation::MAX_CHAIN_CHUNKS;
 use crate::prefetch::HeldPrefetch;
 use crate::report::cache_stats;
@@ -25,8 +26,7 @@ use crate::report::cache_stats;
 /// Prefetches of a connection that are remembered; the oldest are forgotten, and with that cancelled.
 const MAX_PREFETCHES: usize = 1024;
 
-/// Pins of a tenant: each takes memory of the daemon until it is taken away.
-const MAX_PINS: usize = 1 << 16;
+const NO_SUCH_TIER: &str = "the store has no tier of that name";
 
 /// The longest text that says why a tier is not up; what a server said may be in it.
 const MAX_REASON_BYTES: usize = 512;
@@ -44,6 +44,7 @@ pub(super) struct Management<'a> {
     space: &'a Space,
     /// That of the space, with the tenant.
     namespace: Namespace,
+    rank: u16,
     auditor: &'a Auditor,
     /// The chunks of the chain that the next request is about.
     chunks: Vec<(BlockHash, TokenDigest)>,
@@ -77,12 +78,12 @@ pub(super) fn run(
             management.prefetches.clear();
             return send(connection, &ManageAnswer::Moving);
         }
-        let received = match connection.receive(&mut buffer) {
+        let received = match connection.receive_with_descriptors(&mut buffer) {
             // It is gone.
             Err(error) if matches!(error.kind(), UnexpectedEof | ConnectionReset) => return Ok(()),
             received => received.map_err(NodeError::io("read the request of a client"))?,
         };
-        let Some(frame) = received else {
+        let Some((frame, descriptors)) = received else {
             let mut descriptors = [
                 PollFd::from_borrowed_fd(connection.as_fd(), PollFlags::IN),
                 PollFd::new(&*event, PollFlags::IN),
@@ -97,7 +98,7 @@ pub(super) fn run(
         let request = ManageRequest::decode(frame)?;
         counters.requests.fetch_add(1, Ordering::Relaxed);
         control.set_n_held(1 + management.n_loading());
-        let answer = management.serve(request)?;
+        let answer = management.serve(request, descriptors.into_iter().next())?;
         control.set_n_held(management.n_loading());
         send(connection, &answer)?;
     }
@@ -110,17 +111,18 @@ impl<'a> Management<'a> {
         store: &'a Store,
         space: &'a Space,
         namespace: Namespace,
+        rank: u16,
         auditor: &'a Auditor,
     ) -> Self {
         let (chunks, prefetches) = (Vec::new(), VecDeque::new());
-        Self { store, space, namespace, auditor, chunks, prefetches, n_prefetches: 0 }
+        Self { store, space, namespace, rank, auditor, chunks, prefetches, n_prefetches: 0 }
     }
 
     /// Does what is asked.
     ///
     /// # Errors
     /// If it cannot be meant.
-    fn serve(&mut self, request: ManageRequest) -> Result<ManageAnswer> {
+    fn serve(&mut self, request: ManageRequest, file: Option<OwnedFd>) -> Result<ManageAnswer> {
         Ok(match request {
             ManageRequest::Chunks(chunks) => {
                 let n_chunks = self.chunks.len() + chunks.len();
@@ -174,6 +176,14 @@ impl<'a> Management<'a> {
                 self.clear(chain.as_ref(), tiers)
             }
             ManageRequest::Stats => self.stats(),
+            ManageRequest::Read { n_tokens, tier } => {
+                let chain = self.chain(n_tokens)?;
+                self.read_from(&chain, &tier, &ClientFile::try_new(file)?)
+            }
+            ManageRequest::Write { n_tokens, tier } => {
+                let chain = self.chain(n_tokens)?;
+                self.write_to(&chain, &tier, &ClientFile::try_new(file)?)
+            }
         })
     }
 
@@ -195,7 +205,7 @@ impl<'a> Management<'a> {
         };
         let Some(prefetch) = begun else {
             self.auditor.managed("prefetch", chain, 0, "no_such_tier");
-            return ManageAnswer::Refused { reason: "the store has no tier of that name".to_owned() };
+            return ManageAnswer::Refused { reason: NO_SUCH_TIER.to_owned() };
         };
         let held = HeldPrefetch::hold(prefetch);
         let is_loading = held.is_loading();
@@ -242,6 +252,35 @@ impl<'a> Management<'a> {
             None => self.auditor.cleared_namespace(n_chunks),
         }
         ManageAnswer::Cleared(cleared.chunks)
+    }
+
+    fn read_from(&self, chain: &Chain, tier: &TierName, file: &ClientFile) -> ManageAnswer {
+        let Some(retrieved) = self.store.retrieve_from(chain, 0, tier) else {
+            self.auditor.managed("read", chain, 0, "no_such_tier");
+            return ManageAnswer::Refused { reason: NO_SUCH_TIER.to_owned() };
+        };
+        let payloads = retrieved.chunks().iter().map(|chunk| chunk.payload(self.rank));
+        let n_chunks = file.write_all(payloads);
+        self.auditor.managed("read", chain, n_chunks, &format!("from {tier}"));
+        ManageAnswer::Count(n_chunks as u64)
+    }
+
+    fn write_to(&self, chain: &Chain, tier: &TierName, file: &ClientFile) -> ManageAnswer {
+        let (mut n_stored, mut n_present, mut offset) = (0, 0, 0);
+        for chunk_idx in 0..chain.n_chunks() {
+            // Read before memory is taken: a chunk that is not whole is never stored.
+            let Some(payload) = file.read(offset, chain.payload_bytes(chunk_idx)) else { break };
+            offset += payload.len() as u64;
+            let fill = |memory: &mut [u8]| memory.copy_from_slice(&payload);
+            match self.store.write_to(chain, chunk_idx, self.rank, tier, fill) {
+                TierWrite::Stored => n_stored += 1,
+                TierWrite::Present => n_present += 1,
+                TierWrite::Refused => break,
+            }
+        }
+        let n_chunks = (n_stored + n_present) as usize;
+        self.auditor.managed("store", chain, n_chunks, &format!("to {tier}"));
+        ManageAnswer::Written { n_stored, n_present }
     }
 
     fn stats(&self) -> ManageAnswer {

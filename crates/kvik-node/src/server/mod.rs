@@ -1,6 +1,7 @@
 //! The daemon's side: one thread that accepts clients and sees them leave, and one for each session.
 
 mod attach;
+mod client_file;
 mod control;
 mod hand_over;
 mod handles;

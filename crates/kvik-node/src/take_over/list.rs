@@ -1,29 +1,40 @@
-//! The list of the chunks in an arena, as it goes from one daemon to the next.
+//! The list of the chunks in an arena and of their pins, as it goes from one daemon to the next.
 //!
-//! A start, the number of chunks, the chunks in the order in which they leave, and a CRC-64 of all before it. All numbers
-//! are little-endian.
+//! A start, three numbers, the chunks in the order in which they leave, the parents of those that are pinned, the pins, and
+//! a CRC-64 of all before it. All numbers are little-endian.
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, Write as _};
 use std::os::fd::OwnedFd;
 
-use kvik_store::{KeptChunk, KeptMemory};
+use kvik_store::{KeptChunk, KeptMemory, KeptParent, KeptPin, KeptPins};
 use kvik_tier::shared::checksum;
 use kvik_tier::{ChunkKey, ChunkPlace, NamespaceId, PlacedChunk, RamTier, TokenDigest};
 use kvik_types::BlockHash;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
 use crate::error::{NodeError, Result};
+use crate::manage::MAX_PINS;
 
 /// The first bytes of a list, with its version.
-const MAGIC: [u8; 8] = *b"KVIKCL01";
+const MAGIC: [u8; 8] = *b"KVIKCL03";
 
-const HEADER_BYTES: usize = MAGIC.len() + 8;
+/// The start, and the numbers of chunks, parents and pins.
+const HEADER_BYTES: usize = MAGIC.len() + 3 * 8;
 const CHECKSUM_BYTES: usize = 8;
 
 /// Namespace, hash, rank, depth, digest, offset and length.
 const CHUNK_BYTES: usize = 16 + 16 + 2 + 4 + 32 + 8 + 8;
+
+/// The names of a chunk and its parent.
+const PARENT_BYTES: usize = 16 + 16;
+
+/// The name of a chain, whether chunks of it are kept, the last of them, and the milliseconds that are left.
+const PIN_BYTES: usize = 16 + 1 + 16 + 8;
+
+/// Stands for the time that is left of a pin without an end.
+const NO_END_MS: u64 = u64::MAX;
 
 /// The least that a chunk takes of an arena.
 const UNIT_BYTES: u64 = 4096;
@@ -42,6 +53,8 @@ pub struct ListedChunk {
 pub struct ChunkList {
     /// The chunks.
     pub chunks: Vec<ListedChunk>,
+    /// Those of them that are pinned.
+    pub pins: KeptPins,
 }
 
 impl ChunkList {
@@ -56,7 +69,7 @@ impl ChunkList {
         };
         let chunks = memory.chunks.iter().filter_map(listed).collect();
         // The next daemon takes what is not listed for free memory, and here no other chunk is.
-        by_key.is_empty().then_some(Self { chunks })
+        by_key.is_empty().then(|| Self { chunks, pins: memory.pins.clone() })
     }
 
     /// The memory that a list describes. The caller has the right to the file.
@@ -64,7 +77,7 @@ impl ChunkList {
         let placed: Vec<PlacedChunk> = self.chunks.iter().map(|chunk| chunk.placed).collect();
         let ram = RamTier::adopt(arena, &placed)?;
         let kept = |chunk: &ListedChunk| KeptChunk { key: chunk.placed.key, depth: chunk.depth };
-        Ok(KeptMemory { ram, chunks: self.chunks.iter().map(kept).collect() })
+        Ok(KeptMemory { ram, chunks: self.chunks.iter().map(kept).collect(), pins: self.pins })
     }
 
     /// The list as a memory file that cannot change any more.
@@ -79,8 +92,9 @@ impl ChunkList {
 
     /// Reads the list of an arena of this size.
     pub(crate) fn from_file(file: OwnedFd, arena_bytes: u64) -> Result<Self> {
-        let max_bytes =
-            (HEADER_BYTES + CHECKSUM_BYTES) as u64 + arena_bytes / UNIT_BYTES * CHUNK_BYTES as u64;
+        // Two clients that pin at a time may both be the last that is let.
+        let n_fixed_bytes = HEADER_BYTES + CHECKSUM_BYTES + 2 * MAX_PINS * PIN_BYTES;
+        let max_bytes = n_fixed_bytes as u64 + arena_bytes / UNIT_BYTES * (CHUNK_BYTES + PARENT_BYTES) as u64;
         let mut bytes = Vec::new();
         let mut file = File::from(file);
         file.rewind()
@@ -91,9 +105,18 @@ impl ChunkList {
 
     /// The bytes of the list.
     pub fn encode(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(HEADER_BYTES + self.chunks.len() * CHUNK_BYTES + CHECKSUM_BYTES);
+        let KeptPins { parents, pins } = &self.pins;
+        let mut bytes = Vec::with_capacity(
+            HEADER_BYTES
+                + self.chunks.len() * CHUNK_BYTES
+                + parents.len() * PARENT_BYTES
+                + pins.len() * PIN_BYTES
+                + CHECKSUM_BYTES,
+        );
         bytes.extend(MAGIC);
-        bytes.extend((self.chunks.len() as u64).to_le_bytes());
+        for count in [self.chunks.len(), parents.len(), pins.len()] {
+            bytes.extend((count as u64).to_le_bytes());
+        }
         for ListedChunk { placed: PlacedChunk { key, digest, place }, depth } in &self.chunks {
             bytes.extend(key.namespace.0.0);
             bytes.extend(key.chunk.0);
@@ -102,6 +125,16 @@ impl ChunkList {
             bytes.extend(digest.0);
             bytes.extend(place.offset.to_le_bytes());
             bytes.extend(place.n_bytes.to_le_bytes());
+        }
+        for KeptParent { chunk, parent } in parents {
+            bytes.extend(chunk.0);
+            bytes.extend(parent.0);
+        }
+        for KeptPin { chain, chunk, left_ms } in pins {
+            bytes.extend(chain.0);
+            bytes.push(chunk.is_some().into());
+            bytes.extend(chunk.map_or([0; 16], |chunk| chunk.0));
+            bytes.extend(left_ms.unwrap_or(NO_END_MS).to_le_bytes());
         }
         bytes.extend(checksum(&bytes).0.to_le_bytes());
         bytes
@@ -120,17 +153,54 @@ impl ChunkList {
             return Err(refused("damaged", "bytes with their checksum"));
         }
         let Some(body) = body.strip_prefix(&MAGIC) else {
-            return Err(refused("of another kind", "KVIKCL01"));
+            return Err(refused("of another kind", "KVIKCL03"));
         };
-        let Some((n_chunks, body)) = body.split_first_chunk::<8>() else {
+        let Some((counts, body)) = body.split_at_checked(HEADER_BYTES - MAGIC.len()) else {
             return Err(refused("cut off", "all of its fields"));
         };
-        let (chunks, rest) = body.as_chunks::<CHUNK_BYTES>();
-        if !rest.is_empty() || u64::from_le_bytes(*n_chunks) != chunks.len() as u64 {
-            return Err(refused("of another length", "as many chunks as it says"));
-        }
-        Ok(Self { chunks: chunks.iter().map(chunk_of).collect() })
+        let mut counts = counts;
+        let [n_chunks, n_parents, n_pins] = std::array::from_fn(|_| u64::from_le_bytes(field(&mut counts)));
+        let split = || {
+            let (chunks, rest) = split_records::<CHUNK_BYTES>(body, n_chunks)?;
+            let (parents, rest) = split_records::<PARENT_BYTES>(rest, n_parents)?;
+            let (pins, rest) = split_records::<PIN_BYTES>(rest, n_pins)?;
+            rest.is_empty().then_some((chunks, parents, pins))
+        };
+        let Some((chunks, parents, pins)) = split() else {
+            return Err(refused("of another length", "as many chunks and pins as it says"));
+        };
+        let Some(pins) = pins.iter().map(pin_of).collect::<Option<Vec<KeptPin>>>() else {
+            return Err(refused("with a wrong pin", "pins of a chunk, or of none"));
+        };
+        let parents = parents.iter().map(parent_of).collect();
+        Ok(Self { chunks: chunks.iter().map(chunk_of).collect(), pins: KeptPins { parents, pins } })
     }
+}
+
+/// The first `n_records` records, and the bytes behind them; `None` where there are not so many.
+fn split_records<const N: usize>(bytes: &[u8], n_records: u64) -> Option<(&[[u8; N]], &[u8])> {
+    let n_bytes = usize::try_from(n_records).ok()?.checked_mul(N)?;
+    let (records, rest) = bytes.split_at_checked(n_bytes)?;
+    Some((records.as_chunks::<N>().0, rest))
+}
+
+fn parent_of(bytes: &[u8; PARENT_BYTES]) -> KeptParent {
+    let mut rest = &bytes[..];
+    KeptParent { chunk: BlockHash(field(&mut rest)), parent: BlockHash(field(&mut rest)) }
+}
+
+/// `None` where it says neither that a chunk is kept nor that none is.
+fn pin_of(bytes: &[u8; PIN_BYTES]) -> Option<KeptPin> {
+    let mut rest = &bytes[..];
+    let chain = BlockHash(field(&mut rest));
+    let ([is_kept], chunk) = (field(&mut rest), BlockHash(field(&mut rest)));
+    let chunk = match is_kept {
+        0 if chunk.0 == [0; 16] => None,
+        1 => Some(chunk),
+        _ => return None,
+    };
+    let left_ms = u64::from_le_bytes(field(&mut rest));
+    Some(KeptPin { chain, chunk, left_ms: (left_ms != NO_END_MS).then_some(left_ms) })
 }
 
 fn chunk_of(bytes: &[u8; CHUNK_BYTES]) -> ListedChunk {
@@ -174,10 +244,22 @@ mod tests {
         })
     }
 
+    fn pins() -> impl Strategy<Value = KeptPins> {
+        let hash = || any::<[u8; 16]>().prop_map(BlockHash);
+        let parent = (hash(), hash()).prop_map(|(chunk, parent)| KeptParent { chunk, parent });
+        let pin = (hash(), prop::option::of(hash()), prop::option::of(0..u64::MAX))
+            .prop_map(|(chain, chunk, left_ms)| KeptPin { chain, chunk, left_ms });
+        (prop::collection::vec(parent, 0..5), prop::collection::vec(pin, 0..5))
+            .prop_map(|(parents, pins)| KeptPins { parents, pins })
+    }
+
     proptest! {
         #[test]
-        fn a_list_is_read_as_it_was_written(chunks in prop::collection::vec(chunks(), 0..20)) {
-            let list = ChunkList { chunks };
+        fn a_list_is_read_as_it_was_written(
+            chunks in prop::collection::vec(chunks(), 0..20),
+            pins in pins(),
+        ) {
+            let list = ChunkList { chunks, pins };
             prop_assert_eq!(ChunkList::decode(&list.encode()).unwrap(), list.clone());
             let read = ChunkList::from_file(list.to_file().unwrap(), 1 << 20).unwrap();
             prop_assert_eq!(read, list);
@@ -186,10 +268,11 @@ mod tests {
         #[test]
         fn a_list_that_is_cut_longer_or_changed_is_refused(
             chunks in prop::collection::vec(chunks(), 1..4),
+            pins in pins(),
             place in any::<prop::sample::Index>(),
             bit in 0..8_u32,
         ) {
-            let bytes = ChunkList { chunks }.encode();
+            let bytes = ChunkList { chunks, pins }.encode();
             prop_assert!(ChunkList::decode(&bytes[..place.index(bytes.len())]).is_err());
             prop_assert!(ChunkList::decode(&[&bytes[..], &[0]].concat()).is_err());
             let mut changed = bytes;
@@ -224,8 +307,14 @@ mod tests {
             },
             depth: 0,
         };
-        let list = ChunkList { chunks: vec![chunk; 3] };
-        assert!(ChunkList::from_file(list.to_file().unwrap(), 3 * UNIT_BYTES).is_ok());
-        assert!(ChunkList::from_file(list.to_file().unwrap(), 2 * UNIT_BYTES).is_err());
+        // Beyond what pins may take.
+        let n_units = 30_000;
+        let list = |n_chunks: usize| ChunkList { chunks: vec![chunk; n_chunks], ..ChunkList::default() };
+        let n_most =
+            n_units * (CHUNK_BYTES + PARENT_BYTES) / CHUNK_BYTES + 2 * MAX_PINS * PIN_BYTES / CHUNK_BYTES;
+        let read =
+            |list: ChunkList| ChunkList::from_file(list.to_file().unwrap(), n_units as u64 * UNIT_BYTES);
+        assert!(read(list(n_units)).is_ok());
+        assert!(read(list(n_most + 1)).is_err());
     }
 }

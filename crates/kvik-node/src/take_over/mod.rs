@@ -69,14 +69,13 @@ impl StoreParts {
     /// # Errors
     /// If a setting is not allowed, or if there are no threads.
     pub fn open(self, memory: KeptMemory) -> Result<Store> {
-        let refused = |reason: String| NodeError::Open { reason };
         if let Some(ordinal) = self.cuda_device {
-            register_with_cuda(memory.ram.arena(), ordinal).map_err(|error| refused(error.to_string()))?;
+            register_with_cuda(memory.ram.arena(), ordinal).map_err(NodeError::opening)?;
         }
         let mut builder = Store::builder_on(self.options, memory);
         for tier in self.tiers {
             builder = builder.tier(tier);
         }
-        builder.open().map_err(|error| refused(error.to_string()))
+        builder.open().map_err(NodeError::opening)
     }
 }

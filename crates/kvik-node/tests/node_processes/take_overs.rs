@@ -21,17 +21,17 @@ use super::processes::{
 pub(crate) const DAEMON: &str = "as-successor";
 pub(crate) const CLIENT: &str = "as-steady-client";
 
-const START: &str = "start";
-const TAKE_OVER: &str = "take-over";
+pub(crate) const START: &str = "start";
+pub(crate) const TAKE_OVER: &str = "take-over";
 
 /// More than all chains of all clients take.
-const RAM: &str = "64MiB";
+pub(crate) const RAM_BYTES: u64 = 64 << 20;
 const N_CHAINS: u64 = 24;
 const MAX_CHUNKS: u64 = 8;
 
-const TIMEOUT: Duration = Duration::from_secs(30);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
 
-fn socket(folder: &Path) -> PathBuf {
+pub(crate) fn socket(folder: &Path) -> PathBuf {
     folder.join("private/node.sock")
 }
 
@@ -40,9 +40,11 @@ fn socket(folder: &Path) -> PathBuf {
 /// Serves until it was taken over or its input ends, and answers questions about itself.
 pub(crate) fn serve(folder: &Path, how: &str) {
     let tiers = StoreConfig {
-        ram: RAM.to_owned(),
+        ram: RAM_BYTES.to_string(),
         nvme: Some(format!("{}:256MiB", folder.join("disk").display())),
         chunk_tokens: CHUNK_TOKENS,
+        // What leaves first is certain.
+        policy: "lru".to_owned(),
         ..StoreConfig::default()
     };
     let config = DaemonConfig { socket: socket(folder), tiers, ..DaemonConfig::default() };
@@ -111,7 +113,7 @@ pub(crate) fn use_store(folder: &Path, client_number: u64) {
     println!("\n{}", longest.as_millis());
 }
 
-fn write(client: &NodeClient, chain_number: u64, n_chunks: usize) -> Result<(), NodeError> {
+pub(crate) fn write(client: &NodeClient, chain_number: u64, n_chunks: usize) -> Result<(), NodeError> {
     let chain = client.space().chain(&tokens(chain_number, n_chunks));
     let opened = client.open(&chain)?;
     let mut write = opened.write(0, n_chunks)?;
@@ -148,7 +150,7 @@ fn read(client: &NodeClient, chain_number: u64, n_chunks: usize) -> Result<usize
 
 // === the test ===
 
-fn start_daemon(folder: &Path, how: &str) -> DaemonProcess {
+pub(crate) fn start_daemon(folder: &Path, how: &str) -> DaemonProcess {
     DaemonProcess::start(&[DAEMON, folder.to_str().unwrap(), how])
 }
 

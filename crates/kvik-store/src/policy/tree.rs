@@ -66,6 +66,12 @@ impl Tree {
         self.slot(id).map_or(0, |slot| self.nodes[slot as usize].n_children as usize)
     }
 
+    /// What a block hangs on; `None` where it hangs on none, or is not resident.
+    pub fn parent(&self, id: BlockId) -> Option<BlockId> {
+        let parent = self.nodes[self.slot(id)? as usize].parent;
+        (parent != NO_SLOT).then(|| self.id(parent))
+    }
+
     /// How many resident blocks are copies.
     pub fn n_copies(&self) -> usize {
         self.n_copies

@@ -69,7 +69,7 @@ impl StoreBuilder {
     /// If a setting is not allowed, if two tiers have one name, or if there are no threads.
     pub fn open(self) -> Result<Store> {
         let Self { options, memory, lowers: tiers } = self;
-        let KeptMemory { ram, chunks } = memory;
+        let KeptMemory { ram, chunks, pins } = memory;
         options.validate()?;
         let mut n_threads = tiers.iter().filter_map(|lower| lower.n_read_threads);
         if let Some(n_threads) = n_threads.find(|n_threads| !(1..=64).contains(n_threads)) {
@@ -112,7 +112,7 @@ impl StoreBuilder {
             counters: Counters::new(),
             opened: Instant::now(),
         };
-        core.learn_kept(&chunks);
+        core.learn_kept(&chunks, &pins);
         core.learn_residents();
         Ok(Store { threads: Arc::new(Threads::start(&Arc::new(core))?) })
     }

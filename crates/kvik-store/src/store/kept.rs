@@ -11,6 +11,7 @@ use std::sync::Arc;
 use kvik_tier::{ChunkKey, RamTier, Tier as _};
 
 use super::core::Core;
+use super::kept_pins::KeptPins;
 use super::{Store, StoreBuilder};
 use crate::chain::block_id;
 use crate::options::StoreOptions;
@@ -24,6 +25,8 @@ pub struct KeptMemory {
     pub ram: RamTier,
     /// The chunks in the order in which they leave when there is no room, those that hang on others first.
     pub chunks: Vec<KeptChunk>,
+    /// The pins of its users.
+    pub pins: KeptPins,
 }
 
 /// A chunk as one store leaves it to the next.
@@ -38,7 +41,7 @@ pub struct KeptChunk {
 impl KeptMemory {
     /// Memory that no store has used.
     pub fn new(ram: RamTier) -> Self {
-        Self { ram, chunks: Vec::new() }
+        Self { ram, chunks: Vec::new(), pins: KeptPins::default() }
     }
 }
 
@@ -92,20 +95,24 @@ impl Core {
                 chunks.extend(keys.remove(&id).unwrap_or_default());
             }
         }
+        let names = keys.iter().filter_map(|(id, chunks)| Some((*id, chunks.first()?.key.chunk))).collect();
+        let pins = self.kept_pins(&names);
         // Those that a pin kept leave last, children first.
         let mut pinned: Vec<KeptChunk> = keys.into_values().flatten().collect();
         pinned.sort_unstable_by_key(|chunk| (u32::MAX - chunk.depth, chunk.key));
         chunks.extend(pinned);
-        KeptMemory { ram: self.ram, chunks }
+        KeptMemory { ram: self.ram, chunks, pins }
     }
 
-    /// Makes residents of the chunks that memory had before the store was opened. What is not listed is deleted: it
-    /// would never leave.
-    pub(super) fn learn_kept(&self, kept: &[KeptChunk]) {
+    /// Makes residents of the chunks that memory had before the store was opened, and pins those that were. What is not
+    /// listed is deleted: it would never leave.
+    pub(super) fn learn_kept(&self, kept: &[KeptChunk], pins: &KeptPins) {
         let mut residents = self.ram_residents.lock();
-        let mut unlisted = Vec::new();
-        self.ram.visit_keys(&mut |key, _| unlisted.push(key));
-        let mut unlisted: HashSet<ChunkKey> = unlisted.into_iter().collect();
+        let mut lengths = HashMap::new();
+        self.ram.visit_keys(&mut |key, n_bytes| {
+            lengths.insert(key, n_bytes);
+        });
+        let mut unlisted: HashSet<ChunkKey> = lengths.keys().copied().collect();
         for KeptChunk { key, depth } in kept {
             if u32::from(key.rank) >= u64::BITS || !unlisted.contains(key) {
                 continue;
@@ -119,6 +126,7 @@ impl Core {
                 unlisted.remove(key);
             }
         }
+        self.learn_pins(pins, kept, &lengths, &mut residents);
         self.delete_from_ram(&unlisted.into_iter().collect::<Vec<_>>());
     }
 }

@@ -115,6 +115,25 @@ impl Pins {
         self.note_first_end(&state);
     }
 
+    /// Adds a pin that ends by itself after so many milliseconds, if it does.
+    pub(super) fn add_for(
+        &self,
+        chain: BlockHash,
+        block: Option<BlockId>,
+        now_ms: u64,
+        left_ms: Option<u64>,
+    ) {
+        self.add(chain, block, left_ms.map_or(NEVER_MS, |left_ms| now_ms.saturating_add(left_ms)));
+    }
+
+    /// All pins: the chain, the deepest block that is kept, and the milliseconds that are left of those with an end.
+    pub(super) fn all(&self, now_ms: u64) -> Vec<(BlockHash, Option<BlockId>, Option<u64>)> {
+        let state = self.state.lock();
+        let left_ms = |end_ms: u64| (end_ms != NEVER_MS).then(|| end_ms.saturating_sub(now_ms));
+        let pins = state.by_chain.iter().flat_map(|(chain, pins)| pins.iter().map(move |pin| (*chain, pin)));
+        pins.map(|(chain, pin)| (chain, pin.block, left_ms(pin.end_ms))).collect()
+    }
+
     /// Takes away the pin of a chain that would end last.
     fn take(&self, chain: BlockHash) -> Option<Pin> {
         let mut state = self.state.lock();

@@ -1,11 +1,13 @@
 //! What a store knows after it was closed and opened again.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvik_store::policy::PolicyKind;
 use kvik_store::{Clear, Store};
 use kvik_tier::conformance::MapTier;
 use kvik_tier::{Checksummed, ChunkKey, NvmeOptions, NvmeTier, Tier, TierKind};
+use kvik_types::BlockHash;
 
 use crate::support::*;
 
@@ -235,6 +237,90 @@ fn kept_chunks_leave_in_the_order_of_the_policy_before_them_and_children_first()
     assert_eq!(store_chain(&second, &chain_of(&second, 7, 3)), 3);
     assert_eq!(retrieve_all(&second, &chain_of(&second, 0, 4)), 4);
     assert_eq!(retrieve_all(&second, &chain_of(&second, 1, 4)), 1);
+}
+
+#[test]
+fn pins_are_kept_with_the_memory_until_they_are_taken_away() {
+    for policy in PolicyKind::ALL {
+        let first = Setup::new(8).with(|options| options.policy = policy).open();
+        let (twice, part) = (chain_of(&first, 1, 3), chain_of(&first, 1, 2));
+        let cleared = chain_of(&first, 2, 1);
+        assert_eq!(store_chain(&first, &twice), 3);
+        assert_eq!(store_chain(&first, &cleared), 1);
+        assert_eq!((first.pin(&twice), first.pin(&twice), first.pin(&part)), (12, 12, 8));
+        assert_eq!((first.pin(&cleared), first.pin(&chain_of(&first, 3, 2))), (4, 0));
+        first.clear(&Clear { chain: Some(cleared.clone()), ..Clear::default() });
+        let options = first.options().clone();
+        let mut store = first;
+        for _ in 0..2 {
+            let memory = store.take_apart().unwrap();
+            store = Store::builder_on(options.clone(), memory).open().unwrap();
+            assert_eq!(store.n_pins(), 5);
+        }
+        let churn = || {
+            for name in 10..20 {
+                store_chain(&store, &chain_of(&store, name, 3));
+            }
+        };
+        // Each has as many pins as before, and what a pin does not keep leaves.
+        let twice = chain_of(&store, 1, 3);
+        churn();
+        assert_eq!(store.lookup(&twice).n_chunks, 3, "{policy}");
+        assert!(store.unpin(&twice));
+        churn();
+        assert_eq!(store.lookup(&twice).n_chunks, 3, "{policy}");
+        assert!(store.unpin(&twice) && !store.unpin(&twice));
+        churn();
+        assert_eq!(store.lookup(&twice).n_chunks, 2, "{policy}");
+        assert!(store.unpin(&chain_of(&store, 1, 2)));
+        churn();
+        assert_eq!(store.lookup(&twice).n_chunks, 0, "{policy}");
+        // Pins that keep nothing have their unpin too.
+        assert!(store.unpin(&chain_of(&store, 2, 1)) && store.unpin(&chain_of(&store, 3, 2)));
+        assert_eq!(store.n_pins(), 0);
+    }
+}
+
+#[test]
+fn a_pin_with_an_end_is_kept_for_the_time_that_is_left_of_it() {
+    let first = Setup::new(8).open();
+    let (over, kept) = (chain_of(&first, 1, 1), chain_of(&first, 2, 1));
+    assert_eq!((store_chain(&first, &over), store_chain(&first, &kept)), (1, 1));
+    first.pin_for(&over, Duration::ZERO);
+    first.pin_for(&kept, Duration::from_hours(1));
+    let options = first.options().clone();
+    let memory = first.take_apart().unwrap();
+    let left_ms: Vec<Option<u64>> = memory.pins.pins.iter().map(|pin| pin.left_ms).collect();
+    assert!(left_ms.iter().flatten().any(|left_ms| (3_000_000..=3_600_000).contains(left_ms)), "{left_ms:?}");
+    let second = Store::builder_on(options, memory).open().unwrap();
+    assert_eq!(second.n_pins(), 1);
+    for name in 3..12 {
+        store_chain(&second, &chain_of(&second, name, 3));
+    }
+    assert_eq!(second.lookup(&chain_of(&second, 1, 1)).n_chunks, 0);
+    assert_eq!(second.lookup(&chain_of(&second, 2, 1)).n_chunks, 1);
+}
+
+#[test]
+fn pins_of_chunks_that_are_not_there_or_not_in_their_place_keep_nothing() {
+    let first = Setup::new(8).open();
+    let chain = chain_of(&first, 1, 3);
+    assert_eq!(store_chain(&first, &chain), 3);
+    assert_eq!(first.pin(&chain), 12);
+    let options = first.options().clone();
+    let mut memory = first.take_apart().unwrap();
+    let [name, ..] = *chain.names() else { unreachable!() };
+    // A circle, and a parent that is not there.
+    for parent in &mut memory.pins.parents {
+        parent.parent = if parent.parent == name { BlockHash([9; 16]) } else { parent.chunk };
+    }
+    let second = Store::builder_on(options, memory).open().unwrap();
+    for other in 10..20 {
+        store_chain(&second, &chain_of(&second, other, 3));
+    }
+    let chain = chain_of(&second, 1, 3);
+    assert_eq!(second.lookup(&chain).n_chunks, 0);
+    assert!(second.unpin(&chain) && !second.unpin(&chain));
 }
 
 #[test]

@@ -4,21 +4,21 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use kvik_types::RedisEndpoint as Endpoint;
 use parking_lot::{Mutex, RwLock};
 
 use super::connection::{Connection, Dialer};
+use super::lanes::LaneThreads;
 use super::node::Node;
 use super::request::Request;
 use super::slots::{SlotRange, parse_slots, slot_of_tag};
 use crate::error::{Result, TierError};
 use crate::key::ChunkKey;
 
-/// A call with more bytes than this for one server uses several connections: below it, a thread costs more
-/// than it brings.
+/// A call with more bytes than this for one server uses several connections: below it, waking a thread costs
+/// more than it brings.
 const LANE_BYTES: usize = 4 << 20;
 /// Once so many bytes of chunks are on their way over a connection, in either direction, nothing more is sent. What is
 /// on its way lies in buffers of the server and of both kernels: with more than this they no longer fit the caches, and
@@ -26,6 +26,10 @@ const LANE_BYTES: usize = 4 << 20;
 const WINDOW_BYTES: usize = 1 << 20;
 /// Requests without a reply at a time, for the same reason.
 const WINDOW_REQUESTS: usize = 1024;
+/// Servers of a cluster whose connections all have a thread at a time.
+const BUSY_SERVERS: usize = 4;
+/// Threads of a tier: more connections than these are used by the callers' own threads.
+const MAX_THREADS: usize = 64;
 /// How often a request follows its key through a cluster that is changing.
 const MAX_REDIRECTIONS: usize = 5;
 /// Slots are asked for at most so often: while servers are lost, every call would ask.
@@ -45,6 +49,7 @@ pub(super) struct Dispatcher {
     is_stale: AtomicBool,
     last_refresh: Mutex<Option<Instant>>,
     n_redirections: AtomicU64,
+    lane_threads: LaneThreads,
 }
 
 /// A request and where it goes.
@@ -65,6 +70,7 @@ impl Dispatcher {
         key_prefix: String,
         min_bytes_per_s: u64,
     ) -> Self {
+        let n_threads = if is_cluster { n_connections.saturating_mul(BUSY_SERVERS) } else { n_connections };
         Self {
             is_cluster,
             seeds,
@@ -77,6 +83,7 @@ impl Dispatcher {
             is_stale: AtomicBool::new(is_cluster),
             last_refresh: Mutex::new(None),
             n_redirections: AtomicU64::new(0),
+            lane_threads: LaneThreads::new(n_threads.min(MAX_THREADS)),
         }
     }
 
@@ -177,23 +184,11 @@ impl Dispatcher {
             let n_bytes: usize = routed.iter().map(|routed| routed.request.n_bytes()).sum();
             let n_lanes = (n_bytes / LANE_BYTES).clamp(1, node.n_free()).min(routed.len());
             let split = split(routed, n_lanes).into_iter();
-            lanes.extend(split.map(|routed| Lane { node: Arc::clone(&node), routed, is_done: false }));
+            lanes.extend(split.map(|routed| Lane { node: Arc::clone(&node), routed }));
         }
-        if let Some((own, others)) = lanes.split_first_mut() {
-            thread::scope(|scope| {
-                for lane in others {
-                    let worker = thread::Builder::new().name("kvik-redis".to_owned());
-                    // A lane whose thread cannot be had is done below.
-                    drop(worker.spawn_scoped(scope, || self.run_lane(lane, deadline)));
-                }
-                self.run_lane(own, deadline);
-            });
-        }
-        for lane in &mut lanes {
-            if !lane.is_done {
-                self.run_lane(lane, deadline);
-            }
-        }
+        // What a server that failed last holds up comes after the others, where one thread does several.
+        lanes.sort_by_key(|lane| lane.node.is_suspect());
+        self.lane_threads.run_all(&mut lanes, |lane| self.run_lane(lane, deadline));
         lanes.into_iter().flat_map(|lane| lane.routed).collect()
     }
 
@@ -202,7 +197,6 @@ impl Dispatcher {
     /// A connection that was idle may have been closed since, so where it fails the rest is sent again over
     /// a new one: all requests may be done twice.
     fn run_lane<R: Request>(&self, lane: &mut Lane<'_, R>, deadline: Instant) {
-        lane.is_done = true;
         let node = Arc::clone(&lane.node);
         let mut progress = Progress::default();
         let result = node.lend(deadline).and_then(|mut lent| {
@@ -283,7 +277,6 @@ impl Dispatcher {
 struct Lane<'r, R> {
     node: Arc<Node>,
     routed: Vec<Routed<'r, R>>,
-    is_done: bool,
 }
 
 /// How far a lane is.

@@ -11,6 +11,7 @@
 
 mod connection;
 mod dispatch;
+mod lanes;
 mod node;
 mod request;
 mod resp;

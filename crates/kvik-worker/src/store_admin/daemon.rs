@@ -1,7 +1,7 @@
 //! The store of a daemon, as its administrators use it.
 //!
 //! Requests go over two connections, so that a look at the store does not wait for what moves or clears. Bytes go through
-//! the sessions that the engine has. While the daemon is away every operation answers 503.
+//! the sessions that the engine has, and those of one tier alone through memory files. While the daemon is away every operation answers 503.
 
 use std::sync::Arc;
 
@@ -117,7 +117,10 @@ impl StoreOperations for DaemonOperations {
     }
 
     fn read(&self, chain: &Chain, tier: Option<&TierName>) -> Result<ReadChunks, Refusal> {
-        refuse_one_tier(tier)?;
+        if let Some(tier) = tier {
+            let payloads = self.changing.read_from(chain, tier).map_err(|error| away(&error))?;
+            return Ok(ReadChunks::Copied(payloads));
+        }
         let read = self.store.loads().run(|client| {
             let lease = client.open(chain)?.retrieve(0)?;
             let mut payloads = Vec::with_capacity(lease.n_chunks());
@@ -137,7 +140,11 @@ impl StoreOperations for DaemonOperations {
         sections: &[Vec<&[u8]>],
         tier: Option<&TierName>,
     ) -> Result<StoreResponse, Refusal> {
-        refuse_one_tier(tier)?;
+        if let Some(tier) = tier {
+            let written = self.changing.write_to(chain, sections, tier).map_err(|error| away(&error))?;
+            let (stored_chunks, present_chunks) = written;
+            return Ok(StoreResponse { stored_chunks, present_chunks });
+        }
         let mut response = StoreResponse { stored_chunks: 0, present_chunks: 0 };
         let mut first_chunk = 0;
         while first_chunk < sections.len() {
@@ -206,14 +213,6 @@ impl BegunPrefetch for DaemonPrefetch {
         let was_loading = self.manager.cancel(&self.prefetch).map_err(|error| away(&error))?;
         Ok(was_loading.unwrap_or(false))
     }
-}
-
-/// Sessions read from all tiers and write to memory, and cannot be told otherwise.
-fn refuse_one_tier(tier: Option<&TierName>) -> Result<(), Refusal> {
-    let Some(tier) = tier else { return Ok(()) };
-    let allowed =
-        "left out: a store daemon reads from all tiers and writes to memory; prefetch and move take one tier";
-    Err(Refusal::field("tier", tier, allowed))
 }
 
 fn away(error: &NodeError) -> Refusal {

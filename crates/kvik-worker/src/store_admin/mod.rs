@@ -277,7 +277,7 @@ impl StoreAdmin {
     /// A prompt's KV as safetensors, of one layer or of all, and from one tier or from all.
     ///
     /// # Errors
-    /// If there is no such layer or tier, or if a daemon is asked for one tier.
+    /// If there is no such layer or tier.
     pub(crate) fn retrieve(
         &self,
         prompt: &Prompt,
@@ -290,8 +290,7 @@ impl StoreAdmin {
     /// Stores what [`Self::retrieve`] gave here or elsewhere, of all layers; in one tier alone where one is named.
     ///
     /// # Errors
-    /// If it is not that, or belongs to another model, type or layout, if there is no such tier, or if a daemon is asked for
-    /// one tier.
+    /// If it is not that, or belongs to another model, type or layout, or if there is no such tier.
     pub(crate) fn store(&self, body: &[u8], tier: Option<&str>) -> Result<StoreResponse, Refusal> {
         export::read(&*self.store, body, self.optional_tier(tier)?.as_ref())
     }

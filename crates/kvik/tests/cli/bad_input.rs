@@ -56,6 +56,34 @@ fn a_store_that_cannot_be_had_is_told_before_anything_starts() {
 }
 
 #[test]
+fn settings_that_only_the_opening_of_a_store_can_judge_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("store.sock").display().to_string();
+    let short = folder.path().join("short.key");
+    std::fs::write(&short, "short").unwrap();
+    let disk = format!("{}:4096", folder.path().join("disk").display());
+    let key = format!("tiers.digest_key_file={}", short.display());
+    let serve = |options: &[&str]| {
+        let answer = run(["store", "serve", "--socket", &socket].iter().chain(options));
+        (answer.exit_code, answer.stderr.lines().last().unwrap().to_owned())
+    };
+    for options in [
+        &["--ram", "1"][..],
+        &["--ram", "1MiB", "--nvme", &disk],
+        &["--ram", "1MiB", "--set", &key],
+        &["--ram", "1MiB", "--set", "tiers.chunk_tokens=0"],
+    ] {
+        let (exit_code, message) = serve(options);
+        assert_eq!(exit_code, Some(3), "{message}");
+        assert!(message.contains("; allowed: "), "{message}");
+    }
+    // A file that is not there is no refused setting.
+    let absent = format!("tiers.digest_key_file={}", folder.path().join("absent").display());
+    let (exit_code, message) = serve(&["--ram", "1MiB", "--set", &absent]);
+    assert_eq!(exit_code, Some(1), "{message}");
+}
+
+#[test]
 fn a_bad_command_line_is_told_by_the_argument_parser() {
     for (options, message) in [
         ("--prompt x --kv-dtype int4", "error: invalid value 'int4' for '--kv-dtype <TYPE>'"),

@@ -172,7 +172,7 @@ fn kvctl_governs_the_chunks_of_a_daemon_through_any_of_its_workers() {
     let none = govern(&first, "unpin", 7, &[]).unwrap_err();
     assert!(none.contains("nothing of this prompt is pinned"), "{none}");
 
-    // A prefetch of one tier alone; what a session cannot do is refused.
+    // A prefetch of one tier alone.
     let body = json!({"token_ids": prompt(7)});
     let ask = |path: &str| {
         let mut answer = http::send(&first.client.address, "POST", path, Some(&body)).unwrap();
@@ -180,8 +180,6 @@ fn kvctl_governs_the_chunks_of_a_daemon_through_any_of_its_workers() {
     };
     assert_eq!(ask("/cache/prefetch?tier=nvme").0, 200);
     assert!(ask("/cache/prefetch?tier=tape").1.contains("`tier` is tape; allowed: ram, nvme"));
-    let (status, refusal) = ask("/cache/retrieve?tier=nvme");
-    assert_eq!((status, refusal.contains("`tier` is nvme; allowed: left out")), (400, true), "{refusal}");
 
     // Bytes come out through one, and go in through the other.
     let file = folder.path().join("kv.safetensors").display().to_string();
@@ -197,6 +195,63 @@ fn kvctl_governs_the_chunks_of_a_daemon_through_any_of_its_workers() {
     let listed = http::get_json(&fresh.address, "/kv/blocks?group=1").unwrap();
     assert_eq!(listed["blocks"].as_array().unwrap().len(), 2, "{listed}");
     assert_eq!(daemon.metric("kvik_node_corrupt_chunks_total"), 0);
+}
+
+#[test]
+fn bytes_are_read_from_and_written_to_one_tier_of_a_daemon_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let nvme = format!("{}:64MiB", folder.path().join("nvme").display());
+    let daemon = Daemon::start(folder.path(), &["--nvme", &nvme]);
+    let worker = start_worker(folder.path(), &[]);
+    let (expected, _) = complete(&worker, &prompt(12), None);
+    daemon.wait_for_chunks(2);
+    let file = |name: &str| folder.path().join(format!("{name}.safetensors")).display().to_string();
+    let read = |name: &str, more: &[&str]| {
+        govern(&worker, "retrieve", 12, &[&["-o", &file(name)][..], more].concat()).unwrap();
+        let bytes = std::fs::read(file(name)).unwrap();
+        // The header has its fields in any order.
+        let (n_header_bytes, rest) = bytes.split_first_chunk::<8>().unwrap();
+        rest[u64::from_le_bytes(*n_header_bytes) as usize..].to_vec()
+    };
+    let whole = read("all", &[]);
+    eventually("the chunks are on the disk", || (read("nvme", &["--tier", "nvme"]) == whole).then_some(()));
+    govern(&worker, "clear", 12, &["--tier", "ram"]).unwrap();
+    assert_eq!(tiers_of(&worker, 12), json!({"nvme": 512}));
+    let none = read("ram", &["--tier", "ram"]);
+    assert!(none.len() < 10_000, "memory has none of {} bytes, and gave {}", whole.len(), none.len());
+    assert!(read("nvme", &["--tier", "nvme"]) == whole);
+    kvctl(&worker.client, &["clear", "--all"]).unwrap();
+    assert_eq!(tiers_of(&worker, 12), json!({}));
+
+    // Into one tier, and into no other; the tokens are the same as before.
+    let store = |tier: &str| kvctl(&worker.client, &["store", &file("all"), "--tier", tier]);
+    assert_eq!(store("nvme").unwrap(), json!({"stored_chunks": 2, "present_chunks": 0}));
+    assert_eq!(tiers_of(&worker, 12), json!({"nvme": 512}));
+    assert_eq!(store("nvme").unwrap(), json!({"stored_chunks": 0, "present_chunks": 2}));
+    assert!(store("tape").unwrap_err().contains("`tier` is tape; allowed: ram, nvme"));
+    let fresh = start_worker(folder.path(), &[]);
+    assert_eq!(complete(&fresh, &prompt(12), None), (expected, json!({"nvme": 512})));
+}
+
+#[test]
+fn a_move_between_workers_of_one_daemon_or_to_itself_loses_nothing_and_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(folder.path(), &[]);
+    let (first, second) = (start_worker(folder.path(), &[]), start_worker(folder.path(), &[]));
+    complete(&first, &prompt(9), None);
+    daemon.wait_for_chunks(2);
+    for target in [&second, &first] {
+        let to = format!("http://{}", target.client.address);
+        let moved = govern(&first, "move", 9, &["--to-worker", &to]).unwrap();
+        assert_eq!(moved, json!({"same_store": true}));
+        assert_eq!(tiers_of(&second, 9), json!({"ram": 512}));
+    }
+    // A worker with a store of its own takes them.
+    let own = cluster::start("worker", "127.0.0.1:0", &["--threads", "1", "--ram", "64MiB"], &[]);
+    let to = format!("http://{}", own.client.address);
+    let moved = govern(&first, "move", 9, &["--to-worker", &to]).unwrap();
+    assert_eq!(moved, json!({"stored_chunks": 2, "present_chunks": 0}));
+    assert_eq!((tiers_of(&second, 9), tiers_of(&own, 9)), (json!({}), json!({"ram": 512})));
 }
 
 #[test]

@@ -24,6 +24,12 @@ pub(super) struct FileAnswer {
     pub(super) bytes: usize,
 }
 
+/// A move between workers that have one store: there is nothing to do.
+#[derive(Debug, Serialize)]
+pub(super) struct SameStore {
+    pub(super) same_store: bool,
+}
+
 /// An answer whose kind does not matter any more.
 #[derive(Debug, Serialize)]
 #[serde(transparent)]
@@ -97,6 +103,12 @@ impl Answer for Shown<ClearResponse> {
 impl Answer for Shown<StoreResponse> {
     fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
         writeln!(output, "{} chunks stored, {} were there", self.0.stored_chunks, self.0.present_chunks)
+    }
+}
+
+impl Answer for SameStore {
+    fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
+        writeln!(output, "nothing was moved: both workers have the same store")
     }
 }
 

@@ -17,7 +17,7 @@ use kvik_runtime::trust::client_header;
 use tokio::time::{Duration, sleep};
 
 use super::print;
-use answers::{FileAnswer, Rendered, Shown};
+use answers::{FileAnswer, Rendered, SameStore, Shown};
 pub(crate) use arguments::CacheArguments;
 use arguments::{CacheVerb, MoveArguments};
 
@@ -90,9 +90,13 @@ async fn relocate(
     let Some(target) = &relocation.to_worker else {
         bail!("nowhere to move it: give --from and --to, or --to-worker")
     };
+    let target = connector.worker(target);
+    // What is forgotten in one would be gone from both.
+    if have_one_store(client, &target).await? {
+        return Rendered::of(&SameStore { same_store: true });
+    }
     let bytes = client.retrieve(&input, None, None).await.context("read the KV from the first worker")?;
-    let stored =
-        connector.worker(target).store(bytes, None).await.context("store the KV in the second worker")?;
+    let stored = target.store(bytes, None).await.context("store the KV in the second worker")?;
     // What could not be stored there stays here.
     if !relocation.copy && stored.stored_chunks + stored.present_chunks > 0 {
         client
@@ -101,6 +105,13 @@ async fn relocate(
             .context("forget the KV in the first worker")?;
     }
     Rendered::of(&Shown(stored))
+}
+
+/// Whether two workers are one, or share the store of a daemon.
+async fn have_one_store(first: &CacheClient, second: &CacheClient) -> anyhow::Result<bool> {
+    let first = first.stats().await.context("ask the first worker for its store")?.store_id;
+    let second = second.stats().await.context("ask the second worker for its store")?.store_id;
+    Ok(!first.is_empty() && first == second)
 }
 
 /// Makes clients of workers and coordinators.
