@@ -1,5 +1,7 @@
 //! Indexes that listen to a daemon.
 
+#![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
+
 mod support;
 
 use std::collections::BTreeSet;
@@ -45,7 +47,7 @@ impl Node {
 
     fn attach_as(&self, model: &str) -> NodeClient {
         let mut options = self.options.clone();
-        options.namespace.model = model.to_owned();
+        model.clone_into(&mut options.namespace.model);
         NodeClient::attach(&options).unwrap()
     }
 
@@ -92,7 +94,7 @@ impl Follower<'_> {
     }
 
     fn until(&mut self, is_enough: impl Fn(&BTreeSet<(u32, KvTier, KvKey)>) -> bool) {
-        let deadline = Instant::now() + Duration::from_secs(60);
+        let deadline = Instant::now() + Duration::from_mins(1);
         while self.due.is_none() || !is_enough(&self.held) {
             assert!(Instant::now() < deadline, "{:?}", self.held);
             match self.next_frame().expect("the stream ended") {
@@ -103,7 +105,9 @@ impl Follower<'_> {
                 Frame::Batch(batch) => {
                     assert_eq!(Some(batch.sequence), self.due);
                     self.due = Some(batch.sequence + 1);
-                    batch.changes.into_iter().for_each(|change| self.apply(change));
+                    for change in batch.changes {
+                        self.apply(change);
+                    }
                 }
                 Frame::Alive { next_sequence } => assert_eq!(Some(next_sequence), self.due),
                 Frame::Hello(_) => panic!("a second hello"),
@@ -114,10 +118,14 @@ impl Follower<'_> {
     fn apply(&mut self, change: KvChange) {
         match change {
             KvChange::Stored { group, tier, keys, .. } => {
-                keys.into_iter().for_each(|key| assert!(self.held.insert((group, tier, key))));
+                for key in keys {
+                    assert!(self.held.insert((group, tier, key)));
+                }
             }
             KvChange::Removed { group, tier, keys } => {
-                keys.into_iter().for_each(|key| assert!(self.held.remove(&(group, tier, key))));
+                for key in keys {
+                    assert!(self.held.remove(&(group, tier, key)));
+                }
             }
             KvChange::Cleared { .. } => panic!("the log does not clear"),
         }
