@@ -66,7 +66,7 @@ async fn a_worker_that_is_gone_opens_it_and_one_that_is_back_closes_it() {
 async fn a_stopped_worker_opens_it_and_its_waiting_requests_go_elsewhere() {
     let (left, right) = (MockWorker::start("m").await, MockWorker::start("m").await);
     let gateway = TestGateway::before(&[&left, &right], |config| {
-        config.health.timeout_ms = 200;
+        config.health.timeout_ms = 1000;
         config.health.failures = 2;
     })
     .await;

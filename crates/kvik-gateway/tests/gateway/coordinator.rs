@@ -242,7 +242,7 @@ async fn a_member_that_a_new_coordinator_does_not_know_is_dropped_when_it_is_not
     let coordinator = MockCoordinator::start("127.0.0.1:0", snapshot(1, 1, &[&left, &right])).await;
     let gateway = TestGateway::start({
         let mut config = config(&coordinator);
-        config.health.timeout_ms = 200;
+        config.health.timeout_ms = 1500;
         config
     })
     .await;

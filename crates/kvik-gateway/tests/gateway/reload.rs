@@ -103,7 +103,7 @@ async fn a_file_that_changes_is_reloaded() {
 async fn the_metrics_of_a_worker_that_left_disappear() {
     let (left, right) = (MockWorker::start("m").await, MockWorker::start("m").await);
     let gateway = TestGateway::before(&[&left, &right], |config| {
-        config.health.timeout_ms = 50;
+        config.health.timeout_ms = 1000;
         config.health.failures = 1;
     })
     .await;
