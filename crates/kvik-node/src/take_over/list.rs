@@ -310,8 +310,7 @@ mod tests {
         // Beyond what pins may take.
         let n_units = 30_000;
         let list = |n_chunks: usize| ChunkList { chunks: vec![chunk; n_chunks], ..ChunkList::default() };
-        let n_most =
-            n_units * (CHUNK_BYTES + PARENT_BYTES) / CHUNK_BYTES + 2 * MAX_PINS * PIN_BYTES / CHUNK_BYTES;
+        let n_most = (n_units * (CHUNK_BYTES + PARENT_BYTES) + 2 * MAX_PINS * PIN_BYTES) / CHUNK_BYTES;
         let read =
             |list: ChunkList| ChunkList::from_file(list.to_file().unwrap(), n_units as u64 * UNIT_BYTES);
         assert!(read(list(n_units)).is_ok());
