@@ -10,8 +10,8 @@ use kvik_store::TierName;
 use pyo3::prelude::*;
 
 use crate::chain::{Chain, chain_of};
+use crate::engine::{EngineOptions, time_of};
 use crate::error::{KvikError, exception_of, invalid};
-use crate::store::{EngineOptions, time_of};
 
 /// A managing connection with the daemon of a store: statistics, lookups, prefetches, pins, moves, clears.
 ///

@@ -7,8 +7,9 @@ use kvik_node::{NodeClient, NodeError, OpenChain};
 use kvik_store::Commit;
 use pyo3::prelude::*;
 
+use crate::array::Piece;
 use crate::gpu::{Direction, Gpu};
-use crate::memory::{EngineMemory, Piece};
+use crate::memory::EngineMemory;
 
 /// Chunks that one request to the daemon is about: some are published while the next are copied.
 const CHUNKS_A_WRITE: usize = 16;

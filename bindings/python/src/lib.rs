@@ -7,11 +7,13 @@
 
 mod array;
 mod awaiting;
+mod buffer;
 mod chain;
 mod client;
 mod copies;
 mod dlpack;
 mod elastic;
+mod engine;
 mod error;
 mod gpu;
 mod index;

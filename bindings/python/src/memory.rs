@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 
-use crate::array::{ArrayView, check_n_pieces, share_bytes};
+use crate::array::{ArrayView, Piece, check_n_pieces, share_bytes};
 use crate::error::invalid;
 use crate::gpu::Gpu;
+use crate::{buffer, dlpack};
 
 /// Blocks of an engine's KV memory, in pieces.
 ///
@@ -24,14 +25,6 @@ pub(crate) struct EngineMemory {
     /// The memory is that of a GPU.
     pub(crate) gpu: Option<Arc<Gpu>>,
     _owner: Py<PyAny>,
-}
-
-/// Where a piece of every block lies.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Piece {
-    pub(crate) address: usize,
-    pub(crate) block_bytes: usize,
-    pub(crate) block_stride: usize,
 }
 
 #[pymethods]
@@ -88,7 +81,7 @@ impl EngineMemory {
         block_tokens: usize,
         block_axis: usize,
     ) -> PyResult<Self> {
-        let views: Vec<ArrayView> = arrays.iter().map(ArrayView::of).collect::<PyResult<_>>()?;
+        let views: Vec<ArrayView> = arrays.iter().map(view_of).collect::<PyResult<_>>()?;
         let Some(first) = views.first() else {
             return Err(invalid("arrays", &"empty", "at least one"));
         };
@@ -147,7 +140,7 @@ impl EngineMemory {
         block_tokens: usize,
         is_written: bool,
     ) -> PyResult<Option<Self>> {
-        let view = ArrayView::of(array)?.with_layers(n_layers, token_layer_bytes)?;
+        let view = view_of(array)?.with_layers(n_layers, token_layer_bytes)?;
         if view.cuda_device.is_some() {
             let allowed = "one in memory of the CPU; for a GPU `EngineMemory.from_tensors`";
             return Err(invalid("array", &"one of a CUDA device", allowed));
@@ -187,5 +180,16 @@ impl EngineMemory {
 impl Piece {
     fn into_parts(self) -> (usize, usize, usize) {
         (self.address, self.block_bytes, self.block_stride)
+    }
+}
+
+/// The memory of an array, which must not be changed otherwise while it is used.
+///
+/// # Errors
+/// If it is no array, or lies where this module cannot use it.
+fn view_of(array: &Bound<'_, PyAny>) -> PyResult<ArrayView> {
+    match dlpack::import(array)? {
+        Some(view) => Ok(view),
+        None => buffer::import(array),
     }
 }

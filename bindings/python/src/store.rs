@@ -9,11 +9,9 @@ use std::time::{Duration, Instant};
 
 use kvik_memory::SocketAddress;
 use kvik_node::{
-    AttachOptions, ClientToken, NodeClient, NodeManager, NodeOptions, NodeServer, NodeSession, StoreConfig,
-    open_store,
+    AttachOptions, NodeClient, NodeManager, NodeOptions, NodeServer, NodeSession, StoreConfig, open_store,
 };
 use kvik_store::{ChunkFormat, Space};
-use kvik_types::{BlockSize, Dtype, Namespace};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -21,7 +19,8 @@ use pyo3::pybacked::PyBackedBytes;
 use crate::chain::{Chain, chain_of, chain_of_keys, unpack};
 use crate::client::Client;
 use crate::copies::Transfer;
-use crate::error::{KvikError, StoreGoneError, exception_of, invalid, invalid_type};
+use crate::engine::{EngineOptions, time_of};
+use crate::error::{KvikError, StoreGoneError, exception_of, invalid};
 use crate::job::{Job, Workers};
 use crate::memory::EngineMemory;
 
@@ -73,17 +72,6 @@ pub(crate) struct Found {
     n_tokens: usize,
     /// The slowest tier that has one of them, such as `ram` or `nvme`.
     slowest_tier: &'static str,
-}
-
-/// What an engine says of itself.
-#[derive(Debug)]
-pub(crate) struct EngineOptions {
-    namespace: Namespace,
-    format: ChunkFormat,
-    rank: u16,
-    token: Option<ClientToken>,
-    timeout: Duration,
-    n_copy_threads: usize,
 }
 
 #[pymethods]
@@ -486,53 +474,8 @@ fn run(session: &NodeSession, ask: impl FnMut(&NodeClient) -> kvik_node::Result<
     session.run(ask).unwrap_or(0)
 }
 
-/// The time of an argument in seconds.
-pub(crate) fn time_of(field: &str, seconds: f64) -> PyResult<Duration> {
-    Duration::try_from_secs_f64(seconds).map_err(|_| invalid(field, &seconds, "0 or more seconds"))
-}
-
 fn closed() -> PyErr {
     StoreGoneError::new_err("the store is closed")
-}
-
-// === impl EngineOptions ===
-
-impl EngineOptions {
-    pub(crate) fn attach_to(self, socket: SocketAddress) -> AttachOptions {
-        let mut attach = AttachOptions::new(socket, self.namespace, self.format);
-        (attach.rank, attach.token, attach.timeout) = (self.rank, self.token, self.timeout);
-        attach
-    }
-
-    pub(crate) fn try_new(
-        (model, layout, dtype): (String, String, &str),
-        (n_layers, token_layer_bytes, block_tokens, n_ranks): (u32, u64, usize, u16),
-        rank: u16,
-        token: Option<&str>,
-        timeout_s: f64,
-        n_copy_threads: Option<usize>,
-    ) -> PyResult<Self> {
-        let dtype: Dtype = dtype.parse().map_err(|error| invalid_type(&error))?;
-        let block_tokens = BlockSize::try_new(block_tokens).map_err(|error| invalid_type(&error))?;
-        if rank >= n_ranks {
-            return Err(invalid("rank", &rank, &format!("less than n_ranks, {n_ranks}")));
-        }
-        let timeout = Duration::try_from_secs_f64(timeout_s).ok().filter(|timeout| !timeout.is_zero());
-        let timeout = timeout.ok_or_else(|| invalid("timeout_s", &timeout_s, "more than 0"))?;
-        let n_processors = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        let n_copy_threads = n_copy_threads.unwrap_or((n_processors / 2).clamp(1, 8));
-        if !(1..=64).contains(&n_copy_threads) {
-            return Err(invalid("n_copy_threads", &n_copy_threads, "1 to 64"));
-        }
-        Ok(Self {
-            namespace: Namespace { model, dtype, layout, tenant: String::new() },
-            format: ChunkFormat { n_layers, token_layer_bytes, n_ranks, block_tokens },
-            rank,
-            token: token.map(ClientToken::try_new).transpose().map_err(|error| exception_of(&error))?,
-            timeout,
-            n_copy_threads,
-        })
-    }
 }
 
 // === impl OwnStore ===

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use super::Store;
 use super::core::Core;
 use super::kept::KeptMemory;
-use super::pins::Pins;
+use super::pin_list::Pins;
 use super::threads::Threads;
 use crate::chain::block_id;
 use crate::counters::Counters;

@@ -6,7 +6,7 @@ use std::time::Instant;
 use kvik_tier::{ChunkKey, RamTier, TierKind};
 use kvik_types::BlockHash;
 
-use super::pins::Pins;
+use super::pin_list::Pins;
 use crate::chain::Chain;
 use crate::counters::Counters;
 use crate::directory::{Directory, Entry};

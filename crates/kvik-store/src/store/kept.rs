@@ -126,7 +126,8 @@ impl Core {
                 unlisted.remove(key);
             }
         }
-        self.learn_pins(pins, kept, &lengths, &mut residents);
+        let places = kept.iter().map(|KeptChunk { key, depth }| (*key, *depth));
+        self.learn_pins(pins, places, &lengths, &mut residents);
         self.delete_from_ram(&unlisted.into_iter().collect::<Vec<_>>());
     }
 }

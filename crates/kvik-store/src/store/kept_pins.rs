@@ -10,7 +10,6 @@ use kvik_tier::ChunkKey;
 use kvik_types::BlockHash;
 
 use super::core::Core;
-use super::kept::KeptChunk;
 use crate::chain::{block_id, recompute_us};
 use crate::policy::{Block, BlockId};
 use crate::residents::Residents;
@@ -77,12 +76,13 @@ impl Core {
         KeptPins { parents, pins }
     }
 
-    /// Pins what was pinned before, `kept` being the chunks that memory had and `lengths` those of their bytes. A pin whose
+    /// Pins what was pinned before, `kept` being the chunks that memory had with their places in their chains, and `lengths` those of
+    /// their bytes. A pin whose
     /// chunks are not all there is remembered, so that every pin has its unpin, and keeps nothing.
     pub(super) fn learn_pins(
         &self,
         pins: &KeptPins,
-        kept: &[KeptChunk],
+        kept: impl Iterator<Item = (ChunkKey, u32)>,
         lengths: &HashMap<ChunkKey, u64>,
         residents: &mut Residents,
     ) {
@@ -92,10 +92,10 @@ impl Core {
         let parents: HashMap<BlockHash, BlockHash> =
             pins.parents.iter().map(|KeptParent { chunk, parent }| (*chunk, *parent)).collect();
         let mut known: HashMap<BlockHash, Known> = HashMap::new();
-        for KeptChunk { key, depth } in kept {
+        for (key, depth) in kept {
             let known = known.entry(key.chunk).or_default();
-            known.depth = *depth;
-            known.n_bytes += lengths.get(key).copied().unwrap_or(0);
+            known.depth = depth;
+            known.n_bytes += lengths.get(&key).copied().unwrap_or(0);
         }
         for KeptPin { chain, chunk, left_ms } in &pins.pins {
             let blocks = chunk.and_then(|chunk| self.blocks_up_to(chunk, &parents, &known));

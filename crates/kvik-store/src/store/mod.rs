@@ -17,6 +17,7 @@ mod lookup;
 mod moves;
 mod observe;
 mod one_tier;
+mod pin_list;
 mod pins;
 mod prefetch;
 mod promotion;
