@@ -22,6 +22,9 @@ use crate::metrics::DaemonMetrics;
 use crate::peers::PeerServer;
 use crate::server::NodeServer;
 
+/// Longest name of a model, in bytes: names come from outside and are kept.
+const MAX_MODEL_BYTES: usize = 1024;
+
 /// What handlers have.
 #[derive(Debug, Clone)]
 struct Served {
@@ -61,6 +64,10 @@ pub(crate) fn router(
 /// the model is used from now on, which the next start of the stream names.
 async fn events(State(served): State<Served>, query: Query<EventsQuery>) -> Response {
     let Query(EventsQuery { model, tenant, epoch, from }) = query;
+    if !(1..=MAX_MODEL_BYTES).contains(&model.len()) {
+        let text = format!("`model` has {} bytes; allowed: 1 to {MAX_MODEL_BYTES}", model.len());
+        return refusal(StatusCode::BAD_REQUEST, &text);
+    }
     let resume = match (epoch, from) {
         (Some(epoch), Some(from)) => Some((epoch, from)),
         (None, None) => None,

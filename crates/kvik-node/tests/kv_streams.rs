@@ -205,6 +205,16 @@ fn a_space_that_comes_later_ends_the_stream_and_the_next_one_has_both() {
 }
 
 #[test]
+fn a_model_without_a_name_or_with_an_endless_one_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let node = Node::start(folder.path(), |_| {});
+    for model in ["", &"x".repeat(1025)] {
+        let refused = node.runtime.block_on(node.client.store_events(model, None)).map(|_| ());
+        assert!(matches!(refused, Err(ClientError::Refused { status: 400, .. })), "{refused:?}");
+    }
+}
+
+#[test]
 fn a_daemon_with_a_token_tells_only_callers_that_show_it() {
     let folder = tempfile::tempdir().unwrap();
     let node = Node::start(folder.path(), |config| config.cluster_token = Some(TOKEN.into()));
