@@ -145,7 +145,8 @@ pub struct TimeoutConfig {
     pub stream_idle_ms: u64,
 }
 
-/// When a request is tried on another worker; always before the first byte of an answer.
+/// When a request is tried on another worker before the first byte of its answer, and when its answer goes on elsewhere
+/// after it. The second needs workers of kvik.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RetryConfig {
@@ -155,6 +156,11 @@ pub struct RetryConfig {
     pub budget_ratio: f64,
     /// Retries that can be saved up. Default: 100.
     pub budget_burst: u32,
+    /// Times that an answer goes on at another worker after its worker has failed, at most 100; 0: it ends with an error.
+    /// Default: 3.
+    pub max_continuations: u32,
+    /// Time that an answer waits for another worker while none is usable, at most 600 000 ms. Default: 10 000 ms.
+    pub continuation_wait_ms: u64,
 }
 
 /// When a worker gets no more requests. Failures are connection errors, answers 500 to 599
@@ -260,7 +266,13 @@ impl Default for TimeoutConfig {
 
 impl Default for RetryConfig {
     fn default() -> Self {
-        Self { max_attempts: 2, budget_ratio: 0.1, budget_burst: 100 }
+        Self {
+            max_attempts: 2,
+            budget_ratio: 0.1,
+            budget_burst: 100,
+            max_continuations: 3,
+            continuation_wait_ms: 10_000,
+        }
     }
 }
 
@@ -373,6 +385,10 @@ impl GatewayConfig {
         check((1..=10).contains(&attempts), "retry.max_attempts", attempts, "1 to 10")?;
         let ratio = self.retry.budget_ratio;
         check((0.0..=1.0).contains(&ratio), "retry.budget_ratio", ratio, "0 to 1")?;
+        let continuations = self.retry.max_continuations;
+        check(continuations <= 100, "retry.max_continuations", continuations, "0 to 100")?;
+        let wait_ms = self.retry.continuation_wait_ms;
+        check(wait_ms <= 600_000, "retry.continuation_wait_ms", wait_ms, "0 to 600000")?;
         let ratio = self.breaker.error_ratio;
         check(0.0 < ratio && ratio <= 1.0, "breaker.error_ratio", ratio, "above 0 and at most 1")?;
         let (open, longest) = (self.breaker.open_ms, self.breaker.max_open_ms);

@@ -10,6 +10,7 @@
 //! | `kvik_gateway_route_decisions_total` | `reason` | choices of a worker: `owner`, `bound`, `unusable`, `least_loaded`, and by the index `holder`, `spread` |
 //! | `kvik_gateway_index_lookups_total` | `outcome` | questions to the index before a choice: `found`, `nothing`, `slow`, `failed` |
 //! | `kvik_gateway_retries_total` | | requests tried on another worker |
+//! | `kvik_gateway_continued_total` | `outcome` | answers that had to go on elsewhere: `moved` with their KV, `replayed` from their tokens, `stayed` after all, `failed` |
 //! | `kvik_gateway_breaker_state` | `worker` | 0 closed, 1 half open, 2 open |
 //! | `kvik_gateway_queue_length` | | requests that wait for their turn |
 //! | `kvik_gateway_queue_wait_seconds` | | time waited by those that had to |
@@ -34,6 +35,7 @@ const OUTSTANDING_REQUESTS: &str = "kvik_gateway_outstanding_requests";
 const ROUTE_DECISIONS: &str = "kvik_gateway_route_decisions_total";
 const INDEX_LOOKUPS: &str = "kvik_gateway_index_lookups_total";
 const RETRIES: &str = "kvik_gateway_retries_total";
+const CONTINUED: &str = "kvik_gateway_continued_total";
 const QUEUE_WAIT_SECONDS: &str = "kvik_gateway_queue_wait_seconds";
 const REJECTED: &str = "kvik_gateway_rejected_total";
 const COORDINATOR_CONNECTED: &str = "kvik_gateway_coordinator_connected";
@@ -91,6 +93,10 @@ impl Metrics {
 
     pub(crate) fn lookup(outcome: &'static str) {
         metrics::counter!(INDEX_LOOKUPS, "outcome" => outcome).increment(1);
+    }
+
+    pub(crate) fn continued(outcome: &'static str) {
+        metrics::counter!(CONTINUED, "outcome" => outcome).increment(1);
     }
 
     pub(crate) fn rejected(reason: &'static str) {

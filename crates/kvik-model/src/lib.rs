@@ -57,8 +57,9 @@ mod sampling;
 pub use checkpoint::{Checkpoint, Header, Tensor, TensorInfo, TensorPlace, WeightDtype, parse_header};
 pub use config::{Activation, Architecture, ModelConfig, Norm, Position, RopeConfig, RopeScaling};
 pub use engine::{
-    EndedSequence, Engine, EngineEvent, EngineOptions, EngineStats, FinishReason, GenerateRequest, KvSink,
-    PrefixKv, PreparedRequest, RequestId, SequenceKv, SubmitOptions, TokenEvent, Usage,
+    Begun, BegunOutput, EndedSequence, Engine, EngineEvent, EngineOptions, EngineStats, FinishReason,
+    GenerateRequest, KvSink, LentBlocks, PrefixKv, PreparedRequest, RequestId, SequenceKv, StageId, Staged,
+    SubmitOptions, TokenEvent, Usage,
 };
 pub use error::{ModelError, Result};
 pub use forward::{Backend, CpuBackend, CpuBackendOptions, LayerKv, Logits, PinnedKv, SequenceRows};

@@ -6,8 +6,8 @@
 //!
 //! Parts: [`coordinator`] and [`worker`] hold the messages of the two services' own APIs, [`cache`] those
 //! of a worker's store, [`openai`] those of the compatible one, [`events`] the KV events of engines, [`index`] the
-//! API of the global KV index, [`kv_stream`] what a worker tells of its KV, [`sse`] the framing of
-//! streams, [`stores`] the store daemons that a coordinator lists, [`client`] the clients.
+//! API of the global KV index, [`journal`] what continues a stream elsewhere, [`kv_stream`] what a worker tells of its KV,
+//! [`moves`] sequences that move, [`sse`] the framing of streams, [`stores`] the store daemons that a coordinator lists, [`client`] the clients.
 //!
 //! ```
 //! use kvik_proto::coordinator::{Snapshot, WatchEvent};
@@ -25,7 +25,9 @@ pub mod client;
 pub mod coordinator;
 pub mod events;
 pub mod index;
+pub mod journal;
 pub mod kv_stream;
+pub mod moves;
 pub mod openai;
 pub mod sse;
 pub mod stores;

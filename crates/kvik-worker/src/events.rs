@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use kvik_model::{FinishReason, ModelError, TokenLogprobs};
+use kvik_proto::journal::MoveNotice;
 use kvik_proto::openai::CachedTiers;
 use tokio::sync::mpsc;
 
@@ -10,13 +11,18 @@ use tokio::sync::mpsc;
 #[derive(Debug)]
 pub(crate) enum Event {
     /// The engine took it; always the first event but for [`Event::Rejected`].
-    Accepted,
+    Accepted {
+        /// The seed of its random choices.
+        seed: u64,
+    },
     /// The engine refused it; the last event.
     Rejected(ModelError),
     /// Its prompt was admitted.
     Admitted {
         /// Prompt tokens whose KV was there already.
         cached_tokens: usize,
+        /// Where they were.
+        tiers: CachedTiers,
         /// When the step began that computes the first of it.
         at: Instant,
     },
@@ -33,7 +39,14 @@ pub(crate) enum Event {
     },
     /// It cannot go on; the last event.
     Failed(String),
+    /// The worker ends before it; the last event. Another worker could go on with it.
+    Stopped,
+    /// It is frozen, after everything that was sent before; it goes on elsewhere, or here when it is thawed.
+    Frozen(Option<MoveNotice>),
 }
+
+/// What a client is told of a request that the end of the worker has ended.
+pub(crate) const STOPPED: &str = "the worker has ended";
 
 /// Tokens that an output used.
 #[derive(Debug, Clone, Copy, Default)]

@@ -8,15 +8,15 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvik_model::GenerateRequest;
+use kvik_model::{GenerateRequest, StageId};
 use kvik_runtime::telemetry::Phases;
 use kvik_types::CacheSalt;
 use tokio::sync::mpsc;
 
 use crate::admission::Permit;
-use crate::engine_thread::{EngineHandle, Origin, Submission};
+use crate::engine_thread::{BegunPart, EngineHandle, Origin, Submission};
 use crate::error::Refusal;
-use crate::events::Event;
+use crate::events::{Event, STOPPED};
 
 /// Tokens that an output may be ahead of its reader: at 50 tokens/s and 100 bytes an event, five
 /// seconds of a stalled network in 25 KB.
@@ -39,30 +39,49 @@ pub(crate) struct Generation {
     phases: Phases,
     is_admitted: bool,
     has_first_token: bool,
+    /// KV that came ahead of it, held until its first token here.
+    stages: Vec<StageGuard>,
+}
+
+/// What is started.
+#[derive(Debug)]
+pub(crate) struct Start<'a> {
+    /// One for each prompt.
+    pub(crate) requests: Vec<GenerateRequest>,
+    pub(crate) name: Option<&'a str>,
+    /// Keeps their KV apart from that of others.
+    pub(crate) salt: Option<CacheSalt>,
+    /// Their place.
+    pub(crate) permit: Permit,
+    /// For each prompt, how far its outputs have come on another worker; empty if they begin here.
+    pub(crate) begun: Vec<BegunPart>,
+    pub(crate) stages: Vec<StageGuard>,
+}
+
+/// Blocks of a sequence that is on its way; let go when dropped.
+#[derive(Debug)]
+pub(crate) struct StageGuard {
+    engine: EngineHandle,
+    pub(crate) stage: StageId,
 }
 
 /// One prompt of a request.
 #[derive(Debug)]
 struct Part {
     ticket: u64,
+    seed: u64,
     /// For each choice: tokens read, `None` after its end.
     n_read: Vec<Option<u32>>,
     n_granted: u32,
 }
 
 impl Generation {
-    /// Submits `requests` under `name`, with `salt` between their KV and that of others, and waits until the
-    /// engine has taken all of them; `permit` is their place.
+    /// Submits requests and waits until the engine has taken all of them. Outputs that have ended elsewhere give no events.
     ///
     /// # Errors
     /// If it refuses one; nothing stays behind then.
-    pub(crate) async fn start(
-        engine: &EngineHandle,
-        requests: Vec<GenerateRequest>,
-        name: Option<&str>,
-        salt: Option<CacheSalt>,
-        permit: Permit,
-    ) -> Result<Self, Refusal> {
+    pub(crate) async fn start(engine: &EngineHandle, start: Start<'_>) -> Result<Self, Refusal> {
+        let Start { requests, name, salt, permit, begun, stages } = start;
         let permit = Arc::new(permit);
         let (sender, events) = mpsc::unbounded_channel();
         let mut generation = Self {
@@ -70,16 +89,31 @@ impl Generation {
             parts: Vec::with_capacity(requests.len()),
             events,
             early: VecDeque::new(),
-            n_live_choices: requests.iter().map(|request| request.sampling.n as usize).sum(),
+            n_live_choices: 0,
             has_failed: false,
             phases: Phases::begin("queue"),
             is_admitted: false,
             has_first_token: false,
+            stages,
         };
+        let mut begun = begun.into_iter();
+        let mut n_submitted = 0;
         for (part_idx, request) in requests.into_iter().enumerate() {
             let ticket = engine.next_ticket();
-            let n_read = vec![Some(0); request.sampling.n as usize];
-            generation.parts.push(Part { ticket, n_read, n_granted: WINDOW });
+            let begun = begun.next();
+            let mut n_read = vec![Some(0); request.sampling.n as usize];
+            let ended = begun.iter().flat_map(|begun| &begun.outputs.outputs).map(|output| output.is_ended);
+            for (n_read, is_ended) in n_read.iter_mut().zip(ended) {
+                *n_read = n_read.filter(|_| !is_ended);
+            }
+            let n_live = n_read.iter().flatten().count();
+            let seed = request.sampling.seed.unwrap_or_default();
+            generation.parts.push(Part { ticket, seed, n_read, n_granted: WINDOW });
+            if n_live == 0 {
+                continue;
+            }
+            generation.n_live_choices += n_live;
+            n_submitted += 1;
             let origin = Origin {
                 ticket,
                 part_idx,
@@ -91,21 +125,37 @@ impl Generation {
                 permit: Arc::clone(&permit),
                 events: sender.clone(),
             };
-            engine.submit(Submission { origin, request })?;
+            engine.submit(Submission { origin, request, begun })?;
         }
         drop((sender, permit));
         let mut n_accepted = 0;
-        while n_accepted < generation.parts.len() {
+        while n_accepted < n_submitted {
             match generation.events.recv().await {
-                Some((_, Event::Accepted)) => n_accepted += 1,
+                Some((part_idx, Event::Accepted { seed })) => {
+                    n_accepted += 1;
+                    if let Some(part) = generation.parts.get_mut(part_idx) {
+                        part.seed = seed;
+                    }
+                }
                 Some((_, Event::Rejected(error))) => return Err(error.into()),
                 Some((_, Event::Failed(message))) => return Err(Refusal::unavailable(message, 1)),
+                Some((_, Event::Stopped)) => return Err(Refusal::unavailable(STOPPED, 1)),
                 // The first prompts may run before the last is taken.
                 Some(event) => generation.early.push_back(event),
                 None => return Err(Refusal::engine_gone()),
             }
         }
         Ok(generation)
+    }
+
+    /// For each prompt, the seed of its random choices.
+    pub(crate) fn seeds(&self) -> Vec<u64> {
+        self.parts.iter().map(|part| part.seed).collect()
+    }
+
+    /// Names the prompts towards the engine.
+    pub(crate) fn tickets(&self) -> Vec<u64> {
+        self.parts.iter().map(|part| part.ticket).collect()
     }
 
     /// The next event; `None` after the end of all outputs or a failure. Cancel safe.
@@ -138,12 +188,13 @@ impl Generation {
     fn note(&mut self, event: Option<(usize, Event)>) -> (usize, Event) {
         let Some((part_idx, event)) = event else {
             self.has_failed = true;
-            return (0, Event::Failed("the engine has ended".to_owned()));
+            return (0, Event::Stopped);
         };
         match &event {
             Event::Token(token) => {
                 if !self.has_first_token {
                     self.has_first_token = true;
+                    self.stages.clear();
                     self.phases.enter_at("decode", Instant::now());
                 }
                 self.note_read(part_idx, token.choice);
@@ -158,14 +209,14 @@ impl Generation {
                 }
                 self.grant(part_idx);
             }
-            Event::Failed(_) | Event::Rejected(_) => self.has_failed = true,
+            Event::Failed(_) | Event::Rejected(_) | Event::Stopped => self.has_failed = true,
             Event::Admitted { at, .. } => {
                 if !self.is_admitted {
                     self.is_admitted = true;
                     self.phases.enter_at("prefill", *at);
                 }
             }
-            Event::Accepted => {}
+            Event::Accepted { .. } | Event::Frozen(_) => {}
         }
         (part_idx, event)
     }
@@ -202,5 +253,17 @@ impl Drop for Generation {
         for part in &self.parts {
             self.engine.abandon(part.ticket);
         }
+    }
+}
+
+impl StageGuard {
+    pub(crate) fn new(engine: &EngineHandle, stage: StageId) -> Self {
+        Self { engine: engine.clone(), stage }
+    }
+}
+
+impl Drop for StageGuard {
+    fn drop(&mut self) {
+        self.engine.unstage(self.stage);
     }
 }

@@ -26,5 +26,6 @@ pub(crate) async fn end_idle(
         }
         loaded.sequences.end_idle(idle);
         loaded.staging.end_idle(idle);
+        loaded.arrivals.end_idle();
     }
 }

@@ -30,6 +30,8 @@
 //! | `kvik_worker_cached_tokens_total{tier}` | counter | prompt tokens whose KV was there: `engine`, `ram`, `nvme`, `redis`, `object` |
 //! | `kvik_worker_steps_total` | counter | forward passes |
 //! | `kvik_worker_cancelled_total{reason}` | counter | requests ended early: `client`, `slow_client`, `failure` |
+//! | `kvik_worker_moves_total{outcome}` | counter | requests that were to go to another worker: `moved`, `stayed` |
+//! | `kvik_worker_resumed_total{kv}` | counter | requests that came from another worker: KV `ahead` or `none` |
 //! | `kvik_worker_refused_total{status}` | counter | requests that were refused |
 //! | `kvik_store_tier_up{tier}` | gauge | 1 while a tier of the store reads and writes |
 //! | `kvik_store_tier_chunks{tier}`, `_used_bytes`, `_capacity_bytes` | gauge | what a tier holds and may hold |
@@ -144,6 +146,18 @@ impl WorkerMetrics {
     /// A request ended early because of `reason`.
     pub(crate) fn cancelled(&self, reason: &'static str) {
         self.count("kvik_worker_cancelled_total", "reason", reason.to_owned());
+    }
+
+    /// A request was to go to another worker.
+    pub(crate) fn moved(&self, has_moved: bool) {
+        let outcome = if has_moved { "moved" } else { "stayed" }.to_owned();
+        self.count("kvik_worker_moves_total", "outcome", outcome);
+    }
+
+    /// A request came from another worker, with its KV ahead of it or without.
+    pub(crate) fn resumed(&self, has_kv: bool) {
+        let kv = if has_kv { "ahead" } else { "none" }.to_owned();
+        self.count("kvik_worker_resumed_total", "kv", kv);
     }
 
     /// A request was refused.

@@ -22,7 +22,7 @@ use tokio::time::Instant;
 use crate::admission::Permit;
 use crate::engine_thread::{EngineHandle, Origin, Submission};
 use crate::error::Refusal;
-use crate::events::Event;
+use crate::events::{Event, STOPPED};
 
 /// Most tokens of one step; what a client may not read is bounded by it.
 pub(crate) const MAX_STEP: u32 = 4096;
@@ -108,7 +108,7 @@ impl Sequences {
             events: sender,
         };
         let mut stepped = sequence.lock().await;
-        let started = match engine.submit(Submission { origin, request }) {
+        let started = match engine.submit(Submission { origin, request, begun: None }) {
             Ok(()) => stepped.receive(1).await,
             Err(refusal) => Err(refusal),
         };
@@ -216,7 +216,7 @@ impl Stepped {
         while self.end.is_none() && (self.tokens.len() as u64) < wanted {
             match self.events.recv().await.map(|(_, event)| event) {
                 Some(event) => self.note(event)?,
-                None => self.set_end(End::Failed("the engine has ended".to_owned())),
+                None => self.set_end(End::Failed(STOPPED.to_owned())),
             }
         }
         // The end comes right behind the last token: a step that takes that one tells it.
@@ -233,7 +233,7 @@ impl Stepped {
 
     fn note(&mut self, event: Event) -> Result<(), Refusal> {
         match event {
-            Event::Accepted => {}
+            Event::Accepted { .. } | Event::Frozen(_) => {}
             Event::Rejected(error) => {
                 self.set_end(End::Failed(error.to_string()));
                 return Err(error.into());
@@ -245,6 +245,7 @@ impl Stepped {
                 self.set_end(End::Finished { text, reason: reason.as_str() });
             }
             Event::Failed(message) => self.set_end(End::Failed(message)),
+            Event::Stopped => self.set_end(End::Failed(STOPPED.to_owned())),
         }
         Ok(())
     }

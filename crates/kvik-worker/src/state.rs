@@ -15,6 +15,8 @@ use crate::config::WorkerConfig;
 use crate::engine_thread::EngineHandle;
 use crate::error::Refusal;
 use crate::metrics::WorkerMetrics;
+use crate::moves::{Arrivals, PeerClient};
+use crate::running::RunningRequests;
 use crate::sequences::Sequences;
 use crate::staging::Staging;
 use crate::store::{ChunkWatch, KvStore};
@@ -37,6 +39,10 @@ pub(crate) struct WorkerState {
     /// Unix time of the start, in seconds.
     pub(crate) started: u64,
     pub(crate) admission: Admission,
+    /// Where other workers and gateways reach it.
+    pub(crate) base: String,
+    /// Calls other workers.
+    pub(crate) peers: PeerClient,
     /// Cancelled when the worker takes nothing new.
     pub(crate) draining: CancellationToken,
     loaded: OnceLock<Arc<Loaded>>,
@@ -52,6 +58,15 @@ pub(crate) struct Loaded {
     pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) metrics: WorkerMetrics,
     pub(crate) sequences: Sequences,
+    pub(crate) running: Arc<RunningRequests>,
+    /// Sequences on their way here.
+    pub(crate) arrivals: Arrivals,
+    /// The root of the engine's hashes, in hexadecimal digits: KV of another root never mixes with its own.
+    pub(crate) root: String,
+    /// Names the bytes of a block.
+    pub(crate) layout: String,
+    /// Bytes of one block in one layer.
+    pub(crate) block_layer_bytes: usize,
     pub(crate) staging: Staging,
     /// The store below the engine, if there is one.
     pub(crate) store: Option<Arc<dyn KvStore>>,
@@ -80,10 +95,12 @@ pub(crate) struct KvShape {
 }
 
 impl WorkerState {
-    pub(crate) fn new(config: WorkerConfig, id: String) -> Self {
+    pub(crate) fn new(config: WorkerConfig, id: String, base: String, peers: PeerClient) -> Self {
         let n_places = config.max_sequences + config.max_waiting;
         Self {
             id,
+            base,
+            peers,
             started: crate::clock::unix_seconds(),
             admission: Admission::new(n_places),
             draining: CancellationToken::new(),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kvik_model::{BLOCK_TOKENS, CpuBackendOptions, Engine, EngineOptions, Model};
 use kvik_node::{KEPT_BYTES, KvLog, LoggedChunks};
-use kvik_proto::client::{CoordinatorClient, TlsClientConfig, http_client};
+use kvik_proto::client::{CoordinatorClient, HttpClient, TlsClientConfig, http_client};
 use kvik_proto::kv_stream::BlockGroup;
 use kvik_runtime::http::{listen, serve, tls_acceptor};
 use kvik_runtime::shutdown::Shutdown;
@@ -22,6 +22,7 @@ use crate::drain::Drain;
 use crate::engine_thread::{EngineHandle, Patience};
 use crate::error::{Result, WorkerError};
 use crate::metrics::WorkerMetrics;
+use crate::moves::{Arrivals, PeerClient};
 use crate::registration::Registration;
 use crate::sequences::Sequences;
 use crate::staging::Staging;
@@ -83,7 +84,9 @@ impl Worker {
             }
         });
         let tracer = Tracer::start(&config.tracing, "kvik-worker", &id, shutdown)?;
-        let state = Arc::new(WorkerState::new(config, id.clone()));
+        let peers = PeerClient::new(http_clients(&config)?, trust.cluster_header());
+        let address_of_worker = base.trim_end_matches('/').to_owned();
+        let state = Arc::new(WorkerState::new(config, id.clone(), address_of_worker, peers));
         let (closing, closed) = (CancellationToken::new(), CancellationToken::new());
         // Of their own, because a worker may have to close them while the rest of the process goes on.
         let connections = Shutdown::new();
@@ -198,6 +201,8 @@ async fn load(
         vocab_size: engine.config().vocab_size,
     };
     let max_tokens = engine.max_sequence_tokens();
+    let root = engine.namespace().seed().to_string();
+    let (layout, block_layer_bytes) = (engine.kv_layout(), engine.block_layer_bytes());
     let groups = block_groups(&engine, space.as_ref());
     let kv_log = Arc::new(KvLog::new(state.id.clone(), epoch, model_name.clone(), groups, KEPT_BYTES));
     let store_admin = store.as_ref().map(StoreAdmin::new);
@@ -217,6 +222,11 @@ async fn load(
         tokenizer: Arc::clone(model.tokenizer()),
         metrics,
         sequences: Sequences::default(),
+        running: Arc::default(),
+        arrivals: Arrivals::default(),
+        root,
+        layout,
+        block_layer_bytes,
         staging: Staging::new(config.kv_staging_bytes),
         store: for_engine,
         chunk_watch: Mutex::new(chunk_watch),
@@ -269,11 +279,16 @@ fn coordinator_clients(config: &WorkerConfig, trust: &Trust) -> Result<Vec<Coord
     if config.coordinators.is_empty() {
         return Ok(Vec::new());
     }
-    let TlsClientPem { authorities_pem, identity_pem } = config.coordinator_tls.read()?;
-    let http = http_client(&TlsClientConfig { authorities_pem, identity_pem })?;
+    let http = http_clients(config)?;
     let client =
         |base: &String| CoordinatorClient::new(http.clone(), base).with_header(trust.cluster_header());
     Ok(config.coordinators.iter().map(client).collect())
+}
+
+/// Calls other services of the cluster.
+fn http_clients(config: &WorkerConfig) -> Result<HttpClient> {
+    let TlsClientPem { authorities_pem, identity_pem } = config.coordinator_tls.read()?;
+    Ok(http_client(&TlsClientConfig { authorities_pem, identity_pem })?)
 }
 
 /// The host's name, as the kernel tells it.

@@ -12,6 +12,7 @@
 
 use std::io;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
@@ -21,7 +22,9 @@ use kvik_proto::openai::ErrorBody;
 use tokio::time::{Instant, Sleep};
 use tokio_util::sync::WaitForCancellationFutureOwned;
 
+use crate::answer::continuation::{Continuation, Continued};
 use crate::answer::record::{Ending, Record};
+use crate::answer::send::WorkerBody;
 
 /// Longest half event that is held back, in bytes; a longer one passes as it comes.
 const MAX_HELD_BYTES: usize = 64 << 10;
@@ -29,10 +32,12 @@ const MAX_HELD_BYTES: usize = 64 << 10;
 const MAX_JOINED_BYTES: usize = 16 << 10;
 const DONE_EVENT: &[u8] = b"data: [DONE]\n\n";
 
+/// Finds out where an answer goes on.
+type Continuing = Pin<Box<dyn Future<Output = Continued> + Send>>;
+
 /// An answer's body with everything that ends with it.
-#[derive(Debug)]
-pub(crate) struct GuardedBody<B> {
-    inner: B,
+pub(crate) struct GuardedBody {
+    inner: WorkerBody,
     record: Record,
     events: Option<Events>,
     /// Whole events that go on with the next frame.
@@ -40,6 +45,10 @@ pub(crate) struct GuardedBody<B> {
     clock: Clock,
     /// Ready when the worker is found not to answer at all.
     silence: Option<Pin<Box<WaitForCancellationFutureOwned>>>,
+    /// What the answer goes on from elsewhere; `None` if it cannot.
+    continuation: Option<Box<Continuation>>,
+    /// While the answer is between two workers.
+    continuing: Option<Continuing>,
     is_ended: bool,
 }
 
@@ -89,16 +98,37 @@ pub(crate) struct Clock {
 
 // === impl GuardedBody ===
 
-impl<B: Body<Data = Bytes> + Unpin> GuardedBody<B> {
-    /// Guards `inner`; `events` for a stream of events.
-    pub(crate) fn new(inner: B, record: Record, events: Option<Events>, clock: Clock) -> Self {
-        let silence = record.load.as_ref().map(|load| Box::pin(load.silence.clone().cancelled_owned()));
-        Self { inner, record, events, joined: Joined::default(), clock, silence, is_ended: false }
+impl GuardedBody {
+    /// Guards `inner`; `events` for a stream of events, `continuation` for one that can go on elsewhere.
+    pub(crate) fn new(
+        inner: WorkerBody,
+        record: Record,
+        events: Option<Events>,
+        clock: Clock,
+        continuation: Option<Continuation>,
+    ) -> Self {
+        let silence = silence_of(&record);
+        Self {
+            inner,
+            record,
+            events,
+            joined: Joined::default(),
+            clock,
+            silence,
+            continuation: continuation.map(Box::new),
+            continuing: None,
+            is_ended: false,
+        }
     }
 
     fn end(&mut self, ending: Ending) {
         self.is_ended = true;
         self.record.end(ending);
+    }
+
+    /// Whether the worker's answer may end here without being complete.
+    fn is_cut_off(&self) -> bool {
+        self.continuation.as_ref().is_some_and(|continuation| !continuation.journal.is_done())
     }
 
     fn is_silent(&mut self, context: &mut Context<'_>) -> bool {
@@ -110,12 +140,70 @@ impl<B: Body<Data = Bytes> + Unpin> GuardedBody<B> {
             self.end(Ending::Complete);
             return None;
         };
-        if events.needs_done && !events.is_done() {
+        let is_incomplete = match &self.continuation {
+            Some(continuation) => !continuation.journal.is_done(),
+            None => events.needs_done && !events.is_done(),
+        };
+        if is_incomplete {
             return self.fail(Ending::UpstreamBroke).ok();
         }
         let rest = events.finish();
         self.end(Ending::Complete);
         rest
+    }
+
+    /// Whether the answer goes on elsewhere after its worker has failed; it is not the client's end then.
+    fn goes_on(&mut self) -> bool {
+        let Some(load) = &self.record.load else { return false };
+        let backend = Arc::clone(&load.backend);
+        let replay = self.continuation.as_mut().and_then(|continuation| continuation.replay(&backend));
+        let Some(replay) = replay else { return false };
+        tracing::debug!(worker = %backend.id, "an answer goes on at another worker");
+        self.record.note_failure();
+        self.continuing = Some(Box::pin(replay));
+        true
+    }
+
+    /// Reads the journal: what may pass, and whether the worker gives the request away.
+    fn read_journal(&mut self, data: Bytes) -> Result<Bytes, ()> {
+        let Some(continuation) = &mut self.continuation else { return Ok(data) };
+        let passed = continuation.journal.pass(data).map_err(|error| {
+            tracing::warn!(%error, "a worker's stream cannot be read");
+        })?;
+        let Some(load) = &self.record.load else { return Ok(passed) };
+        load.backend.hear();
+        if continuation.journal.take_draining() {
+            continuation.ask_to_move(&load.backend);
+        }
+        if let Some(notice) = continuation.journal.take_notice()
+            && let Some(following) = continuation.follow(notice, &load.backend)
+        {
+            self.continuing = Some(Box::pin(following));
+        }
+        Ok(passed)
+    }
+
+    /// Waits until the answer goes on; `None` when it does.
+    fn poll_continuing(&mut self, context: &mut Context<'_>) -> Option<Poll<io::Result<Bytes>>> {
+        let continuing = self.continuing.as_mut()?;
+        let Poll::Ready(continued) = continuing.as_mut().poll(context) else {
+            return match self.clock.poll_deadline(context) {
+                Poll::Pending => Some(Poll::Pending),
+                Poll::Ready(()) => Some(Poll::Ready(self.fail(Ending::DeadlinePassed))),
+            };
+        };
+        self.continuing = None;
+        self.clock.n_frames += 1;
+        match continued {
+            Continued::Elsewhere(body, load) => {
+                self.inner = body;
+                self.record.go_on(load);
+                self.silence = silence_of(&self.record);
+                None
+            }
+            Continued::Here => None,
+            Continued::Nowhere => Some(Poll::Ready(self.fail(Ending::UpstreamBroke))),
+        }
     }
 
     /// Ends a body that cannot go on: with a last event, or by breaking the connection.
@@ -128,7 +216,7 @@ impl<B: Body<Data = Bytes> + Unpin> GuardedBody<B> {
     }
 }
 
-impl<B: Body<Data = Bytes> + Unpin> Body for GuardedBody<B> {
+impl Body for GuardedBody {
     type Data = Bytes;
     type Error = io::Error;
 
@@ -141,13 +229,27 @@ impl<B: Body<Data = Bytes> + Unpin> Body for GuardedBody<B> {
             return Poll::Ready(None);
         }
         loop {
+            if this.continuing.is_some() {
+                if !this.joined.is_empty() {
+                    break;
+                }
+                match this.poll_continuing(context) {
+                    None => {}
+                    Some(Poll::Pending) => return Poll::Pending,
+                    Some(Poll::Ready(last)) => return Poll::Ready(Some(last.map(Frame::data))),
+                }
+            }
             let data = match Pin::new(&mut this.inner).poll_frame(context) {
                 Poll::Pending if !this.joined.is_empty() => break,
                 Poll::Pending if this.is_silent(context) => {
+                    if this.goes_on() {
+                        continue;
+                    }
                     return Poll::Ready(Some(this.fail(Ending::UpstreamSilent).map(Frame::data)));
                 }
                 Poll::Pending => match this.clock.poll(context) {
                     Poll::Pending => return Poll::Pending,
+                    Poll::Ready(Ending::UpstreamSilent) if this.goes_on() => continue,
                     Poll::Ready(ending) => return Poll::Ready(Some(this.fail(ending).map(Frame::data))),
                 },
                 Poll::Ready(Some(Ok(frame))) => match frame.into_data() {
@@ -155,6 +257,7 @@ impl<B: Body<Data = Bytes> + Unpin> Body for GuardedBody<B> {
                     // Trailers belong to one connection.
                     Err(_) => continue,
                 },
+                Poll::Ready(Some(Err(_)) | None) if this.is_cut_off() && this.goes_on() => continue,
                 Poll::Ready(Some(Err(_))) => match this.fail(Ending::UpstreamBroke) {
                     Ok(event) => {
                         this.joined.push(event);
@@ -169,6 +272,15 @@ impl<B: Body<Data = Bytes> + Unpin> Body for GuardedBody<B> {
                 }
             };
             this.clock.n_frames += 1;
+            let Ok(data) = this.read_journal(data) else {
+                if this.goes_on() {
+                    continue;
+                }
+                return Poll::Ready(Some(this.fail(Ending::UpstreamBroke).map(Frame::data)));
+            };
+            if data.is_empty() && this.continuation.is_some() {
+                continue;
+            }
             this.record.count(&data);
             let Some(events) = &mut this.events else {
                 // The server does not ask for more once it has as many bytes as were announced.
@@ -197,7 +309,17 @@ impl<B: Body<Data = Bytes> + Unpin> Body for GuardedBody<B> {
     }
 }
 
-impl<B> Drop for GuardedBody<B> {
+impl std::fmt::Debug for GuardedBody {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("GuardedBody").field("record", &self.record).finish_non_exhaustive()
+    }
+}
+
+fn silence_of(record: &Record) -> Option<Pin<Box<WaitForCancellationFutureOwned>>> {
+    record.load.as_ref().map(|load| Box::pin(load.silence.clone().cancelled_owned()))
+}
+
+impl Drop for GuardedBody {
     fn drop(&mut self) {
         if !self.is_ended && self.clock.deadline <= Instant::now() {
             self.record.end(Ending::DeadlinePassed);
@@ -320,6 +442,20 @@ fn join(parts: &[&[u8]]) -> Bytes {
 impl Clock {
     pub(crate) fn new(deadline: Instant, max_silence: Duration) -> Self {
         Self { deadline, max_silence, sleep: None, waker: None, n_frames: 0, n_frames_before: 0 }
+    }
+
+    /// Ready once the request's time is over, however silent it is.
+    fn poll_deadline(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        // No worker is silent while there is none.
+        self.n_frames += 1;
+        match self.poll(context) {
+            Poll::Ready(Ending::DeadlinePassed) => Poll::Ready(()),
+            Poll::Ready(_) => {
+                context.waker().wake_by_ref();
+                Poll::Pending
+            }
+            Poll::Pending => Poll::Pending,
+        }
     }
 
     /// Ready with how the body ends once its time is over.

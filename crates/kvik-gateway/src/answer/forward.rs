@@ -5,31 +5,30 @@
 //! seen: after a connection error, a missing head, or a 502 or 503, of a named sequence also a 429, each
 //! worker at most once, and only as the retry budget allows. The worker's answer is then the client's, whatever it says.
 
-use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::extract::Request;
 use axum::response::{IntoResponse as _, Response};
-use bytes::Bytes;
+use http::StatusCode;
 use http::header;
-use http::uri::Parts;
-use http::{HeaderMap, Method, StatusCode, Uri};
-use http_body_util::{Either, Full};
-use hyper::body::Incoming;
+use kvik_proto::journal::JOURNAL;
+use kvik_proto::moves::ResumeHead;
 use kvik_runtime::http::AnswerLimits;
 use tokio::time::Instant;
 
 use crate::answer;
 use crate::answer::body::{Clock, Dialect, Events, GuardedBody};
+use crate::answer::continuation::{Continuation, Continuer};
 use crate::answer::generate::{self, TranslatedBody};
 use crate::answer::record::{Ending, Record};
+use crate::answer::send::{Failure, Outgoing, WorkerBody, outcome_of, send, worker_path};
 use crate::config::{GatewayConfig, millis};
 use crate::error::Refusal;
 use crate::metrics::Metrics;
 use crate::placement::admission::{NotAdmitted, Permit};
 use crate::placement::lookup::Lookup;
-use crate::placement::{self, Placed, Wanted};
+use crate::placement::{self, Placed, Wanted, place_at, place_worker};
 use crate::request::body::{keep_memory, read_body};
 use crate::request::headers::{
     REQUEST_ID, WORKER, clean_connection_headers, clean_request_headers, request_id, request_timeout,
@@ -43,10 +42,9 @@ use crate::state::{Shared, View};
 use crate::upstream::backend::{Backend, BackendKind};
 use crate::upstream::breaker::Outcome;
 use crate::upstream::fleet::{Fleet, ModelGroup};
-use crate::upstream::links::LinkedBody;
 
-/// The body of a worker's answer: of its own connection or of the client that all share.
-type WorkerBody = Either<LinkedBody, Incoming>;
+/// Most times that a request without a stream moves: a drained fleet moves it once a worker.
+const MAX_MOVES: usize = 8;
 
 /// What a worker answered.
 struct Answer {
@@ -56,16 +54,8 @@ struct Answer {
     expose_worker: bool,
     /// Whether the chunks become events of `/generate`.
     is_translated: bool,
-}
-
-/// What a request sends, to whichever worker.
-struct Outgoing<'a> {
-    route: Route,
-    headers: HeaderMap,
-    query: Option<&'a str>,
-    body: Bytes,
-    is_stream: bool,
-    deadline: Instant,
+    /// Continues the answer on another worker.
+    continuer: Option<Continuer>,
 }
 
 /// What decides where a request goes.
@@ -78,20 +68,6 @@ struct RouteInput<'a> {
     output_tokens: u64,
     /// What the index says of its prompt.
     lookup: Option<Lookup>,
-}
-
-/// Why there is no answer that could be passed on.
-enum Failure {
-    /// The worker asks to be left alone, or a proxy before it failed.
-    Unavailable(http::Response<WorkerBody>),
-    /// No connection, or it broke.
-    Broke,
-    /// No answer in time, though there is time left for another worker.
-    Silent,
-    /// The request's time is over.
-    DeadlinePassed,
-    /// The request is wrong, for this kind of worker.
-    Refused(Refusal),
 }
 
 /// Forwards a request.
@@ -136,19 +112,20 @@ async fn ask(record: &mut Record, route: Route, request: Request) -> Result<Answ
     record.shared().retry_budget.deposit(&config.retry);
     clean_request_headers(&mut parts.headers, config.forward_authorization);
     parts.headers.insert(REQUEST_ID, record.request_id.clone());
-    let outgoing = Outgoing {
+    let mut outgoing = Outgoing {
         route,
         headers: parts.headers,
-        query: parts.uri.query(),
+        query: parts.uri.query().map(str::to_owned),
         is_stream: record.is_stream,
         body: body.clone(),
         deadline,
+        resumed: None,
     };
     let known = lookup.as_ref().filter(|_| is_prompt_key(&key)).and_then(Lookup::key);
     let key = known.unwrap_or(key);
     let is_named = peek.seq_id.is_some();
     let input = RouteInput { key: &key, is_named, prompt_tokens, output_tokens, lookup };
-    let answer = try_workers(record, &view, &group, &input, &outgoing).await;
+    let answer = try_workers(record, &view, &group, &input, &mut outgoing).await;
     drop(outgoing);
     keep_memory(body);
     answer
@@ -160,7 +137,7 @@ async fn try_workers(
     view: &View,
     group: &ModelGroup,
     input: &RouteInput<'_>,
-    outgoing: &Outgoing<'_>,
+    outgoing: &mut Outgoing,
 ) -> Result<Answer, Refusal> {
     let config = &*view.config;
     let shared = Arc::clone(record.shared());
@@ -174,6 +151,7 @@ async fn try_workers(
     let Some(mut placed) = place(&tried) else {
         return Err(Refusal::no_backend(group.time_to_probe().as_secs() + 1));
     };
+    let mut n_moves = 0;
     loop {
         let Placed { load, reason } = placed;
         shared.metrics.decision(reason);
@@ -183,19 +161,42 @@ async fn try_workers(
         record.under_way = lookup.and_then(|lookup| shared.under_way.send(&backend, lookup.blocks()));
         record.prediction =
             input.lookup.as_ref().and_then(|lookup| lookup.prediction(&group.model, &backend));
-        let failure = match send(&shared, &backend, group, outgoing, config).await {
+        let failure = match send(&shared, &backend, &group.model, outgoing, config).await {
             // The owner of a named sequence has no place left for it: others are asked before the client is.
             Ok((response, _)) if input.is_named && response.status() == StatusCode::TOO_MANY_REQUESTS => {
                 Failure::Unavailable(response)
             }
             Ok((response, is_translated)) => {
+                let can_continue =
+                    backend.kind == BackendKind::Worker && response.headers().contains_key(JOURNAL);
+                let continuer = can_continue.then(|| Continuer::new(&shared, group, wanted, outgoing));
                 return Ok(Answer {
                     response,
                     deadline: outgoing.deadline,
                     max_silence: millis(config.timeouts.stream_idle_ms),
                     expose_worker: config.expose_worker,
                     is_translated,
+                    continuer,
                 });
+            }
+            Err(Failure::Moved(moved)) => {
+                outgoing.resumed = Some(ResumeHead {
+                    path: worker_path(outgoing.route).to_owned(),
+                    head: moved.head,
+                    progress: moved.progress,
+                    ticket: Some(moved.ticket).filter(|ticket| !ticket.is_empty()),
+                    partial: Some(moved.partial),
+                });
+                Metrics::continued("moved");
+                let base = moved.to;
+                placed = place_at(group, wanted, &base)
+                    .or_else(|| place_worker(group, wanted, config, &backend))
+                    .ok_or_else(|| Refusal::no_backend(group.time_to_probe().as_secs() + 1))?;
+                n_moves += 1;
+                if MAX_MOVES < n_moves {
+                    return Err(Refusal::upstream());
+                }
+                continue;
             }
             Err(failure) => failure,
         };
@@ -224,7 +225,7 @@ fn give_up(
     record: &mut Record,
     backend: &Backend,
     failure: Failure,
-    outgoing: &Outgoing<'_>,
+    outgoing: &Outgoing,
     config: &GatewayConfig,
 ) -> Result<Answer, Refusal> {
     let outcome = failure.outcome();
@@ -236,9 +237,10 @@ fn give_up(
                 max_silence: millis(config.timeouts.stream_idle_ms),
                 expose_worker: config.expose_worker,
                 is_translated: false,
+                continuer: None,
             });
         }
-        Failure::Broke => Refusal::upstream(),
+        Failure::Broke | Failure::Moved(_) => Refusal::upstream(),
         Failure::Silent | Failure::DeadlinePassed => Refusal::deadline(),
         Failure::Refused(refusal) => refusal,
     };
@@ -246,75 +248,6 @@ fn give_up(
     // The log line names the worker; the breaker has heard of it.
     record.head_outcome = Outcome::Neutral;
     Err(refusal)
-}
-
-/// Sends the request to `backend` and waits for the head of its answer.
-async fn send(
-    shared: &Shared,
-    backend: &Backend,
-    group: &ModelGroup,
-    outgoing: &Outgoing<'_>,
-    config: &GatewayConfig,
-) -> Result<(http::Response<WorkerBody>, bool), Failure> {
-    let is_translated = outgoing.route == Route::Generate && backend.kind == BackendKind::OpenAi;
-    let (route, body) = if is_translated {
-        generate::translate_request(&outgoing.body, &group.model).map_err(Failure::Refused)?
-    } else {
-        (outgoing.route, outgoing.body.clone())
-    };
-    let Some(uri) = backend.uri(route) else { return Err(Failure::Broke) };
-    let mut request = http::Request::new(Full::new(body));
-    *request.method_mut() = Method::POST;
-    *request.uri_mut() = target(uri, outgoing.query, backend.links.is_some()).ok_or(Failure::Broke)?;
-    *request.headers_mut() = outgoing.headers.clone();
-    if backend.kind == BackendKind::Worker {
-        request.headers_mut().extend(shared.cluster_header.clone());
-    }
-    let asking = async {
-        match &backend.links {
-            Some(links) => {
-                request.headers_mut().insert(header::HOST, links.host_header.clone());
-                Ok(links.request(request).await?.map(Either::Left))
-            }
-            None => kvik_proto::client::send(&shared.http, request)
-                .await
-                .map(|response| response.map(Either::Right))
-                .map_err(io::Error::other),
-        }
-    };
-
-    // An answer that is no stream has no head before it is complete.
-    let until = if outgoing.is_stream {
-        outgoing.deadline.min(Instant::now() + millis(config.timeouts.response_header_ms))
-    } else {
-        outgoing.deadline
-    };
-    let response = tokio::select! {
-        biased;
-        response = asking => response.map_err(|error: io::Error| {
-            tracing::debug!(worker = %backend.id, %error, "the worker did not answer");
-            Failure::Broke
-        })?,
-        () = backend.unresponsive.notified() => return Err(Failure::Silent),
-        () = tokio::time::sleep_until(until) => {
-            let is_over = outgoing.deadline <= Instant::now();
-            return Err(if is_over { Failure::DeadlinePassed } else { Failure::Silent });
-        }
-    };
-    match response.status() {
-        StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE => Err(Failure::Unavailable(response)),
-        _ => Ok((response, is_translated)),
-    }
-}
-
-/// Where a request goes: only the path where the connection says the rest.
-fn target(uri: &Uri, query: Option<&str>, is_path_only: bool) -> Option<Uri> {
-    let mut parts = if is_path_only { Parts::default() } else { uri.clone().into_parts() };
-    parts.path_and_query = match query {
-        None => uri.path_and_query().cloned(),
-        Some(query) => Some(format!("{}?{query}", uri.path()).parse().ok()?),
-    };
-    Uri::from_parts(parts).ok()
 }
 
 /// Makes the worker's answer the client's.
@@ -344,7 +277,9 @@ fn deliver(mut record: Record, route: Route, answer: Answer) -> Response {
         Events::new(if is_generate { Dialect::Generate } else { Dialect::OpenAi }, !is_delimited)
     });
     let clock = Clock::new(answer.deadline, answer.max_silence);
-    let body = GuardedBody::new(body, record, events, clock);
+    let is_journaled = parts.headers.remove(JOURNAL).is_some();
+    let continuation = answer.continuer.filter(|_| is_journaled && is_stream).map(Continuation::new);
+    let body = GuardedBody::new(body, record, events, clock, continuation);
     let body = if answer.is_translated && is_stream {
         axum::body::Body::new(TranslatedBody::new(body))
     } else {
@@ -353,27 +288,6 @@ fn deliver(mut record: Record, route: Route, answer: Answer) -> Response {
     // The body has the same times, but is not asked while the client reads nothing.
     parts.extensions.insert(AnswerLimits { deadline: answer.deadline, max_stall: answer.max_silence });
     Response::from_parts(parts, body)
-}
-
-/// What the head of an answer says about the worker.
-fn outcome_of(status: StatusCode, headers: &HeaderMap) -> Outcome {
-    match status {
-        StatusCode::TOO_MANY_REQUESTS => Outcome::Neutral,
-        StatusCode::SERVICE_UNAVAILABLE if headers.contains_key(header::RETRY_AFTER) => Outcome::Neutral,
-        status if status.is_server_error() => Outcome::Failure,
-        _ => Outcome::Success,
-    }
-}
-
-impl Failure {
-    fn outcome(&self) -> Outcome {
-        match self {
-            Self::Unavailable(response) => outcome_of(response.status(), response.headers()),
-            Self::Broke | Self::Silent => Outcome::Failure,
-            // A short deadline is the client's choice; the worker may be fine.
-            Self::DeadlinePassed | Self::Refused(_) => Outcome::Neutral,
-        }
-    }
 }
 
 async fn wait_for_turn(
@@ -415,20 +329,4 @@ fn expected_output_tokens(route: Route, peek: &Peek<'_>, config: &GatewayConfig)
     let default = if route.is_generation() { config.routing.default_max_tokens } else { 0 };
     let max_tokens = peek.max_tokens.or_else(|| generate::max_tokens(peek.sampling));
     estimated_output_tokens(max_tokens, default)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn back_pressure_and_refusals_are_no_failures() {
-        let none = HeaderMap::new();
-        let busy = HeaderMap::from_iter([(header::RETRY_AFTER, http::HeaderValue::from_static("1"))]);
-        assert_eq!(outcome_of(StatusCode::BAD_REQUEST, &none), Outcome::Success);
-        assert_eq!(outcome_of(StatusCode::TOO_MANY_REQUESTS, &none), Outcome::Neutral);
-        assert_eq!(outcome_of(StatusCode::SERVICE_UNAVAILABLE, &busy), Outcome::Neutral);
-        assert_eq!(outcome_of(StatusCode::SERVICE_UNAVAILABLE, &none), Outcome::Failure);
-        assert_eq!(outcome_of(StatusCode::INTERNAL_SERVER_ERROR, &none), Outcome::Failure);
-    }
 }

@@ -8,9 +8,12 @@ use crate::error::Refusal;
 use crate::metrics::Metrics;
 
 pub(crate) mod body;
+pub(crate) mod continuation;
 pub(crate) mod forward;
 pub(crate) mod generate;
+pub(crate) mod journal;
 pub(crate) mod record;
+pub(crate) mod send;
 
 /// What a client without an accepted key is told.
 pub(crate) const WRONG_KEY: &str =

@@ -125,6 +125,27 @@ impl Record {
         }
     }
 
+    /// Notes that its worker has failed, though the request goes on.
+    pub(crate) fn note_failure(&mut self) {
+        if let Some(load) = &self.load {
+            load.backend.record(Outcome::Failure, &self.shared.view().config.breaker);
+        }
+        self.n_retries += 1;
+    }
+
+    /// Goes on at another worker.
+    pub(crate) fn go_on(&mut self, load: LoadGuard) {
+        self.load = Some(load);
+        if let Some(load) = &mut self.load
+            && self.first_byte.is_some()
+        {
+            load.end_prompt();
+        }
+        // What the index said was of another worker.
+        self.prediction = None;
+        self.under_way = None;
+    }
+
     /// Ends the request; only the first end counts.
     pub(crate) fn end(&mut self, ending: Ending) {
         if self.is_ended {

@@ -16,9 +16,9 @@ use std::sync::Arc;
 use kvik_index::placement::{Request, choose, choose_named};
 use kvik_index::ring::{Loads, Reason};
 
-use crate::config::RoutingConfig;
-use crate::upstream::backend::{Backend, LoadGuard};
-use crate::upstream::fleet::ModelGroup;
+use crate::config::{GatewayConfig, RoutingConfig};
+use crate::upstream::backend::{Backend, BackendKind, LoadGuard};
+use crate::upstream::fleet::{ModelGroup, Seat};
 
 pub(crate) mod admission;
 pub(crate) mod lookup;
@@ -88,6 +88,28 @@ pub(crate) fn place(
     }
 }
 
+/// Places a request on the worker at `base`, whatever its load is; `None` if it is not usable.
+pub(crate) fn place_at(group: &ModelGroup, wanted: Wanted<'_>, base: &str) -> Option<Placed> {
+    let is_there = |seat: &&Seat| seat.backend.base == base && seat.is_usable();
+    let (member, seat) = group.seats.iter().enumerate().find(|(_, seat)| is_there(seat))?;
+    let load = seat.backend.try_load(u64::MAX, wanted.request.left(member), wanted.output_tokens)?;
+    Some(Placed { load, reason: Reason::Holder })
+}
+
+/// Places a request on a worker of kvik other than `left`; `None` if none is usable.
+pub(crate) fn place_worker(
+    group: &ModelGroup,
+    wanted: Wanted<'_>,
+    config: &GatewayConfig,
+    left: &Arc<Backend>,
+) -> Option<Placed> {
+    let others = group.seats.iter().map(|seat| &seat.backend);
+    let mut excluded: Vec<Arc<Backend>> =
+        others.filter(|backend| backend.kind != BackendKind::Worker).map(Arc::clone).collect();
+    excluded.push(Arc::clone(left));
+    place(group, wanted, &config.routing, &excluded)
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::{Duration, Instant};
@@ -95,8 +117,6 @@ mod tests {
     use kvik_index::ring::{Ring, RingHash};
 
     use super::*;
-    use crate::upstream::backend::BackendKind;
-    use crate::upstream::fleet::Seat;
 
     fn wanted(tokens: u64) -> Wanted<'static> {
         let request = Request { key: b"k", tokens, matched_tokens: &[] };

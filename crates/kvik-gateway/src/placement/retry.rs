@@ -42,7 +42,7 @@ mod tests {
 
     #[test]
     fn retries_are_a_share_of_requests_once_the_burst_is_spent() {
-        let config = RetryConfig { budget_burst: 3, budget_ratio: 0.25, max_attempts: 2 };
+        let config = RetryConfig { budget_burst: 3, budget_ratio: 0.25, ..RetryConfig::default() };
         let budget = RetryBudget::new(&config);
         assert_eq!((0..5).filter(|_| budget.withdraw()).count(), 3);
         let n_retries = (0..40).filter(|_| {

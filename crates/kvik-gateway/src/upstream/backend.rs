@@ -36,7 +36,7 @@ pub(crate) enum BackendKind {
 
 impl BackendKind {
     /// Where this kind serves `route`. Engines without `/generate` get it as one of the others.
-    fn path(self, route: Route) -> &'static str {
+    pub(crate) fn path(self, route: Route) -> &'static str {
         match (route, self) {
             (Route::Generate, Self::Worker) => "/inference/generate",
             (Route::Generate, Self::OpenAi) => Route::Completions.name(),

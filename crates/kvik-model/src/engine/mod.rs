@@ -5,6 +5,7 @@
 //! again later; because the forward pass is batch invariant and the choice of a token depends on
 //! the sequence alone, the output is the same.
 
+mod begun;
 mod ended;
 mod hashes;
 mod memory;
@@ -14,14 +15,17 @@ mod resident;
 mod retire;
 mod scheduler;
 mod sequence;
+mod staged;
 mod transfer;
 
+pub use begun::{Begun, BegunOutput, LentBlocks};
 pub use ended::{EndedSequence, KvSink};
 pub use prefix::PrefixKv;
 pub use request::{
     EngineEvent, FinishReason, GenerateRequest, PreparedRequest, RequestId, SubmitOptions, TokenEvent, Usage,
 };
 pub use resident::SequenceKv;
+pub use staged::{StageId, Staged};
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -41,6 +45,7 @@ use hashes::BlockHashes;
 use resident::Residents;
 use scheduler::ScheduledRows;
 use sequence::{Sequence, n_reusable_blocks};
+use staged::Stages;
 
 /// How requests are batched.
 #[derive(Debug, Clone)]
@@ -99,6 +104,7 @@ pub struct Engine {
     /// In order of arrival.
     running: Vec<Sequence>,
     residents: Residents,
+    stages: Stages,
     kv_sink: Option<Box<dyn KvSink>>,
     /// Blocks of ended sequences that are being copied.
     loans: Loans,
@@ -146,6 +152,7 @@ impl Engine {
             waiting: VecDeque::new(),
             running: Vec::new(),
             residents: Residents::default(),
+            stages: Stages::default(),
             kv_sink: None,
             loans: Loans::default(),
             sampler: Sampler::default(),

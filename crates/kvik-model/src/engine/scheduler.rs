@@ -6,9 +6,9 @@
 //! oldest first and only while no sequence was preempted in this step: each takes the registered blocks
 //! of its prefix and needs free blocks for all its tokens, so that an admission does not cause the
 //! next preemption; KV that came in with its request goes into some of those. Sequences that wait
-//! for credits are passed over. Blocks of ended sequences whose KV is being copied come back soon: an
+//! for credits, or are frozen, are passed over. Blocks of ended sequences whose KV is being copied come back soon: an
 //! admission that they are enough for waits. If no block is free for a running sequence, residents
-//! give theirs back, oldest first; then ended sequences, which are not copied then; then a sequence
+//! give theirs back, oldest first, and then sequences that are on their way here; then ended sequences, which are not copied then; then a sequence
 //! that waits for credits; then the youngest one, at worst the sequence itself. The oldest sequence with credits can thus always take every block, and
 //! submission refuses what would not fit then: some sequence always advances. With memory that is shared
 //! with other engines, every block means every block that the others leave: the oldest sequence may
@@ -84,7 +84,10 @@ impl Engine {
             let is_free = self.ensure_free(n_missing);
             let will_be_free = !is_free && n_missing <= self.pool.n_free() + self.loans.n_blocks(&self.pool);
             if !will_be_free {
-                while !self.pool.ensure_free(n_missing) && self.residents.evict_oldest(&mut self.pool) {}
+                while !self.pool.ensure_free(n_missing)
+                    && (self.residents.evict_oldest(&mut self.pool)
+                        || self.stages.evict_oldest(&mut self.pool))
+                {}
             }
             let others_run = self.running.iter().any(|other| !other.is_paused());
             if self.pool.n_free() < n_missing && (will_be_free || others_run) {
@@ -130,6 +133,7 @@ impl Engine {
             }
             if self.loans.take_back(&mut self.pool)
                 || self.residents.evict_oldest(&mut self.pool)
+                || self.stages.evict_oldest(&mut self.pool)
                 || self.end_loans()
             {
                 continue;

@@ -52,6 +52,8 @@ pub(super) struct Sequence {
     name: Option<String>,
     /// Tokens that may still be chosen; `None`: no limit.
     credits: Option<u32>,
+    /// Whether it waits to go on here or elsewhere.
+    is_frozen: bool,
     /// Whether `table` was taken over from the resident of this name.
     has_resident: bool,
     /// Whether some of the KV in `table` came from outside; such blocks are never registered.
@@ -103,6 +105,7 @@ impl Sequence {
             text,
             name: options.name,
             credits: options.credits,
+            is_frozen: false,
             has_resident: false,
             is_foreign: false,
             phase: Phase::Growing,
@@ -156,9 +159,33 @@ impl Sequence {
         self.name.as_deref()
     }
 
-    /// Whether the sequence has to wait for credits before it may advance.
+    /// Whether the sequence has to wait, frozen or for credits, before it may advance.
     pub(super) fn is_paused(&self) -> bool {
-        self.credits == Some(0)
+        self.is_frozen || self.credits == Some(0)
+    }
+
+    pub(super) fn set_frozen(&mut self, is_frozen: bool) {
+        self.is_frozen = is_frozen;
+    }
+
+    pub(super) fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    /// Goes on from tokens that another engine has chosen, and reported; at its admission there `n_cached` tokens of the
+    /// prompt were cached.
+    pub(super) fn go_on_from(&mut self, tokens: &[TokenId], n_cached: Option<usize>) {
+        // Of the other choices nothing is told but their own tokens.
+        self.n_cached = if self.choice == 0 { n_cached } else { Some(0) };
+        for &token in tokens {
+            self.tokens.push(token);
+            if let Some(counts) = &mut self.counts {
+                counts.push(token);
+            }
+            if let Some(text) = &mut self.text {
+                text.push(token);
+            }
+        }
     }
 
     pub(super) fn grant(&mut self, n: u32) {
@@ -366,6 +393,7 @@ impl Sequence {
             text,
             name: None,
             credits: self.credits,
+            is_frozen: self.is_frozen,
             has_resident: false,
             is_foreign: self.is_foreign,
             phase: Phase::Growing,

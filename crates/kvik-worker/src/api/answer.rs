@@ -2,14 +2,13 @@
 
 use std::sync::Arc;
 
-use kvik_model::SamplingParams;
-use kvik_proto::openai::{StreamOptions, Usage};
+use kvik_proto::openai::Usage;
 use kvik_proto::sse;
 use serde::Serialize;
 
 use super::stream::push_json;
 use crate::clock::unix_seconds;
-use crate::error::Refusal;
+use crate::plan::{GenerationPath, Plan};
 use crate::state::{Loaded, WorkerState};
 
 /// What all chunks of an answer have.
@@ -22,44 +21,25 @@ pub(super) struct Head {
     pub(super) has_logprobs: bool,
 }
 
-/// The form of an answer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Form {
-    Whole,
-    Stream { includes_usage: bool },
-}
-
 impl Head {
-    /// The head of a new answer whose id starts with `id_prefix`.
-    pub(super) fn new(
-        state: &WorkerState,
-        loaded: &Arc<Loaded>,
-        id_prefix: &str,
-        return_token_ids: Option<bool>,
-        sampling: &SamplingParams,
-    ) -> Self {
+    /// The head of a new answer.
+    pub(super) fn new(state: &WorkerState, loaded: &Arc<Loaded>, plan: &Plan) -> Self {
+        let id_prefix = match plan.path {
+            GenerationPath::Completions => "cmpl-",
+            GenerationPath::Chat => "chatcmpl-",
+            GenerationPath::Generate => "gen-",
+        };
+        Self::of(loaded, plan, state.new_id(id_prefix), unix_seconds())
+    }
+
+    /// The head of an answer that has begun elsewhere.
+    pub(super) fn of(loaded: &Arc<Loaded>, plan: &Plan, id: String, created: u64) -> Self {
         Self {
             loaded: Arc::clone(loaded),
-            id: state.new_id(id_prefix),
-            created: unix_seconds(),
-            returns_tokens: return_token_ids.unwrap_or(false),
-            has_logprobs: sampling.logprobs.is_some(),
-        }
-    }
-}
-
-impl Form {
-    /// The form that the fields of a request ask for.
-    pub(super) fn of(stream: Option<bool>, options: Option<StreamOptions>) -> Result<Self, Refusal> {
-        match (stream.unwrap_or(false), options) {
-            (true, options) => {
-                let includes_usage = options.is_some_and(|options| options.include_usage == Some(true));
-                Ok(Self::Stream { includes_usage })
-            }
-            (false, None) => Ok(Self::Whole),
-            (false, Some(_)) => {
-                Err(Refusal::field("stream_options", "given without `stream`", "with `stream`: true"))
-            }
+            id,
+            created,
+            returns_tokens: plan.returns_tokens,
+            has_logprobs: plan.sampling.logprobs.is_some(),
         }
     }
 }

@@ -1,7 +1,8 @@
 //! `POST /v1/chat/completions`.
 
-use axum::extract::{Request, State};
-use http::StatusCode;
+use std::sync::Arc;
+
+use bytes::Bytes;
 use kvik_model::SamplingParams;
 use kvik_proto::openai::{
     ChatChoice, ChatChunk, ChatChunkChoice, ChatDelta, ChatMessage, ChatRequest, ChatResponse,
@@ -9,13 +10,15 @@ use kvik_proto::openai::{
 };
 use serde_json::Value;
 
-use super::answer::{Form, Head, push_end};
+use super::answer::{Head, push_end};
 use super::logprobs::chat_logprobs;
-use super::request::{cache_salt, chat_messages, refuse, sampling_params, start, unsupported};
-use super::stream::{Outcome, Renderer, add_usage, collect, push_error, push_json, respond, total_usage};
-use super::{Answer, Shared, json, part, read_json_with};
+use super::outcome::Outcome;
+use super::request::{cache_salt, chat_messages, refuse, sampling_params, unsupported};
+use super::stream::{Renderer, add_usage, push_error, push_json, total_usage};
+use super::{parse_with, part};
 use crate::error::Refusal;
-use crate::events::Event;
+use crate::events::{self, Event};
+use crate::plan::{Form, GenerationPath, Plan};
 use crate::state::Loaded;
 
 /// Writes chunks.
@@ -28,10 +31,9 @@ struct ChunkRenderer {
     has_role: Vec<bool>,
 }
 
-/// Serves the request.
-pub(super) async fn handle(State(state): Shared, request: Request) -> Answer {
-    let request: ChatRequest = read_json_with(&state, request, &[part::<SamplingFields>]).await?;
-    let loaded = state.ready()?;
+/// What a request asks for.
+pub(super) async fn plan(loaded: &Arc<Loaded>, body: Bytes) -> Result<Plan, Refusal> {
+    let request: ChatRequest = parse_with(&body, &[part::<SamplingFields>])?;
     loaded.check_model(request.model.as_deref())?;
     let sampling = check(&request, loaded)?;
     let salt = cache_salt(request.cache_salt.as_deref())?;
@@ -39,26 +41,38 @@ pub(super) async fn handle(State(state): Shared, request: Request) -> Answer {
     let messages = chat_messages(request.messages)?;
     let prompt = loaded.encode_chat(&messages, request.add_generation_prompt.unwrap_or(true)).await?;
     loaded.check_prompt("messages", &prompt)?;
-    let generation = start(&state, loaded, vec![prompt], &sampling, request.seq_id.as_deref(), salt).await?;
-    let head = Head::new(&state, loaded, "chatcmpl-", request.return_token_ids, &sampling);
-    if let Form::Stream { includes_usage } = form {
-        let has_role = vec![false; sampling.n as usize];
-        let renderer = ChunkRenderer { head, includes_usage, usage: Usage::default(), has_role };
-        return Ok(respond(generation, renderer));
-    }
-    let outcomes = collect(generation, 1, sampling.n as usize).await?;
+    Ok(Plan {
+        path: GenerationPath::Chat,
+        body,
+        prompts: vec![prompt],
+        sampling,
+        seq_id: request.seq_id,
+        salt,
+        form,
+        returns_tokens: request.return_token_ids.unwrap_or(false),
+        echoes: Vec::new(),
+    })
+}
+
+/// Writes the chunks of a stream.
+pub(super) fn renderer(plan: &Plan, head: Head, includes_usage: bool) -> impl Renderer + use<> {
+    let has_role = vec![false; plan.sampling.n as usize];
+    ChunkRenderer { head, includes_usage, usage: Usage::default(), has_role }
+}
+
+/// The whole answer.
+pub(super) fn whole(head: Head, outcomes: Vec<Vec<Outcome>>) -> ChatResponse {
     let usage = total_usage(&outcomes);
     let choices = outcomes.into_iter().flatten().enumerate();
-    let response = ChatResponse {
+    ChatResponse {
         object: "chat.completion".to_owned(),
         created: head.created,
-        model: loaded.model_name.clone(),
-        system_fingerprint: Some(loaded.fingerprint.clone()),
+        model: head.loaded.model_name.clone(),
+        system_fingerprint: Some(head.loaded.fingerprint.clone()),
         choices: choices.map(|(choice, outcome)| whole_choice(&head, choice as u32, outcome)).collect(),
         usage,
         id: head.id,
-    };
-    Ok(json(StatusCode::OK, &response))
+    }
 }
 
 /// Refuses what is not honored and returns the rest.
@@ -152,9 +166,19 @@ impl Renderer for ChunkRenderer {
             }
             Event::Failed(message) => return push_error(&message, out),
             Event::Rejected(error) => return push_error(&error.to_string(), out),
-            Event::Accepted | Event::Admitted { .. } => return,
+            _ => return,
         };
         push_json(&chunk(&self.head, vec![choice]), out);
+    }
+
+    fn skip(&mut self, _part_idx: usize, choice: u32, tokens: &[u32]) {
+        if let Some(has_role) = self.has_role.get_mut(choice as usize) {
+            *has_role |= !tokens.is_empty();
+        }
+    }
+
+    fn skip_end(&mut self, choice: u32, usage: events::Usage) {
+        add_usage(&mut self.usage, choice, usage);
     }
 
     fn end(&mut self, out: &mut Vec<u8>) {

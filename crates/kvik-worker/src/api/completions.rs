@@ -2,8 +2,7 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Request, State};
-use http::StatusCode;
+use bytes::Bytes;
 use kvik_model::SamplingParams;
 use kvik_proto::openai::{
     CompletionChoice, CompletionRequest, CompletionResponse, Prompt, SamplingFields, Usage,
@@ -11,13 +10,15 @@ use kvik_proto::openai::{
 use kvik_tokens::AddSpecial;
 use serde_json::Value;
 
-use super::answer::{Form, Head, push_end};
+use super::answer::{Head, push_end};
 use super::logprobs::completion_logprobs;
-use super::request::{cache_salt, refuse, sampling_params, start, unsupported};
-use super::stream::{Outcome, Renderer, add_usage, collect, push_error, push_json, respond, total_usage};
-use super::{Answer, Shared, json, part, read_json_with};
+use super::outcome::Outcome;
+use super::request::{cache_salt, refuse, sampling_params, unsupported};
+use super::stream::{Renderer, add_usage, push_error, push_json, total_usage};
+use super::{parse_with, part};
 use crate::error::Refusal;
-use crate::events::Event;
+use crate::events::{self, Event};
+use crate::plan::{Form, GenerationPath, Plan};
 use crate::state::Loaded;
 
 /// Most tokens of an output where the request says nothing.
@@ -45,26 +46,37 @@ struct ChunkRenderer {
     offsets: Vec<Option<usize>>,
 }
 
-/// Serves the request.
-pub(super) async fn handle(State(state): Shared, request: Request) -> Answer {
-    let request: CompletionRequest = read_json_with(&state, request, &[part::<SamplingFields>]).await?;
-    let loaded = state.ready()?;
+/// What a request asks for.
+pub(super) async fn plan(loaded: &Arc<Loaded>, body: Bytes) -> Result<Plan, Refusal> {
+    let request: CompletionRequest = parse_with(&body, &[part::<SamplingFields>])?;
     loaded.check_model(request.model.as_deref())?;
     let sampling = check(&request)?;
     let salt = cache_salt(request.cache_salt.as_deref())?;
     let form = Form::of(request.stream, request.stream_options)?;
     let (prompts, texts) = prompts(loaded, &request).await?;
     let echoes = if request.echo.unwrap_or(false) { texts } else { vec![String::new(); prompts.len()] };
-    let n_prompts = prompts.len();
-    let generation = start(&state, loaded, prompts, &sampling, request.seq_id.as_deref(), salt).await?;
-    let head = Head::new(&state, loaded, "cmpl-", request.return_token_ids, &sampling);
-    let outputs = Outputs { head, n_choices: sampling.n, echoes };
-    if let Form::Stream { includes_usage } = form {
-        let offsets = vec![None; n_prompts * sampling.n as usize];
-        let renderer = ChunkRenderer { outputs, includes_usage, usage: Usage::default(), offsets };
-        return Ok(respond(generation, renderer));
-    }
-    let outcomes = collect(generation, n_prompts, sampling.n as usize).await?;
+    Ok(Plan {
+        path: GenerationPath::Completions,
+        body,
+        prompts,
+        sampling,
+        seq_id: request.seq_id,
+        salt,
+        form,
+        returns_tokens: request.return_token_ids.unwrap_or(false),
+        echoes,
+    })
+}
+
+/// Writes the chunks of a stream.
+pub(super) fn renderer(plan: &Plan, head: Head, includes_usage: bool) -> impl Renderer + use<> {
+    let offsets = vec![None; plan.n_outputs()];
+    ChunkRenderer { outputs: Outputs::new(plan, head), includes_usage, usage: Usage::default(), offsets }
+}
+
+/// The whole answer.
+pub(super) fn whole(plan: &Plan, head: Head, outcomes: Vec<Vec<Outcome>>) -> CompletionResponse {
+    let outputs = Outputs::new(plan, head);
     let mut response = outputs.response(Vec::new());
     response.usage = Some(total_usage(&outcomes));
     for (part_idx, part) in outcomes.into_iter().enumerate() {
@@ -72,7 +84,7 @@ pub(super) async fn handle(State(state): Shared, request: Request) -> Answer {
             response.choices.push(outputs.whole_choice(part_idx, choice as u32, outcome));
         }
     }
-    Ok(json(StatusCode::OK, &response))
+    response
 }
 
 /// Refuses what is not honored and returns the rest.
@@ -125,6 +137,10 @@ async fn prompts(
 }
 
 impl Outputs {
+    fn new(plan: &Plan, head: Head) -> Self {
+        Self { head, n_choices: plan.sampling.n, echoes: plan.echoes.clone() }
+    }
+
     fn response(&self, choices: Vec<CompletionChoice>) -> CompletionResponse {
         let head = &self.head;
         CompletionResponse {
@@ -186,9 +202,27 @@ impl Renderer for ChunkRenderer {
             }
             Event::Failed(message) => return push_error(&message, out),
             Event::Rejected(error) => return push_error(&error.to_string(), out),
-            Event::Accepted | Event::Admitted { .. } => return,
+            _ => return,
         };
         push_json(&self.outputs.response(vec![choice]), out);
+    }
+
+    fn skip(&mut self, part_idx: usize, choice: u32, tokens: &[u32]) {
+        let head = &self.outputs.head;
+        let Some(offset) = self.offsets.get_mut(self.outputs.index(part_idx, choice) as usize) else {
+            return;
+        };
+        if tokens.is_empty() {
+            return;
+        }
+        // Only log probabilities say where their token begins.
+        let counted = if head.has_logprobs { tokens } else { &[] };
+        let n_characters = counted.iter().map(|&token| head.loaded.token_text(token).chars().count());
+        *offset.get_or_insert(0) += n_characters.sum::<usize>();
+    }
+
+    fn skip_end(&mut self, choice: u32, usage: events::Usage) {
+        add_usage(&mut self.usage, choice, usage);
     }
 
     fn end(&mut self, out: &mut Vec<u8>) {

@@ -1,6 +1,9 @@
 //! `/inference/*`: sequences stepped by their clients, and streams.
 
+use std::sync::Arc;
+
 use axum::extract::{Request, State};
+use bytes::Bytes;
 use http::StatusCode;
 use kvik_model::{GenerateRequest, SamplingParams};
 use kvik_proto::openai::SamplingFields;
@@ -10,13 +13,15 @@ use kvik_proto::worker::{
     PromptInput, SamplingInput, StepRequest,
 };
 
-use super::request::{admit, check_seq_id, read_input, sampling_params, start, unsupported};
-use super::stream::{Renderer, push_json, respond};
-use super::{Answer, Part, Shared, json, part, read_json, read_json_with};
+use super::request::{admit, check_seq_id, read_input, sampling_params, unsupported};
+use super::stream::{Renderer, push_json};
+use super::{Answer, Part, Shared, json, parse_with, part, read_json, read_json_with};
 use crate::error::Refusal;
-use crate::events::Event;
+use crate::events::{Event, Usage};
+use crate::plan::{Form, GenerationPath, Plan};
 use crate::prompt::Prompt;
 use crate::sequences::MAX_STEP;
+use crate::state::Loaded;
 
 /// The flattened parts of a request that starts a sequence.
 const PARTS: &[Part] = &[part::<PromptInput>, part::<SamplingInput>, part::<SamplingFields>];
@@ -60,14 +65,27 @@ pub(super) async fn finish(State(state): Shared, request: Request) -> Answer {
     Ok(json(StatusCode::OK, &FinishResponse { seq_id: request.seq_id, resident_tokens }))
 }
 
-/// `POST /inference/generate`.
-pub(super) async fn generate(State(state): Shared, request: Request) -> Answer {
-    let request: WireGenerateRequest = read_json_with(&state, request, PARTS).await?;
-    let loaded = state.ready()?;
+/// What a request of `/inference/generate` asks for.
+pub(super) async fn plan(loaded: &Arc<Loaded>, body: Bytes) -> Result<Plan, Refusal> {
+    let request: WireGenerateRequest = parse_with(&body, PARTS)?;
     let sampling = check(request.sampling)?;
     let Prompt { tokens, salt } = read_input(loaded, request.input).await?;
-    let generation = start(&state, loaded, vec![tokens], &sampling, request.seq_id.as_deref(), salt).await?;
-    Ok(respond(generation, EventRenderer))
+    Ok(Plan {
+        path: GenerationPath::Generate,
+        body,
+        prompts: vec![tokens],
+        sampling,
+        seq_id: request.seq_id,
+        salt,
+        form: Form::Stream { includes_usage: false },
+        returns_tokens: false,
+        echoes: Vec::new(),
+    })
+}
+
+/// Writes the events of a stream.
+pub(super) fn renderer() -> impl Renderer {
+    EventRenderer
 }
 
 /// Refuses what is not honored and returns the rest.
@@ -96,10 +114,14 @@ impl Renderer for EventRenderer {
             },
             Event::Failed(message) => GenerateEvent::Error { message },
             Event::Rejected(error) => GenerateEvent::Error { message: error.to_string() },
-            Event::Accepted | Event::Admitted { .. } => return,
+            _ => return,
         };
         push_json(&event, out);
     }
+
+    fn skip(&mut self, _part_idx: usize, _choice: u32, _tokens: &[u32]) {}
+
+    fn skip_end(&mut self, _choice: u32, _usage: Usage) {}
 
     fn end(&mut self, out: &mut Vec<u8>) {
         sse::encode("[DONE]", out);

@@ -8,10 +8,11 @@
 //! | `/inference/init`, `step`, `generate`, `finish` | [`inference`] |
 //! | `/kv/put`, `/kv/get`, `/kv/stats` | [`kv`] |
 //! | `/kv/events`, `/kv/blocks` | [`kv_events`] |
+//! | `/sequences/...` | [`sequences`] |
 //! | `/cache/...` | [`cache`] |
 //! | `/health`, `/ready`, `/metrics`, `/drain` | [`admin`] |
 //!
-//! Access: see [`Trust`]. `/drain`, `/kv/put` and `/cache/...` are the administrator's.
+//! Access: see [`Trust`]. Other workers and gateways, which have the cluster's token, move sequences. `/drain`, `/kv/put` and `/cache/...` are the administrator's.
 
 mod admin;
 mod answer;
@@ -19,10 +20,14 @@ mod cache;
 mod chat;
 mod completions;
 mod inference;
+mod journal;
 mod kv;
 mod kv_events;
 mod logprobs;
+mod outcome;
 mod request;
+mod resume;
+mod sequences;
 mod stream;
 mod tokenize;
 
@@ -33,7 +38,7 @@ use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse as _, Response};
-use axum::routing::{get, post};
+use axum::routing::{delete, get, post, put};
 use bytes::Bytes;
 use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
 use http::{HeaderValue, StatusCode};
@@ -44,6 +49,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::error::Refusal;
+use crate::plan::GenerationPath;
 use crate::state::WorkerState;
 
 /// The state as handlers get it.
@@ -59,16 +65,23 @@ const OPEN: &[&str] = &["/health", "/ready", "/metrics"];
 /// All paths, for callers that `trust` admits.
 pub(crate) fn router(state: Arc<WorkerState>, trust: &Arc<Trust>) -> Router {
     let router = Router::new()
-        .route("/v1/completions", post(completions::handle))
-        .route("/v1/chat/completions", post(chat::handle))
+        .route(GenerationPath::Completions.as_str(), post(sequences::completions))
+        .route(GenerationPath::Chat.as_str(), post(sequences::chat))
         .route("/v1/models", get(tokenize::models))
         .route("/v1/models/{*id}", get(tokenize::model))
         .route("/tokenize", post(tokenize::tokenize))
         .route("/detokenize", post(tokenize::detokenize))
         .route("/inference/init", post(inference::init))
         .route("/inference/step", post(inference::step))
-        .route("/inference/generate", post(inference::generate))
+        .route(GenerationPath::Generate.as_str(), post(sequences::generate))
         .route("/inference/finish", post(inference::finish))
+        .route("/sequences", get(sequences::list))
+        .route("/sequences/resume", post(sequences::resume))
+        .route("/sequences/{id}/move", post(sequences::begin_move))
+        .route("/sequences/{id}/thaw", post(sequences::thaw))
+        .route("/sequences/moves", post(sequences::offer))
+        .route("/sequences/moves/{ticket}", delete(sequences::forget))
+        .route("/sequences/moves/{ticket}/kv", put(sequences::put_blocks))
         .route("/kv/get", get(kv::get))
         .route("/kv/stats", get(kv::stats))
         .route("/kv/events", get(kv_events::events))
@@ -148,13 +161,17 @@ async fn read_json_with<T: DeserializeOwned>(
     request: Request,
     parts: &[Part],
 ) -> Result<T, Refusal> {
-    let body = read_body(state, request).await?;
+    parse_with(&read_body(state, request).await?, parts)
+}
+
+/// As [`read_json_with`], from a body that was read.
+fn parse_with<T: DeserializeOwned>(body: &[u8], parts: &[Part]) -> Result<T, Refusal> {
     let names_field = |refusal: &Refusal| refusal.body.error.param.is_some();
-    parse(&body).map_err(|refusal| {
+    parse(body).map_err(|refusal| {
         if names_field(&refusal) {
             return refusal;
         }
-        parts.iter().filter_map(|part| part(&body).err()).find(names_field).unwrap_or(refusal)
+        parts.iter().filter_map(|part| part(body).err()).find(names_field).unwrap_or(refusal)
     })
 }
 

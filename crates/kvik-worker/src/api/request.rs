@@ -10,8 +10,10 @@ use serde_json::Value;
 use std::sync::Arc;
 
 use crate::admission::Permit;
+use crate::engine_thread::BegunPart;
 use crate::error::Refusal;
-use crate::generation::Generation;
+use crate::generation::{Generation, StageGuard, Start};
+use crate::plan::Plan;
 use crate::prompt::Prompt;
 use crate::state::{Loaded, WorkerState};
 
@@ -104,18 +106,18 @@ pub(super) fn chat_messages(messages: Vec<openai::ChatMessage>) -> Result<Vec<Ch
     messages.into_iter().enumerate().map(message).collect()
 }
 
-/// Takes places and starts the outputs of `prompts`.
+/// Takes places and starts the outputs of a plan, or goes on with them.
 pub(super) async fn start(
     state: &WorkerState,
     loaded: &Loaded,
-    prompts: Vec<Vec<u32>>,
-    sampling: &SamplingParams,
-    seq_id: Option<&str>,
-    salt: Option<CacheSalt>,
+    plan: &Plan,
+    begun: Vec<BegunPart>,
+    seeds: &[u64],
+    stages: Vec<StageGuard>,
 ) -> Result<Generation, Refusal> {
-    if let Some(seq_id) = seq_id {
+    if let Some(seq_id) = &plan.seq_id {
         check_seq_id(seq_id)?;
-        if 1 < prompts.len() {
+        if 1 < plan.prompts.len() {
             return Err(Refusal::field("seq_id", "given with several prompts", "one prompt"));
         }
         if loaded.sequences.is_active(seq_id) {
@@ -123,10 +125,17 @@ pub(super) async fn start(
             return Err(Refusal::conflict(message, Some("seq_id")));
         }
     }
-    let permit = admit(state, loaded, prompts.len().saturating_mul(sampling.n as usize))?;
-    let request = |prompt| GenerateRequest { prompt, sampling: sampling.clone() };
-    let requests = prompts.into_iter().map(request).collect();
-    Generation::start(&loaded.engine, requests, seq_id, salt, permit).await
+    let permit = admit(state, loaded, plan.n_outputs())?;
+    let request = |(part_idx, prompt): (usize, &Vec<u32>)| {
+        let mut sampling = plan.sampling.clone();
+        if let Some(seed) = seeds.get(part_idx) {
+            sampling.seed = Some(*seed);
+        }
+        GenerateRequest { prompt: prompt.clone(), sampling }
+    };
+    let requests = plan.prompts.iter().enumerate().map(request).collect();
+    let (name, salt) = (plan.seq_id.as_deref(), plan.salt.clone());
+    Generation::start(&loaded.engine, Start { requests, name, salt, permit, begun, stages }).await
 }
 
 /// Takes places for `n` outputs.

@@ -8,15 +8,17 @@ use bytes::Bytes;
 use futures_util::stream;
 use http::header::CACHE_CONTROL;
 use http::{HeaderValue, StatusCode};
-use kvik_model::TokenLogprobs;
+use kvik_proto::journal::JOURNAL;
 use kvik_proto::openai;
 use kvik_proto::sse;
 use serde::Serialize;
 
+use super::journal::JournalWriter;
+use super::outcome::Outcome;
 use super::typed;
-use crate::error::Refusal;
-use crate::events::{Event, Usage};
+use crate::events::{Event, STOPPED, Usage};
 use crate::generation::Generation;
+use crate::running::RunningGuard;
 
 /// Size from which a frame is sent although more events wait.
 const FRAME_BYTES: usize = 16 << 10;
@@ -26,68 +28,44 @@ pub(super) trait Renderer: Send + 'static {
     /// Appends what `event` of the prompt `part_idx` means.
     fn render(&mut self, part_idx: usize, event: Event, out: &mut Vec<u8>);
 
+    /// Passes over tokens that were sent from elsewhere.
+    fn skip(&mut self, part_idx: usize, choice: u32, tokens: &[u32]);
+
+    /// Passes over the end of an output that was sent from elsewhere.
+    fn skip_end(&mut self, choice: u32, usage: Usage);
+
     /// Appends what follows the last output.
     fn end(&mut self, out: &mut Vec<u8>);
-}
-
-/// An output that has ended.
-#[derive(Debug, Default)]
-pub(super) struct Outcome {
-    pub(super) text: String,
-    pub(super) tokens: Vec<u32>,
-    pub(super) logprobs: Vec<TokenLogprobs>,
-    pub(super) finish_reason: &'static str,
-    pub(super) usage: Usage,
 }
 
 struct Stream<R> {
     generation: Generation,
     renderer: R,
+    journal: Option<JournalWriter>,
+    running: RunningGuard,
     is_ended: bool,
 }
 
 /// Answers with server-sent events. The client's end, of the answer or of the connection, ends the
 /// request in the engine.
-pub(super) fn respond<R: Renderer>(generation: Generation, renderer: R) -> Response {
-    let stream = Stream { generation, renderer, is_ended: false };
+pub(super) fn respond<R: Renderer>(
+    generation: Generation,
+    renderer: R,
+    journal: Option<JournalWriter>,
+    running: RunningGuard,
+) -> Response {
+    let is_journaled = journal.is_some();
+    let stream = Stream { generation, renderer, journal, running, is_ended: false };
     let frames = stream::unfold(stream, |mut stream| async move {
         let frame = stream.next_frame().await?;
         Some((Ok::<Bytes, Infallible>(frame), stream))
     });
     let mut response = typed(StatusCode::OK, "text/event-stream", Body::from_stream(frames));
     response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
-    response
-}
-
-/// Waits for all outputs: for each prompt, its choices.
-pub(super) async fn collect(
-    mut generation: Generation,
-    n_prompts: usize,
-    n_choices: usize,
-) -> Result<Vec<Vec<Outcome>>, Refusal> {
-    let mut outcomes: Vec<Vec<Outcome>> =
-        (0..n_prompts).map(|_| (0..n_choices).map(|_| Outcome::default()).collect()).collect();
-    while let Some((part_idx, event)) = generation.next().await {
-        let Some(part) = outcomes.get_mut(part_idx) else { continue };
-        match event {
-            Event::Token(token) => {
-                let Some(outcome) = part.get_mut(token.choice as usize) else { continue };
-                outcome.text.push_str(&token.text);
-                outcome.tokens.push(token.id);
-                outcome.logprobs.extend(token.logprobs);
-            }
-            Event::Finished { choice, text, reason, usage } => {
-                let Some(outcome) = part.get_mut(choice as usize) else { continue };
-                outcome.text.push_str(&text);
-                outcome.finish_reason = reason.as_str();
-                outcome.usage = usage;
-            }
-            Event::Rejected(error) => return Err(error.into()),
-            Event::Failed(message) => return Err(Refusal::failed(message)),
-            Event::Accepted | Event::Admitted { .. } => {}
-        }
+    if is_journaled {
+        response.headers_mut().insert(JOURNAL, HeaderValue::from_static("1"));
     }
-    Ok(outcomes)
+    response
 }
 
 /// Appends a value as an event.
@@ -119,11 +97,24 @@ pub(super) fn add_usage(total: &mut openai::Usage, choice: u32, usage: Usage) {
 }
 
 impl<R: Renderer> Stream<R> {
-    /// The next bytes: all events that are there, at least one.
+    /// The next bytes: all events that are there, at least one, and the line of the journal that covers them.
     async fn next_frame(&mut self) -> Option<Bytes> {
         let mut out = Vec::new();
+        if let Some(journal) = &mut self.journal {
+            journal.begin(&mut out);
+        }
         while out.is_empty() && !self.is_ended {
-            let event = self.generation.next().await;
+            let tells_of_drain = self.journal.as_ref().is_some_and(|journal| !journal.has_told_of_drain());
+            let event = tokio::select! {
+                biased;
+                event = self.generation.next() => event,
+                () = self.running.should_leave(), if tells_of_drain => {
+                    if let Some(journal) = &mut self.journal {
+                        journal.drain(&mut out);
+                    }
+                    break;
+                }
+            };
             self.take(event, &mut out);
             while out.len() < FRAME_BYTES
                 && !self.is_ended
@@ -131,18 +122,35 @@ impl<R: Renderer> Stream<R> {
             {
                 self.take(Some(event), &mut out);
             }
+            if let Some(journal) = &mut self.journal {
+                journal.cover(&mut out);
+            }
         }
         (!out.is_empty()).then(|| Bytes::from(out))
     }
 
     fn take(&mut self, event: Option<(usize, Event)>, out: &mut Vec<u8>) {
-        if let Some((part_idx, event)) = event {
-            self.is_ended = matches!(event, Event::Failed(_) | Event::Rejected(_));
-            self.renderer.render(part_idx, event, out);
-        } else {
+        let Some((part_idx, event)) = event else {
             self.is_ended = true;
-            self.renderer.end(out);
+            return self.renderer.end(out);
+        };
+        match &event {
+            Event::Token(_) => self.running.note_token(),
+            Event::Failed(_) | Event::Rejected(_) => self.is_ended = true,
+            Event::Stopped => {
+                self.is_ended = true;
+                // A gateway with a journal goes on elsewhere: a stream that ends without a mark tells it to.
+                if self.journal.is_none() {
+                    self.renderer.render(part_idx, Event::Failed(STOPPED.to_owned()), out);
+                }
+                return;
+            }
+            _ => {}
         }
+        if let Some(journal) = &mut self.journal {
+            journal.note(part_idx, &event, out);
+        }
+        self.renderer.render(part_idx, event, out);
     }
 }
 

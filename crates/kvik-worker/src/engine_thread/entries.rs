@@ -8,7 +8,7 @@ use kvik_model::RequestId;
 use kvik_proto::openai::CachedTiers;
 use kvik_tier::TierKind;
 
-use super::Origin;
+use super::{BegunPart, Origin};
 use crate::events::Event;
 
 /// A request that the engine has.
@@ -27,6 +27,7 @@ pub(super) struct Entry {
     first_token: Option<Instant>,
     /// When the client last read or the output last grew.
     progressed: Instant,
+    is_frozen: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -77,8 +78,22 @@ impl Entry {
             admitted: None,
             first_token: None,
             progressed: origin.arrived,
+            is_frozen: false,
             origin,
         }
+    }
+
+    /// Notes what another worker has done: outputs that have ended and where the cached tokens were.
+    pub(super) fn note_begun(&mut self, begun: &BegunPart) {
+        let n_ended = begun.outputs.outputs.iter().filter(|output| output.is_ended).count();
+        self.n_live_choices -= n_ended;
+        self.cached_tiers = begun.tiers;
+    }
+
+    /// Notes that it waits to go on here or elsewhere: it is not its client that keeps it waiting.
+    pub(super) fn set_frozen(&mut self, is_frozen: bool, now: Instant) {
+        self.is_frozen = is_frozen;
+        self.progressed = now;
     }
 
     /// Gives its place back, and then sends its last event: a receiver of that finds the place free.
@@ -101,7 +116,7 @@ impl Entry {
     /// Whether an output waits for its client since before `deadline`.
     pub(super) fn is_stalled_since(&self, deadline: Instant) -> bool {
         let is_paused = self.choices.iter().any(|choice| self.n_granted <= choice.n_sent);
-        !self.origin.is_stepped && is_paused && self.progressed < deadline
+        !self.origin.is_stepped && !self.is_frozen && is_paused && self.progressed < deadline
     }
 
     /// Notes the start of the first step that has the request; the time since its arrival.

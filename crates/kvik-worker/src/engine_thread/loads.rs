@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use kvik_model::PreparedRequest;
 
-use super::Origin;
+use super::{BegunPart, Origin};
 use crate::store::{Load, LoadedPrefix};
 
 /// A request on its way into the engine.
@@ -15,6 +15,7 @@ use crate::store::{Load, LoadedPrefix};
 pub(super) struct Arrival {
     pub(super) origin: Origin,
     pub(super) prepared: PreparedRequest,
+    pub(super) begun: Option<BegunPart>,
 }
 
 /// All of them, by ticket.
@@ -26,6 +27,10 @@ pub(super) struct Loads {
 impl Loads {
     pub(super) fn len(&self) -> usize {
         self.by_ticket.len()
+    }
+
+    pub(super) fn contains(&self, ticket: u64) -> bool {
+        self.by_ticket.contains_key(&ticket)
     }
 
     pub(super) fn is_empty(&self) -> bool {

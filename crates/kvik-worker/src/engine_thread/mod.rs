@@ -10,6 +10,7 @@
 
 mod entries;
 mod loads;
+mod moves;
 mod run;
 #[cfg(test)]
 mod tests;
@@ -22,9 +23,11 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvik_model::{Engine, GenerateRequest, ModelError, SequenceKv};
+use kvik_model::{Begun, Engine, GenerateRequest, LentBlocks, ModelError, SequenceKv, StageId};
 use kvik_node::KvLog;
+use kvik_proto::journal::MoveNotice;
 use kvik_proto::kv_stream::KvTier;
+use kvik_proto::openai::CachedTiers;
 use kvik_types::CacheSalt;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
@@ -37,6 +40,7 @@ use crate::metrics::WorkerMetrics;
 use crate::snapshot::Snapshot;
 use crate::store::KvStore;
 
+pub(crate) use moves::{StageBlocks, StageOutcome};
 use run::EngineThread;
 
 /// A request for the engine.
@@ -44,6 +48,16 @@ use run::EngineThread;
 pub(crate) struct Submission {
     pub(crate) origin: Origin,
     pub(crate) request: GenerateRequest,
+    /// How far it has come on another worker.
+    pub(crate) begun: Option<BegunPart>,
+}
+
+/// How far a prompt's outputs have come on another worker.
+#[derive(Debug, Clone)]
+pub(crate) struct BegunPart {
+    pub(crate) outputs: Begun,
+    /// Where the cached tokens of the prompt were.
+    pub(crate) tiers: CachedTiers,
 }
 
 /// Where a request comes from.
@@ -103,6 +117,30 @@ pub(crate) enum Command {
         page: KeyPage<Vec<KvTier>>,
         reply: oneshot::Sender<KeyPage<Vec<KvTier>>>,
     },
+    /// Stops the requests between two steps and sends the notice behind all that was sent before.
+    Freeze {
+        tickets: Vec<u64>,
+        notice: Option<MoveNotice>,
+        reply: oneshot::Sender<bool>,
+    },
+    /// Lets frozen requests go on.
+    Thaw {
+        tickets: Vec<u64>,
+    },
+    Lend {
+        ticket: u64,
+        choice: u32,
+        first_block: usize,
+        max_blocks: usize,
+        reply: oneshot::Sender<Option<LentBlocks>>,
+    },
+    Stage {
+        blocks: StageBlocks,
+        reply: oneshot::Sender<Result<StageOutcome, ModelError>>,
+    },
+    Unstage {
+        stage: StageId,
+    },
     /// The KV of a request has come from the store.
     Loaded {
         ticket: u64,
@@ -151,6 +189,11 @@ impl std::fmt::Debug for Command {
             Self::Import { .. } => "Import",
             Self::Stats { .. } => "Stats",
             Self::Blocks { .. } => "Blocks",
+            Self::Freeze { .. } => "Freeze",
+            Self::Thaw { .. } => "Thaw",
+            Self::Lend { .. } => "Lend",
+            Self::Stage { .. } => "Stage",
+            Self::Unstage { .. } => "Unstage",
             Self::Loaded { .. } => "Loaded",
             Self::GiveBack => "GiveBack",
             Self::BlocksReturned => "BlocksReturned",

@@ -33,19 +33,19 @@ pub(super) type StoreLink = (Arc<dyn KvStore>, Weak<Sender<Command>>);
 
 /// The thread's state.
 pub(super) struct EngineThread {
-    engine: Engine,
+    pub(super) engine: Engine,
     /// The store and how it wakes this thread. Weak: the thread must still see when the last sender of
     /// commands is gone.
     store: Option<StoreLink>,
     kv_log: Arc<KvLog>,
-    loads: Loads,
+    pub(super) loads: Loads,
     commands: Receiver<Command>,
     shared: Arc<Shared>,
     metrics: WorkerMetrics,
     patience: Patience,
     /// Since when nothing runs for want of memory.
     starved_since: Option<Instant>,
-    entries: Entries,
+    pub(super) entries: Entries,
     events: Vec<EngineEvent>,
     busy: Duration,
     last_look: Instant,
@@ -106,12 +106,12 @@ impl EngineThread {
             self.end_slow_clients();
         }
         for entry in self.entries.drain() {
-            entry.send_last(Event::Failed("the worker stops".to_owned()));
+            entry.send_last(Event::Stopped);
         }
         for arrival in self.loads.drain() {
             let Origin { part_idx, events, permit, .. } = arrival.origin;
             drop(permit);
-            let _ = events.send((part_idx, Event::Failed("the worker stops".to_owned())));
+            let _ = events.send((part_idx, Event::Stopped));
         }
     }
 
@@ -202,6 +202,17 @@ impl EngineThread {
                 }
                 let _ = reply.send(page);
             }
+            Command::Freeze { tickets, notice, reply } => {
+                let _ = reply.send(self.freeze(&tickets, notice));
+            }
+            Command::Thaw { tickets } => self.thaw(&tickets),
+            Command::Lend { ticket, choice, first_block, max_blocks, reply } => {
+                let _ = reply.send(self.lend(ticket, choice, first_block, max_blocks));
+            }
+            Command::Stage { blocks, reply } => {
+                let _ = reply.send(self.stage(&blocks));
+            }
+            Command::Unstage { stage } => self.engine.unstage(stage),
             Command::GiveBack => self.engine.give_back_memory(),
             // The next turn takes them.
             Command::BlocksReturned => {}
@@ -223,7 +234,7 @@ impl EngineThread {
 
     /// Has the KV of a request's prompt come from the store, then takes the request.
     fn load(&mut self, submission: Submission) {
-        let Submission { origin, request } = submission;
+        let Submission { origin, request, begun } = submission;
         let options = SubmitOptions {
             name: origin.name.clone(),
             credits: Some(origin.credits),
@@ -231,16 +242,16 @@ impl EngineThread {
         };
         let mut prepared = self.engine.prepare(request, options);
         let Some((store, waker)) = &self.store else {
-            return self.submit(Arrival { origin, prepared }, None);
+            return self.submit(Arrival { origin, prepared, begun }, None);
         };
         let chain = store.loadable(&prepared.request().prompt, prepared.options().salt.as_ref());
         let Some(chain) = chain else {
-            return self.submit(Arrival { origin, prepared }, None);
+            return self.submit(Arrival { origin, prepared, begun }, None);
         };
         let loading = store.load(&chain, self.engine.matched_tokens(&prepared));
         // For the end of its sequences, whose first chunks have the same names.
         prepared.attach(Arc::new(chain));
-        let arrival = Arrival { origin, prepared };
+        let arrival = Arrival { origin, prepared, begun };
         match loading {
             Loading::Nothing => self.submit(arrival, None),
             Loading::Ready(prefix) => self.submit(arrival, Some(prefix)),
@@ -270,16 +281,23 @@ impl EngineThread {
     }
 
     fn submit(&mut self, arrival: Arrival, prefix: Option<LoadedPrefix>) {
-        let Arrival { origin, prepared } = arrival;
+        let Arrival { origin, prepared, begun } = arrival;
         let request = prepared.request();
         let (n_prompt_tokens, n_choices) = (request.prompt.len(), request.sampling.n as usize);
         let chunks = prefix.as_ref().map(|prefix| prefix.chunks().to_vec()).unwrap_or_default();
         let prefix = prefix.map(|prefix| Box::new(prefix) as Box<dyn PrefixKv>);
-        match self.engine.submit_prepared(prepared, prefix) {
+        let submitted = match &begun {
+            None => self.engine.submit_prepared(prepared, prefix),
+            Some(begun) => self.engine.submit_begun(prepared, &begun.outputs, prefix),
+        };
+        match submitted {
             Ok(id) => {
                 self.metrics.accepted(n_prompt_tokens);
-                let entry = Entry::new(id, origin, n_choices, chunks);
-                entry.send(Event::Accepted);
+                let mut entry = Entry::new(id, origin, n_choices, chunks);
+                if let Some(begun) = &begun {
+                    entry.note_begun(begun);
+                }
+                entry.send(Event::Accepted { seed: self.engine.seed(id).unwrap_or_default() });
                 self.entries.insert(entry);
             }
             Err(error) => {
@@ -318,8 +336,9 @@ impl EngineThread {
             EngineEvent::Admitted { request, cached_tokens, loaded_tokens } => {
                 let Some((_, entry)) = self.entries.of_request(request) else { return };
                 self.metrics.queue_seconds.record(entry.note_admitted(started));
-                self.metrics.cached(entry.note_cached(cached_tokens, loaded_tokens));
-                entry.send(Event::Admitted { cached_tokens, at: started });
+                let tiers = entry.note_cached(cached_tokens, loaded_tokens);
+                self.metrics.cached(tiers);
+                entry.send(Event::Admitted { cached_tokens, tiers, at: started });
             }
             EngineEvent::Token(token) => {
                 let Some((_, entry)) = self.entries.of_request(token.request) else { return };

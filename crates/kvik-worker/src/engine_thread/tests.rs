@@ -14,7 +14,7 @@ use super::{EngineHandle, Patience};
 use crate::admission::Admission;
 use crate::error::Refusal;
 use crate::events::Event;
-use crate::generation::{Generation, WINDOW};
+use crate::generation::{Generation, Start, WINDOW};
 use crate::metrics::WorkerMetrics;
 
 /// The real backend, until a pass has a token that it does not like.
@@ -106,7 +106,8 @@ fn request(prompt: &[u32], max_tokens: u32) -> GenerateRequest {
 
 async fn begin(engine: &EngineHandle, requests: Vec<GenerateRequest>) -> Result<Generation, Refusal> {
     let permit = Admission::new(1).try_take(1).unwrap();
-    Generation::start(engine, requests, None, None, permit).await
+    let (begun, stages) = (Vec::new(), Vec::new());
+    Generation::start(engine, Start { requests, name: None, salt: None, permit, begun, stages }).await
 }
 
 async fn last_event(mut generation: Generation) -> Event {
@@ -123,8 +124,8 @@ async fn a_panic_ends_requests_with_an_error_and_nothing_hangs() {
     let running = begin(&engine, vec![request(&[1, 70, 80], 4000)]).await.unwrap();
     // Accepted, then the pass panics.
     let fatal = begin(&engine, vec![request(&[1, PANICS_ON], 5)]).await.unwrap();
-    assert!(matches!(last_event(fatal).await, Event::Failed(_)));
-    assert!(matches!(last_event(running).await, Event::Failed(_)));
+    assert!(matches!(last_event(fatal).await, Event::Stopped));
+    assert!(matches!(last_event(running).await, Event::Stopped));
     assert!(thread.join().is_err());
     assert!(!engine.is_alive());
     assert!(begin(&engine, vec![request(&[1, 70], 5)]).await.is_err());

@@ -10,6 +10,7 @@ mod etcd;
 mod http;
 mod index;
 mod memory;
+mod moving;
 mod process;
 mod restarts;
 mod secrets;

@@ -6,9 +6,12 @@ use std::thread;
 use crate::cluster::{Cluster, Ending, Settings};
 use crate::process::eventually;
 
+/// Answers end with their workers.
+const ENDS_WITH_WORKER: Settings = Settings { coordinator: &[], gateway: &["retry.max_continuations=0"] };
+
 #[test]
 fn a_worker_killed_within_a_stream_ends_only_its_own_streams() {
-    let mut cluster = Cluster::start(Settings::default());
+    let mut cluster = Cluster::start(ENDS_WITH_WORKER);
     let (first, second) = (cluster.sequence_of("worker-1"), cluster.sequence_of("worker-2"));
     let mut doomed = cluster.gateway.open_stream(&first, 1000);
     let mut spared = cluster.gateway.open_stream(&second, 300);
@@ -62,7 +65,7 @@ fn a_worker_stopped_within_a_stream_ends_it_long_before_the_silence_would() {
     // With heartbeats the worker leaves before its health is missed; without, it stays a member.
     let heartbeats: [&'static [&'static str]; 2] = [&[], &["heartbeat_interval_ms=60000"]];
     for coordinator in heartbeats {
-        let cluster = Cluster::start(Settings { coordinator, ..Settings::default() });
+        let cluster = Cluster::start(Settings { coordinator, ..ENDS_WITH_WORKER });
         let (first, second) = (cluster.sequence_of("worker-1"), cluster.sequence_of("worker-2"));
         let mut doomed = cluster.gateway.open_stream(&first, 3000);
         let mut spared = cluster.gateway.open_stream(&second, 300);

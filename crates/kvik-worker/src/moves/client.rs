@@ -1,0 +1,102 @@
+//! Calls to other workers.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::CONTENT_TYPE;
+use http::{HeaderName, HeaderValue, Method, Request};
+use http_body_util::{BodyExt as _, Full, Limited};
+use kvik_proto::client::{ClientError, HttpClient, send};
+use kvik_proto::moves::{KV_CHECKSUM, KvTaken, Offer, OfferAnswer};
+use kvik_tier::shared::checksum;
+use serde::de::DeserializeOwned;
+
+/// Time for one call: a worker that needs longer to take a few megabytes is no place to move to.
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest answer, in bytes; all are a few numbers.
+const MAX_ANSWER_BYTES: usize = 1 << 20;
+
+/// Calls other workers of the cluster.
+#[derive(Debug, Clone)]
+pub(crate) struct PeerClient {
+    http: HttpClient,
+    /// The cluster's token.
+    header: Option<(HeaderName, HeaderValue)>,
+}
+
+impl PeerClient {
+    pub(crate) fn new(http: HttpClient, header: Option<(HeaderName, HeaderValue)>) -> Self {
+        Self { http, header }
+    }
+
+    /// Offers a request to the worker at `base`.
+    pub(super) async fn offer(
+        &self,
+        base: &str,
+        offer: &Offer,
+        body: &Bytes,
+    ) -> Result<OfferAnswer, ClientError> {
+        let url = format!("{base}/sequences/moves");
+        let mut bytes = serde_json::to_vec(offer)
+            .map_err(|error| ClientError::Malformed { url: url.clone(), reason: error.to_string() })?;
+        bytes.push(b'\n');
+        bytes.extend_from_slice(body);
+        self.call(Method::POST, url, bytes, None).await
+    }
+
+    /// Sends blocks: their tokens and, block by block, the bytes of all layers.
+    pub(super) async fn put_blocks(
+        &self,
+        base: &str,
+        ticket: &str,
+        (part, choice, first_block): (usize, u32, usize),
+        blocks: Vec<u8>,
+    ) -> Result<KvTaken, ClientError> {
+        let query = format!("part={part}&choice={choice}&first_block={first_block}");
+        let sum = format!("{:016x}", checksum(&blocks).0);
+        self.call(Method::PUT, format!("{base}/sequences/moves/{ticket}/kv?{query}"), blocks, Some(sum)).await
+    }
+
+    /// Tells that a request does not come.
+    pub(super) async fn forget(&self, base: &str, ticket: &str) -> Result<(), ClientError> {
+        let url = format!("{base}/sequences/moves/{ticket}");
+        self.call::<serde_json::Value>(Method::DELETE, url, Vec::new(), None).await.map(drop)
+    }
+
+    async fn call<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        url: String,
+        body: Vec<u8>,
+        sum: Option<String>,
+    ) -> Result<T, ClientError> {
+        let unreachable = |reason: String| ClientError::Unreachable { url: url.clone(), reason };
+        let mut request =
+            Request::builder().method(method).uri(&url).header(CONTENT_TYPE, "application/octet-stream");
+        if let Some(sum) = sum {
+            request = request.header(KV_CHECKSUM, sum);
+        }
+        if let Some((name, value)) = &self.header {
+            request = request.header(name, value);
+        }
+        let request = request
+            .body(Full::new(Bytes::from(body)))
+            .map_err(|error| ClientError::Configuration(format!("address {url}: {error}")))?;
+        let asking = async {
+            let response = send(&self.http, request).await.map_err(|error| unreachable(error.to_string()))?;
+            let status = response.status();
+            let body = Limited::new(response.into_body(), MAX_ANSWER_BYTES).collect().await;
+            let body = body.map_err(|error| unreachable(error.to_string()))?.to_bytes();
+            Ok((status, body))
+        };
+        let (status, body) = tokio::time::timeout(CALL_TIMEOUT, asking)
+            .await
+            .unwrap_or_else(|_| Err(unreachable("no answer in time".to_owned())))?;
+        if !status.is_success() {
+            let message = String::from_utf8_lossy(&body).chars().take(300).collect();
+            return Err(ClientError::Refused { url, status: status.as_u16(), message });
+        }
+        serde_json::from_slice(&body)
+            .map_err(|error| ClientError::Malformed { url: url.clone(), reason: error.to_string() })
+    }
+}

@@ -1,0 +1,195 @@
+//! The requests that run here, by name: what can be listed, and what can go on elsewhere.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use bytes::Bytes;
+use kvik_proto::moves::RunningSequence;
+use parking_lot::Mutex;
+use tokio_util::sync::CancellationToken;
+
+use crate::engine_thread::EngineHandle;
+use crate::error::Refusal;
+
+/// Outputs with no more tokens to go than this stay while their worker drains: they end before they could have moved.
+const SHORT_REST_TOKENS: usize = 16;
+
+/// All running requests.
+#[derive(Debug, Default)]
+pub(crate) struct RunningRequests {
+    by_id: Mutex<BTreeMap<String, Arc<RunningRequest>>>,
+}
+
+/// A running request, listed until this is dropped.
+#[derive(Debug)]
+pub(crate) struct RunningGuard {
+    request: Arc<RunningRequest>,
+    all: Arc<RunningRequests>,
+}
+
+/// What is known of a running request.
+#[derive(Debug)]
+pub(crate) struct RunningRequest {
+    pub(crate) id: String,
+    pub(crate) seq_id: Option<String>,
+    pub(crate) path: &'static str,
+    /// As it came; empty if the request cannot move.
+    pub(crate) body: Bytes,
+    /// Tokens of each prompt.
+    pub(crate) prompt_tokens: Vec<usize>,
+    /// Of each prompt.
+    pub(crate) n_choices: u32,
+    max_tokens: usize,
+    /// Of its prompts towards the engine.
+    pub(crate) tickets: Vec<u64>,
+    pub(crate) engine: EngineHandle,
+    can_move: bool,
+    n_output_tokens: AtomicUsize,
+    is_moving: AtomicBool,
+    /// Cancelled when the worker drains.
+    draining: CancellationToken,
+}
+
+/// What a running request is made of.
+#[derive(Debug)]
+pub(crate) struct RunningParts {
+    pub(crate) id: String,
+    pub(crate) seq_id: Option<String>,
+    pub(crate) path: &'static str,
+    pub(crate) body: Bytes,
+    pub(crate) prompt_tokens: Vec<usize>,
+    pub(crate) n_choices: u32,
+    pub(crate) max_tokens: usize,
+    pub(crate) tickets: Vec<u64>,
+    pub(crate) engine: EngineHandle,
+    /// Whether a gateway continues it elsewhere.
+    pub(crate) can_move: bool,
+    pub(crate) draining: CancellationToken,
+    /// Tokens that its outputs have from elsewhere.
+    pub(crate) n_output_tokens: usize,
+}
+
+/// The right to move a request; one at a time has it.
+#[derive(Debug)]
+pub(crate) struct MoveGuard(Arc<RunningRequest>);
+
+impl RunningRequests {
+    /// Lists a request.
+    pub(crate) fn insert(self: &Arc<Self>, parts: RunningParts) -> RunningGuard {
+        let RunningParts {
+            id,
+            seq_id,
+            path,
+            body,
+            prompt_tokens,
+            n_choices,
+            max_tokens,
+            tickets,
+            engine,
+            can_move,
+            draining,
+            n_output_tokens,
+        } = parts;
+        let request = Arc::new(RunningRequest {
+            id,
+            seq_id,
+            path,
+            body,
+            prompt_tokens,
+            n_choices,
+            max_tokens,
+            tickets,
+            engine,
+            can_move,
+            n_output_tokens: AtomicUsize::new(n_output_tokens),
+            is_moving: AtomicBool::new(false),
+            draining,
+        });
+        self.by_id.lock().insert(request.id.clone(), Arc::clone(&request));
+        RunningGuard { request, all: Arc::clone(self) }
+    }
+
+    /// The request with this id, or the only one of this `seq_id`.
+    pub(crate) fn find(&self, name: &str) -> Option<Arc<RunningRequest>> {
+        let by_id = self.by_id.lock();
+        let named = || by_id.values().find(|request| request.seq_id.as_deref() == Some(name));
+        by_id.get(name).or_else(named).map(Arc::clone)
+    }
+
+    /// All of them.
+    pub(crate) fn list(&self) -> Vec<RunningSequence> {
+        self.by_id.lock().values().map(|request| request.describe()).collect()
+    }
+}
+
+impl std::ops::Deref for RunningGuard {
+    type Target = Arc<RunningRequest>;
+
+    fn deref(&self) -> &Arc<RunningRequest> {
+        &self.request
+    }
+}
+
+impl Drop for RunningGuard {
+    fn drop(&mut self) {
+        self.all.by_id.lock().remove(&self.request.id);
+    }
+}
+
+impl RunningRequest {
+    /// Whether a gateway can continue it elsewhere.
+    pub(crate) fn can_move(&self) -> bool {
+        self.can_move
+    }
+
+    pub(crate) fn note_token(&self) {
+        // Relaxed: a number to look at.
+        self.n_output_tokens.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Waits until the worker drains, and forever if the request has so little to go that it should stay.
+    pub(crate) async fn should_leave(&self) {
+        self.draining.cancelled().await;
+        let n_outputs = self.prompt_tokens.len() * self.n_choices as usize;
+        let n_left =
+            (self.max_tokens * n_outputs).saturating_sub(self.n_output_tokens.load(Ordering::Relaxed));
+        if n_left <= SHORT_REST_TOKENS * n_outputs {
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// Takes the right to move it; `None` if it moves already.
+    pub(crate) fn begin_move(self: &Arc<Self>) -> Option<MoveGuard> {
+        (!self.is_moving.swap(true, Ordering::AcqRel)).then(|| MoveGuard(Arc::clone(self)))
+    }
+
+    /// Freezes it without a place to go; false if it has ended or cannot be frozen yet.
+    pub(crate) async fn freeze(&self) -> Result<bool, Refusal> {
+        self.engine.freeze(self.tickets.clone(), None).await
+    }
+
+    fn describe(&self) -> RunningSequence {
+        RunningSequence {
+            id: self.id.clone(),
+            seq_id: self.seq_id.clone(),
+            path: self.path.to_owned(),
+            prompt_tokens: self.prompt_tokens.iter().sum(),
+            output_tokens: self.n_output_tokens.load(Ordering::Relaxed),
+            can_move: self.can_move,
+            is_moving: self.is_moving.load(Ordering::Relaxed),
+        }
+    }
+}
+
+impl MoveGuard {
+    pub(crate) fn request(&self) -> &Arc<RunningRequest> {
+        &self.0
+    }
+}
+
+impl Drop for MoveGuard {
+    fn drop(&mut self) {
+        self.0.is_moving.store(false, Ordering::Release);
+    }
+}
