@@ -95,6 +95,34 @@ pub struct KvTaken {
     pub is_full: bool,
 }
 
+/// Asks a worker to drain.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DrainRequest {
+    /// Time after which what still runs is ended, in seconds. Default: the worker's `drain_grace_s`.
+    pub deadline_s: Option<u64>,
+    /// Whether the answer follows the drain: a [`DrainReport`] a line, the last one when the worker has drained.
+    /// Default: false.
+    pub follow: bool,
+}
+
+/// What became of the requests of a worker that drains.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DrainReport {
+    /// Requests that still run.
+    pub running: u64,
+    /// Requests that went to another worker with their KV.
+    pub migrated: u64,
+    /// Requests that were left to go on elsewhere from their tokens.
+    pub replayed: u64,
+    /// Requests that ended here.
+    pub finished: u64,
+    /// Requests that the deadline ended, and no gateway could continue.
+    pub failed: u64,
+    /// Whether this is the last report.
+    pub is_over: bool,
+}
+
 /// The running requests of a worker.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunningSequences {

@@ -11,7 +11,8 @@
 //! | `GET /kv/stats` | none | [`KvStats`] |
 //! | `GET /kv/blocks?group=..&after=..&limit=..` | none | [`KvBlocksPage`] |
 //! | `GET /kv/events?epoch=..&from=..` | none | an endless [`kv_stream`](crate::kv_stream) |
-//! | `POST /drain` | none | 202 |
+//! | `POST /drain` | none, or [`DrainRequest`](crate::moves::DrainRequest) | 202, or [`DrainReport`](crate::moves::DrainReport)s |
+//! | `/sequences/...` | | see [`moves`](crate::moves) |
 //!
 //! `k` and `v` are `[seq_len, kv_heads, head_dim]` in the worker's KV dtype.
 

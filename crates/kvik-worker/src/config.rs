@@ -241,10 +241,6 @@ impl WorkerConfig {
         Duration::from_secs(self.idle_timeout_s)
     }
 
-    pub(crate) fn drain_grace(&self) -> Duration {
-        Duration::from_secs(self.drain_grace_s)
-    }
-
     pub(crate) fn coordinator_backoff(&self) -> Duration {
         Duration::from_millis(self.coordinator_backoff_ms)
     }

@@ -2,14 +2,17 @@
 //!
 //! Draining begins with a signal, `POST /drain` or the coordinator's wish. From then on new requests
 //! get 503 and the worker is not ready. First it leaves its coordinator, so that gateways send
-//! nothing more; then it waits until the engine is done with every request, but no longer than the
-//! grace; what still runs then fails with an error event. Last the server closes: answers that are on
+//! nothing more; then it waits until the engine is done with every request, which gateways move to other workers, but no
+//! longer than the grace; what still runs then is left to the gateway to go on from its tokens, and fails with an error event
+//! where there is none. Last the server closes: answers that are on
 //! their way get some more seconds to be read. Sequences that their clients step count as running
 //! until they end, are finished or are abandoned.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use kvik_proto::moves::DrainReport;
 use kvik_runtime::shutdown::Shutdown;
 use tokio_util::sync::CancellationToken;
 
@@ -19,6 +22,9 @@ use crate::state::WorkerState;
 /// Time for clients to read what was sent: longer than a stall of a network, shorter than anyone
 /// waits for a worker that is done.
 const READ_GRACE: Duration = Duration::from_secs(10);
+
+/// Time for answers to end after the engine is done with them, before they are reported.
+const COUNT_GRACE: Duration = Duration::from_secs(2);
 
 /// What has to end, in this order.
 #[derive(Debug)]
@@ -46,14 +52,23 @@ impl Drain {
             self.unregistered.cancelled().await;
             state.admission.idle().await;
         };
+        // Relaxed: a number that was set before the drain began.
+        let grace = Duration::from_secs(state.drain_grace.load(Ordering::Relaxed));
         tokio::select! {
-            () = finish => tracing::info!(worker = %state.id, "worker has drained"),
-            () = tokio::time::sleep(state.config.drain_grace()) => {
-                tracing::warn!(worker = %state.id, "the grace period is over; what still runs fails");
+            () = finish => {}
+            () = tokio::time::sleep(grace) => {
+                tracing::warn!(worker = %state.id, "the grace period is over; what still runs is ended");
                 self.engine.stop();
             }
             () = shutdown.stopping() => {}
         }
+        if let Some(loaded) = state.loaded_at_end() {
+            // Answers are counted when their last byte is on its way.
+            let _ = tokio::time::timeout(COUNT_GRACE, loaded.running.idle()).await;
+            let DrainReport { migrated, replayed, finished, failed, .. } = loaded.running.drain_report();
+            tracing::info!(worker = %state.id, migrated, replayed, finished, failed, "worker has drained");
+        }
+        state.drained.cancel();
         self.closing.cancel();
         tokio::select! {
             () = self.served.cancelled() => {}

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use bytes::Bytes;
-use kvik_proto::moves::RunningSequence;
+use kvik_proto::moves::{DrainReport, RunningSequence};
 use parking_lot::Mutex;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::engine_thread::EngineHandle;
@@ -19,6 +20,23 @@ const SHORT_REST_TOKENS: usize = 16;
 #[derive(Debug, Default)]
 pub(crate) struct RunningRequests {
     by_id: Mutex<BTreeMap<String, Arc<RunningRequest>>>,
+    /// How many there are.
+    n_running: watch::Sender<usize>,
+    /// What became of those that ended while the worker drained.
+    drained: Mutex<DrainReport>,
+}
+
+/// How a request ended here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum End {
+    /// Its client has left, or it failed by itself.
+    Left,
+    /// All its outputs are complete.
+    Finished,
+    /// Another worker has its KV.
+    Migrated,
+    /// The worker ends before it.
+    Stopped,
 }
 
 /// A running request, listed until this is dropped.
@@ -49,6 +67,8 @@ pub(crate) struct RunningRequest {
     is_moving: AtomicBool,
     /// Cancelled when the worker drains.
     draining: CancellationToken,
+    /// If it ended now.
+    end: Mutex<End>,
 }
 
 /// What a running request is made of.
@@ -105,7 +125,9 @@ impl RunningRequests {
             n_output_tokens: AtomicUsize::new(n_output_tokens),
             is_moving: AtomicBool::new(false),
             draining,
+            end: Mutex::new(End::Left),
         });
+        self.n_running.send_modify(|n_running| *n_running += 1);
         self.by_id.lock().insert(request.id.clone(), Arc::clone(&request));
         RunningGuard { request, all: Arc::clone(self) }
     }
@@ -115,6 +137,29 @@ impl RunningRequests {
         let by_id = self.by_id.lock();
         let named = || by_id.values().find(|request| request.seq_id.as_deref() == Some(name));
         by_id.get(name).or_else(named).map(Arc::clone)
+    }
+
+    /// Waits until none runs. Cancel safe.
+    pub(crate) async fn idle(&self) {
+        // The sender lives as long as `self`.
+        let _ = self.n_running.subscribe().wait_for(|n_running| *n_running == 0).await;
+    }
+
+    /// What became of those that ended while the worker drained, and how many still run.
+    pub(crate) fn drain_report(&self) -> DrainReport {
+        let running = self.by_id.lock().len() as u64;
+        DrainReport { running, ..*self.drained.lock() }
+    }
+
+    fn count(&self, request: &RunningRequest) {
+        let mut report = self.drained.lock();
+        match *request.end.lock() {
+            End::Left => {}
+            End::Finished => report.finished += 1,
+            End::Migrated => report.migrated += 1,
+            End::Stopped if request.can_move => report.replayed += 1,
+            End::Stopped => report.failed += 1,
+        }
     }
 
     /// All of them.
@@ -133,7 +178,11 @@ impl std::ops::Deref for RunningGuard {
 
 impl Drop for RunningGuard {
     fn drop(&mut self) {
+        if self.request.draining.is_cancelled() {
+            self.all.count(&self.request);
+        }
         self.all.by_id.lock().remove(&self.request.id);
+        self.all.n_running.send_modify(|n_running| *n_running -= 1);
     }
 }
 
@@ -146,6 +195,11 @@ impl RunningRequest {
     pub(crate) fn note_token(&self) {
         // Relaxed: a number to look at.
         self.n_output_tokens.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Notes how it ends, if nothing else happens.
+    pub(crate) fn note_end(&self, end: End) {
+        *self.end.lock() = end;
     }
 
     /// Waits until the worker drains, and forever if the request has so little to go that it should stay.

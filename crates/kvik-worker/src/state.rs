@@ -45,6 +45,10 @@ pub(crate) struct WorkerState {
     pub(crate) peers: PeerClient,
     /// Cancelled when the worker takes nothing new.
     pub(crate) draining: CancellationToken,
+    /// Cancelled when it has drained.
+    pub(crate) drained: CancellationToken,
+    /// Seconds until what still runs is ended.
+    pub(crate) drain_grace: AtomicU64,
     loaded: OnceLock<Arc<Loaded>>,
     /// Makes ids of answers unique beyond this process.
     nonce: u64,
@@ -104,6 +108,8 @@ impl WorkerState {
             started: crate::clock::unix_seconds(),
             admission: Admission::new(n_places),
             draining: CancellationToken::new(),
+            drained: CancellationToken::new(),
+            drain_grace: AtomicU64::new(config.drain_grace_s),
             loaded: OnceLock::new(),
             nonce: random_seed(),
             n_ids: AtomicU64::new(0),
@@ -123,6 +129,11 @@ impl WorkerState {
             .get()
             .ok_or_else(|| Refusal::unavailable("the model is being loaded; try again later", 1))?;
         if loaded.engine.is_alive() { Ok(loaded) } else { Err(Refusal::engine_gone()) }
+    }
+
+    /// What exists once the model is loaded, also after the engine's end; `None` before.
+    pub(crate) fn loaded_at_end(&self) -> Option<&Arc<Loaded>> {
+        self.loaded.get()
     }
 
     /// The model and engine, for something new.

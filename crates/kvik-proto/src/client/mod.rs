@@ -11,7 +11,7 @@ pub use cache::CacheClient;
 pub use coordinator::{CoordinatorClient, Watch};
 pub use http::{HttpClient, TlsClientConfig, http_client, send};
 pub use index::{BlocksQuery, IndexClient};
-pub use worker::{KvStream, WorkerClient};
+pub use worker::{DrainStream, KvStream, WorkerClient};
 
 /// Why a call gave no answer that can be used.
 #[derive(Debug, thiserror::Error)]

@@ -8,18 +8,32 @@ use http_body_util::BodyExt as _;
 use hyper::Method;
 use hyper::body::Incoming;
 
-use super::calls::{Calls, percent_encoded};
+use super::calls::{Calls, json_body, parse, percent_encoded};
 use super::{ClientError, HttpClient};
+use crate::journal::MoveNotice;
 use crate::kv_stream::{Frame, FrameDecoder, KvKey};
+use crate::moves::{DrainReport, DrainRequest, MoveRequest, RunningSequences};
 use crate::worker::{KvBlocksPage, KvStats};
 
 /// Time for the head of an answer: a worker answers between two steps of its engine.
 const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Longest report of a drain, in bytes; it is a few numbers.
+const MAX_REPORT_BYTES: usize = 64 << 10;
+
 /// Talks to one worker.
 #[derive(Debug, Clone)]
 pub struct WorkerClient {
     calls: Calls,
+}
+
+/// The reports of a worker that drains.
+#[derive(Debug)]
+pub struct DrainStream {
+    body: Incoming,
+    /// What has come of the next one.
+    line: Vec<u8>,
+    url: String,
 }
 
 /// What a worker holds, as it changes.
@@ -53,6 +67,37 @@ impl WorkerClient {
     /// If the worker cannot be reached or refuses.
     pub async fn kv_stats(&self) -> Result<KvStats, ClientError> {
         self.calls.get("/kv/stats").await
+    }
+
+    /// The running requests.
+    ///
+    /// # Errors
+    /// If the worker cannot be reached or refuses.
+    pub async fn sequences(&self) -> Result<RunningSequences, ClientError> {
+        self.calls.get("/sequences").await
+    }
+
+    /// Moves a running request; returns when it is frozen and its KV is at the other worker.
+    ///
+    /// # Errors
+    /// If the worker cannot be reached or refuses; the request stays then.
+    pub async fn move_sequence(&self, id: &str, request: &MoveRequest) -> Result<MoveNotice, ClientError> {
+        self.calls.post(&format!("/sequences/{}/move", percent_encoded(id)), request).await
+    }
+
+    /// Has the worker drain and follows it.
+    ///
+    /// # Errors
+    /// If the worker cannot be reached or refuses.
+    pub async fn drain(&self, deadline_s: Option<u64>) -> Result<DrainStream, ClientError> {
+        let body = json_body(&DrainRequest { deadline_s, follow: true })?;
+        let (url, response) = self.calls.send("/drain", Method::POST, body).await?;
+        if !response.status().is_success() {
+            let status = response.status().as_u16();
+            let refused = self.calls.read(&url, response).await.err();
+            return Err(refused.unwrap_or(ClientError::Refused { url, status, message: String::new() }));
+        }
+        Ok(DrainStream { body: response.into_body(), line: Vec::new(), url })
     }
 
     /// Up to `limit` blocks of a group that the worker holds now, behind the key `after`.
@@ -104,6 +149,30 @@ impl WorkerClient {
             });
         }
         Ok(KvStream { body: response.into_body(), decoder: FrameDecoder::default(), url })
+    }
+}
+
+impl DrainStream {
+    /// Waits for the next report; `None` when the worker has ended.
+    ///
+    /// # Errors
+    /// If the connection breaks or carries something else.
+    pub async fn next(&mut self) -> Result<Option<DrainReport>, ClientError> {
+        loop {
+            if let Some(end) = self.line.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.line.drain(..=end).collect();
+                return parse(&self.url, &line).map(Some);
+            }
+            let unreachable = |reason: String| ClientError::Unreachable { url: self.url.clone(), reason };
+            match self.body.frame().await {
+                None => return Ok(None),
+                Some(Err(error)) => return Err(unreachable(error.to_string())),
+                Some(Ok(frame)) => self.line.extend_from_slice(frame.data_ref().unwrap_or(&Bytes::new())),
+            }
+            if MAX_REPORT_BYTES < self.line.len() {
+                return Err(unreachable("a report without an end".to_owned()));
+            }
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::error::Refusal;
 use crate::events::{Event, STOPPED, Usage};
 use crate::generation::Generation;
-use crate::running::RunningGuard;
+use crate::running::{End, RunningGuard};
 
 /// An output as far as it has come.
 #[derive(Debug, Default)]
@@ -65,7 +65,10 @@ pub(super) async fn collect(
                 continue;
             }
         };
-        let Some((part_idx, event)) = next else { return Ok(Collected::Whole(outcomes)) };
+        let Some((part_idx, event)) = next else {
+            running.note_end(End::Finished);
+            return Ok(Collected::Whole(outcomes));
+        };
         let Some(part) = outcomes.get_mut(part_idx) else { continue };
         match event {
             Event::Token(token) => {
@@ -89,8 +92,14 @@ pub(super) async fn collect(
             }
             Event::Rejected(error) => return Err(error.into()),
             Event::Failed(message) => return Err(Refusal::failed(message)),
-            Event::Stopped => return Err(Refusal::unavailable(STOPPED, 1)),
-            Event::Frozen(notice) => return Ok(Collected::Frozen(outcomes, notice)),
+            Event::Stopped => {
+                running.note_end(End::Stopped);
+                return Err(Refusal::unavailable(STOPPED, 1));
+            }
+            Event::Frozen(notice) => {
+                running.note_end(if notice.is_some() { End::Migrated } else { End::Stopped });
+                return Ok(Collected::Frozen(outcomes, notice));
+            }
             Event::Accepted { .. } => {}
         }
     }

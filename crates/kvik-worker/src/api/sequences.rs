@@ -27,7 +27,7 @@ use crate::error::Refusal;
 use crate::generation::StageGuard;
 use crate::moves::{Arrival, move_request};
 use crate::plan::{Form, GenerationPath, Plan};
-use crate::running::{RunningGuard, RunningParts};
+use crate::running::{End, RunningGuard, RunningParts};
 use crate::state::{Loaded, WorkerState};
 
 /// `POST /v1/completions`.
@@ -236,6 +236,7 @@ pub(super) async fn begin_move(State(state): Shared, Path(id): Path<String>, req
 /// `POST /sequences/{id}/thaw`.
 pub(super) async fn thaw(State(state): Shared, Path(id): Path<String>) -> Answer {
     let running = state.loaded()?.running.find(&id).ok_or_else(|| unknown(&id))?;
+    running.note_end(End::Left);
     running.engine.thaw(running.tickets.clone());
     Ok(json(StatusCode::OK, &serde_json::json!({"id": running.id})))
 }

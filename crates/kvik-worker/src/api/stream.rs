@@ -18,7 +18,7 @@ use super::outcome::Outcome;
 use super::typed;
 use crate::events::{Event, STOPPED, Usage};
 use crate::generation::Generation;
-use crate::running::RunningGuard;
+use crate::running::{End, RunningGuard};
 
 /// Size from which a frame is sent although more events wait.
 const FRAME_BYTES: usize = 16 << 10;
@@ -132,13 +132,16 @@ impl<R: Renderer> Stream<R> {
     fn take(&mut self, event: Option<(usize, Event)>, out: &mut Vec<u8>) {
         let Some((part_idx, event)) = event else {
             self.is_ended = true;
+            self.running.note_end(End::Finished);
             return self.renderer.end(out);
         };
         match &event {
             Event::Token(_) => self.running.note_token(),
             Event::Failed(_) | Event::Rejected(_) => self.is_ended = true,
+            Event::Frozen(_) => self.running.note_end(End::Migrated),
             Event::Stopped => {
                 self.is_ended = true;
+                self.running.note_end(End::Stopped);
                 // A gateway with a journal goes on elsewhere: a stream that ends without a mark tells it to.
                 if self.journal.is_none() {
                     self.renderer.render(part_idx, Event::Failed(STOPPED.to_owned()), out);

@@ -8,6 +8,7 @@ use kvik_memory::ledger::DEFAULT_DIR;
 
 use super::cache::CacheArguments;
 use super::index::IndexArguments;
+use super::moves::{DrainArguments, MoveArguments, SequencesArguments};
 use super::size::{Limit, parse_limit, parse_percent, parse_seconds, parse_size};
 use super::stores::StoresArguments;
 use super::top::TopArguments;
@@ -27,6 +28,7 @@ Examples:
   kvctl kvtop                              a screen that follows it all
   kvctl cache health                       the tiers of a worker's KV store
   kvctl stores                             the store daemons of a cluster
+  kvctl drain worker-2                     its requests go elsewhere, and it ends
 
 Sizes: a number of bytes, or with a unit: b, k, kb, kib, m, mb, mib, g, gb, gib, t, tb, tib, in any
 case, all of them powers of 1024: 2G is 2147483648. `1,024` and `1_024` are read too. Limits and
@@ -119,6 +121,19 @@ Examples:
     Index(IndexArguments),
     /// Print the store daemons that a coordinator lists
     Stores(StoresArguments),
+    /// Print the requests that run
+    Sequences(SequencesArguments),
+    /// Move a running request, with its KV, to another worker
+    #[command(after_help = "\
+The client's stream goes on: it sees a pause of milliseconds. Only requests that came through a
+gateway can move. Example: kvctl move chat-17 worker-2")]
+    Move(MoveArguments),
+    /// Have a worker give its requests away and end
+    #[command(after_help = "\
+Requests go to other workers with their KV; those with a few tokens to go end where they are. What
+still runs at the deadline goes on elsewhere from its tokens, or is ended if it did not come through
+a gateway. Example: kvctl drain worker-2 --deadline 270s")]
+    Drain(DrainArguments),
     /// Show it all on a screen that follows it
     Kvtop(TopArguments),
     /// Read verbs from a prompt with completion and history

@@ -2,7 +2,7 @@
 //! governs them.
 //!
 //! Parts: `arguments` declares the command line, one file a verb does it, `folder` reads the ledgers,
-//! `report` is what is seen as JSON, `cache` talks to the store of a worker, `index` to the index of a gateway, `stores` asks a coordinator, `size` reads and writes sizes, `shell` is the prompt and [`top`] the
+//! `report` is what is seen as JSON, `cache` talks to the store of a worker, `index` to the index of a gateway, `stores` asks a coordinator, `moves` moves running requests, `size` reads and writes sizes, `shell` is the prompt and [`top`] the
 //! screen of `kvctl kvtop` and `kvik top`.
 //!
 //! # Invariants
@@ -22,6 +22,7 @@ mod folder;
 mod index;
 mod limit;
 mod list;
+mod moves;
 mod policy;
 mod prompt;
 mod report;
@@ -92,6 +93,9 @@ fn run(verb: &Verb, common: &CommonArguments) -> anyhow::Result<()> {
         Verb::Cache(arguments) => cache::run(arguments, is_json),
         Verb::Index(arguments) => index::run(arguments, is_json),
         Verb::Stores(arguments) => print(&stores::stores(arguments)?, is_json),
+        Verb::Sequences(arguments) => print(&moves::sequences(arguments)?, is_json),
+        Verb::Move(arguments) => print(&moves::relocate(arguments)?, is_json),
+        Verb::Drain(arguments) => print(&moves::drain(arguments, is_json)?, is_json),
         Verb::Kvtop(arguments) => top::run(common, arguments),
         Verb::Shell(arguments) => shell::run(common, arguments.history.as_deref()),
     }

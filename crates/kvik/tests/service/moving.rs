@@ -253,3 +253,39 @@ fn an_answer_waits_for_a_worker_that_comes_back() {
     check(streams, &expected);
     wait_for_rest(&cluster);
 }
+
+/// What `kvctl` prints as JSON; it must succeed.
+#[track_caller]
+fn kvctl(cluster: &Cluster, arguments: &[&str]) -> Value {
+    let coordinator = format!("http://{}", cluster.coordinator.address);
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_kvctl"));
+    let output = command.args(arguments).args(["--coordinator", &coordinator, "--json"]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[test]
+fn an_operator_moves_a_request_and_drains_a_worker() {
+    let mut cluster = Cluster::start(Settings::default());
+    let expected = undisturbed(&cluster);
+    let sequence = cluster.sequence_of("worker-1");
+    let streams = begin(&cluster, &sequence, "operated");
+    let listed = kvctl(&cluster, &["sequences", "worker-1"]);
+    let on_first: Vec<&Value> = listed["sequences"].as_array().unwrap().iter().collect();
+    assert!(!on_first.is_empty(), "{listed}");
+    let id = on_first[0]["id"].as_str().unwrap();
+
+    let moved = kvctl(&cluster, &["move", id, "worker-2"]);
+    assert_eq!((&moved["from"], &moved["to"]), (&json!("worker-1"), &json!("worker-2")));
+    let back = kvctl(&cluster, &["sequences", "worker-2"]);
+    assert!(!back["sequences"].as_array().unwrap().is_empty(), "{back}");
+
+    let report = kvctl(&cluster, &["drain", "worker-2", "--deadline", "60s"]);
+    assert_eq!(report["failed"], 0, "{report}");
+    assert_eq!(report["replayed"], 0, "{report}");
+    assert!(1 <= report["migrated"].as_u64().unwrap(), "{report}");
+    check(streams, &expected);
+    assert_eq!(cluster.workers[1].process.ended().code(), Some(0));
+    cluster.workers.remove(1);
+    wait_for_rest(&cluster);
+}
