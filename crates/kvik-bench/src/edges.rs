@@ -131,7 +131,7 @@ impl EdgesBench {
         let backend = BackendConfig {
             url: format!("http://{}", mock::start(&worker)?),
             model: Some(mock::MODEL.to_owned()),
-            weight: None,
+            ..BackendConfig::default()
         };
         let config = GatewayConfig {
             listen: "127.0.0.1:0".to_owned(),

@@ -119,7 +119,7 @@ impl GatewayBench {
         let backend = |address| BackendConfig {
             url: format!("http://{address}"),
             model: Some(mock::MODEL.to_owned()),
-            weight: None,
+            ..BackendConfig::default()
         };
         let config = GatewayConfig {
             listen: "127.0.0.1:0".to_owned(),

@@ -19,6 +19,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{GatewayError, Result};
 
+mod check;
+mod disaggregation;
+
+use check::{MAX_VALUE, check};
+use disaggregation::BackendPart;
+pub use disaggregation::{DisaggregationConfig, PdProtocol, Role};
+
 /// Fields that a reload cannot change.
 pub(crate) const FIXED_FIELDS: &[&str] = &[
     "admin_token",
@@ -86,6 +93,8 @@ pub struct GatewayConfig {
     pub health: HealthConfig,
     /// How requests are placed.
     pub routing: RoutingConfig,
+    /// When prompts are computed on another engine than answers; see `role` and `pd` of backends.
+    pub disaggregation: DisaggregationConfig,
     /// The global KV index.
     pub index: IndexConfig,
     /// Where traces go. Default: nowhere.
@@ -104,6 +113,21 @@ pub struct BackendConfig {
     /// Share of the ring relative to other backends, above 0 and at most 100. Default: 1.
     #[serde(default)]
     pub weight: Option<f64>,
+    /// Which part of requests it takes: `prefill`, `decode` or `both`. One for `prefill` gets whole requests only while no
+    /// other backend of the model is usable. Default: `both`.
+    #[serde(default)]
+    pub role: Role,
+    /// How KV moves between it and other engines: `nixl_pull` and `p2p` (vLLM), `sglang`, `shared` (a store that all
+    /// engines of the model read and write). Default: none, and it takes whole requests only.
+    #[serde(default)]
+    pub pd: Option<PdProtocol>,
+    /// Host at which other engines reach it, with `pd: sglang` or `pd: p2p`. Default: the host of `url`.
+    #[serde(default)]
+    pub pd_host: Option<String>,
+    /// Port at which other engines reach it: the bootstrap port with `pd: sglang` (default: 8998), the port of the P2P side channel
+    /// with `pd: p2p` (default: 5710).
+    #[serde(default)]
+    pub pd_port: Option<u16>,
 }
 
 /// A key that clients may show as `Authorization: Bearer <key>`.
@@ -246,6 +270,7 @@ impl Default for GatewayConfig {
             breaker: BreakerConfig::default(),
             health: HealthConfig::default(),
             routing: RoutingConfig::default(),
+            disaggregation: DisaggregationConfig::default(),
             index: IndexConfig::default(),
             tracing: TracingConfig::default(),
         }
@@ -341,7 +366,9 @@ impl GatewayConfig {
             check(is_weight, &format!("backends[{index}].weight"), weight, "above 0 and at most 100")?;
             let is_first = !self.backends[..index].iter().any(|before| same_url(&before.url, &backend.url));
             check(is_first, &format!("backends[{index}].url"), &backend.url, "each address once")?;
+            backend.part().validate(&format!("backends[{index}]"))?;
         }
+        self.disaggregation.validate()?;
         self.index.validate().map_err(|error| match error {
             IndexerError::Invalid { field, value, allowed } => {
                 GatewayError::InvalidConfig { field: format!("index.{field}"), value, allowed }
@@ -405,8 +432,6 @@ impl GatewayConfig {
     }
 }
 
-/// Largest number in the configuration: milliseconds of decades, bytes of a terabyte.
-const MAX_VALUE: u64 = 1 << 40;
 /// More connections than one process can have.
 const MAX_RUNNING: usize = 1_000_000;
 
@@ -430,15 +455,11 @@ fn check_url(field: &str, url: &str) -> Result<()> {
     check(is_base, field, redacted_url(url), "http://host:port or https://host:port")
 }
 
-fn check(holds: bool, field: &str, value: impl std::fmt::Display, allowed: &str) -> Result<()> {
-    if holds {
-        return Ok(());
+impl BackendConfig {
+    fn part(&self) -> BackendPart<'_> {
+        let Self { role, pd, pd_port, .. } = *self;
+        BackendPart { role, pd, pd_host: self.pd_host.as_deref(), pd_port }
     }
-    Err(GatewayError::InvalidConfig {
-        field: field.to_owned(),
-        value: value.to_string(),
-        allowed: allowed.to_owned(),
-    })
 }
 
 #[cfg(test)]

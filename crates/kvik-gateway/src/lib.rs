@@ -36,6 +36,7 @@
 mod answer;
 mod api;
 mod config;
+mod disaggregation;
 mod error;
 mod gateway;
 mod metrics;
@@ -47,8 +48,10 @@ mod upstream;
 
 pub use api::OPENAPI;
 pub use config::{
-    AdmissionConfig, ApiKeyConfig, BackendConfig, BreakerConfig, GatewayConfig, HealthConfig, RetryConfig,
-    RoutingConfig, TimeoutConfig,
+    AdmissionConfig, ApiKeyConfig, BackendConfig, BreakerConfig, DisaggregationConfig, GatewayConfig,
+    HealthConfig, PdProtocol, RetryConfig, Role, RoutingConfig, TimeoutConfig,
 };
 pub use error::{GatewayError, Result};
 pub use gateway::{Gateway, Running, WorkerStatus};
+#[doc(hidden)]
+pub use request::splice::{Edit, splice_bytes};

@@ -15,10 +15,16 @@
 //! | `kvik_gateway_queue_length` | | requests that wait for their turn |
 //! | `kvik_gateway_queue_wait_seconds` | | time waited by those that had to |
 //! | `kvik_gateway_rejected_total` | `reason` | requests that the gateway itself refused |
+//! | `kvik_gateway_disaggregation_total` | `protocol`, `outcome` | requests to backends with `pd`: `disaggregated`, `prefill_refused` (the engine for prompts found the request wrong), or why one engine did it: `off`, `unsuited`, `short`, `slow_transfer`, `no_prefill`, `prefill_busy`, `decode_idle` |
+//! | `kvik_gateway_disaggregation_fallbacks_total` | `protocol`, `reason` | what failed and was done in another way: `prefill_failed`, `prefill_slow`, `prefill_unavailable`, `nothing_handed_over`, `decode_failed`, `lease_over` |
+//! | `kvik_gateway_prefill_seconds` | `protocol` | of prompts that were computed on another engine: from the request to its answer |
+//! | `kvik_gateway_hand_over_seconds` | `protocol` | from that answer to the first byte of the decoding engine's stream |
 //! | `kvik_gateway_coordinator_connected` | | 1 while a coordinator is watched |
 //!
 //! A request ends when its answer's body does, and everything is measured there. `status` is the
 //! one in the answer's head; a stream that broke later is in the access log.
+
+use std::time::Duration;
 
 use kvik_index::ring::Reason;
 use metrics::{Counter, Gauge, Histogram};
@@ -38,6 +44,10 @@ const RETRIES: &str = "kvik_gateway_retries_total";
 const CONTINUED: &str = "kvik_gateway_continued_total";
 const QUEUE_WAIT_SECONDS: &str = "kvik_gateway_queue_wait_seconds";
 const REJECTED: &str = "kvik_gateway_rejected_total";
+const DISAGGREGATION: &str = "kvik_gateway_disaggregation_total";
+const DISAGGREGATION_FALLBACKS: &str = "kvik_gateway_disaggregation_fallbacks_total";
+const PREFILL_SECONDS: &str = "kvik_gateway_prefill_seconds";
+const HAND_OVER_SECONDS: &str = "kvik_gateway_hand_over_seconds";
 const COORDINATOR_CONNECTED: &str = "kvik_gateway_coordinator_connected";
 
 /// Handles that are looked up once: a lookup by name and labels costs more than a measurement.
@@ -97,6 +107,26 @@ impl Metrics {
 
     pub(crate) fn continued(outcome: &'static str) {
         metrics::counter!(CONTINUED, "outcome" => outcome).increment(1);
+    }
+
+    /// Counts how a request to a backend with a part was done.
+    pub(crate) fn disaggregation(protocol: &'static str, outcome: &'static str) {
+        metrics::counter!(DISAGGREGATION, "protocol" => protocol, "outcome" => outcome).increment(1);
+    }
+
+    /// Counts a leg that failed.
+    pub(crate) fn disaggregation_fallback(protocol: &'static str, reason: &'static str) {
+        metrics::counter!(DISAGGREGATION_FALLBACKS, "protocol" => protocol, "reason" => reason).increment(1);
+    }
+
+    /// Measures a prompt that was computed on another engine.
+    pub(crate) fn prefill_ended(protocol: &'static str, time: Duration) {
+        metrics::histogram!(PREFILL_SECONDS, "protocol" => protocol).record(time.as_secs_f64());
+    }
+
+    /// Measures the time from there to the first byte of the answer.
+    pub(crate) fn handed_over(protocol: &'static str, time: Duration) {
+        metrics::histogram!(HAND_OVER_SECONDS, "protocol" => protocol).record(time.as_secs_f64());
     }
 
     pub(crate) fn rejected(reason: &'static str) {

@@ -7,7 +7,8 @@
 //! Parts: [`coordinator`] and [`worker`] hold the messages of the two services' own APIs, [`cache`] those
 //! of a worker's store, [`openai`] those of the compatible one, [`events`] the KV events of engines, [`index`] the
 //! API of the global KV index, [`journal`] what continues a stream elsewhere, [`kv_stream`] what a worker tells of its KV,
-//! [`moves`] sequences that move, [`sse`] the framing of streams, [`stores`] the store daemons that a coordinator lists, [`client`] the clients.
+//! [`moves`] sequences that move, [`route`] how a gateway explains its routing, [`sse`] the framing of streams, [`stores`] the
+//! store daemons that a coordinator lists, [`client`] the clients.
 //!
 //! ```
 //! use kvik_proto::coordinator::{Snapshot, WatchEvent};
@@ -29,6 +30,7 @@ pub mod journal;
 pub mod kv_stream;
 pub mod moves;
 pub mod openai;
+pub mod route;
 pub mod sse;
 pub mod stores;
 pub mod worker;

@@ -24,7 +24,7 @@ use tokio_util::sync::WaitForCancellationFutureOwned;
 
 use crate::answer::continuation::{Continuation, Continued};
 use crate::answer::record::{Ending, Record};
-use crate::answer::send::WorkerBody;
+use crate::upstream::exchange::WorkerBody;
 
 /// Longest half event that is held back, in bytes; a longer one passes as it comes.
 const MAX_HELD_BYTES: usize = 64 << 10;

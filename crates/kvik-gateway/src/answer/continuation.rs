@@ -20,13 +20,14 @@ use kvik_proto::moves::{MoveRequest, ResumeHead};
 use tokio::time::Instant;
 
 use crate::answer::journal::Journal;
-use crate::answer::send::{Outgoing, WorkerBody, send, worker_path};
+use crate::answer::send::{Outgoing, worker_path};
 use crate::metrics::Metrics;
 use crate::placement::lookup::Lookup;
 use crate::placement::{Placed, Wanted, place_at, place_worker};
 use crate::request::peek::Peek;
 use crate::state::{Shared, View};
 use crate::upstream::backend::{Backend, LoadGuard};
+use crate::upstream::exchange::{WorkerBody, exchange};
 use crate::upstream::fleet::ModelGroup;
 
 /// Time between two looks for a worker while there is none.
@@ -232,9 +233,10 @@ impl Continuer {
         let Placed { load, .. } = placed;
         let outgoing = Outgoing { resumed: Some(resumed.clone()), ..self.outgoing.clone() };
         let config = &view.config;
-        match send(&self.shared, &load.backend, &self.model, &outgoing, config).await {
-            Ok((response, _)) if response.status() == StatusCode::OK => Some((response.into_body(), load)),
-            Ok((response, _)) => {
+        let call = outgoing.resume_call(config)?;
+        match exchange(&self.shared, &load.backend, &call).await {
+            Ok(response) if response.status() == StatusCode::OK => Some((response.into_body(), load)),
+            Ok(response) => {
                 let status = response.status().as_u16();
                 tracing::debug!(worker = %load.backend.id, status, "the worker does not go on with a request");
                 None

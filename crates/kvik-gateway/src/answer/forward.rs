@@ -22,8 +22,9 @@ use crate::answer::body::{Clock, Dialect, Events, GuardedBody};
 use crate::answer::continuation::{Continuation, Continuer};
 use crate::answer::generate::{self, TranslatedBody};
 use crate::answer::record::{Ending, Record};
-use crate::answer::send::{Failure, Outgoing, WorkerBody, outcome_of, send, worker_path};
+use crate::answer::send::{Outgoing, worker_path};
 use crate::config::{GatewayConfig, millis};
+use crate::disaggregation::{Disaggregation, Prompt};
 use crate::error::Refusal;
 use crate::metrics::Metrics;
 use crate::placement::admission::{NotAdmitted, Permit};
@@ -41,6 +42,7 @@ use crate::route::Route;
 use crate::state::{Shared, View};
 use crate::upstream::backend::{Backend, BackendKind};
 use crate::upstream::breaker::Outcome;
+use crate::upstream::exchange::{Exchanged, Failure, WorkerBody, outcome_of};
 use crate::upstream::fleet::{Fleet, ModelGroup};
 
 /// Most times that a request without a stream moves: a drained fleet moves it once a worker.
@@ -147,6 +149,10 @@ async fn try_workers(
     let tokens = input.prompt_tokens.saturating_add(input.output_tokens).max(1);
     let request = kvik_index::placement::Request { key: input.key, tokens, matched_tokens: &saved_tokens };
     let wanted = Wanted { request, output_tokens: input.output_tokens, is_named: input.is_named };
+    let (n_tokens, n_output_tokens) = (input.prompt_tokens, input.output_tokens);
+    let lookup = input.lookup.as_ref();
+    let prompt = Prompt { key: input.key, n_tokens, n_output_tokens, saved_tokens: &saved_tokens, lookup };
+    let mut parts = Disaggregation::new(&shared, config, group, prompt);
     let place = |tried: &[Arc<Backend>]| placement::place(group, wanted, &config.routing, tried);
     let Some(mut placed) = place(&tried) else {
         return Err(Refusal::no_backend(group.time_to_probe().as_secs() + 1));
@@ -157,16 +163,19 @@ async fn try_workers(
         shared.metrics.decision(reason);
         let backend = Arc::clone(&load.backend);
         record.load = Some(load);
-        let lookup = input.lookup.as_ref();
         record.under_way = lookup.and_then(|lookup| shared.under_way.send(&backend, lookup.blocks()));
         record.prediction =
             input.lookup.as_ref().and_then(|lookup| lookup.prediction(&group.model, &backend));
-        let failure = match send(&shared, &backend, &group.model, outgoing, config).await {
+        let failure = match send(&mut parts, &backend, group, outgoing, config).await {
             // The owner of a named sequence has no place left for it: others are asked before the client is.
-            Ok((response, _)) if input.is_named && response.status() == StatusCode::TOO_MANY_REQUESTS => {
-                Failure::Unavailable(response)
+            Ok((exchanged, _))
+                if input.is_named && exchanged.response.status() == StatusCode::TOO_MANY_REQUESTS =>
+            {
+                Failure::Unavailable(Box::new(exchanged.response))
             }
-            Ok((response, is_translated)) => {
+            Ok((mut exchanged, is_translated)) => {
+                record.take_legs(&mut exchanged);
+                let response = exchanged.response;
                 let can_continue =
                     backend.kind == BackendKind::Worker && response.headers().contains_key(JOURNAL);
                 let continuer = can_continue.then(|| Continuer::new(&shared, group, wanted, outgoing));
@@ -232,7 +241,7 @@ fn give_up(
     let refusal = match failure {
         Failure::Unavailable(response) => {
             return Ok(Answer {
-                response,
+                response: *response,
                 deadline: outgoing.deadline,
                 max_silence: millis(config.timeouts.stream_idle_ms),
                 expose_worker: config.expose_worker,
@@ -240,7 +249,8 @@ fn give_up(
                 continuer: None,
             });
         }
-        Failure::Broke | Failure::Moved(_) => Refusal::upstream(),
+        Failure::Unreachable | Failure::Broke | Failure::Moved(_) => Refusal::upstream(),
+        Failure::NoPartner => Refusal::no_backend(1),
         Failure::Silent | Failure::DeadlinePassed => Refusal::deadline(),
         Failure::Refused(refusal) => refusal,
     };
@@ -248,6 +258,28 @@ fn give_up(
     // The log line names the worker; the breaker has heard of it.
     record.head_outcome = Outcome::Neutral;
     Err(refusal)
+}
+
+/// Sends the request to `backend`, in parts if that pays, and waits for the head of its answer.
+async fn send(
+    parts: &mut Disaggregation<'_>,
+    backend: &Arc<Backend>,
+    group: &ModelGroup,
+    outgoing: &Outgoing,
+    config: &GatewayConfig,
+) -> Result<(Exchanged, bool), Failure> {
+    if outgoing.resumed.is_some() {
+        let call = outgoing.resume_call(config).ok_or(Failure::Unreachable)?;
+        return Ok((parts.exchange_plain(backend, &call).await?, false));
+    }
+    let is_translated = outgoing.route == Route::Generate && backend.kind == BackendKind::OpenAi;
+    let (route, body) = if is_translated {
+        generate::translate_request(&outgoing.body, &group.model).map_err(Failure::Refused)?
+    } else {
+        (outgoing.route, outgoing.body.clone())
+    };
+    let call = outgoing.call(config, route, body);
+    Ok((parts.exchange(backend, &call).await?, is_translated))
 }
 
 /// Makes the worker's answer the client's.
@@ -310,7 +342,8 @@ async fn wait_for_turn(
     })
 }
 
-fn find_group<'a>(fleet: &'a Fleet, peek: &Peek<'_>) -> Result<&'a Arc<ModelGroup>, Refusal> {
+/// The backends of the model that a request asks for.
+pub(crate) fn find_group<'a>(fleet: &'a Fleet, peek: &Peek<'_>) -> Result<&'a Arc<ModelGroup>, Refusal> {
     if fleet.groups.is_empty() {
         return Err(Refusal::no_backend(1));
     }
@@ -325,7 +358,8 @@ fn find_group<'a>(fleet: &'a Fleet, peek: &Peek<'_>) -> Result<&'a Arc<ModelGrou
     }
 }
 
-fn expected_output_tokens(route: Route, peek: &Peek<'_>, config: &GatewayConfig) -> u64 {
+/// Tokens that the answer to a request is expected to have.
+pub(crate) fn expected_output_tokens(route: Route, peek: &Peek<'_>, config: &GatewayConfig) -> u64 {
     let default = if route.is_generation() { config.routing.default_max_tokens } else { 0 };
     let max_tokens = peek.max_tokens.or_else(|| generate::max_tokens(peek.sampling));
     estimated_output_tokens(max_tokens, default)

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use http::{HeaderMap, HeaderValue};
 use kvik_runtime::telemetry::Span;
 use tokio::time::Instant;
+use tokio_util::sync::DropGuard;
 
 use crate::placement::admission::Permit;
 use crate::placement::prediction::Prediction;
@@ -18,6 +19,7 @@ use crate::route::Route;
 use crate::state::Shared;
 use crate::upstream::backend::LoadGuard;
 use crate::upstream::breaker::Outcome;
+use crate::upstream::exchange::Exchanged;
 use crate::upstream::fleet::ModelGroup;
 
 /// How a request ended.
@@ -51,6 +53,8 @@ pub(crate) struct Record {
     pub(crate) prediction: Option<Prediction>,
     /// Held until the answer has ended.
     pub(crate) under_way: Option<UnderWayGuard>,
+    /// Another leg of the request that is under way; it ends with the request, unless that is complete.
+    other_leg: Option<DropGuard>,
     /// In the answer's head; 0 before there is one.
     pub(crate) status: u16,
     /// What the answer's head says about the worker.
@@ -77,6 +81,7 @@ impl Record {
             load: None,
             prediction: None,
             under_way: None,
+            other_leg: None,
             status: 0,
             head_outcome: Outcome::Neutral,
             is_stream: false,
@@ -102,6 +107,22 @@ impl Record {
         let route = self.route.name();
         self.span = self.shared.tracer.request(headers, || format!("POST {route}"));
         self.span.propagate(headers);
+    }
+
+    /// Takes what the legs of the request left behind; the rest is the answer.
+    pub(crate) fn take_legs(&mut self, exchanged: &mut Exchanged) {
+        self.other_leg = exchanged.other_leg.take();
+        if let Some(load) = exchanged.answered_by.take() {
+            self.load = Some(load);
+            self.prediction = None;
+            self.under_way = None;
+        }
+        if exchanged.has_foreign_kv {
+            self.prediction = None;
+            if let Some(load) = &mut self.load {
+                load.forget_speed();
+            }
+        }
     }
 
     /// Counts bytes of the answer's body, which are also a sign that the worker lives, and the first ones of a
@@ -172,6 +193,8 @@ impl Record {
             self.shared.shutdown.spawn(settling);
         }
         self.under_way = None;
+        let other_leg = self.other_leg.take().filter(|_| ending == Ending::Complete);
+        other_leg.map(DropGuard::disarm);
         let load = self.load.take();
         tracing::info!(
             target: "access",

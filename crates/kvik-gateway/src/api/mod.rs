@@ -10,6 +10,7 @@ use http::{HeaderMap, StatusCode};
 use kvik_runtime::telemetry;
 use serde_json::json;
 
+mod explain;
 mod holders;
 mod index;
 
@@ -36,7 +37,8 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         .route("/v1/models", get(models))
         .route("/v1/models/{*model}", get(model))
         .route("/ready", get(ready));
-    with_index(router, shared)
+    let admin = Router::new().route("/route/explain", post(explain::explain));
+    with_index(router.merge(shared.trust.admins_only(admin)), shared)
 }
 
 /// The routes of the index alone.

@@ -81,6 +81,16 @@ impl Lookup {
         saved
     }
 
+    /// Tokens of the prompt; `None` if only its beginning was looked up.
+    pub(crate) fn prompt_tokens(&self) -> Option<u64> {
+        self.is_whole.then_some(self.prompt.tokens.len() as u64)
+    }
+
+    /// Tokens from the first on that a backend has in some tier.
+    pub(crate) fn matched_tokens(&self, backend: &Backend) -> u64 {
+        self.of(backend).map_or(0, |(_, found)| found.matched_tokens)
+    }
+
     /// The blocks of the prompt.
     pub(crate) fn blocks(&self) -> &PromptBlocks {
         &self.blocks

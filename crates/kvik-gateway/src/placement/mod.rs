@@ -14,9 +14,9 @@
 use std::sync::Arc;
 
 use kvik_index::placement::{Request, choose, choose_named};
-use kvik_index::ring::{Loads, Reason};
+use kvik_index::ring::{Choice, Loads, Reason};
 
-use crate::config::{GatewayConfig, RoutingConfig};
+use crate::config::{GatewayConfig, PdProtocol, RoutingConfig};
 use crate::upstream::backend::{Backend, BackendKind, LoadGuard};
 use crate::upstream::fleet::{ModelGroup, Seat};
 
@@ -54,7 +54,34 @@ pub(crate) fn place(
     config: &RoutingConfig,
     excluded: &[Arc<Backend>],
 ) -> Option<Placed> {
-    let Wanted { request, output_tokens, is_named } = wanted;
+    place_among(group, wanted, config, answering(group, excluded))
+}
+
+/// Places a request on one of the backends that are `allowed`.
+pub(crate) fn place_among(
+    group: &ModelGroup,
+    wanted: Wanted<'_>,
+    config: &RoutingConfig,
+    allowed: impl Fn(&Seat) -> bool,
+) -> Option<Placed> {
+    loop {
+        let choice = choose_among(group, wanted, config, &allowed)?;
+        let backend = &group.seats[choice.member].backend;
+        let n_tokens = wanted.request.left(choice.member);
+        if let Some(load) = backend.try_load(choice.load, n_tokens, wanted.output_tokens) {
+            return Some(Placed { load, reason: choice.reason });
+        }
+    }
+}
+
+/// Chooses one of the backends that are `allowed`, by the loads of now, and leaves them as they are.
+pub(crate) fn choose_among(
+    group: &ModelGroup,
+    wanted: Wanted<'_>,
+    config: &RoutingConfig,
+    allowed: impl Fn(&Seat) -> bool,
+) -> Option<Choice> {
+    let Wanted { request, is_named, .. } = wanted;
     let mut on_stack = [0; MANY];
     let mut on_heap = Vec::new();
     let tokens = if group.seats.len() <= MANY {
@@ -63,28 +90,41 @@ pub(crate) fn place(
         on_heap.resize(group.seats.len(), 0);
         on_heap.as_mut_slice()
     };
-    let is_usable = |member: usize| {
-        group.seats.get(member).is_some_and(|seat| {
-            seat.is_usable() && !excluded.iter().any(|other| Arc::ptr_eq(other, &seat.backend))
-        })
-    };
+    for (tokens, seat) in tokens.iter_mut().zip(&group.seats) {
+        *tokens = seat.backend.outstanding_tokens();
+    }
+    let is_usable = |member: usize| group.seats.get(member).is_some_and(&allowed);
     let is_known = request.matched_tokens.iter().any(|n_tokens| *n_tokens > 0.0);
     let load_factor = if is_known { config.kv_load_factor } else { group.load_factor };
-    loop {
-        for (tokens, seat) in tokens.iter_mut().zip(&group.seats) {
-            *tokens = seat.backend.outstanding_tokens();
-        }
-        let loads = Loads { tokens, weights: &group.weights };
-        let choice = if is_named {
-            let floor = config.named_floor_tokens;
-            choose_named(&group.ring, request, loads, load_factor, floor, is_usable)?
-        } else {
-            choose(&group.ring, request, loads, load_factor, is_usable)?
-        };
-        let backend = &group.seats[choice.member].backend;
-        if let Some(load) = backend.try_load(choice.load, request.left(choice.member), output_tokens) {
-            return Some(Placed { load, reason: choice.reason });
-        }
+    let loads = Loads { tokens, weights: &group.weights };
+    if is_named {
+        let floor = config.named_floor_tokens;
+        choose_named(&group.ring, request, loads, load_factor, floor, is_usable)
+    } else {
+        choose(&group.ring, request, loads, load_factor, is_usable)
+    }
+}
+
+/// Which backends may answer a request: usable ones other than the `excluded`. Those that only compute prompts may not
+/// while another one can, and a server of `SGLang` for one part only while there is one for the other.
+pub(crate) fn answering<'a>(
+    group: &'a ModelGroup,
+    excluded: &'a [Arc<Backend>],
+) -> impl Fn(&Seat) -> bool + 'a {
+    let is_free = move |seat: &Seat| {
+        seat.is_usable() && !excluded.iter().any(|other| Arc::ptr_eq(other, &seat.backend))
+    };
+    let has_parts = group.has_parts();
+    let prefills = |seat: &Seat| seat.is_usable() && seat.part.prefills_by(PdProtocol::Sglang);
+    let has_partner = has_parts && group.seats.iter().any(prefills);
+    let decodes = move |seat: &Seat| {
+        is_free(seat) && seat.part.role.decodes() && (has_partner || seat.serves_whole_requests())
+    };
+    let has_decoder = has_parts && group.seats.iter().any(decodes);
+    move |seat| match (has_parts, has_decoder) {
+        (false, _) => is_free(seat),
+        (true, true) => decodes(seat),
+        (true, false) => is_free(seat) && seat.serves_whole_requests(),
     }
 }
 
@@ -117,6 +157,8 @@ mod tests {
     use kvik_index::ring::{Ring, RingHash};
 
     use super::*;
+    use crate::config::Role;
+    use crate::upstream::fleet::{Part, Transfer};
 
     fn wanted(tokens: u64) -> Wanted<'static> {
         let request = Request { key: b"k", tokens, matched_tokens: &[] };
@@ -129,6 +171,7 @@ mod tests {
         let seat = |(id, _): &(String, f64)| Seat {
             backend: Arc::new(Backend::new(id.clone(), BackendKind::Worker, 1, "http://127.0.0.1:1")),
             takes_requests: true,
+            part: Part::default(),
         };
         ModelGroup {
             model: "m".to_owned(),
@@ -225,6 +268,47 @@ mod tests {
         // The quickest of several: the machine may be busy with something else.
         let quickest = times.min().unwrap();
         assert!(quickest < Duration::from_millis(1), "{quickest:?} beside {}", held.len());
+    }
+
+    /// A group whose backends have these parts.
+    fn group_of(parts: &[(Role, Option<PdProtocol>)]) -> ModelGroup {
+        let mut group = group(parts.len());
+        for (seat, (role, protocol)) in group.seats.iter_mut().zip(parts) {
+            let transfer = |protocol| Arc::new(Transfer { protocol, host: String::new(), port: 0 });
+            seat.part = Part { role: *role, transfer: protocol.map(transfer) };
+        }
+        group
+    }
+
+    /// The numbers of the backends that may answer.
+    fn answerers(group: &ModelGroup, excluded: &[usize]) -> Vec<usize> {
+        let excluded: Vec<_> =
+            excluded.iter().map(|number| Arc::clone(&group.seats[*number].backend)).collect();
+        let may_answer = answering(group, &excluded);
+        (0..group.seats.len()).filter(|number| may_answer(&group.seats[*number])).collect()
+    }
+
+    #[test]
+    fn a_backend_for_prompts_answers_only_if_no_other_can() {
+        let nixl = Some(PdProtocol::NixlPull);
+        let group = group_of(&[(Role::Prefill, nixl), (Role::Decode, nixl), (Role::Both, nixl)]);
+        assert_eq!(answerers(&group, &[]), [1, 2]);
+        assert_eq!(answerers(&group, &[1]), [2]);
+        assert_eq!(answerers(&group, &[1, 2]), [0]);
+        let placed = place(&group, wanted(1), &RoutingConfig::default(), &[]).unwrap();
+        assert!(!Arc::ptr_eq(&placed.load.backend, &group.seats[0].backend));
+    }
+
+    #[test]
+    fn a_server_of_sglang_for_one_part_never_answers_alone() {
+        let sglang = Some(PdProtocol::Sglang);
+        let group = group_of(&[(Role::Prefill, sglang), (Role::Decode, sglang), (Role::Both, None)]);
+        assert_eq!(answerers(&group, &[]), [1, 2]);
+        assert_eq!(answerers(&group, &[2]), [1]);
+        assert_eq!(answerers(&group, &[1, 2]), [0_usize; 0]);
+        let alone = group_of(&[(Role::Decode, sglang), (Role::Both, None)]);
+        assert_eq!(answerers(&alone, &[]), [1]);
+        assert_eq!(answerers(&alone, &[1]), [0_usize; 0]);
     }
 
     #[test]

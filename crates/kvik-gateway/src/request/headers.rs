@@ -79,6 +79,12 @@ pub(crate) fn request_id(headers: &HeaderMap) -> HeaderValue {
 }
 
 fn new_request_id() -> HeaderValue {
+    HeaderValue::try_from(format!("{:032x}", unique_id()))
+        .unwrap_or_else(|_| HeaderValue::from_static("unknown"))
+}
+
+/// A number that no other call returns, here or in another process, and that clients cannot foresee.
+pub(crate) fn unique_id() -> u128 {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     static SEED: std::sync::LazyLock<u64> = std::sync::LazyLock::new(|| {
         use std::hash::BuildHasher as _;
@@ -87,8 +93,7 @@ fn new_request_id() -> HeaderValue {
     });
     // Relaxed: an opaque id needs uniqueness only.
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    let id = format!("{:032x}", xxh3_128_with_seed(&number.to_le_bytes(), *SEED));
-    HeaderValue::try_from(id).unwrap_or_else(|_| HeaderValue::from_static("unknown"))
+    xxh3_128_with_seed(&number.to_le_bytes(), *SEED)
 }
 
 #[cfg(test)]

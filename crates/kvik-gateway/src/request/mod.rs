@@ -6,3 +6,4 @@ pub(crate) mod headers;
 pub(crate) mod peek;
 pub(crate) mod prompt;
 pub(crate) mod routing_key;
+pub(crate) mod splice;

@@ -207,7 +207,7 @@ impl Field {
 
 /// Whether a field with this value makes an engine use other KV than that of the prompt as it is written, or none: the
 /// names are those of vLLM, `SGLang` and kvik.
-fn changes_kv(name: &str, value: &str) -> bool {
+pub(crate) fn changes_kv(name: &str, value: &str) -> bool {
     let is_set = || !matches!(value, "null" | "false" | "[]" | "{}" | "\"\"");
     match name {
         // Whatever the value: what is left out by default depends on the route.

@@ -21,6 +21,7 @@ use crate::metrics::{BREAKER_STATE, OUTSTANDING_TOKENS};
 use crate::route::Route;
 use crate::upstream::breaker::{Breaker, Outcome, State};
 use crate::upstream::links::Links;
+use crate::upstream::speed::Speed;
 
 /// The number of the next backend.
 static NEXT_NUMBER: AtomicU64 = AtomicU64::new(1);
@@ -64,6 +65,10 @@ pub(crate) struct Backend {
     /// Its id as answers show it.
     pub(crate) header: Option<HeaderValue>,
     outstanding_tokens: AtomicU64,
+    /// How fast it computes prompts.
+    pub(crate) prefill_speed: Speed,
+    /// How fast it takes over KV that another engine computed.
+    pub(crate) transfer_speed: Speed,
     breaker: Mutex<Breaker>,
     /// Copy of the breaker's state that is read without its lock.
     is_closed: AtomicBool,
@@ -94,6 +99,8 @@ pub(crate) struct LoadGuard {
     n_counted_tokens: u64,
     /// The part of it that ends with the answer.
     n_output_tokens: u64,
+    /// When it came; `None` if the time to its first token says nothing about the backend's speed.
+    since: Option<Instant>,
     /// Cancelled when the backend is found not to answer at all.
     pub(crate) silence: CancellationToken,
 }
@@ -128,6 +135,8 @@ impl Backend {
             links: uris.as_ref().and_then(|uris| Links::new(&uris[0])).map(Arc::new),
             uris,
             outstanding_tokens: AtomicU64::new(0),
+            prefill_speed: Speed::default(),
+            transfer_speed: Speed::default(),
             breaker: Mutex::new(Breaker::new(now)),
             is_closed: AtomicBool::new(true),
             n_silent: AtomicU32::new(0),
@@ -181,6 +190,7 @@ impl Backend {
             n_tokens,
             n_counted_tokens: n_tokens,
             n_output_tokens: n_output_tokens.clamp(1, n_tokens),
+            since: Some(Instant::now()),
             silence: self.silence.lock().clone(),
         })
     }
@@ -281,7 +291,15 @@ impl Backend {
 impl LoadGuard {
     /// Notes the first token of the answer: the prompt is computed and no load any more.
     pub(crate) fn end_prompt(&mut self) {
+        if let Some(since) = self.since.take() {
+            self.backend.prefill_speed.measure(self.n_tokens - self.n_output_tokens, since.elapsed());
+        }
         self.keep(self.n_output_tokens);
+    }
+
+    /// Notes that the backend does not compute the prompt, or not alone: its time measures no speed.
+    pub(crate) fn forget_speed(&mut self) {
+        self.since = None;
     }
 
     fn keep(&mut self, n_tokens: u64) {

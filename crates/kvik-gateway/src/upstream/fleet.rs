@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use kvik_index::ring::Ring;
 
+use crate::config::{PdProtocol, Role};
 use crate::upstream::backend::Backend;
 
 /// All models and the backends that serve them; immutable, replaced as a whole.
@@ -32,6 +33,24 @@ pub(crate) struct Seat {
     pub(crate) backend: Arc<Backend>,
     /// False while it drains.
     pub(crate) takes_requests: bool,
+    pub(crate) part: Part,
+}
+
+/// Which part of requests a backend takes, and how KV moves between it and others.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Part {
+    pub(crate) role: Role,
+    /// `None` if KV does not move: it takes whole requests.
+    pub(crate) transfer: Option<Arc<Transfer>>,
+}
+
+/// How KV moves between a backend and other engines.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Transfer {
+    pub(crate) protocol: PdProtocol,
+    /// Where other engines reach it, if the protocol needs that.
+    pub(crate) host: String,
+    pub(crate) port: u16,
 }
 
 impl Fleet {
@@ -61,10 +80,38 @@ impl ModelGroup {
         let seats = self.seats.iter().filter(|seat| seat.takes_requests);
         seats.map(|seat| seat.backend.time_to_probe()).min().unwrap_or(Duration::from_secs(1))
     }
+
+    /// The seat of a backend, and its number.
+    pub(crate) fn seat_of(&self, backend: &Arc<Backend>) -> Option<(usize, &Seat)> {
+        self.seats.iter().enumerate().find(|(_, seat)| Arc::ptr_eq(&seat.backend, backend))
+    }
+
+    /// Whether KV moves between some of its backends.
+    pub(crate) fn has_parts(&self) -> bool {
+        self.seats.iter().any(|seat| seat.part.transfer.is_some())
+    }
 }
 
 impl Seat {
     pub(crate) fn is_usable(&self) -> bool {
         self.takes_requests && self.backend.is_usable()
+    }
+
+    /// Whether a request can be left to it alone.
+    pub(crate) fn serves_whole_requests(&self) -> bool {
+        // A server of SGLang that was started for one part refuses requests that name no other server.
+        self.part.protocol() != Some(PdProtocol::Sglang)
+    }
+}
+
+impl Part {
+    /// How KV moves.
+    pub(crate) fn protocol(&self) -> Option<PdProtocol> {
+        self.transfer.as_ref().map(|transfer| transfer.protocol)
+    }
+
+    /// Whether it can compute prompts for a backend that takes KV over by `protocol`.
+    pub(crate) fn prefills_by(&self, protocol: PdProtocol) -> bool {
+        self.role.prefills() && self.protocol() == Some(protocol)
     }
 }

@@ -21,7 +21,7 @@ use tokio::time::Instant;
 
 use crate::config::{BackendConfig, GatewayConfig, same_url};
 use crate::upstream::backend::{Backend, BackendKind};
-use crate::upstream::fleet::{Fleet, ModelGroup, Seat};
+use crate::upstream::fleet::{Fleet, ModelGroup, Part, Seat, Transfer};
 
 /// Largest weight on the ring; a message cannot make the ring larger.
 const MAX_WEIGHT: f64 = 100.0;
@@ -49,6 +49,7 @@ struct Engine {
     /// Without a slash at the end; its id.
     url: String,
     weight: f64,
+    part: Part,
     /// Whether the configuration names the model.
     is_model_given: bool,
     models: Vec<String>,
@@ -122,6 +123,7 @@ impl MemberBook {
             self.engines.push(Engine {
                 url: backend.url.trim_end_matches('/').to_owned(),
                 weight: backend.weight.unwrap_or(1.0),
+                part: part(backend),
                 is_model_given: backend.model.is_some(),
                 models: backend.model.clone().map_or(learned.unwrap_or_default(), |model| vec![model]),
             });
@@ -155,8 +157,8 @@ impl MemberBook {
             let worker = &member.worker;
             let life = (BackendKind::Worker, worker.epoch, worker.address.as_str());
             let backend = adopt(&mut before, &mut left, &worker.id, life);
-            let seat =
-                Seat { backend: Arc::clone(&backend), takes_requests: member.state == WorkerState::Ready };
+            let takes_requests = member.state == WorkerState::Ready;
+            let seat = Seat { backend: Arc::clone(&backend), takes_requests, part: Part::default() };
             by_model.entry(worker.model.clone()).or_default().push((seat, member.ring_weight));
             self.backends.insert(worker.id.clone(), backend);
         }
@@ -164,7 +166,8 @@ impl MemberBook {
             let life = (BackendKind::OpenAi, 0, engine.url.as_str());
             let backend = adopt(&mut before, &mut left, &engine.url, life);
             for model in &engine.models {
-                let seat = Seat { backend: Arc::clone(&backend), takes_requests: true };
+                let part = engine.part.clone();
+                let seat = Seat { backend: Arc::clone(&backend), takes_requests: true, part };
                 by_model.entry(model.clone()).or_default().push((seat, engine.weight));
             }
             self.backends.insert(engine.url.clone(), backend);
@@ -219,6 +222,20 @@ fn adopt(
             Arc::new(Backend::new(id.to_owned(), kind, epoch, address))
         }
     }
+}
+
+/// The part of an engine of the configuration.
+fn part(backend: &BackendConfig) -> Part {
+    let transfer = backend.pd.map(|protocol| {
+        let host = || {
+            let uri = backend.url.parse::<http::Uri>().ok();
+            uri.and_then(|uri| Some(uri.host()?.trim_matches(['[', ']']).to_owned())).unwrap_or_default()
+        };
+        let host = backend.pd_host.clone().unwrap_or_else(host);
+        let port = backend.pd_port.or(protocol.default_port()).unwrap_or(0);
+        Arc::new(Transfer { protocol, host, port })
+    });
+    Part { role: backend.role, transfer }
 }
 
 fn group(model: String, mut seats: Vec<(Seat, f64)>, ring_config: RingConfig) -> ModelGroup {

@@ -50,6 +50,7 @@ async fn the_document_and_the_routes_are_the_same() {
         "post /detokenize",
         "post /generate",
         "post /index/holders",
+        "post /route/explain",
         "post /tokenize",
         "post /v1/chat/completions",
         "post /v1/completions",

@@ -65,7 +65,7 @@ async fn both_sides_can_be_encrypted_and_the_worker_can_check_the_client() {
     });
 
     let mut config = GatewayConfig::default();
-    let backend = BackendConfig { url: worker, model: Some("m".to_owned()), weight: None };
+    let backend = BackendConfig { url: worker, model: Some("m".to_owned()), ..BackendConfig::default() };
     config.backends.push(backend);
     config.tls = TlsServerConfig { client_authorities: None, ..server };
     config.backend_tls.authorities = Some(files.authority.clone());

@@ -5,12 +5,14 @@ mod calls;
 mod coordinator;
 mod http;
 mod index;
+mod route;
 mod worker;
 
 pub use cache::CacheClient;
 pub use coordinator::{CoordinatorClient, Watch};
 pub use http::{HttpClient, TlsClientConfig, http_client, send};
 pub use index::{BlocksQuery, IndexClient};
+pub use route::RouteClient;
 pub use worker::{DrainStream, KvStream, WorkerClient};
 
 /// Why a call gave no answer that can be used.

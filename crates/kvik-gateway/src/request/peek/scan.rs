@@ -30,9 +30,25 @@ struct Cursor<'a> {
     place: usize,
 }
 
+/// A field of an object, as it stands in the text.
+#[derive(Debug)]
+pub(crate) struct Member<'a> {
+    /// Without its escapes.
+    pub(crate) name: Cow<'a, str>,
+    /// From the opening quote of its name to the end of its value.
+    pub(crate) place: Range<usize>,
+    /// The text of its value.
+    pub(crate) value: &'a str,
+}
+
 /// Calls `found` with the name of each field of the object `text` and with the text of its value,
 /// in their order.
 pub(crate) fn scan_object<'a>(text: &'a str, mut found: impl FnMut(&str, &'a str)) -> Result<(), ScanError> {
+    scan_members(text, |member| found(&member.name, member.value)).map(|_| ())
+}
+
+/// Calls `found` with each field of the object `text`, in their order, and returns the place of its closing brace.
+pub(crate) fn scan_members<'a>(text: &'a str, mut found: impl FnMut(Member<'a>)) -> Result<usize, ScanError> {
     let mut cursor = Cursor { text, place: 0 };
     cursor.skip_spaces();
     cursor.take(b'{', "`{`")?;
@@ -41,12 +57,13 @@ pub(crate) fn scan_object<'a>(text: &'a str, mut found: impl FnMut(&str, &'a str
         cursor.place += 1;
     } else {
         loop {
+            let first = cursor.place;
             let name = cursor.name()?;
             cursor.skip_spaces();
             cursor.take(b':', "`:`")?;
             cursor.skip_spaces();
             let value = cursor.value()?;
-            found(&name, &text[value]);
+            found(Member { name, place: first..value.end, value: &text[value] });
             cursor.skip_spaces();
             match cursor.peek() {
                 Some(b',') => cursor.place += 1,
@@ -56,8 +73,12 @@ pub(crate) fn scan_object<'a>(text: &'a str, mut found: impl FnMut(&str, &'a str
             cursor.skip_spaces();
         }
     }
+    let end = cursor.place - 1;
     cursor.skip_spaces();
-    if cursor.place < text.len() { Err(cursor.expected("the end of the body")) } else { Ok(()) }
+    if cursor.place < text.len() {
+        return Err(cursor.expected("the end of the body"));
+    }
+    Ok(end)
 }
 
 /// The place after the string whose opening quote is before `start`; `None` if it does not end.
