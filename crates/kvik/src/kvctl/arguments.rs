@@ -9,6 +9,7 @@ use kvik_memory::ledger::DEFAULT_DIR;
 use super::cache::CacheArguments;
 use super::index::IndexArguments;
 use super::moves::{DrainArguments, MoveArguments, SequencesArguments};
+use super::route::RouteArguments;
 use super::size::{Limit, parse_limit, parse_percent, parse_seconds, parse_size};
 use super::stores::StoresArguments;
 use super::top::TopArguments;
@@ -119,6 +120,8 @@ Examples:
     Cache(CacheArguments),
     /// Look at the global KV index of a gateway
     Index(IndexArguments),
+    /// Explain how a gateway routes
+    Route(RouteArguments),
     /// Print the store daemons that a coordinator lists
     Stores(StoresArguments),
     /// Print the requests that run

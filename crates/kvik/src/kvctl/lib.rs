@@ -2,7 +2,8 @@
 //! governs them.
 //!
 //! Parts: `arguments` declares the command line, one file a verb does it, `folder` reads the ledgers,
-//! `report` is what is seen as JSON, `cache` talks to the store of a worker, `index` to the index of a gateway, `stores` asks a coordinator, `moves` moves running requests, `size` reads and writes sizes, `shell` is the prompt and [`top`] the
+//! `report` is what is seen as JSON, `cache` talks to the store of a worker, `index` to the index of a gateway, `route` to its routing,
+//! `stores` asks a coordinator, `moves` moves running requests, `size` reads and writes sizes, `shell` is the prompt and [`top`] the
 //! screen of `kvctl kvtop` and `kvik top`.
 //!
 //! # Invariants
@@ -26,6 +27,7 @@ mod moves;
 mod policy;
 mod prompt;
 mod report;
+mod route;
 mod shell;
 mod size;
 mod stores;
@@ -92,6 +94,7 @@ fn run(verb: &Verb, common: &CommonArguments) -> anyhow::Result<()> {
         Verb::Trim(arguments) => print(&trim::trim(&folder, &arguments.ipc_name)?, is_json),
         Verb::Cache(arguments) => cache::run(arguments, is_json),
         Verb::Index(arguments) => index::run(arguments, is_json),
+        Verb::Route(arguments) => route::run(arguments, is_json),
         Verb::Stores(arguments) => print(&stores::stores(arguments)?, is_json),
         Verb::Sequences(arguments) => print(&moves::sequences(arguments)?, is_json),
         Verb::Move(arguments) => print(&moves::relocate(arguments)?, is_json),

@@ -17,8 +17,12 @@ fn prompt(number: u32) -> Vec<u32> {
 
 /// Runs `kvctl --json index ...`; its answer, or what it said on standard error.
 fn kvctl(gateway: &Role, arguments: &[&str]) -> Result<Value, String> {
+    run_kvctl("index", gateway, arguments)
+}
+
+fn run_kvctl(verb: &str, gateway: &Role, arguments: &[&str]) -> Result<Value, String> {
     let output = Command::new(env!("CARGO_BIN_EXE_kvctl"))
-        .args(["--json", "index", "--gateway", &format!("http://{}", gateway.address)])
+        .args(["--json", verb, "--gateway", &format!("http://{}", gateway.address)])
         .args(arguments)
         .output()
         .unwrap();
@@ -111,6 +115,28 @@ fn kvctl_shows_the_index_and_finds_it_equal_to_what_workers_hold() {
     assert!(wrong.unwrap_err().contains("longest_prefix, highest_block_hit, coverage, cost"));
     let unknown = kvctl(gateway, &["check", "--coordinator", &coordinator, "--worker", "nobody"]);
     assert!(unknown.unwrap_err().contains("nobody"));
+}
+
+#[test]
+fn kvctl_explains_where_a_request_would_go_and_sends_nothing() {
+    let cluster = Cluster::start(Settings::default());
+    let gateway = &cluster.gateway;
+    let (holder, _) = complete(gateway, &json!({"model": "kvik-tiny", "prompt": prompt(3)}), "a");
+    wait_until_known(gateway, &json!({"model": "kvik-tiny", "token_ids": prompt(3)}), &holder);
+    let tokens: Vec<String> = prompt(3).iter().map(u32::to_string).collect();
+    let explain = ["explain", "--model", "kvik-tiny", "--token-ids", &tokens.join(","), "--max-tokens", "7"];
+    let answer = run_kvctl("route", gateway, &explain).unwrap();
+    assert_eq!((&answer["worker"], &answer["reason"]), (&json!(holder), &json!("holder")), "{answer}");
+    assert_eq!((&answer["prompt_tokens"], &answer["output_tokens"]), (&json!(PROMPT_TOKENS), &json!(7)));
+    assert_eq!(answer["disaggregation"], Value::Null);
+    let candidates = answer["candidates"].as_array().unwrap();
+    let cached = |worker: &Value| worker["cached_tokens"].as_u64().unwrap();
+    assert!(
+        candidates.iter().all(|worker| (100 < cached(worker)) == (worker["worker"] == holder)),
+        "{answer}"
+    );
+    let unknown = run_kvctl("route", gateway, &["explain", "--model", "none", "--prompt", "a"]);
+    assert!(unknown.unwrap_err().contains("none"));
 }
 
 #[test]
