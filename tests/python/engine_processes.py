@@ -152,6 +152,13 @@ class Gateway:
         self.connection.request(method, path, text, {"content-type": "application/json"})
         return self.connection.getresponse()
 
+    def metric(self, name: str, labels: str) -> float:
+        """The value of a counter; 0 before the first count."""
+        response = self.send("GET", "/metrics", None)
+        lines = response.read().decode().splitlines()
+        start = f"{name}{{{labels}}} "
+        return sum(float(line.removeprefix(start)) for line in lines if line.startswith(start))
+
     def score(self, worker: str, **prompt: object) -> int:
         """Tokens that the index says that the worker has."""
         return self.call("POST", "/v1/score", {"model": MODEL, **prompt})["matched_tokens"].get(worker, 0)
@@ -187,13 +194,15 @@ class Gateway:
 
 
 @contextlib.contextmanager
-def listening(*sources: dict, backends: list[str] = [], **index: object) -> Iterator[Gateway]:
-    """Runs `kvik gateway`; it must end well."""
+def listening(
+    *sources: dict, backends: list[str] = [], settings: dict = {}, **index: object
+) -> Iterator[Gateway]:
+    """Runs `kvik gateway`, with more settings if there are any; it must end well."""
     index = {"engines": sources, "tokenizers": {"models": {MODEL: str(MODEL_FOLDER)}}, **index}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVIK_")}
     with tempfile.TemporaryDirectory() as folder:
         config = pathlib.Path(folder) / "kvik.yaml"
-        config.write_text(json.dumps({"gateway": {"listen": "127.0.0.1:0", "index": index}}))
+        config.write_text(json.dumps({"gateway": {"listen": "127.0.0.1:0", "index": index, **settings}}))
         flags = [flag for backend in backends for flag in ("--backend", backend)]
         process = subprocess.Popen(
             [binary(), "gateway", "--config", str(config), *flags], stderr=subprocess.PIPE, text=True, env=environment

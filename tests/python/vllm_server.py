@@ -17,9 +17,18 @@ PACKAGE = os.environ.get("KVIK_PACKAGE", "target/python-package")
 
 class Server:
     """`vllm serve` with the bundled model, whose worker is called `name`; with a socket, KvikConnector keeps its KV in the
-    store daemon that listens there."""
+    store daemon that listens there; with the port of a side channel, NixlConnector moves its KV to and from other servers, and
+    it computes on one core, so that two of them have a core each."""
 
-    def __init__(self, ports: Ports, http_port: int, name: str = "vllm-0", socket: pathlib.Path | None = None) -> None:
+    def __init__(
+        self,
+        ports: Ports,
+        http_port: int,
+        name: str = "vllm-0",
+        socket: pathlib.Path | None = None,
+        nixl_port: int | None = None,
+        core: int = 0,
+    ) -> None:
         self.url = f"http://127.0.0.1:{http_port}"
         self.port = http_port
         events = {
@@ -51,6 +60,8 @@ class Server:
                     "kv_connector_extra_config": {"socket": str(socket)},
                 }
             )
+        if nixl_port is not None:
+            flags["kv-transfer-config"] = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
         command = [f"{ENGINES}/bin/vllm", "serve", str(MODEL_FOLDER), "--enforce-eager", "--enable-prefix-caching"]
         command += ["--enable-prompt-tokens-details"]
         command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
@@ -63,6 +74,15 @@ class Server:
             "VLLM_SERVER_DEV_MODE": "1",
             "PYTHONPATH": os.path.abspath(PACKAGE),
         }
+        if nixl_port is not None:
+            environment |= {
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(nixl_port),
+                "VLLM_CPU_OMP_THREADS_BIND": str(core),
+                "OMP_NUM_THREADS": "1",
+                # No other transport is there on a machine without a fast network.
+                "UCX_TLS": "tcp",
+            }
         # A group of its own: the engine is several processes.
         self.process = subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True)
         eventually(self.is_ready, lambda: "vLLM did not start", START_S)

@@ -1,12 +1,12 @@
 //! The gateway: one address for all models, an OpenAI-compatible API, and a worker for each request.
 //!
-//! A streaming proxy that never rewrites a body. It looks at a request for what routing needs,
+//! A streaming proxy. A body goes on as it came, unless its request is parted between engines. It looks at a request for what routing needs,
 //! chooses the worker that most likely has the prompt's KV, and passes the answer on frame by
 //! frame. Workers come from a coordinator's snapshots; other engines that speak the `OpenAI` API are
 //! configured by their address.
 //!
 //! Parts, in the order a request meets them: `api` (the routes), `request` (API key, headers, body and what routing
-//! reads of them), `placement` (admission, the index, the choice of a worker), `upstream` (the workers: membership,
+//! reads of them), `placement` (admission, the index, the choice of a worker), `disaggregation` (prompts that another engine computes), `upstream` (the workers: membership,
 //! connections, health), `answer` (the way to a worker and back, until the last byte).
 //!
 //! Invariants:

@@ -365,7 +365,8 @@ impl<'a> Disaggregation<'a> {
             let time = handed_over.since.elapsed();
             Metrics::handed_over(protocol.as_str(), time);
             if handed_over.is_fresh {
-                decode.transfer_speed.measure(scene.uncached_tokens(number), time);
+                let assumed = scene.config.disaggregation.transfer_tokens_per_s;
+                decode.transfer_speed.measure_at_best(scene.uncached_tokens(number), time, assumed);
             }
         }
         Metrics::disaggregation(protocol.as_str(), "disaggregated");
