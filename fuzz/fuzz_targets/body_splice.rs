@@ -23,7 +23,7 @@ fuzz_target!(|data: &[u8]| {
     let edits: Vec<Edit<'_>> = EDITS
         .into_iter()
         .enumerate()
-        .filter(|(bit, _)| chosen >> bit & 1 == 1)
+        .filter(|(bit, _)| (chosen >> bit) & 1 == 1)
         .map(|(_, edit)| edit)
         .collect();
     let spliced = splice_bytes(body, &edits);

@@ -39,7 +39,8 @@ pub enum PdProtocol {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct DisaggregationConfig {
-    /// Whether it is done at all where the protocol leaves a choice. Default: true; it also takes backends with `pd`.
+    /// Whether prompts may be computed elsewhere, where the protocol leaves a choice. Default: true; without backends that have
+    /// `pd` nothing is.
     pub enabled: bool,
     /// Fewest tokens that the decoding engine would have to compute. Default: 512; the threshold is higher where the measured
     /// speeds say that a transfer does not pay.

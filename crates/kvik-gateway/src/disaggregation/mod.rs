@@ -244,7 +244,8 @@ impl<'a> Disaggregation<'a> {
             }
             Ok(Partner::Prefill(member))
         };
-        Decision { protocol, outcome: decide(), figures, obstacle: shape.obstacle }
+        let obstacle = shape.obstacle.filter(|_| protocol != PdProtocol::Sglang);
+        Decision { protocol, outcome: decide(), figures, obstacle }
     }
 
     /// The backend that has most of the prompt, and how many tokens more than `decode`, as far as the index knows.
@@ -351,12 +352,18 @@ impl<'a> Disaggregation<'a> {
                 return Err(failure);
             }
         };
-        let is_well =
-            !response.status().is_server_error() && scene.begins_well(decode, &mut response, call).await?;
-        if !is_well {
-            // What failed may be the transfer: the engine itself answers.
-            tracing::debug!(worker = %decode.id, "an answer with KV from elsewhere failed; trying without it");
+        let begins_well = if response.status().is_server_error() {
+            Ok(false)
+        } else {
+            scene.begins_well(decode, &mut response, call).await
+        };
+        if !matches!(begins_well, Ok(true)) {
             Metrics::disaggregation_fallback(protocol.as_str(), "decode_failed");
+        }
+        // What failed may be the transfer: the engine itself answers, as far as there is a budget for trying again.
+        if !begins_well? && scene.shared.retry_budget.withdraw() {
+            tracing::debug!(worker = %decode.id, "an answer with KV from elsewhere failed; trying without it");
+            scene.shared.metrics.retries.increment(1);
             self.is_given_up = true;
             drop(response);
             return self.exchange_alone(decode, shape, call).await;

@@ -327,6 +327,59 @@ async fn an_engine_that_cannot_load_kv_computes_the_prompt_itself() {
 }
 
 #[tokio::test]
+async fn without_a_budget_for_retries_an_error_is_passed_on_whole() {
+    let kinds = (Kind::Nixl, Kind::Nixl);
+    let pair = Pair::start(kinds, PdProtocol::NixlPull, (1, 1), |config| {
+        config.retry.budget_burst = 0;
+        config.retry.budget_ratio = 0.0;
+    })
+    .await;
+    pair.fail(&[], &[Fault::FailToLoad; 2]);
+    let answer = pair.gateway.complete(&body(1).to_string()).await;
+    assert_eq!((answer.status.as_u16(), &answer.json()["error"]["message"]), (500, &json!("told to fail")));
+    let answer = pair.gateway.complete(&stream_body(1).to_string()).await;
+    assert_eq!(&answer.body[..], b"data: {\"error\":{\"message\":\"told to fail\"}}\n\n");
+    assert_eq!(pair.n_seen(), (2, 2));
+    pair.assert_clean().await;
+}
+
+#[tokio::test]
+async fn engines_for_both_parts_help_each_other_only_when_one_is_busy() {
+    let kinds = (Kind::Nixl, Kind::Nixl);
+    let pair = Pair::start(kinds, PdProtocol::NixlPull, (1, 1), |config| {
+        for backend in &mut config.backends {
+            backend.role = Role::Both;
+        }
+    })
+    .await;
+    pair.assert_completes(&body(1)).await;
+    let (left, right) = pair.n_seen();
+    assert_eq!(left + right, 1, "an idle engine does it alone");
+    let explained = pair.gateway.post("/route/explain", &[], &body(1).to_string()).await.json();
+    assert_eq!(explained["disaggregation"]["decision"], "decode_idle");
+    // A stream of the same key keeps its engine busy.
+    let (busy, idle) =
+        if left == 1 { (&pair.prefills[0], &pair.decodes[0]) } else { (&pair.decodes[0], &pair.prefills[0]) };
+    busy.fail(&[Fault::HoldEnd]);
+    let short = json!({"model": "m", "prompt": "short", "max_tokens": 2000, "stream": true, "user": "a"});
+    let mut n_streams = Vec::new();
+    while busy.n_seen() < 2 {
+        // Users differ until one is the busy engine's.
+        let mut short = short.clone();
+        short["user"] = json!(n_streams.len().to_string());
+        n_streams.push(pair.gateway.open("/v1/completions", &[], &short.to_string()).await);
+    }
+    let n_before = (busy.n_seen(), idle.n_seen());
+    let answer = pair.gateway.complete(&body(1).to_string()).await;
+    assert_eq!(answer.status, 200, "{answer:?}");
+    let n_more = (busy.n_seen() - n_before.0, idle.n_seen() - n_before.1);
+    let expected = if answer.worker() == busy.url() { (1, 1) } else { (0, 1) };
+    assert_eq!(n_more, expected, "answered by {}", answer.worker());
+    drop(n_streams);
+    pair.assert_clean().await;
+}
+
+#[tokio::test]
 async fn a_stream_that_breaks_later_ends_with_an_error() {
     let pair = Pair::nixl(1, 1).await;
     pair.fail(&[], &[Fault::DieInStream]);
