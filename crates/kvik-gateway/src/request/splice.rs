@@ -73,7 +73,7 @@ fn put_comma(body: &mut BytesMut) {
     }
 }
 
-/// Splices for the fuzz target: any bytes, and the edits of every protocol.
+/// The same for any bytes; `None` if they cannot be spliced. For the fuzz target.
 #[doc(hidden)]
 pub fn splice_bytes(body: &[u8], edits: &[Edit<'_>]) -> Option<Bytes> {
     splice(simdutf8::basic::from_utf8(body).ok()?, edits).ok()
