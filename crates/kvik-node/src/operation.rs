@@ -12,6 +12,9 @@
 //! `read_layers` is the digests of the chain's first chunks, [`DIGEST_WORDS`] each, over which the daemon writes the
 //! offsets of chunks in its answer. A `next_layer` has room for offsets alone.
 
+use std::time::Duration;
+
+use kvik_store::{Priority, Retention};
 use kvik_tier::{TierKind, TokenDigest};
 use kvik_types::BlockHash;
 
@@ -37,6 +40,16 @@ const OFFSET_MASK: u64 = (1 << OFFSET_BITS) - 1;
 const TIERS: [TierKind; 5] =
     [TierKind::Ram, TierKind::Nvme, TierKind::Peer, TierKind::Redis, TierKind::Object];
 
+/// The code of a write with the default retention, and of one with another.
+const WRITE: u32 = 3;
+const WRITE_KEPT: u32 = 9;
+
+/// Stands for a write without a time.
+const NO_TIME_MS: u64 = u64::MAX;
+
+/// The priorities of writes.
+const PRIORITIES: [Priority; 2] = [Priority::Low, Priority::Normal];
+
 /// What a client asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Operation {
@@ -44,8 +57,9 @@ pub(crate) enum Operation {
     Open { span: Span, n_tokens: u64 },
     /// Lease what is there of a chain from a chunk on, up to the last one with a digest.
     Retrieve { chain: u32, first_chunk: u32, span: Span },
-    /// Take memory for chunks of a chain, up to the last one with a digest.
-    Write { chain: u32, first_chunk: u32, span: Span },
+    /// Take memory for chunks of a chain, up to the last one with a digest, that are kept so long. A retention that is not
+    /// the default has a code of its own, with the time as the argument and the priority as the place.
+    Write { chain: u32, first_chunk: u32, span: Span, retention: Retention },
     /// Publish a chunk of a write.
     Commit { write: u32, place: u32, checksum: u64 },
     /// Tell the policies of a request. The argument is the number of generated tokens.
@@ -131,8 +145,9 @@ impl Submission {
             Operation::Retrieve { chain, first_chunk, span: digests } => {
                 (2, 0, pair(chain, first_chunk), span(digests), 0)
             }
-            Operation::Write { chain, first_chunk, span: digests } => {
-                (3, 0, pair(chain, first_chunk), span(digests), 0)
+            Operation::Write { chain, first_chunk, span: digests, retention } => {
+                let (code, priority, time) = retention_code(retention);
+                (code, priority, pair(chain, first_chunk), span(digests), time)
             }
             Operation::Commit { write, place, checksum } => (4, place, pair(write, 0), 0, checksum),
             Operation::Note { chain, n_generated } => (5, 0, pair(chain, 0), 0, n_generated),
@@ -160,7 +175,10 @@ impl Submission {
         let operation = match low(first) {
             1 => Operation::Open { span: span(NAME_WORDS)?, n_tokens: argument },
             2 => Operation::Retrieve { chain, first_chunk, span: span(DIGEST_WORDS)? },
-            3 => Operation::Write { chain, first_chunk, span: span(DIGEST_WORDS)? },
+            code @ (WRITE | WRITE_KEPT) => {
+                let retention = retention_of(code, high(first), argument)?;
+                Operation::Write { chain, first_chunk, span: span(DIGEST_WORDS)?, retention }
+            }
             4 => Operation::Commit { write: chain, place: high(first), checksum: argument },
             5 => Operation::Note { chain, n_generated: argument },
             6 => Operation::Release { handle: chain },
@@ -203,6 +221,26 @@ impl Completion {
             tier: tier_of(tier)?,
         })
     }
+}
+
+/// The code of a write, the number of its priority and its time in milliseconds. What a daemon that knows no retention
+/// must not store has a code that it does not know.
+fn retention_code(retention: Retention) -> (u32, u32, u64) {
+    if retention == Retention::default() {
+        return (WRITE, 0, 0);
+    }
+    let ms = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(NO_TIME_MS).min(NO_TIME_MS - 1);
+    (WRITE_KEPT, retention.priority as u32, retention.time_to_live.map_or(NO_TIME_MS, ms))
+}
+
+/// What [`retention_code`] was given; `None` where it is none.
+fn retention_of(code: u32, priority: u32, time_ms: u64) -> Option<Retention> {
+    if code == WRITE {
+        return Some(Retention::default());
+    }
+    let priority = PRIORITIES.into_iter().find(|known| *known as u32 == priority)?;
+    let time_to_live = (time_ms != NO_TIME_MS).then(|| Duration::from_millis(time_ms));
+    Some(Retention { time_to_live, priority })
 }
 
 /// Where a chunk that is read lies, and the tier that it came from: the tier is in the bits above [`OFFSET_BITS`].
@@ -265,6 +303,12 @@ mod tests {
 
     use super::*;
 
+    fn retentions() -> impl Strategy<Value = Retention> {
+        let time = prop::option::of((0..NO_TIME_MS).prop_map(Duration::from_millis));
+        (time, prop::sample::select(PRIORITIES.to_vec()))
+            .prop_map(|(time_to_live, priority)| Retention { time_to_live, priority })
+    }
+
     fn operations() -> impl Strategy<Value = Operation> {
         let span =
             || (0..1000_u32, 0..100_u32).prop_map(|(first_word, n_chunks)| Span { first_word, n_chunks });
@@ -275,11 +319,11 @@ mod tests {
                 first_chunk,
                 span
             }),
-            (any::<u32>(), any::<u32>(), span()).prop_map(|(chain, first_chunk, span)| Operation::Write {
-                chain,
-                first_chunk,
-                span
-            }),
+            (any::<u32>(), any::<u32>(), span(), retentions()).prop_map(
+                |(chain, first_chunk, span, retention)| {
+                    Operation::Write { chain, first_chunk, span, retention }
+                }
+            ),
             (any::<u32>(), any::<u32>(), any::<u64>())
                 .prop_map(|(write, place, checksum)| Operation::Commit { write, place, checksum }),
             (any::<u32>(), any::<u64>())

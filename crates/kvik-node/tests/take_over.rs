@@ -15,7 +15,7 @@ use kvik_node::{
     AttachOptions, ClientToken, NodeClient, NodeError, NodeManager, NodeSession, NodeWatch, TakeOverFrame,
     Tenant, TenantOpener as _, TenantTerms,
 };
-use kvik_store::{Clear, Commit, DigestKey, KeptMemory};
+use kvik_store::{Clear, Commit, DigestKey, KeptMemory, Retention};
 use kvik_tier::shared::{SharedWords, checksum};
 use kvik_tier::{Arena, ArenaOptions, RamTier, TierKind};
 use kvik_types::BlockSize;
@@ -230,6 +230,31 @@ fn a_daemon_that_cannot_open_its_tiers_leaves_the_old_one_serving() {
     assert_eq!(complete(&client, 2, 5).unwrap(), 5);
     assert!(manager.unpin(&pinned).unwrap(), "its pins are as they were");
     drop((client, old));
+}
+
+#[test]
+fn times_of_chunks_go_on_after_a_take_over() {
+    let place = Place::new();
+    let opener = Opener::on_disk(place.folder.path());
+    let old = place.start(&opener);
+    let client = place.attach();
+    let short = Duration::from_secs(1);
+    for (seed, time) in [(1, short), (2, Duration::from_hours(1))] {
+        let retention = Retention { time_to_live: Some(time), ..Retention::default() };
+        let opened = client.open(&chain(&client, seed, 3)).unwrap();
+        let mut write = opened.write_kept(0, 3, retention).unwrap();
+        for chunk_idx in 0..3 {
+            write.write_chunk(chunk_idx, &content(seed, chunk_idx)).unwrap();
+        }
+        assert_eq!(write.finish().unwrap(), [Some(Commit::Stored); 3]);
+    }
+    drop(client);
+    let new = place.take_over(&opener).unwrap();
+    drop(old);
+    let client = place.attach();
+    until("the time is over", || verify(&client, 1, 3).unwrap() == 0);
+    assert_eq!(verify(&client, 2, 3).unwrap(), 3);
+    drop((client, new));
 }
 
 #[test]

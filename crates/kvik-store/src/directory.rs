@@ -11,7 +11,8 @@ use parking_lot::RwLock;
 use crate::chain::{Chain, block_id};
 use crate::observer::Observed;
 use crate::policy::BlockId;
-use crate::tiers::{MAX_TIERS, TierIdx, TierRanks, TierSet};
+use crate::retention::NEVER_MS;
+use crate::tiers::{MAX_TIERS, RAM, TierIdx, TierRanks, TierSet};
 
 /// Enough that threads on all cores of a large machine seldom meet, and a small part of a small store.
 const N_SHARDS: usize = 256;
@@ -49,6 +50,10 @@ pub(crate) struct Entry {
     pub(crate) left_tiers: TierSet,
     /// Whether it came from another node, which has it too as far as is known here.
     pub(crate) is_copy: bool,
+    /// Whether its writer said that it may leave early.
+    pub(crate) is_low: bool,
+    /// When what memory has of it is not served any more, in milliseconds of the store's clock.
+    pub(crate) end_ms: u64,
 }
 
 #[derive(Debug, Default)]
@@ -276,11 +281,23 @@ impl Entry {
             was_used: false,
             left_tiers: TierSet::default(),
             is_copy: false,
+            is_low: false,
+            end_ms: NEVER_MS,
         }
     }
 
     fn hash(&self, id: BlockId) -> BlockHash {
         BlockHash::from_u128(u128::from(id.0) << 64 | u128::from(self.second_half))
+    }
+
+    /// Whether memory has it for some time only: it is not given to other tiers and nodes.
+    pub(crate) fn is_timed(&self) -> bool {
+        self.ranks[RAM] != 0 && self.end_ms != NEVER_MS
+    }
+
+    /// Whether it leaves before chunks that are hardly worth more.
+    pub(crate) fn leaves_early(&self) -> bool {
+        self.is_copy || self.is_low
     }
 
     /// Whether a local tier has any rank of it.

@@ -53,6 +53,7 @@ mod observer;
 mod options;
 mod promise;
 mod residents;
+mod retention;
 mod store;
 mod tiers;
 mod wake;
@@ -65,9 +66,11 @@ pub use extras::ExtraKey;
 pub use format::{ChunkFormat, MAX_RANKS};
 pub use observer::{ChunkChange, ChunkObserver};
 pub use options::{StoreOptions, WriteBack};
+pub use retention::{Priority, Retention};
 pub use store::{
     ChunkWriter, Clear, Cleared, Commit, CommittedChunk, KeptChunk, KeptMemory, KeptParent, KeptPin,
-    KeptPins, Layer, LayerReader, LayerWrite, LayerWriter, LocalRange, LocalRead, Lookup, Observation,
-    Prefetch, Retrieved, RetrievedChunk, Store, StoreBuilder, StoreStats, TierQueues, TierWrite, Write,
+    KeptPins, KeptTime, Layer, LayerReader, LayerWrite, LayerWriter, LocalRange, LocalRead, Lookup,
+    Observation, Prefetch, Retrieved, RetrievedChunk, Store, StoreBuilder, StoreStats, TierQueues, TierWrite,
+    Write,
 };
 pub use tiers::{LowerTier, TierLabel, TierName};

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::AtomicU64;
 
-use kvik_store::Chain;
+use kvik_store::{Chain, Retention};
 use kvik_tier::TierKind;
 
 use super::exchange::write_words;
@@ -104,10 +104,24 @@ impl OpenChain {
     /// # Errors
     /// If the daemon is gone.
     pub fn write(&self, first_chunk: usize, n_chunks: usize) -> Result<RemoteWrite> {
+        self.write_kept(first_chunk, n_chunks, Retention::default())
+    }
+
+    /// As [`Self::write`], for chunks that are kept as `retention` says, in whole milliseconds. A daemon that does not know of
+    /// it ends the session.
+    ///
+    /// # Errors
+    /// If the daemon is gone.
+    pub fn write_kept(
+        &self,
+        first_chunk: usize,
+        n_chunks: usize,
+        retention: Retention,
+    ) -> Result<RemoteWrite> {
         let end = first_chunk.saturating_add(n_chunks).min(self.chain.n_chunks());
         let digests = self.chain.digests(end);
         let (chain, first_chunk) = (self.handle.number, first_chunk.min(end));
-        let operation = |span| Operation::Write { chain, first_chunk: first_chunk as u32, span };
+        let operation = |span| Operation::Write { chain, first_chunk: first_chunk as u32, span, retention };
         let client = &self.handle.client;
         let (completion, offsets) =
             client.exchange().ask_with_digests(&digests, operation, end - first_chunk)?;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use kvik_store::{Chain, Commit, NamedChain, Space, Store, Write};
+use kvik_store::{Chain, Commit, NamedChain, Retention, Space, Store, Write};
 use kvik_tier::TierKind;
 use kvik_tier::shared::{Checksum, SharedWords};
 
@@ -114,7 +114,9 @@ impl Session {
             Operation::Retrieve { chain, first_chunk, span } => {
                 self.retrieve(chain, first_chunk, span, done)?
             }
-            Operation::Write { chain, first_chunk, span } => self.write(chain, first_chunk, span, done)?,
+            Operation::Write { chain, first_chunk, span, retention } => {
+                self.write(chain, first_chunk, span, retention, done)?
+            }
             Operation::Commit { write, place, checksum } => {
                 let status = self.commit(write, place as usize, checksum)?;
                 counters.corrupt.fetch_add((status == Status::Corrupt).into(), Ordering::Relaxed);
@@ -177,11 +179,18 @@ impl Session {
         Ok(Completion { n_chunks: offsets.len() as u32, ..kept })
     }
 
-    fn write(&mut self, chain: u32, first_chunk: u32, span: Span, done: Completion) -> Result<Completion> {
+    fn write(
+        &mut self,
+        chain: u32,
+        first_chunk: u32,
+        span: Span,
+        retention: Retention,
+        done: Completion,
+    ) -> Result<Completion> {
         let chain = self.proven_chain(chain, span)?;
         let (mut writers, mut offsets, mut status) = (Vec::new(), Vec::new(), Status::Done);
         for chunk_idx in first_chunk as usize..chain.n_chunks() {
-            match self.store.begin_write(&chain, chunk_idx, self.rank) {
+            match self.store.begin_write_kept(&chain, chunk_idx, self.rank, retention) {
                 Write::Slot(writer) => {
                     offsets.push(writer.offset());
                     writers.push(Some(writer));

@@ -1,14 +1,14 @@
 //! The list of the chunks in an arena and of their pins, as it goes from one daemon to the next.
 //!
-//! A start, three numbers, the chunks in the order in which they leave, the parents of those that are pinned, the pins, and
-//! a CRC-64 of all before it. All numbers are little-endian.
+//! A start, four numbers, the chunks in the order in which they leave, the parents of those that are pinned, the pins, the
+//! times of chunks that have one, and a CRC-64 of all before it. All numbers are little-endian.
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, Write as _};
 use std::os::fd::OwnedFd;
 
-use kvik_store::{KeptChunk, KeptMemory, KeptParent, KeptPin, KeptPins};
+use kvik_store::{KeptChunk, KeptMemory, KeptParent, KeptPin, KeptPins, KeptTime};
 use kvik_tier::shared::checksum;
 use kvik_tier::{ChunkKey, ChunkPlace, NamespaceId, PlacedChunk, RamTier, TokenDigest};
 use kvik_types::BlockHash;
@@ -18,10 +18,10 @@ use crate::error::{NodeError, Result};
 use crate::manage::MAX_PINS;
 
 /// The first bytes of a list, with its version.
-const MAGIC: [u8; 8] = *b"KVIKCL03";
+const MAGIC: [u8; 8] = *b"KVIKCL04";
 
-/// The start, and the numbers of chunks, parents and pins.
-const HEADER_BYTES: usize = MAGIC.len() + 3 * 8;
+/// The start, and the numbers of chunks, parents, pins and times.
+const HEADER_BYTES: usize = MAGIC.len() + 4 * 8;
 const CHECKSUM_BYTES: usize = 8;
 
 /// Namespace, hash, rank, depth, digest, offset and length.
@@ -33,8 +33,14 @@ const PARENT_BYTES: usize = 16 + 16;
 /// The name of a chain, whether chunks of it are kept, the last of them, and the milliseconds that are left.
 const PIN_BYTES: usize = 16 + 1 + 16 + 8;
 
+/// The name of a chunk and the milliseconds that are left.
+const TIME_BYTES: usize = 16 + 8;
+
 /// Stands for the time that is left of a pin without an end.
 const NO_END_MS: u64 = u64::MAX;
+
+/// The most that a list has for one chunk.
+const MOST_BYTES: usize = CHUNK_BYTES + PARENT_BYTES + TIME_BYTES;
 
 /// The least that a chunk takes of an arena.
 const UNIT_BYTES: u64 = 4096;
@@ -55,6 +61,8 @@ pub struct ChunkList {
     pub chunks: Vec<ListedChunk>,
     /// Those of them that are pinned.
     pub pins: KeptPins,
+    /// Those of them that are kept for some time only.
+    pub times: Vec<KeptTime>,
 }
 
 impl ChunkList {
@@ -69,7 +77,7 @@ impl ChunkList {
         };
         let chunks = memory.chunks.iter().filter_map(listed).collect();
         // The next daemon takes what is not listed for free memory, and here no other chunk is.
-        by_key.is_empty().then(|| Self { chunks, pins: memory.pins.clone() })
+        by_key.is_empty().then(|| Self { chunks, pins: memory.pins.clone(), times: memory.times.clone() })
     }
 
     /// The memory that a list describes. The caller has the right to the file.
@@ -77,7 +85,8 @@ impl ChunkList {
         let placed: Vec<PlacedChunk> = self.chunks.iter().map(|chunk| chunk.placed).collect();
         let ram = RamTier::adopt(arena, &placed)?;
         let kept = |chunk: &ListedChunk| KeptChunk { key: chunk.placed.key, depth: chunk.depth };
-        Ok(KeptMemory { ram, chunks: self.chunks.iter().map(kept).collect(), pins: self.pins })
+        let chunks = self.chunks.iter().map(kept).collect();
+        Ok(KeptMemory { ram, chunks, pins: self.pins, times: self.times })
     }
 
     /// The list as a memory file that cannot change any more.
@@ -94,7 +103,7 @@ impl ChunkList {
     pub(crate) fn from_file(file: OwnedFd, arena_bytes: u64) -> Result<Self> {
         // Two clients that pin at a time may both be the last that is let.
         let n_fixed_bytes = HEADER_BYTES + CHECKSUM_BYTES + 2 * MAX_PINS * PIN_BYTES;
-        let max_bytes = n_fixed_bytes as u64 + arena_bytes / UNIT_BYTES * (CHUNK_BYTES + PARENT_BYTES) as u64;
+        let max_bytes = n_fixed_bytes as u64 + arena_bytes / UNIT_BYTES * MOST_BYTES as u64;
         let mut bytes = Vec::new();
         let mut file = File::from(file);
         file.rewind()
@@ -111,10 +120,11 @@ impl ChunkList {
                 + self.chunks.len() * CHUNK_BYTES
                 + parents.len() * PARENT_BYTES
                 + pins.len() * PIN_BYTES
+                + self.times.len() * TIME_BYTES
                 + CHECKSUM_BYTES,
         );
         bytes.extend(MAGIC);
-        for count in [self.chunks.len(), parents.len(), pins.len()] {
+        for count in [self.chunks.len(), parents.len(), pins.len(), self.times.len()] {
             bytes.extend((count as u64).to_le_bytes());
         }
         for ListedChunk { placed: PlacedChunk { key, digest, place }, depth } in &self.chunks {
@@ -136,6 +146,10 @@ impl ChunkList {
             bytes.extend(chunk.map_or([0; 16], |chunk| chunk.0));
             bytes.extend(left_ms.unwrap_or(NO_END_MS).to_le_bytes());
         }
+        for KeptTime { chunk, left_ms } in &self.times {
+            bytes.extend(chunk.0);
+            bytes.extend(left_ms.to_le_bytes());
+        }
         bytes.extend(checksum(&bytes).0.to_le_bytes());
         bytes
     }
@@ -153,27 +167,33 @@ impl ChunkList {
             return Err(refused("damaged", "bytes with their checksum"));
         }
         let Some(body) = body.strip_prefix(&MAGIC) else {
-            return Err(refused("of another kind", "KVIKCL03"));
+            return Err(refused("of another kind", "KVIKCL04"));
         };
         let Some((counts, body)) = body.split_at_checked(HEADER_BYTES - MAGIC.len()) else {
             return Err(refused("cut off", "all of its fields"));
         };
         let mut counts = counts;
-        let [n_chunks, n_parents, n_pins] = std::array::from_fn(|_| u64::from_le_bytes(field(&mut counts)));
+        let [n_chunks, n_parents, n_pins, n_times] =
+            std::array::from_fn(|_| u64::from_le_bytes(field(&mut counts)));
         let split = || {
             let (chunks, rest) = split_records::<CHUNK_BYTES>(body, n_chunks)?;
             let (parents, rest) = split_records::<PARENT_BYTES>(rest, n_parents)?;
             let (pins, rest) = split_records::<PIN_BYTES>(rest, n_pins)?;
-            rest.is_empty().then_some((chunks, parents, pins))
+            let (times, rest) = split_records::<TIME_BYTES>(rest, n_times)?;
+            rest.is_empty().then_some((chunks, parents, pins, times))
         };
-        let Some((chunks, parents, pins)) = split() else {
-            return Err(refused("of another length", "as many chunks and pins as it says"));
+        let Some((chunks, parents, pins, times)) = split() else {
+            return Err(refused("of another length", "as many chunks, pins and times as it says"));
         };
         let Some(pins) = pins.iter().map(pin_of).collect::<Option<Vec<KeptPin>>>() else {
             return Err(refused("with a wrong pin", "pins of a chunk, or of none"));
         };
         let parents = parents.iter().map(parent_of).collect();
-        Ok(Self { chunks: chunks.iter().map(chunk_of).collect(), pins: KeptPins { parents, pins } })
+        Ok(Self {
+            chunks: chunks.iter().map(chunk_of).collect(),
+            pins: KeptPins { parents, pins },
+            times: times.iter().map(time_of).collect(),
+        })
     }
 }
 
@@ -201,6 +221,11 @@ fn pin_of(bytes: &[u8; PIN_BYTES]) -> Option<KeptPin> {
     };
     let left_ms = u64::from_le_bytes(field(&mut rest));
     Some(KeptPin { chain, chunk, left_ms: (left_ms != NO_END_MS).then_some(left_ms) })
+}
+
+fn time_of(bytes: &[u8; TIME_BYTES]) -> KeptTime {
+    let mut rest = &bytes[..];
+    KeptTime { chunk: BlockHash(field(&mut rest)), left_ms: u64::from_le_bytes(field(&mut rest)) }
 }
 
 fn chunk_of(bytes: &[u8; CHUNK_BYTES]) -> ListedChunk {
@@ -253,13 +278,20 @@ mod tests {
             .prop_map(|(parents, pins)| KeptPins { parents, pins })
     }
 
+    fn times() -> impl Strategy<Value = Vec<KeptTime>> {
+        let time = any::<([u8; 16], u64)>()
+            .prop_map(|(chunk, left_ms)| KeptTime { chunk: BlockHash(chunk), left_ms });
+        prop::collection::vec(time, 0..5)
+    }
+
     proptest! {
         #[test]
         fn a_list_is_read_as_it_was_written(
             chunks in prop::collection::vec(chunks(), 0..20),
             pins in pins(),
+            times in times(),
         ) {
-            let list = ChunkList { chunks, pins };
+            let list = ChunkList { chunks, pins, times };
             prop_assert_eq!(ChunkList::decode(&list.encode()).unwrap(), list.clone());
             let read = ChunkList::from_file(list.to_file().unwrap(), 1 << 20).unwrap();
             prop_assert_eq!(read, list);
@@ -269,10 +301,11 @@ mod tests {
         fn a_list_that_is_cut_longer_or_changed_is_refused(
             chunks in prop::collection::vec(chunks(), 1..4),
             pins in pins(),
+            times in times(),
             place in any::<prop::sample::Index>(),
             bit in 0..8_u32,
         ) {
-            let bytes = ChunkList { chunks, pins }.encode();
+            let bytes = ChunkList { chunks, pins, times }.encode();
             prop_assert!(ChunkList::decode(&bytes[..place.index(bytes.len())]).is_err());
             prop_assert!(ChunkList::decode(&[&bytes[..], &[0]].concat()).is_err());
             let mut changed = bytes;
@@ -310,7 +343,7 @@ mod tests {
         // Beyond what pins may take.
         let n_units = 30_000;
         let list = |n_chunks: usize| ChunkList { chunks: vec![chunk; n_chunks], ..ChunkList::default() };
-        let n_most = (n_units * (CHUNK_BYTES + PARENT_BYTES) + 2 * MAX_PINS * PIN_BYTES) / CHUNK_BYTES;
+        let n_most = (n_units * MOST_BYTES + 2 * MAX_PINS * PIN_BYTES) / CHUNK_BYTES;
         let read =
             |list: ChunkList| ChunkList::from_file(list.to_file().unwrap(), n_units as u64 * UNIT_BYTES);
         assert!(read(list(n_units)).is_ok());

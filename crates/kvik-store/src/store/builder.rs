@@ -11,6 +11,7 @@ use super::core::Core;
 use super::kept::KeptMemory;
 use super::pin_list::Pins;
 use super::threads::Threads;
+use super::time_list::Times;
 use crate::chain::block_id;
 use crate::counters::Counters;
 use crate::directory::Directory;
@@ -69,7 +70,7 @@ impl StoreBuilder {
     /// If a setting is not allowed, if two tiers have one name, or if there are no threads.
     pub fn open(self) -> Result<Store> {
         let Self { options, memory, lowers: tiers } = self;
-        let KeptMemory { ram, chunks, pins } = memory;
+        let KeptMemory { ram, chunks, pins, times } = memory;
         options.validate()?;
         let mut n_threads = tiers.iter().filter_map(|lower| lower.n_read_threads);
         if let Some(n_threads) = n_threads.find(|n_threads| !(1..=64).contains(n_threads)) {
@@ -108,11 +109,12 @@ impl StoreBuilder {
             flights: Arc::new(Flights::new()),
             namespaces: Namespaces::default(),
             pins: Pins::new(),
+            times: Times::new(),
             reclaim_wake: Wake::default(),
             counters: Counters::new(),
             opened: Instant::now(),
         };
-        core.learn_kept(&chunks, &pins);
+        core.learn_kept(&chunks, &pins, &times);
         core.learn_residents();
         Ok(Store { threads: Arc::new(Threads::start(&Arc::new(core))?) })
     }

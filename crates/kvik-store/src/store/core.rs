@@ -7,6 +7,7 @@ use kvik_tier::{ChunkKey, RamTier, TierKind};
 use kvik_types::BlockHash;
 
 use super::pin_list::Pins;
+use super::time_list::Times;
 use crate::chain::Chain;
 use crate::counters::Counters;
 use crate::directory::{Directory, Entry};
@@ -40,6 +41,7 @@ pub(crate) struct Core {
     pub(crate) flights: Arc<Flights>,
     pub(crate) namespaces: Namespaces,
     pub(crate) pins: Pins,
+    pub(crate) times: Times,
     /// Wakes the thread that keeps a share of the memory free.
     pub(crate) reclaim_wake: Wake,
     pub(crate) counters: Counters,

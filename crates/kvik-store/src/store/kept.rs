@@ -12,6 +12,7 @@ use kvik_tier::{ChunkKey, RamTier, Tier as _};
 
 use super::core::Core;
 use super::kept_pins::KeptPins;
+use super::times::KeptTime;
 use super::{Store, StoreBuilder};
 use crate::chain::block_id;
 use crate::options::StoreOptions;
@@ -27,6 +28,8 @@ pub struct KeptMemory {
     pub chunks: Vec<KeptChunk>,
     /// The pins of its users.
     pub pins: KeptPins,
+    /// The chunks that are kept for some time only.
+    pub times: Vec<KeptTime>,
 }
 
 /// A chunk as one store leaves it to the next.
@@ -41,7 +44,7 @@ pub struct KeptChunk {
 impl KeptMemory {
     /// Memory that no store has used.
     pub fn new(ram: RamTier) -> Self {
-        Self { ram, chunks: Vec::new(), pins: KeptPins::default() }
+        Self { ram, chunks: Vec::new(), pins: KeptPins::default(), times: Vec::new() }
     }
 }
 
@@ -96,17 +99,17 @@ impl Core {
             }
         }
         let names = keys.iter().filter_map(|(id, chunks)| Some((*id, chunks.first()?.key.chunk))).collect();
-        let pins = self.kept_pins(&names);
+        let (pins, times) = (self.kept_pins(&names), self.kept_times());
         // Those that a pin kept leave last, children first.
         let mut pinned: Vec<KeptChunk> = keys.into_values().flatten().collect();
         pinned.sort_unstable_by_key(|chunk| (u32::MAX - chunk.depth, chunk.key));
         chunks.extend(pinned);
-        KeptMemory { ram: self.ram, chunks, pins }
+        KeptMemory { ram: self.ram, chunks, pins, times }
     }
 
     /// Makes residents of the chunks that memory had before the store was opened, and pins those that were. What is not
     /// listed is deleted: it would never leave.
-    pub(super) fn learn_kept(&self, kept: &[KeptChunk], pins: &KeptPins) {
+    pub(super) fn learn_kept(&self, kept: &[KeptChunk], pins: &KeptPins, times: &[KeptTime]) {
         let mut residents = self.ram_residents.lock();
         let mut lengths = HashMap::new();
         self.ram.visit_keys(&mut |key, n_bytes| {
@@ -126,6 +129,7 @@ impl Core {
                 unlisted.remove(key);
             }
         }
+        self.learn_times(times);
         let places = kept.iter().map(|KeptChunk { key, depth }| (*key, *depth));
         self.learn_pins(pins, places, &lengths, &mut residents);
         self.delete_from_ram(&unlisted.into_iter().collect::<Vec<_>>());

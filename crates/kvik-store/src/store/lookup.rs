@@ -59,12 +59,14 @@ impl Store {
     pub fn lookup_local(&self, chain: &Chain) -> Lookup {
         let core = self.core();
         core.counters.add(Counter::Lookups, 1);
+        core.end_times();
         core.sum_up(chain, &core.find_known(chain, 0..core.n_chunks(chain)))
     }
 
     /// The kinds of tiers that have all ranks of a chunk, memory first. For remote tiers it is what was seen.
     pub fn tiers_of(&self, chain: &Chain, chunk_idx: usize) -> Vec<TierKind> {
         let core = self.core();
+        core.end_times();
         if chunk_idx >= core.n_chunks(chain) {
             return Vec::new();
         }
@@ -75,6 +77,7 @@ impl Store {
     /// The names of the tiers that have all ranks of a chunk, memory first. For remote tiers it is what was seen.
     pub fn tier_names_of(&self, chain: &Chain, chunk_idx: usize) -> Vec<TierName> {
         let core = self.core();
+        core.end_times();
         if chunk_idx >= core.n_chunks(chain) {
             return Vec::new();
         }
@@ -101,6 +104,7 @@ impl Core {
         first_chunk: usize,
         deadline: Instant,
     ) -> Vec<TierRanks> {
+        self.end_times();
         let n_chunks = self.n_chunks(chain);
         let mut found = self.find_known(chain, first_chunk..n_chunks);
         let n_known = first_chunk + found.len();

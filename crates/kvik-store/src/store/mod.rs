@@ -3,7 +3,7 @@
 //! Each file stands on those named before it. `core` is the state that all share. On it stand `room` (what
 //! leaves memory), `publish` (what becomes visible there) and `survey` (what remote tiers have), then `reads`
 //! and `write_back`, which work on the queues of the lower tiers. What callers use comes last: `lookup`,
-//! `retrieve` with `prefetch`, `layers` with `promotion`, `write` with `layer_write`, `pins`, `moves`, `one_tier`, `clear`, `observe`,
+//! `retrieve` with `prefetch`, `layers` with `promotion`, `write` with `layer_write`, `times` (chunks that end), `pins`, `moves`, `one_tier`, `clear`, `observe`,
 //! `provide` (for other nodes) and `stats`; `builder`, `threads` and `kept` begin and end a store.
 
 mod builder;
@@ -29,6 +29,8 @@ mod room;
 mod stats;
 mod survey;
 mod threads;
+mod time_list;
+mod times;
 mod write;
 mod write_back;
 
@@ -51,6 +53,7 @@ pub use prefetch::Prefetch;
 pub use provide::{LocalRange, LocalRead};
 pub use retrieve::{Retrieved, RetrievedChunk};
 pub use stats::StoreStats;
+pub use times::KeptTime;
 pub use write::{ChunkWriter, Commit, CommittedChunk, Write};
 
 use self::core::Core;

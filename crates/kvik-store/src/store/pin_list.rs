@@ -7,9 +7,7 @@ use kvik_types::BlockHash;
 use parking_lot::Mutex;
 
 use crate::policy::BlockId;
-
-/// Stands for the end of a pin without one.
-pub(super) const NEVER_MS: u64 = u64::MAX;
+use crate::retention::NEVER_MS;
 
 /// The pins of users.
 #[derive(Debug)]

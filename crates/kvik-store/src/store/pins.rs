@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use super::Store;
 use super::core::Core;
-use super::pin_list::NEVER_MS;
 use super::publish::{Arrival, Origin, Published};
 use super::retrieve::Retrieved;
 use crate::chain::Chain;
 use crate::residents::ResidentPin;
+use crate::retention::NEVER_MS;
 
 impl Store {
     /// Brings a chain to memory and keeps it from being evicted until it is unpinned as often as it was

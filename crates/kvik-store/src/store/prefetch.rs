@@ -84,6 +84,7 @@ impl Store {
 
 impl Prefetch {
     pub(crate) fn start(core: &Arc<Core>, chain: &Chain, first_chunk: usize, wish: Wish) -> Self {
+        core.end_times();
         let gather = Arc::new(Gather::new());
         let n_chunks = core.n_chunks(chain);
         let first_chunk = first_chunk.min(n_chunks);
@@ -284,9 +285,10 @@ impl Core {
     /// Whether a lower tier should have all ranks of a chunk that is in memory, and does not.
     fn lacks_write(&self, entry: &Entry, chain: &Chain) -> bool {
         let all_ranks = chain.space().format().all_ranks();
-        self.written_lowers().any(|lower| {
-            entry.ranks[lower.tier_idx] != all_ranks && !entry.left_tiers.contains(lower.tier_idx)
-        })
+        !entry.is_timed()
+            && self.written_lowers().any(|lower| {
+                entry.ranks[lower.tier_idx] != all_ranks && !entry.left_tiers.contains(lower.tier_idx)
+            })
     }
 
     /// Has a chunk written down that was used again: one that was not to be written before its first use,

@@ -40,14 +40,19 @@ pub enum LocalRead {
 }
 
 impl Store {
-    /// Whether memory or a local tier has what `key` names. Does no I/O.
+    /// Whether memory or a local tier has what `key` names. Does no I/O. What is kept for some time only is not given out:
+    /// another node would keep it longer.
     pub fn has_local(&self, key: &ChunkKey) -> bool {
         self.core().local_tiers(key).next().is_some()
     }
 
-    /// Leases what `key` names, with the digest of its tokens, where it is in memory.
+    /// Leases what `key` names, with the digest of its tokens, where it is in memory without a time.
     pub fn lease_by_key(&self, key: &ChunkKey) -> Option<(Lease, TokenDigest)> {
-        self.core().ram.lease_with_digest(key)
+        let core = self.core();
+        if core.directory.view(key.chunk).is_timed() {
+            return None;
+        }
+        core.ram.lease_with_digest(key)
     }
 
     /// Reads from memory, which copies nothing, or from a local tier, on the caller's thread.
@@ -92,7 +97,8 @@ impl Core {
             && self.namespaces.find_id(entry.namespace_idx) == Some(key.namespace);
         let bit = if is_ours { 1_u64 << key.rank } else { 0 };
         let lowers = self.lowers.iter().filter(|lower| lower.is_local()).map(|lower| lower.tier_idx);
-        std::iter::once(RAM).chain(lowers).filter(move |tier| entry.ranks[*tier] & bit != 0)
+        let is_given = move |tier: &TierIdx| *tier != RAM || !entry.is_timed();
+        std::iter::once(RAM).chain(lowers).filter(is_given).filter(move |tier| entry.ranks[*tier] & bit != 0)
     }
 
     fn read_from(&self, tier: TierIdx, wanted: &LocalRange) -> LocalRead {

@@ -11,6 +11,7 @@ use crate::directory::Entry;
 use crate::flight::{Flight, FlightEnd};
 use crate::lower::Lower;
 use crate::residents::{ResidentPin, Residents};
+use crate::retention::{KeptUntil, NEVER_MS};
 use crate::tiers::{RAM, TierIdx};
 
 /// What became of a chunk that was to be made visible in memory.
@@ -38,10 +39,21 @@ pub(crate) struct Arrival {
 /// Where the bytes of a chunk come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// A writer has stored them.
-    Writer,
+    /// A writer has stored them, and says how long they are kept.
+    Writer(KeptUntil),
     /// They were read from a tier.
     Tier(TierKind),
+}
+
+impl Origin {
+    /// How long the chunk is kept, if that says anything new: what a tier has is kept as memory has it already.
+    fn kept_until(self, was_there: bool) -> Option<KeptUntil> {
+        match self {
+            Self::Writer(kept) => Some(kept),
+            Self::Tier(_) if was_there => None,
+            Self::Tier(_) => Some(KeptUntil { end_ms: NEVER_MS, is_low: false }),
+        }
+    }
 }
 
 impl Core {
@@ -92,18 +104,22 @@ impl Core {
             return Published::NoParent;
         }
         let bit = 1 << rank;
-        let mut is_copy = None;
+        let parent_end_ms = self.parent_end_ms(chain, chunk_idx);
+        let mut leaves_early = None;
         let published = self.directory.update(chain, chunk_idx, |entry| {
             if chain.namespace().generation() != generation {
                 return Published::Stale;
             }
-            let was_there = entry.ranks[RAM] & bit != 0;
+            let (was_there, was_any_there) = (entry.ranks[RAM] & bit != 0, entry.ranks[RAM] != 0);
             let (key, digest) = (chain.key_of(chunk_idx, rank), chain.digest_of(chunk_idx));
             let Some(visible) = self.ram.publish(key, digest, arrival.lease) else {
                 return Published::Collision;
             };
             self.note_origin(entry, arrival.origin, was_there);
-            is_copy = Some(entry.is_copy);
+            if let Some(kept) = arrival.origin.kept_until(was_any_there) {
+                self.note_kept_until(entry, kept, chain, chunk_idx, parent_end_ms, was_any_there);
+            }
+            leaves_early = Some(entry.leaves_early());
             entry.ranks[RAM] |= bit;
             if was_there { Published::Present } else { Published::Stored(visible) }
         });
@@ -111,8 +127,8 @@ impl Core {
         let published = published.unwrap_or(Published::Stale);
         if matches!(published, Published::Stale) && self.directory.ranks(chain.id(chunk_idx), RAM) == 0 {
             residents.remove(chain.id(chunk_idx));
-        } else if let Some(is_copy) = is_copy {
-            residents.set_copy(chain.id(chunk_idx), is_copy);
+        } else if let Some(leaves_early) = leaves_early {
+            residents.set_copy(chain.id(chunk_idx), leaves_early);
         }
         published
     }
@@ -121,7 +137,7 @@ impl Core {
     /// nothing of the chunk; what a writer stores may be the last.
     fn note_origin(&self, entry: &mut Entry, origin: Origin, was_there: bool) {
         match origin {
-            Origin::Writer if !was_there => entry.is_copy = false,
+            Origin::Writer(_) if !was_there => entry.is_copy = false,
             Origin::Tier(TierKind::Peer) if !entry.is_local(self.directory.local_tiers()) => {
                 entry.is_copy = self.options.spares_last_copy;
             }

@@ -36,6 +36,7 @@ impl Core {
     /// Makes chunks leave memory; says how many did.
     pub(crate) fn evict_from_ram(&self, n_wanted: usize) -> usize {
         self.end_pins();
+        self.end_times();
         let mut residents = self.ram_residents.lock();
         let mut n_evicted = 0;
         while n_evicted < n_wanted

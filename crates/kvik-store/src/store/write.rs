@@ -11,6 +11,7 @@ use crate::chain::{Chain, NamedChain};
 use crate::counters::Counter;
 use crate::options::WriteBack;
 use crate::residents::ResidentPin;
+use crate::retention::{KeptUntil, Retention};
 
 /// The answer to a wish to write.
 #[derive(Debug)]
@@ -53,6 +54,7 @@ pub struct ChunkWriter {
     rank: u16,
     generation: u64,
     slot: Slot,
+    kept: KeptUntil,
     /// Keeps the chunk before it in memory.
     _parent: Option<ResidentPin>,
 }
@@ -75,7 +77,23 @@ impl Store {
     /// Never waits: what is worth less leaves memory for it, and where nothing may leave it says so. Several
     /// chunks of a chain can be written at a time if they are begun and committed in the order of the chain.
     pub fn begin_write(&self, chain: &Chain, chunk_idx: usize, rank: u16) -> Write {
+        self.begin_write_kept(chain, chunk_idx, rank, Retention::default())
+    }
+
+    /// As [`Self::begin_write`], for a chunk that is kept as `retention` says.
+    ///
+    /// Of several writers of a chunk the longest time and the highest priority count, also where the chunk is present. A
+    /// chunk never lives longer than the one before it.
+    pub fn begin_write_kept(
+        &self,
+        chain: &Chain,
+        chunk_idx: usize,
+        rank: u16,
+        retention: Retention,
+    ) -> Write {
         let core = self.core();
+        core.end_times();
+        let kept = retention.starting_at(core.now_ms());
         if chunk_idx >= core.n_chunks(chain) || chain.key(chunk_idx, rank).is_none() {
             return Write::NoParent;
         }
@@ -83,6 +101,7 @@ impl Store {
         match core.is_in_memory(chain, chunk_idx, rank) {
             Some(true) => {
                 core.counters.add(Counter::StoredBefore, 1);
+                core.keep_longer(chain, chunk_idx, kept);
                 return Write::Present;
             }
             Some(false) => return Write::Collision,
@@ -104,7 +123,7 @@ impl Store {
             core.counters.add(Counter::Refused, 1);
             return Write::NoRoom;
         };
-        Write::Slot(ChunkWriter { begun, rank, generation, slot, _parent: parent })
+        Write::Slot(ChunkWriter { begun, rank, generation, slot, kept, _parent: parent })
     }
 
     /// Tells the eviction policies of a request: its whole chain, and how many tokens were generated after
@@ -168,15 +187,16 @@ impl ChunkWriter {
 
     /// As [`Self::commit_and_keep`], and has the chunk written to the lower tiers if `is_written_down`.
     pub(super) fn commit_to(self, is_written_down: bool) -> (Commit, Option<CommittedChunk>) {
-        let Self { begun, rank, generation, slot, _parent } = self;
+        let Self { begun, rank, generation, slot, kept, _parent } = self;
         let Begun { core, chain, chunk_idx } = &begun;
-        let arrival = Arrival { lease: slot.freeze(), origin: Origin::Writer };
+        let arrival = Arrival { lease: slot.freeze(), origin: Origin::Writer(kept) };
         let (published, pin) = core.publish_and_pin(chain, *chunk_idx, rank, generation, arrival);
         let outcome = match published {
             Published::Stored(lease) => {
                 core.counters.add(Counter::StoredPayloads, 1);
                 core.counters.add(Counter::StoredBytes, lease.len() as u64);
-                if is_written_down && core.options.write_back == WriteBack::OnStore {
+                let is_timed = core.directory.view(chain.hash(*chunk_idx)).is_timed();
+                if is_written_down && !is_timed && core.options.write_back == WriteBack::OnStore {
                     for lower in core.written_lowers() {
                         core.queue_write(lower, chain, *chunk_idx, rank, &lease, generation);
                     }

@@ -105,9 +105,9 @@ impl Core {
         ranks & (1 << job.rank) != 0
     }
 
-    /// A chunk without its parent would lie in a local tier for nothing.
+    /// A chunk without its parent would lie in a local tier for nothing, and one with a time beyond it.
     fn may_write(&self, lower: &Lower, job: &PutJob, before: &[PutJob]) -> bool {
-        if job.is_stale() {
+        if job.is_stale() || self.directory.view(job.chain.hash(job.chunk_idx)).is_timed() {
             return false;
         }
         if !lower.is_local() || self.has_parent_in(lower.tier_idx, &job.chain, job.chunk_idx, job.rank) {
@@ -135,7 +135,7 @@ impl Core {
     fn note_written(&self, lower: &Lower, job: &PutJob) -> bool {
         let PutJob { chain, chunk_idx, rank, .. } = job;
         let mut residents = lower.residents.as_ref().map(|residents| residents.lock());
-        let (mut is_known, mut is_copy) = (true, false);
+        let (mut is_known, mut leaves_early) = (true, false);
         if let Some(residents) = &mut residents {
             is_known = self.has_parent_in(lower.tier_idx, chain, *chunk_idx, *rank)
                 && residents.insert(self.now_ms(), chain, *chunk_idx);
@@ -146,11 +146,11 @@ impl Core {
                     return false;
                 }
                 entry.ranks[lower.tier_idx] |= 1 << rank;
-                is_copy = entry.is_copy;
+                leaves_early = entry.leaves_early();
                 true
             });
             is_known = noted == Some(true);
-            if let Some(residents) = residents.as_mut().filter(|_| is_known && is_copy) {
+            if let Some(residents) = residents.as_mut().filter(|_| is_known && leaves_early) {
                 residents.set_copy(chain.id(*chunk_idx), true);
             }
             if !is_known

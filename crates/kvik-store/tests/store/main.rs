@@ -17,4 +17,5 @@ mod restarts;
 mod stress;
 mod support;
 mod surveys;
+mod times;
 mod writes;
