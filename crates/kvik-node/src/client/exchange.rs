@@ -19,7 +19,7 @@ use crate::ring::{COMPLETIONS, Consumer, MOVED, N_ENTRIES, PAYLOAD, Producer, SU
 /// How often a waiting client looks whether the daemon is still there.
 const LIVENESS_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Times that a client looks for its answer before it sleeps: longer than a lookup takes, shorter than a sleep costs.
+/// Times that a client that is not patient looks for its answer before it sleeps: longer than a lookup takes, shorter than a sleep costs.
 const SPINS: u32 = 2_000;
 
 /// Requests without a payload that may be under way at a time. Their answers and one more fit into the ring, so the
@@ -32,6 +32,8 @@ pub(super) struct Exchange {
     connection: Connection,
     words: Arc<SharedWords>,
     timeout: Duration,
+    /// Times that it looks for an answer before it sleeps.
+    n_spins: u32,
     rings: Mutex<Rings>,
 }
 
@@ -55,7 +57,12 @@ struct Rings {
 }
 
 impl Exchange {
-    pub(super) fn new(connection: Connection, words: Arc<SharedWords>, timeout: Duration) -> Self {
+    pub(super) fn new(
+        connection: Connection,
+        words: Arc<SharedWords>,
+        timeout: Duration,
+        is_patient: bool,
+    ) -> Self {
         let rings = Rings {
             submissions: Producer::new(Arc::clone(&words), SUBMISSIONS),
             completions: Consumer::new(Arc::clone(&words), COMPLETIONS),
@@ -64,7 +71,8 @@ impl Exchange {
             arrived: HashMap::new(),
             is_given_up: false,
         };
-        Self { connection, words, timeout, rings: Mutex::new(rings) }
+        let n_spins = if is_patient { 0 } else { SPINS };
+        Self { connection, words, timeout, n_spins, rings: Mutex::new(rings) }
     }
 
     /// Sends a request without a payload and waits for its answer.
@@ -174,7 +182,7 @@ impl Exchange {
                 return Err(NodeError::Moving);
             }
             n_looks += 1;
-            if n_looks < SPINS {
+            if n_looks < self.n_spins {
                 std::hint::spin_loop();
                 continue;
             }

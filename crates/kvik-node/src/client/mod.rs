@@ -52,6 +52,9 @@ pub struct AttachOptions {
     pub token: Option<ClientToken>,
     /// Time for the daemon to answer a request, the attachment too. Default: 10 s.
     pub timeout: Duration,
+    /// Whether it sleeps as soon as it waits for an answer, and does not look for it for some microseconds before: for work
+    /// that is not urgent, on processors that others need. Default: false.
+    pub is_patient: bool,
 }
 
 /// An engine's session with the store of its node. Clones share it.
@@ -87,7 +90,8 @@ struct Handle {
 impl AttachOptions {
     /// The only rank of an engine, with the default timeout.
     pub fn new(socket: SocketAddress, namespace: Namespace, format: ChunkFormat) -> Self {
-        Self { socket, namespace, format, rank: 0, token: None, timeout: Duration::from_secs(10) }
+        let timeout = Duration::from_secs(10);
+        Self { socket, namespace, format, rank: 0, token: None, timeout, is_patient: false }
     }
 }
 
@@ -100,13 +104,13 @@ impl NodeClient {
     /// If no daemon listens, the daemon does not answer in time, or the daemon refuses the client.
     pub fn attach(options: &AttachOptions) -> Result<Self> {
         let (connection, attached, descriptors) = connect(options, Purpose::Session)?;
-        let AttachOptions { namespace, format, rank, timeout, .. } = options;
+        let AttachOptions { namespace, format, rank, timeout, is_patient, .. } = options;
         let Ok([words, readable, writable]) = <[_; 3]>::try_from(descriptors) else {
             return Err(NodeError::invalid("descriptors", &"another number", "3"));
         };
         let words = Arc::new(SharedWords::map(words, SESSION_WORDS)?);
         let shared = ClientShared {
-            exchange: Exchange::new(connection, words, *timeout),
+            exchange: Exchange::new(connection, words, *timeout, *is_patient),
             space: attached.space(namespace, *format)?,
             rank: *rank,
             peer_address: attached.peer_address,
@@ -171,7 +175,7 @@ impl NodeClient {
 
 /// Connects to a daemon and says what this client is; its answer, with descriptors.
 fn connect(options: &AttachOptions, purpose: Purpose) -> Result<(Connection, Attached, Vec<OwnedFd>)> {
-    let AttachOptions { socket, namespace, format, rank, token, timeout } = options;
+    let AttachOptions { socket, namespace, format, rank, token, timeout, .. } = options;
     let failed = || NodeError::io(format!("attach to {socket}"));
     let connection = Connection::open(socket).map_err(NodeError::io(format!("connect to {socket}")))?;
     let token = token.as_ref().map_or("", ClientToken::expose).to_owned();
