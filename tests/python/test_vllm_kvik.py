@@ -52,8 +52,11 @@ class Vllm:
         self.process.stdin.flush()
         return self.read()
 
-    def generate(self, *prompts: list[int], max_tokens: int = 8, salt: str | None = None) -> dict:
-        return self.ask("generate", prompts=prompts, max_tokens=max_tokens, salts=[salt] * len(prompts))
+    def generate(
+        self, *prompts: list[int], max_tokens: int = 8, salt: str | None = None, params: dict | None = None
+    ) -> dict:
+        salts = [salt] * len(prompts)
+        return self.ask("generate", prompts=prompts, max_tokens=max_tokens, salts=salts, transfer_params=params)
 
     def kill(self) -> None:
         self.process.kill()
@@ -175,6 +178,41 @@ def test_engines_whose_kv_differs_share_nothing(daemon: Daemon, tmp_path: pathli
         assert second.generate(tokens)["cached"] == [0]
         second.ask("reset")
         assert second.generate(tokens)["cached"] == [whole_chunks(300)]
+
+
+def test_a_request_says_what_is_loaded_saved_shared_and_forgotten(plain: Vllm, daemon: Daemon) -> None:
+    tokens, timed = prompt(61, 300), prompt(62, 300)
+    right = {id(tokens): plain.generate(tokens)["tokens"], id(timed): plain.generate(timed)["tokens"]}
+    whole = [whole_chunks(300)]
+    with started("--socket", str(daemon.socket)) as engine:
+
+        def cached(prompt: list[int], params: dict | None = None) -> list[int]:
+            answer = engine.generate(prompt, params=params)
+            assert answer["tokens"] == right[id(prompt)]
+            # Blocks that saves hold are given back before it is done: what was to be saved is saved.
+            engine.ask("reset")
+            return answer["cached"]
+
+        assert cached(tokens, {"kvik": {"skip_save": True}}) == [0]
+        # A control that is wrong is no reason to guess: the request does without the store.
+        assert cached(tokens, {"kvik": {"ttl_s": "soon"}}) == [0]
+        assert cached(tokens, {"lmcache.skip_save": "true"}) == [0]
+        assert cached(tokens) == [0]
+        assert cached(tokens) == whole
+        assert cached(tokens, {"kvik": {"skip_load": True}}) == [0]
+        # Tags share with themselves alone.
+        anna = {"lmcache.tag.user": "anna"}
+        assert cached(tokens, anna) == [0]
+        assert cached(tokens, {"kvik": {"tags": {"user": "anna"}}}) == whole
+        assert cached(tokens, {"lmcache.tag.user": "bert"}) == [0]
+        # Its time begins with the save, which is between these two.
+        begin = time.monotonic()
+        assert cached(timed, {"kvik": {"ttl_s": 8}}) == [0]
+        saved = time.monotonic()
+        skip_save = {"kvik": {"skip_save": True}}
+        assert cached(timed, skip_save) == whole or time.monotonic() > begin + 8
+        time.sleep(max(0.0, saved + 8 - time.monotonic()))
+        assert cached(timed, skip_save) == [0]
 
 
 def test_preempted_requests_give_the_same_tokens_as_without_kvik(plain: Vllm, daemon: Daemon) -> None:

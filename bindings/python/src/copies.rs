@@ -4,7 +4,7 @@ use std::slice;
 use std::sync::Arc;
 
 use kvik_node::{NodeClient, NodeError, OpenChain};
-use kvik_store::Commit;
+use kvik_store::{Commit, Retention};
 use pyo3::prelude::*;
 
 use crate::array::Piece;
@@ -26,6 +26,8 @@ pub(crate) struct Transfer {
     pub(crate) n_threads: usize,
     /// For memory of a GPU: an event behind which the blocks may be used.
     pub(crate) after: Option<u64>,
+    /// How long chunks that are written are kept.
+    pub(crate) retention: Retention,
 }
 
 impl Transfer {
@@ -121,7 +123,7 @@ impl Transfer {
         let mut n_stored = first_chunk;
         while n_stored < self.n_chunks() {
             let wanted = CHUNKS_A_WRITE.min(self.n_chunks() - n_stored);
-            let mut write = opened.write(n_stored, wanted)?;
+            let mut write = opened.write_kept(n_stored, wanted, self.retention)?;
             let n_begun = write.n_chunks();
             if let Some(gpu) = &self.memory.get().gpu {
                 let places = (0..n_begun).filter_map(|place| Some((n_stored + place, write.offset(place)?)));

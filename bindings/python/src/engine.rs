@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kvik_memory::SocketAddress;
 use kvik_node::{AttachOptions, ClientToken};
-use kvik_store::ChunkFormat;
+use kvik_store::{ChunkFormat, Priority, Retention};
 use kvik_types::{BlockSize, Dtype, Namespace};
 use pyo3::prelude::*;
 
@@ -57,6 +57,20 @@ impl EngineOptions {
             n_copy_threads,
         })
     }
+}
+
+/// How long chunks are kept, by the arguments of a save.
+pub(crate) fn retention_of(ttl_s: Option<f64>, priority: &str) -> PyResult<Retention> {
+    let time_to_live = ttl_s.map(|ttl_s| time_of("ttl_s", ttl_s)).transpose()?;
+    if time_to_live.is_some_and(|time| time.is_zero()) {
+        return Err(invalid("ttl_s", &0, "more than 0 seconds"));
+    }
+    let priority = match priority {
+        "normal" => Priority::Normal,
+        "low" => Priority::Low,
+        _ => return Err(invalid("priority", &priority, "normal, low")),
+    };
+    Ok(Retention { time_to_live, priority })
 }
 
 /// The time of an argument in seconds.

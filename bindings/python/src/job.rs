@@ -8,8 +8,12 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 use pyo3::prelude::*;
+use rustix::process::setpriority_process;
 
 use crate::awaiting::{Waiter, future_of};
+
+/// The lowest priority that Linux has for a thread that is not real-time.
+const LOWEST_PRIORITY: i32 = 19;
 
 /// Longest wait between two looks for Python's signals, such as an interrupt by the user.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
@@ -182,11 +186,17 @@ impl Outcome {
 // === impl Workers ===
 
 impl Workers {
-    pub(crate) fn start(name: &str, n_threads: usize) -> std::io::Result<Self> {
+    /// Starts threads. Idle ones, and those that they start, run where no other thread needs the processor.
+    pub(crate) fn start(name: &str, n_threads: usize, is_idle: bool) -> std::io::Result<Self> {
         let mut workers = Self { shared: Arc::default(), threads: Vec::with_capacity(n_threads) };
         for _ in 0..n_threads {
             let shared = Arc::clone(&workers.shared);
-            let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || shared.run())?;
+            let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || {
+                if is_idle {
+                    become_idle();
+                }
+                shared.run();
+            })?;
             workers.threads.push(thread);
         }
         Ok(workers)
@@ -227,6 +237,14 @@ impl Workers {
 impl Drop for Workers {
     fn drop(&mut self) {
         self.close();
+    }
+}
+
+/// Lowers the priority of this thread as far as it goes.
+fn become_idle() {
+    // Without it the work is done all the same, and costs others some time.
+    if let Err(error) = setpriority_process(None, LOWEST_PRIORITY) {
+        tracing::debug!(%error, "could not lower the priority of a thread");
     }
 }
 

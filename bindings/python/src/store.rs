@@ -9,9 +9,10 @@ use std::time::{Duration, Instant};
 
 use kvik_memory::SocketAddress;
 use kvik_node::{
-    AttachOptions, NodeClient, NodeManager, NodeOptions, NodeServer, NodeSession, StoreConfig, open_store,
+    AttachOptions, NodeClient, NodeManager, NodeOptions, NodeServer, NodeSession, OpenChain, StoreConfig,
+    open_store,
 };
-use kvik_store::{ChunkFormat, Space};
+use kvik_store::{ChunkFormat, Retention, Space};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -19,7 +20,7 @@ use pyo3::pybacked::PyBackedBytes;
 use crate::chain::{Chain, chain_of, chain_of_keys, unpack};
 use crate::client::Client;
 use crate::copies::Transfer;
-use crate::engine::{EngineOptions, time_of};
+use crate::engine::{EngineOptions, retention_of, time_of};
 use crate::error::{KvikError, StoreGoneError, exception_of, invalid};
 use crate::job::{Job, Workers};
 use crate::memory::EngineMemory;
@@ -76,10 +77,11 @@ pub(crate) struct Found {
 
 #[pymethods]
 impl Store {
-    /// Attaches to the store daemon at `socket`. A daemon that is not there yet is no error.
+    /// Attaches to the store daemon at `socket`. A daemon that is not there yet is no error. With `idle_saves`, threads that
+    /// save run where no other thread needs the processor: for engines that compute on it.
     #[staticmethod]
     #[pyo3(signature = (socket, *, model, layout, dtype, n_layers, token_layer_bytes, block_tokens, rank=0, n_ranks=1,
-        token=None, timeout_s=10.0, n_copy_threads=None))]
+        token=None, timeout_s=10.0, n_copy_threads=None, idle_saves=false))]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn attach(
         py: Python<'_>,
@@ -95,6 +97,7 @@ impl Store {
         token: Option<&str>,
         timeout_s: f64,
         n_copy_threads: Option<usize>,
+        idle_saves: bool,
     ) -> PyResult<Self> {
         let options = EngineOptions::try_new(
             (model, layout, dtype),
@@ -104,7 +107,7 @@ impl Store {
             timeout_s,
             n_copy_threads,
         )?;
-        py.detach(|| Self::start(SocketAddress::Path(socket), options, None))
+        py.detach(|| Self::start(SocketAddress::Path(socket), options, None, idle_saves))
     }
 
     /// Opens a store in this process, with the settings of `store` in docs/configuration.md by their names.
@@ -141,7 +144,7 @@ impl Store {
         py.detach(|| {
             let own = OwnStore::open(&config)?;
             let socket = own.socket();
-            Self::start(socket, options, Some(own))
+            Self::start(socket, options, Some(own), false)
         })
     }
 
@@ -217,9 +220,10 @@ impl Store {
                     return Ok(Found::nothing());
                 }
                 let opened = client.open(&chain.inner)?;
+                let n_chunks = n_whole_chunks(&opened);
                 Ok(Found {
-                    n_chunks: opened.n_found(),
-                    n_tokens: opened.n_found_tokens(),
+                    n_chunks,
+                    n_tokens: n_chunks * client.space().chunk_tokens(),
                     slowest_tier: opened.slowest_tier().name(),
                 })
             });
@@ -234,7 +238,10 @@ impl Store {
         Ok(workers.as_ref().ok_or_else(closed)?.lookups.submit(move || {
             let found = session.run(|client| {
                 let is_named = client.space().names_as(chain.space());
-                if is_named { Ok(client.open(&chain)?.n_found_tokens()) } else { Ok(0) }
+                if !is_named {
+                    return Ok(0);
+                }
+                Ok(n_whole_chunks(&client.open(&chain)?) * client.space().chunk_tokens())
             });
             found.unwrap_or(0)
         }))
@@ -268,8 +275,10 @@ impl Store {
     /// Begins to write blocks of a chain, from its block `first_block` on, which begins a chunk. `blocks` are those of an engine
     /// from the start of the chain on; the job's result is how many of them are stored, those included that were there. For memory of a GPU, `after` is a
     /// `CUevent` behind which they are written; it must live until the job is done. With `pin_s` the chain is kept in memory for so many
-    /// seconds.
-    #[pyo3(signature = (chain, first_block, memory, blocks, *, after=None, pin_s=None))]
+    /// seconds. With `ttl_s` chunks that are written are not served any more after so many seconds, and stay in memory; with a
+    /// `priority` of `low` they leave before others.
+    #[pyo3(signature = (chain, first_block, memory, blocks, *, after=None, pin_s=None, ttl_s=None, priority="normal"))]
+    #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn start_save(
         &self,
         chain: &Chain,
@@ -278,9 +287,12 @@ impl Store {
         blocks: Vec<u32>,
         after: Option<u64>,
         pin_s: Option<f64>,
+        ttl_s: Option<f64>,
+        priority: &str,
     ) -> PyResult<Job> {
         let pin_time = pin_s.map(|pin_s| time_of("pin_s", pin_s)).transpose()?;
-        let transfer = self.transfer(chain, 0, memory, blocks, after)?;
+        let retention = retention_of(ttl_s, priority)?;
+        let transfer = Transfer { retention, ..self.transfer(chain, 0, memory, blocks, after)? };
         let chunk_blocks = chain.inner.space().chunk_tokens() / self.format.block_tokens.get();
         if !first_block.is_multiple_of(chunk_blocks) {
             return Err(invalid("first_block", &first_block, &format!("a multiple of {chunk_blocks}")));
@@ -302,17 +314,19 @@ impl Store {
     /// Stores the KV of a chain from an array, without a copy before; returns the tokens that are stored, from the first on, those
     /// included that were there. Only whole chunks are stored. The array is in memory of the CPU, with `__dlpack__` or the buffer
     /// protocol: contiguous with one axis, layer by layer, or with axes of layers and tokens first.
-    /// With `pin_s` the chain is kept in memory for so many seconds.
-    #[pyo3(signature = (chain, array, *, pin_s=None))]
+    /// With `pin_s` the chain is kept in memory for so many seconds; `ttl_s` and `priority` as in `start_save`.
+    #[pyo3(signature = (chain, array, *, pin_s=None, ttl_s=None, priority="normal"))]
     fn save(
         &self,
         py: Python<'_>,
         chain: &Chain,
         array: &Bound<'_, PyAny>,
         pin_s: Option<f64>,
+        ttl_s: Option<f64>,
+        priority: &str,
     ) -> PyResult<usize> {
         let Some((memory, blocks)) = self.memory_of(array, false)? else { return Ok(0) };
-        let job = self.start_save(chain, 0, Py::new(py, memory)?, blocks, None, pin_s)?;
+        let job = self.start_save(chain, 0, Py::new(py, memory)?, blocks, None, pin_s, ttl_s, priority)?;
         Ok(job.wait_or_stop(py)? * self.format.block_tokens.get())
     }
 
@@ -389,25 +403,32 @@ impl Store {
 }
 
 impl Store {
-    fn start(socket: SocketAddress, options: EngineOptions, own: Option<OwnStore>) -> PyResult<Self> {
+    fn start(
+        socket: SocketAddress,
+        options: EngineOptions,
+        own: Option<OwnStore>,
+        idle_saves: bool,
+    ) -> PyResult<Self> {
         let (format, n_copy_threads) = (options.format, options.n_copy_threads);
         let attach = options.attach_to(socket);
-        let session =
-            || NodeSession::start(attach.clone()).map(Arc::new).map_err(|error| exception_of(&error));
-        let workers = |name, n_threads| {
-            Workers::start(name, n_threads)
+        let session = |is_patient| {
+            let options = AttachOptions { is_patient, ..attach.clone() };
+            NodeSession::start(options).map(Arc::new).map_err(|error| exception_of(&error))
+        };
+        let workers = |name, n_threads, is_idle| {
+            Workers::start(name, n_threads, is_idle)
                 .map_err(|error| KvikError::new_err(format!("start threads: {error}")))
         };
         let workers = StoreWorkers {
-            lookups: workers("kvik-lookups", 1)?,
-            loads: workers("kvik-loads", 2)?,
-            saves: workers("kvik-saves", 1)?,
+            lookups: workers("kvik-lookups", 1, false)?,
+            loads: workers("kvik-loads", 2, false)?,
+            saves: workers("kvik-saves", 1, idle_saves)?,
         };
         Ok(Self {
             format,
-            lookups: session()?,
-            loads: session()?,
-            saves: session()?,
+            lookups: session(false)?,
+            loads: session(false)?,
+            saves: session(idle_saves)?,
             manager: Arc::new(NodeManager::new(attach.clone()).with_timeout(attach.timeout)),
             options: attach,
             workers: Mutex::new(Some(workers)),
@@ -466,12 +487,18 @@ impl Store {
         // A transfer of nothing begins at the chain's start.
         let first_block = if blocks.is_empty() { 0 } else { first_block };
         let (chain, n_threads) = (chain.inner.clone(), self.n_copy_threads);
-        Ok(Transfer { chain, first_block, memory: Arc::new(memory), blocks, n_threads, after })
+        let (memory, retention) = (Arc::new(memory), Retention::default());
+        Ok(Transfer { chain, first_block, memory, blocks, n_threads, after, retention })
     }
 }
 
 fn run(session: &NodeSession, ask: impl FnMut(&NodeClient) -> kvik_node::Result<usize>) -> usize {
     session.run(ask).unwrap_or(0)
+}
+
+/// Chunks that were found, without a tail: jobs move whole chunks.
+fn n_whole_chunks(opened: &OpenChain) -> usize {
+    opened.n_found_tokens() / opened.chain().space().chunk_tokens()
 }
 
 fn closed() -> PyErr {

@@ -256,3 +256,45 @@ def test_pages_of_other_layouts_and_models_in_the_same_store_are_misses():
             with kvik.Store.attach(store.socket, **(same | change)) as other:
                 assert other.wait_attached(10)
                 assert other.lookup(other.chain_of_keys([b"a"])).n_chunks == (0 if change else 1)
+
+
+def test_chunks_with_a_time_are_gone_after_it_and_a_later_save_keeps_them(store):
+    engine = Engine(1)
+    blocks = list(range(2 * CHUNK_BLOCKS))
+    short, kept = (store.chain(range(start, start + 2 * CHUNK_TOKENS)) for start in (0, 1000))
+    for chain in (short, kept):
+        assert store.start_save(chain, 0, engine.memory, blocks, ttl_s=0.2).wait(10)
+    assert saved(store, kept, engine, blocks) == len(blocks)
+    deadline = time.monotonic() + 10
+    while store.lookup(short).n_tokens:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert loaded(store, short, Engine(2), blocks) == 0
+    target = Engine(3)
+    assert loaded(store, kept, target, blocks) == len(blocks)
+    assert target.blocks(blocks) == engine.blocks(blocks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ttl_s": 0}, "`ttl_s` is 0; allowed: more than 0 seconds"),
+        ({"ttl_s": -1}, "`ttl_s` is -1; allowed: 0 or more seconds"),
+        ({"priority": "high"}, "`priority` is high; allowed: normal, low"),
+    ],
+)
+def test_a_wrong_retention_is_named_and_nothing_is_saved(store, arguments, message):
+    chain = store.chain(range(CHUNK_TOKENS))
+    with pytest.raises(kvik.InvalidValueError, match=message):
+        store.start_save(chain, 0, Engine(1).memory, list(range(CHUNK_BLOCKS)), **arguments)
+    assert store.lookup(chain).n_tokens == 0
+
+
+def test_saves_at_idle_priority_store_the_same_bytes(store):
+    with kvik.Store.attach(store.socket, idle_saves=True, **ENGINE) as idle:
+        source, target = Engine(1), Engine(2)
+        blocks = list(range(3 * CHUNK_BLOCKS))
+        chain = idle.chain(range(3 * CHUNK_TOKENS))
+        assert saved(idle, chain, source, blocks) == len(blocks)
+        assert loaded(store, store.chain(range(3 * CHUNK_TOKENS)), target, blocks) == len(blocks)
+        assert target.blocks(blocks) == source.blocks(blocks)

@@ -1,6 +1,6 @@
 """A vLLM engine that answers requests on its standard input: one JSON object a line, each answered by one.
 
-    {"op": "generate", "prompts": [[1, 2, 3]], "max_tokens": 8, "salts": [null]}
+    {"op": "generate", "prompts": [[1, 2, 3]], "max_tokens": 8, "salts": [null], "transfer_params": null}
     {"op": "reset"}
 
 With a socket, KvikConnector keeps its KV in the store daemon that listens there.
@@ -51,6 +51,8 @@ def generate(llm: LLM, request: dict) -> dict:
             prompt["cache_salt"] = salt
         prompts.append(prompt)
     sampling = SamplingParams(temperature=0, max_tokens=request["max_tokens"], ignore_eos=True)
+    if request["transfer_params"] is not None:
+        sampling.extra_args = {"kv_transfer_params": request["transfer_params"]}
     begin = time.perf_counter()
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     return {

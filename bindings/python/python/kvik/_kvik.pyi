@@ -135,8 +135,12 @@ class Store:
         token: str | None = None,
         timeout_s: float = 10.0,
         n_copy_threads: int | None = None,
+        idle_saves: bool = False,
     ) -> Store:
-        """Attaches to the store daemon at `socket`. A daemon that is not there yet is no error."""
+        """Attaches to the store daemon at `socket`. A daemon that is not there yet is no error.
+
+        With `idle_saves`, threads that save run where no other thread needs the processor: for engines that compute on it.
+        """
     @staticmethod
     def in_process(
         *,
@@ -196,16 +200,27 @@ class Store:
         *,
         after: int | None = None,
         pin_s: float | None = None,
+        ttl_s: float | None = None,
+        priority: Literal["normal", "low"] = "normal",
     ) -> Job:
         """Begins to write blocks of whole chunks from `first_block` on; `blocks` begins with the chain.
 
-        With `pin_s` the chain is kept in memory for so many seconds.
+        With `pin_s` the chain is kept in memory for so many seconds. With `ttl_s` chunks that are written are not served any
+        more after so many seconds, and stay in memory; with a `priority` of `low` they leave before others.
         """
-    def save(self, chain: Chain, array: Array, *, pin_s: float | None = None) -> int:
+    def save(
+        self,
+        chain: Chain,
+        array: Array,
+        *,
+        pin_s: float | None = None,
+        ttl_s: float | None = None,
+        priority: Literal["normal", "low"] = "normal",
+    ) -> int:
         """Stores the KV of a chain from an array in memory of the CPU; returns the tokens that are stored.
 
         The array is contiguous with one axis, layer by layer, or has axes of layers and tokens first. With `pin_s` the
-        chain is kept in memory for so many seconds.
+        chain is kept in memory for so many seconds; `ttl_s` and `priority` as in `start_save`.
         """
     def load(self, chain: Chain, out: Array) -> int:
         """Reads the KV of a chain into an array, as `save` takes it; returns the tokens that came.

@@ -114,6 +114,9 @@ class KvikConnector(KVConnectorBase_V1):
 
     # === Scheduler ===
 
+    def on_new_request(self, request: "Request") -> None:
+        self.scheduler.arrived(request)
+
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:

@@ -30,6 +30,9 @@ class SaveOrder:
     block_ids: list[int]
     # Seconds for which the chunks are not evicted from memory.
     pin_s: float | None = None
+    # Seconds after which the chunks are not served any more.
+    ttl_s: float | None = None
+    priority: str = "normal"
 
 
 @dataclass

@@ -1,12 +1,13 @@
 """The scheduler's half: what is in the store, what is loaded, and what is saved."""
 
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
 import kvik
+from kvik.controls import Controls, refused
 from kvik.vllm.metadata import KvikMetadata, LoadOrder, SaveOrder
 from kvik.vllm.settings import Geometry, Settings
 
@@ -17,17 +18,23 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
+# How old a lookup may be that was begun when its request arrived, when the scheduler asks for it.
+FRESH_S = 0.1
+
 
 @dataclass
 class Tracked:
     """A request that the scheduler has."""
 
     request: "Request"
+    controls: Controls
     # None where its KV is not shared.
     chain: kvik.Chain | None = None
     lookup: kvik.Job | None = None
-    # When its lookup is given up.
-    lookup_deadline: float = 0.0
+    # When its lookup was begun.
+    lookup_begin: float = 0.0
+    # Whether that was before the scheduler asked.
+    is_ahead: bool = False
     block_ids: list[int] = field(default_factory=list)
     # Tokens that the engine itself has; what is loaded comes behind them.
     n_local_tokens: int = 0
@@ -48,24 +55,39 @@ class SchedulerHalf:
         self.loads: list[LoadOrder] = []
         self.saves: list[SaveOrder] = []
 
+    def arrived(self, request: "Request") -> None:
+        """Begins the lookup of a request, so that it is answered when the request is scheduled."""
+        tracked = self.track(request)
+        if not tracked.controls.skip_load:
+            tracked.is_ahead = self.begin_lookup(tracked, 0)
+
+    def begin_lookup(self, tracked: Tracked, n_computed_tokens: int) -> bool:
+        """Says whether there is anything to find behind the computed tokens."""
+        # At least one token is computed, so that the next one can be sampled.
+        tracked.chain = self.chain(tracked, tracked.request.num_tokens - 1)
+        if tracked.chain is None or tracked.chain.n_tokens <= n_computed_tokens:
+            return False
+        try:
+            tracked.lookup = self.store.start_lookup(tracked.chain)
+        except kvik.StoreGoneError:
+            return False
+        tracked.lookup_begin = time.monotonic()
+        return True
+
     def matched_tokens(self, request: "Request", n_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens behind the computed ones the store has; None while that is not known."""
         tracked = self.track(request)
         tracked.n_local_tokens = n_computed_tokens
-        if params(request).get("skip_load"):
+        if tracked.controls.skip_load:
             return 0, False
-        if tracked.lookup is None:
-            # At least one token is computed, so that the next one can be sampled.
-            tracked.chain = self.chain(request, request.num_tokens - 1)
-            if tracked.chain is None or tracked.chain.n_tokens <= n_computed_tokens:
-                return 0, False
-            try:
-                tracked.lookup = self.store.start_lookup(tracked.chain)
-            except kvik.StoreGoneError:
-                return 0, False
-            tracked.lookup_deadline = time.monotonic() + self.settings.lookup_timeout_s
+        if tracked.is_ahead and time.monotonic() > tracked.lookup_begin + FRESH_S:
+            # It has waited for its turn: others may have stored what it needs, or displaced it.
+            tracked.lookup = None
+        tracked.is_ahead = False
+        if tracked.lookup is None and not self.begin_lookup(tracked, n_computed_tokens):
+            return 0, False
         if not tracked.lookup.wait(self.settings.lookup_wait_ms / 1000):
-            if time.monotonic() < tracked.lookup_deadline:
+            if time.monotonic() < tracked.lookup_begin + self.settings.lookup_timeout_s:
                 return None, False
             tracked.lookup = None
             return 0, False
@@ -120,7 +142,7 @@ class SchedulerHalf:
         n_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         chain = None
         if self.settings.save == "all" and n_tokens > tracked.n_stored_tokens:
-            chain = self.chain(request, n_tokens, after=tracked.chain)
+            chain = self.chain(tracked, n_tokens, after=tracked.chain)
             tracked.block_ids = list(block_ids)
             self.save(tracked, chain, n_tokens)
         chain = chain or tracked.chain
@@ -132,20 +154,38 @@ class SchedulerHalf:
         return tracked.has_saves
 
     def track(self, request: "Request") -> Tracked:
-        return self.tracked.setdefault(request.request_id, Tracked(request))
+        tracked = self.tracked.get(request.request_id)
+        if tracked is None:
+            tracked = self.tracked[request.request_id] = Tracked(request, self.controls(request))
+        return tracked
+
+    def controls(self, request: "Request") -> Controls:
+        """The controls of a request. With one that is wrong it neither loads nor saves: what was meant is not known."""
+        try:
+            controls = Controls.read(request.kv_transfer_params)
+        except kvik.InvalidValueError as error:
+            logger.warning("kvik: request %s does without the store: %s", request.request_id, error)
+            return Controls(skip_load=True, skip_save=True)
+        if controls.pin_s is not None and controls.pin_s > self.settings.max_pin_s:
+            error = refused("pin_s", controls.pin_s, f"at most `max_pin_s` ({self.settings.max_pin_s})")
+            logger.warning("kvik: request %s is not pinned: %s", request.request_id, error)
+            return replace(controls, pin_s=None)
+        return controls
 
     def chain(
-        self, request: "Request", n_tokens: int, after: kvik.Chain | None = None
+        self, tracked: Tracked, n_tokens: int, after: kvik.Chain | None = None
     ) -> kvik.Chain | None:
         """The chain of the first tokens of a request; None where its KV is not to be shared, or there is no store."""
+        request = tracked.request
         if getattr(request, "prompt_embeds", None) is not None:
             return None
         tokens = list(request.all_token_ids[:n_tokens])
         try:
             if after is not None:
                 return after.extended(tokens)
-            return self.store.chain(tokens, salt=request.cache_salt or None, extras=extra_keys(request))
-        except (kvik.StoreGoneError, kvik.InvalidValueError, OverflowError) as error:
+            extras = extra_keys(request) + tracked.controls.extra_keys()
+            return self.store.chain(tokens, salt=request.cache_salt or None, extras=extras)
+        except (kvik.StoreGoneError, kvik.InvalidValueError, OverflowError, UnicodeError) as error:
             logger.debug("no chain for request %s: %s", request.request_id, error)
             return None
 
@@ -154,17 +194,18 @@ class SchedulerHalf:
         request = tracked.request
         n_tokens = min(n_computed_tokens, request.num_prompt_tokens)
         chunk_tokens = self.store.chunk_tokens
-        if self.settings.save == "nothing" or chunk_tokens is None:
+        if self.settings.save == "nothing" or tracked.controls.skip_save or chunk_tokens is None:
             return
         if n_tokens // chunk_tokens * chunk_tokens <= tracked.n_stored_tokens:
             return
         if tracked.chain is None or tracked.chain.n_tokens < n_tokens // chunk_tokens * chunk_tokens:
-            tracked.chain = self.chain(request, request.num_prompt_tokens)
+            tracked.chain = self.chain(tracked, request.num_prompt_tokens)
         self.save(tracked, tracked.chain, n_tokens)
 
     def save(self, tracked: Tracked, chain: kvik.Chain | None, n_tokens: int) -> None:
         chunk_tokens = self.store.chunk_tokens
-        if chain is None or chunk_tokens is None or params(tracked.request).get("skip_save"):
+        controls = tracked.controls
+        if chain is None or chunk_tokens is None or controls.skip_save:
             return
         n_chunks = min(n_tokens, chain.n_tokens) // chunk_tokens
         end = n_chunks * chunk_tokens
@@ -172,31 +213,11 @@ class SchedulerHalf:
             return
         first = tracked.n_stored_tokens // chunk_tokens * chunk_tokens // self.block_tokens
         block_ids = tracked.block_ids[: end // self.block_tokens]
-        request_id, pin_s = tracked.request.request_id, self.pin_seconds(tracked.request)
-        self.saves.append(SaveOrder(request_id, chain.pack(n_chunks), first, block_ids, pin_s))
+        order = SaveOrder(tracked.request.request_id, chain.pack(n_chunks), first, block_ids)
+        order.pin_s, order.ttl_s, order.priority = controls.pin_s, controls.ttl_s, controls.priority
+        self.saves.append(order)
         tracked.n_stored_tokens = end
         tracked.has_saves = True
-
-    def pin_seconds(self, request: "Request") -> float | None:
-        """For how long the chunks of a request stay in memory, if it asks for that and may."""
-        pin_s, longest_s = params(request).get("pin_s"), self.settings.max_pin_s
-        if pin_s is None:
-            return None
-        if isinstance(pin_s, bool) or not isinstance(pin_s, int | float) or not 0 < pin_s <= longest_s:
-            logger.warning(
-                "kvik: `pin_s` of request %s is %r; allowed: above 0, at most `max_pin_s` (%s)",
-                request.request_id,
-                pin_s,
-                longest_s,
-            )
-            return None
-        return float(pin_s)
-
-
-def params(request: "Request") -> dict[str, Any]:
-    """What a request says of the store, under `kvik` of its `kv_transfer_params`."""
-    transfer_params = request.kv_transfer_params or {}
-    return transfer_params.get("kvik") or {}
 
 
 def extra_keys(request: "Request") -> list[tuple[int, bytes]]:

@@ -122,6 +122,8 @@ def attach(config: "VllmConfig", settings: Settings, geometry: Geometry, rank: i
         "token": settings.token(),
         "timeout_s": settings.timeout_s,
         "n_copy_threads": settings.copy_threads,
+        # Where the engine computes on the processors that copy, it goes first.
+        "idle_saves": config.device_config.device_type == "cpu",
     }
     return kvik.Store.attach(settings.socket, **(options | other))
 

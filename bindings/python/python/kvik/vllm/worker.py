@@ -85,7 +85,14 @@ class WorkerHalf:
             job = None
             if chain is not None and self.memory is not None:
                 job = self.store.start_save(
-                    chain, order.first_block, self.memory, order.block_ids, after=number_of(event), pin_s=order.pin_s
+                    chain,
+                    order.first_block,
+                    self.memory,
+                    order.block_ids,
+                    after=number_of(event),
+                    pin_s=order.pin_s,
+                    ttl_s=order.ttl_s,
+                    priority=order.priority,
                 )
                 self.counts["saved_blocks"] += len(order.block_ids) - order.first_block
             # Noted in any case, so that the end of the request is answered.
