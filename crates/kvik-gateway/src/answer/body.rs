@@ -196,6 +196,10 @@ impl GuardedBody {
         self.clock.n_frames += 1;
         match continued {
             Continued::Elsewhere(body, load) => {
+                // The other stream may have broken off within a line.
+                if let Some(continuation) = &mut self.continuation {
+                    continuation.journal.drop_held();
+                }
                 self.inner = body;
                 self.record.go_on(load);
                 self.silence = silence_of(&self.record);

@@ -18,6 +18,7 @@ use http_body_util::{BodyExt as _, Full, Limited};
 use kvik_proto::journal::MoveNotice;
 use kvik_proto::moves::{MoveRequest, ResumeHead};
 use tokio::time::Instant;
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::answer::journal::Journal;
 use crate::answer::send::{Outgoing, worker_path};
@@ -47,6 +48,8 @@ pub(crate) struct Continuation {
     pub(crate) journal: Journal,
     continuer: Arc<Continuer>,
     n_continued: u32,
+    /// Ends the call that asks for a move, and its load, when the answer ends or goes on elsewhere.
+    asking: Option<DropGuard>,
 }
 
 /// Sends a request again.
@@ -76,7 +79,7 @@ pub(crate) enum Continued {
 
 impl Continuation {
     pub(crate) fn new(continuer: Continuer) -> Self {
-        Self { journal: Journal::default(), continuer: Arc::new(continuer), n_continued: 0 }
+        Self { journal: Journal::default(), continuer: Arc::new(continuer), n_continued: 0, asking: None }
     }
 
     /// Goes on at another worker than `failed`, after that has failed; `None` if that is not possible.
@@ -90,30 +93,37 @@ impl Continuation {
             return None;
         }
         self.n_continued += 1;
-        self.journal.drop_held();
+        self.asking = None;
         let (continuer, failed) = (Arc::clone(&self.continuer), Arc::clone(failed));
         Some(async move { continuer.replay(resumed, &failed).await })
     }
 
-    /// Goes on where the KV of a frozen request is.
+    /// Goes on where the KV of a frozen request is; one whose journal cannot be continued is thawed where it is.
     pub(crate) fn follow(
         &mut self,
         notice: MoveNotice,
         source: &Arc<Backend>,
     ) -> Option<impl Future<Output = Continued> + Send + use<>> {
-        let sequence = self.journal.continuable()?.0.sequence.clone();
-        let resumed = self.resumed(Some(notice.ticket))?;
+        let sequence = self.journal.sequence()?.to_owned();
+        let resumed = self.resumed(Some(notice.ticket));
         let (continuer, source) = (Arc::clone(&self.continuer), Arc::clone(source));
         Some(async move { continuer.follow(resumed, &notice.to, &source, &sequence).await })
     }
 
     /// Has the worker `source`, which drains, move the request; the stream tells what became of it.
-    pub(crate) fn ask_to_move(&self, source: &Arc<Backend>) {
+    pub(crate) fn ask_to_move(&mut self, source: &Arc<Backend>) {
         let Some((head, _)) = self.journal.continuable() else { return };
         let sequence = head.sequence.clone();
         let (continuer, source) = (Arc::clone(&self.continuer), Arc::clone(source));
         let shutdown = continuer.shared.shutdown.clone();
-        shutdown.spawn(async move { continuer.ask_to_move(&source, &sequence).await });
+        let ended = CancellationToken::new();
+        self.asking = Some(ended.clone().drop_guard());
+        shutdown.spawn(async move {
+            tokio::select! {
+                () = continuer.ask_to_move(&source, &sequence) => {}
+                () = ended.cancelled() => {}
+            }
+        });
     }
 
     fn resumed(&self, ticket: Option<String>) -> Option<ResumeHead> {
@@ -177,7 +187,8 @@ impl Continuer {
             // The places of the index are those of the group that it was asked for.
             let fits = group.as_ref().is_some_and(|group| group.seats.len() == matched_tokens.len());
             let wanted = self.wanted(if fits { &matched_tokens } else { &[] });
-            let placed = group.as_ref().and_then(|group| place_worker(group, wanted, &view.config, &failed));
+            let left = std::slice::from_ref(&failed);
+            let placed = group.as_ref().and_then(|group| place_worker(group, wanted, &view.config, left));
             if let Some(placed) = placed {
                 failed = Arc::clone(&placed.load.backend);
                 if let Some((body, load)) = self.send(&resumed, placed, &view).await {
@@ -200,15 +211,15 @@ impl Continuer {
     /// Goes on at `to`; else where the request was, and else anywhere.
     async fn follow(
         &self,
-        mut resumed: ResumeHead,
+        resumed: Option<ResumeHead>,
         to: &str,
         source: &Arc<Backend>,
         sequence: &str,
     ) -> Continued {
         let view = self.shared.view();
         let placed = self.group(&view).and_then(|group| place_at(&group, self.wanted(&[]), to));
-        if let Some(placed) = placed
-            && let Some((body, load)) = self.send(&resumed, placed, &view).await
+        if let (Some(resumed), Some(placed)) = (&resumed, placed)
+            && let Some((body, load)) = self.send(resumed, placed, &view).await
         {
             Metrics::continued("moved");
             return Continued::Elsewhere(body, load);
@@ -219,8 +230,11 @@ impl Continuer {
             Metrics::continued("stayed");
             return Continued::Here;
         }
-        resumed.ticket = None;
-        self.replay(resumed, source).await
+        let Some(resumed) = resumed else {
+            Metrics::continued("failed");
+            return Continued::Nowhere;
+        };
+        self.replay(ResumeHead { ticket: None, ..resumed }, source).await
     }
 
     /// Sends the request to a worker that goes on with it.
@@ -249,13 +263,13 @@ impl Continuer {
     }
 
     async fn ask_to_move(&self, source: &Arc<Backend>, sequence: &str) {
-        let mut refused: Vec<Arc<Backend>> = Vec::new();
-        while refused.len() < MOVE_TRIES {
+        // It does not move to itself, nor to a worker that has refused it.
+        let mut left = vec![Arc::clone(source)];
+        while left.len() <= MOVE_TRIES {
             let view = self.shared.view();
             let Some(group) = self.group(&view) else { return };
             // Its load counts from now on, so that the requests of a worker that drains are spread.
-            let placed = place_worker(&group, self.wanted(&[]), &view.config, source)
-                .filter(|placed| !refused.iter().any(|other| Arc::ptr_eq(other, &placed.load.backend)));
+            let placed = place_worker(&group, self.wanted(&[]), &view.config, &left);
             let Some(Placed { load, .. }) = placed else { return };
             let request = MoveRequest { to: load.backend.base.clone() };
             let body = serde_json::to_vec(&request).unwrap_or_default();
@@ -266,7 +280,7 @@ impl Continuer {
                 Ok(None | Some(StatusCode::OK | StatusCode::NOT_FOUND | StatusCode::CONFLICT)) | Err(_) => {
                     return;
                 }
-                Ok(Some(_)) => refused.push(Arc::clone(&load.backend)),
+                Ok(Some(_)) => left.push(Arc::clone(&load.backend)),
             }
         }
     }

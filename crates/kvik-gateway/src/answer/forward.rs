@@ -199,7 +199,7 @@ async fn try_workers(
                 Metrics::continued("moved");
                 let base = moved.to;
                 placed = place_at(group, wanted, &base)
-                    .or_else(|| place_worker(group, wanted, config, &backend))
+                    .or_else(|| place_worker(group, wanted, config, std::slice::from_ref(&backend)))
                     .ok_or_else(|| Refusal::no_backend(group.time_to_probe().as_secs() + 1))?;
                 n_moves += 1;
                 if MAX_MOVES < n_moves {

@@ -88,6 +88,11 @@ impl Journal {
         Some((head, self.progress.trim_end()))
     }
 
+    /// The name of the request on its worker; `None` if the answer is complete.
+    pub(crate) fn sequence(&self) -> Option<&str> {
+        self.head.as_ref().filter(|_| !self.is_done).map(|head| head.sequence.as_str())
+    }
+
     /// Takes the notice of a frozen request.
     pub(crate) fn take_notice(&mut self) -> Option<MoveNotice> {
         self.notice.take()

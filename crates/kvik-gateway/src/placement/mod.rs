@@ -136,17 +136,17 @@ pub(crate) fn place_at(group: &ModelGroup, wanted: Wanted<'_>, base: &str) -> Op
     Some(Placed { load, reason: Reason::Holder })
 }
 
-/// Places a request on a worker of kvik other than `left`; `None` if none is usable.
+/// Places a request on a worker of kvik that is none of `left`; `None` if none is usable.
 pub(crate) fn place_worker(
     group: &ModelGroup,
     wanted: Wanted<'_>,
     config: &GatewayConfig,
-    left: &Arc<Backend>,
+    left: &[Arc<Backend>],
 ) -> Option<Placed> {
     let others = group.seats.iter().map(|seat| &seat.backend);
     let mut excluded: Vec<Arc<Backend>> =
         others.filter(|backend| backend.kind != BackendKind::Worker).map(Arc::clone).collect();
-    excluded.push(Arc::clone(left));
+    excluded.extend(left.iter().map(Arc::clone));
     place(group, wanted, &config.routing, &excluded)
 }
 
