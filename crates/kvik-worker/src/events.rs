@@ -68,6 +68,8 @@ pub(crate) struct Token {
     /// Text that became final.
     pub(crate) text: String,
     pub(crate) logprobs: Option<TokenLogprobs>,
+    /// Whether the next event is the end of the output.
+    pub(crate) is_last: bool,
 }
 
 /// Where the events of a request go, with the prompt's place in the request.

@@ -3,8 +3,9 @@
 use std::collections::BTreeSet;
 
 use kvik_model::{Begun, BegunOutput};
-use kvik_proto::journal::{JournalHead, Progress};
+use kvik_proto::journal::{JournalHead, OutputProgress, Progress};
 use kvik_proto::moves::ResumeHead;
+use kvik_proto::openai::CachedTiers;
 use serde_json::Value;
 
 use super::outcome::{Outcomes, empty_outcomes, read_partial};
@@ -31,6 +32,28 @@ impl Resumed {
         if known.last().is_some_and(|last| plan.n_outputs() <= *last as usize) {
             let allowed = format!("outputs 0 to {}", plan.n_outputs().saturating_sub(1));
             return Err(Refusal::field("progress", "of an output that the request does not have", &allowed));
+        }
+        for (prompt, cached) in &progress.cached {
+            let n_prompt = plan.prompts.get(*prompt as usize).map(Vec::len);
+            let CachedTiers { engine, ram, nvme, peer, redis, object } = cached.tiers;
+            let largest = [cached.n_tokens, engine, ram, nvme, peer, redis, object].into_iter().max();
+            if n_prompt.is_none() || n_prompt < largest {
+                let given = format!("{} cached tokens of prompt {prompt}", largest.unwrap_or_default());
+                return Err(Refusal::field(
+                    "progress",
+                    given,
+                    "prompts of the request, and at most their tokens",
+                ));
+            }
+        }
+        let longest = plan.sampling.max_tokens as usize;
+        let is_over = |output: &&OutputProgress| {
+            if output.is_ended { longest < output.tokens.len() } else { longest <= output.tokens.len() }
+        };
+        if let Some(output) = progress.outputs.values().find(is_over) {
+            let given = format!("{} tokens of an output", output.tokens.len());
+            let allowed = format!("less than `max_tokens`, {longest}, before the output ends");
+            return Err(Refusal::field("progress", given, &allowed));
         }
         if given.head.seeds.len() != plan.prompts.len() {
             let allowed = format!("{}, one for each prompt", plan.prompts.len());

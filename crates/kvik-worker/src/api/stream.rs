@@ -115,12 +115,16 @@ impl<R: Renderer> Stream<R> {
                     break;
                 }
             };
-            self.take(event, &mut out);
-            while out.len() < FRAME_BYTES
-                && !self.is_ended
-                && let Some(event) = self.generation.try_next()
-            {
-                self.take(Some(event), &mut out);
+            let mut is_last = self.take(event, &mut out);
+            // No line ends between the last token of an output and its end: an answer that went on from there would have a
+            // token too many.
+            while !self.is_ended && (is_last || out.len() < FRAME_BYTES) {
+                let event = match self.generation.try_next() {
+                    None if is_last => self.generation.next().await,
+                    None => break,
+                    event => event,
+                };
+                is_last = self.take(event, &mut out);
             }
             if let Some(journal) = &mut self.journal {
                 journal.cover(&mut out);
@@ -129,12 +133,15 @@ impl<R: Renderer> Stream<R> {
         (!out.is_empty()).then(|| Bytes::from(out))
     }
 
-    fn take(&mut self, event: Option<(usize, Event)>, out: &mut Vec<u8>) {
+    /// Appends what an event means; whether it is a token that the end of its output follows.
+    fn take(&mut self, event: Option<(usize, Event)>, out: &mut Vec<u8>) -> bool {
         let Some((part_idx, event)) = event else {
             self.is_ended = true;
             self.running.note_end(End::Finished);
-            return self.renderer.end(out);
+            self.renderer.end(out);
+            return false;
         };
+        let is_last = matches!(&event, Event::Token(token) if token.is_last);
         match &event {
             Event::Token(_) => self.running.note_token(),
             Event::Failed(_) | Event::Rejected(_) => self.is_ended = true,
@@ -146,7 +153,7 @@ impl<R: Renderer> Stream<R> {
                 if self.journal.is_none() {
                     self.renderer.render(part_idx, Event::Failed(STOPPED.to_owned()), out);
                 }
-                return;
+                return false;
             }
             _ => {}
         }
@@ -154,6 +161,7 @@ impl<R: Renderer> Stream<R> {
             journal.note(part_idx, &event, out);
         }
         self.renderer.render(part_idx, event, out);
+        is_last
     }
 }
 

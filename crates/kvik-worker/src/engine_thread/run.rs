@@ -314,9 +314,17 @@ impl EngineThread {
         self.busy += now - started;
         // Before the events: a request that has read its last one is no longer in the numbers.
         self.publish();
-        for event in events.drain(..) {
-            self.deliver(event, started, now);
+        let mut delivered = events.drain(..).peekable();
+        while let Some(event) = delivered.next() {
+            let is_last = match (&event, delivered.peek()) {
+                (EngineEvent::Token(token), Some(EngineEvent::Finished { request, choice, .. })) => {
+                    (token.request, token.choice) == (*request, *choice)
+                }
+                _ => false,
+            };
+            self.deliver(event, is_last, started, now);
         }
+        drop(delivered);
         self.events = events;
         if let Err(error) = outcome {
             // The batch is poisoned: without this it would be tried again for ever.
@@ -330,8 +338,8 @@ impl EngineThread {
         }
     }
 
-    /// Passes on an event of the step from `started` to `now`.
-    fn deliver(&mut self, event: EngineEvent, started: Instant, now: Instant) {
+    /// Passes on an event of the step from `started` to `now`; `is_last` if it is a token and the end of its output is next.
+    fn deliver(&mut self, event: EngineEvent, is_last: bool, started: Instant, now: Instant) {
         match event {
             EngineEvent::Admitted { request, cached_tokens, loaded_tokens } => {
                 let Some((_, entry)) = self.entries.of_request(request) else { return };
@@ -355,6 +363,7 @@ impl EngineThread {
                     id: token.token,
                     text: token.text,
                     logprobs: token.logprobs,
+                    is_last,
                 }));
             }
             EngineEvent::Finished { request, choice, text, reason, usage } => {
@@ -396,7 +405,7 @@ impl EngineThread {
         let mut events = std::mem::take(&mut self.events);
         self.engine.fail_starved(&mut events);
         for event in events.drain(..) {
-            self.deliver(event, now, now);
+            self.deliver(event, false, now, now);
         }
         self.events = events;
     }

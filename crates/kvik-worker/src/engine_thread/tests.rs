@@ -187,6 +187,32 @@ async fn every_request_is_told_its_admission_before_its_first_token() {
 }
 
 #[tokio::test]
+async fn the_last_token_of_an_output_says_that_its_end_follows() {
+    let (engine, _thread) = start(Duration::from_mins(1));
+    let mut sampling = SamplingParams::greedy(5);
+    (sampling.ignore_eos, sampling.n) = (true, 2);
+    let requests =
+        [vec![1, 70], vec![1, 80, 81]].map(|prompt| GenerateRequest { prompt, sampling: sampling.clone() });
+    let mut generation = begin(&engine, requests.to_vec()).await.unwrap();
+    let mut last = None;
+    let mut n_ended = 0;
+    while let Some((part_idx, event)) = generation.next().await {
+        match event {
+            Event::Token(token) => {
+                assert_eq!(last, None, "nothing stands between a last token and its end");
+                last = token.is_last.then_some((part_idx, token.choice));
+            }
+            Event::Finished { choice, .. } => {
+                assert_eq!(last.take(), Some((part_idx, choice)));
+                n_ended += 1;
+            }
+            _ => assert_eq!(last, None),
+        }
+    }
+    assert_eq!(n_ended, 4);
+}
+
+#[tokio::test]
 async fn an_output_that_is_read_goes_past_the_window() {
     let (engine, _thread) = start(Duration::from_mins(1));
     let mut sampling = SamplingParams::greedy(WINDOW * 2 + 40);

@@ -65,13 +65,15 @@ async fn copy_and_freeze(
             is_full: false,
         })
         .collect();
+    let block_bytes = loaded.shape.n_layers * loaded.block_layer_bytes;
+    let max_blocks = (ROUND_BYTES / block_bytes.max(1)).max(1);
     for _ in 0..MAX_ROUNDS {
         let mut n_sent = 0;
         for (number, sent) in sent.iter_mut().enumerate() {
             let output = (number / n_choices, (number % n_choices) as u32);
-            n_sent = n_sent.max(sent.round(state, loaded, request, notice, output).await?);
+            n_sent = n_sent.max(sent.round(state, loaded, request, notice, output, max_blocks).await?);
         }
-        if n_sent <= REST_BLOCKS {
+        if is_rest(n_sent, max_blocks) {
             break;
         }
     }
@@ -104,9 +106,8 @@ impl Sent {
         request: &RunningRequest,
         notice: &MoveNotice,
         (part, choice): (usize, u32),
+        max_blocks: usize,
     ) -> Result<usize, Refusal> {
-        let block_bytes = loaded.shape.n_layers * loaded.block_layer_bytes;
-        let max_blocks = (ROUND_BYTES / block_bytes.max(1)).max(1);
         let Some(&ticket) = request.tickets.get(part).filter(|_| !self.is_full) else { return Ok(0) };
         let Some(lent) = loaded.engine.lend(ticket, choice, self.n_blocks, max_blocks).await? else {
             return Ok(0);
@@ -133,6 +134,11 @@ impl Sent {
     }
 }
 
+/// Whether a round that sent `n_sent` blocks left none that were full before it: a round has at most `max_blocks`.
+fn is_rest(n_sent: usize, max_blocks: usize) -> bool {
+    n_sent <= REST_BLOCKS && n_sent < max_blocks
+}
+
 fn refused(error: &ClientError) -> Refusal {
     Refusal::unavailable(format!("the other worker did not take the request: {error}"), 1)
 }
@@ -145,4 +151,16 @@ fn random_ticket() -> Result<String, Refusal> {
         .and_then(|mut source| source.read_exact(&mut bytes))
         .map_err(|error| Refusal::failed(format!("read random bytes: {error}")))?;
     Ok(format!("{:032x}", u128::from_le_bytes(bytes)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_of_a_large_model_are_sent_until_none_is_left() {
+        // One block of such a model fills a round.
+        assert!(!is_rest(1, 1) && is_rest(0, 1));
+        assert!(is_rest(1, 2) && is_rest(0, 2) && !is_rest(2, 2));
+    }
 }
