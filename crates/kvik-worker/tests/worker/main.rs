@@ -8,6 +8,7 @@ mod errors;
 mod kv;
 mod kv_events;
 mod lifecycle;
+mod moves;
 mod registration;
 mod salts;
 mod sequences;

@@ -73,10 +73,19 @@ impl TestClient {
     }
 
     pub(crate) async fn try_send(&self, method: Method, path: &str, body: Vec<u8>) -> Option<Answer> {
-        let response = self.open(method, path, body).await?;
-        let (head, body) = response.into_parts();
-        let body = body.collect().await.ok()?.to_bytes();
-        Some(Answer { status: head.status, headers: head.headers, body })
+        Answer::of(self.open(method, path, &[], body).await?).await
+    }
+
+    /// Sends a request with headers.
+    pub(crate) async fn send_with(
+        &self,
+        method: Method,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: Vec<u8>,
+    ) -> Answer {
+        let response = self.open(method, path, headers, body).await.expect("the worker answers");
+        Answer::of(response).await.expect("the answer is whole")
     }
 
     pub(crate) async fn send(&self, method: Method, path: &str, body: Vec<u8>) -> Answer {
@@ -110,7 +119,12 @@ impl TestClient {
 
     /// Posts and gives the stream before its end.
     pub(crate) async fn stream(&self, path: &str, body: &Value) -> OpenStream {
-        let response = self.open(Method::POST, path, body.to_string().into_bytes()).await.unwrap();
+        self.stream_with(path, &[], body).await
+    }
+
+    /// Posts with headers and gives the stream before its end.
+    pub(crate) async fn stream_with(&self, path: &str, headers: &[(&str, &str)], body: &Value) -> OpenStream {
+        let response = self.open(Method::POST, path, headers, body.to_string().into_bytes()).await.unwrap();
         assert_eq!(response.status(), StatusCode::OK);
         assert_eq!(response.headers()["content-type"], "text/event-stream");
         OpenStream {
@@ -146,17 +160,29 @@ impl TestClient {
         }
     }
 
-    async fn open(&self, method: Method, path: &str, body: Vec<u8>) -> Option<Response<Incoming>> {
-        let request = Request::builder()
-            .method(method)
-            .uri(format!("{}{path}", self.base))
-            .body(Full::new(Bytes::from(body)))
-            .unwrap();
+    async fn open(
+        &self,
+        method: Method,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: Vec<u8>,
+    ) -> Option<Response<Incoming>> {
+        let mut request = Request::builder().method(method).uri(format!("{}{path}", self.base));
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let request = request.body(Full::new(Bytes::from(body))).unwrap();
         self.http.request(request).await.ok()
     }
 }
 
 impl Answer {
+    async fn of(response: Response<Incoming>) -> Option<Self> {
+        let (head, body) = response.into_parts();
+        let body = body.collect().await.ok()?.to_bytes();
+        Some(Self { status: head.status, headers: head.headers, body })
+    }
+
     pub(crate) fn json(&self) -> Value {
         serde_json::from_slice(&self.body).unwrap_or_else(|_| panic!("not JSON: {}", self.text()))
     }
