@@ -7,88 +7,12 @@ use serde_json::{Value, json};
 use crate::cluster::{Cluster, Settings, start_worker};
 use crate::http::{self, Answer};
 use crate::process::eventually;
-
-/// Requests of all kinds, each long enough to be disturbed.
-fn requests() -> Vec<(&'static str, Value)> {
-    let story = "Once upon a time there was a little girl who had a red ball and a blue ball. ";
-    let greedy = json!({
-        "model": "kvik-tiny", "prompt": story.repeat(4), "max_tokens": 400, "temperature": 0, "ignore_eos": true,
-        "stream": true, "stream_options": {"include_usage": true},
-    });
-    let several = json!({
-        "model": "kvik-tiny", "prompt": [story, "The sun was warm and the"], "max_tokens": 300, "temperature": 0.9,
-        "seed": 7, "n": 2, "logprobs": 2, "ignore_eos": true, "stream": true, "echo": false,
-        "repetition_penalty": 1.2, "stream_options": {"include_usage": true},
-    });
-    let chat = json!({
-        "model": "kvik-tiny", "messages": [{"role": "user", "content": "Tell me about the sun."}], "max_tokens": 400,
-        "temperature": 1.1, "seed": 3, "ignore_eos": true, "stop": ["zebra zebra"], "stream": true,
-        "return_token_ids": true, "stream_options": {"include_usage": true},
-    });
-    let generate =
-        json!({"prompt": story, "max_tokens": 400, "temperature": 0.8, "seed": 11, "ignore_eos": true});
-    vec![
-        ("/v1/completions", greedy),
-        ("/v1/completions", several),
-        ("/v1/chat/completions", chat),
-        ("/generate", generate),
-    ]
-}
-
-/// Opens a stream that keeps its KV from all others, so that what is cached does not differ between runs.
-fn open(cluster: &Cluster, (path, body): &(&str, Value), seq_id: &str, salt: &str) -> Answer {
-    let mut body = body.clone();
-    body["cache_salt"] = salt.into();
-    if body["prompt"].as_array().is_none() {
-        body["seq_id"] = seq_id.into();
-    }
-    let answer = http::send(&cluster.gateway.address, "POST", path, Some(&body)).unwrap();
-    assert_eq!(answer.status, 200);
-    answer
-}
-
-/// The events as a client sees them, less the id and the time of the answer, which must be the same in all events.
-fn normalized(events: Vec<String>) -> Vec<Value> {
-    let mut head = None;
-    let normalize = |event: String| {
-        if event == "[DONE]" {
-            return Value::from(event);
-        }
-        let mut event: Value = serde_json::from_str(&event).unwrap();
-        if event.get("id").is_some() {
-            let of_event = (event["id"].take(), event["created"].take());
-            let of_answer = head.get_or_insert_with(|| of_event.clone());
-            assert_eq!(*of_answer, of_event, "one answer has one head");
-        }
-        event
-    };
-    events.into_iter().map(normalize).collect()
-}
-
-/// By output, in order: outputs of one request run side by side, in no order that a client may rely on.
-fn by_output(events: Vec<Value>) -> Vec<(Value, Value)> {
-    let output = |event: &Value| match event.get("choice") {
-        Some(choice) => choice.clone(),
-        None => event.pointer("/choices/0/index").cloned().unwrap_or(json!(1000)),
-    };
-    let mut events: Vec<(Value, Value)> = events.into_iter().map(|event| (output(&event), event)).collect();
-    events.sort_by_key(|(output, _)| output.as_u64());
-    events
-}
-
-/// What the undisturbed run of each request gives.
-fn undisturbed(cluster: &Cluster) -> Vec<Vec<(Value, Value)>> {
-    let whole = |(number, request): (usize, &(&str, Value))| {
-        let mut stream = open(cluster, request, "undisturbed", &format!("undisturbed-{number}"));
-        by_output(normalized(stream.events().unwrap()))
-    };
-    requests().iter().enumerate().map(whole).collect()
-}
+use crate::streams::{by_output, normalized, open, requests, undisturbed};
 
 /// Opens all requests and reads some events of each, which differ in number.
 fn begin(cluster: &Cluster, seq_id: &str, salt: &str) -> Vec<(Answer, Vec<String>)> {
     let begin = |(number, request): (usize, &(&str, Value))| {
-        let mut stream = open(cluster, request, seq_id, &format!("{salt}-{number}"));
+        let mut stream = open(&cluster.gateway, request, Some(seq_id), &format!("{salt}-{number}"));
         let first = (0..2 + 5 * number).map(|_| stream.event().unwrap().unwrap()).collect();
         (stream, first)
     };
@@ -126,7 +50,7 @@ fn wait_for_rest(cluster: &Cluster) {
 #[test]
 fn answers_of_a_killed_worker_go_on_elsewhere_without_a_lost_or_repeated_token() {
     let mut cluster = Cluster::start(Settings::default());
-    let expected = undisturbed(&cluster);
+    let expected = undisturbed(&cluster.gateway, &requests(), Some("undisturbed"));
     let sequence = cluster.sequence_of("worker-1");
     let streams = begin(&cluster, &sequence, "killed");
     let n_there = streams.iter().filter(|(stream, _)| stream.worker() == "worker-1").count();
@@ -144,7 +68,7 @@ fn answers_of_a_killed_worker_go_on_elsewhere_without_a_lost_or_repeated_token()
 #[test]
 fn answers_of_a_stopped_worker_go_on_elsewhere_without_a_lost_or_repeated_token() {
     let cluster = Cluster::start(Settings::default());
-    let expected = undisturbed(&cluster);
+    let expected = undisturbed(&cluster.gateway, &requests(), Some("undisturbed"));
     let sequence = cluster.sequence_of("worker-2");
     let streams = begin(&cluster, &sequence, "stopped");
     assert!(streams.iter().any(|(stream, _)| stream.worker() == "worker-2"));
@@ -161,7 +85,7 @@ fn answers_of_a_stopped_worker_go_on_elsewhere_without_a_lost_or_repeated_token(
 #[test]
 fn a_worker_that_ends_gives_its_answers_away_with_their_kv() {
     let mut cluster = Cluster::start(Settings::default());
-    let expected = undisturbed(&cluster);
+    let expected = undisturbed(&cluster.gateway, &requests(), Some("undisturbed"));
     let sequence = cluster.sequence_of("worker-1");
     let streams = begin(&cluster, &sequence, "drained");
     let n_there = streams.iter().filter(|(stream, _)| stream.worker() == "worker-1").count();
@@ -243,7 +167,7 @@ fn an_answer_ends_in_one_clean_error_if_no_worker_is_left() {
 #[test]
 fn an_answer_waits_for_a_worker_that_comes_back() {
     let mut cluster = Cluster::start(Settings::default());
-    let expected = undisturbed(&cluster);
+    let expected = undisturbed(&cluster.gateway, &requests(), Some("undisturbed"));
     let sequence = cluster.sequence_of("worker-1");
     let streams = begin(&cluster, &sequence, "waiting");
     for worker in &mut cluster.workers {
