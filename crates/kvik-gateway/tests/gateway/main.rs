@@ -13,6 +13,7 @@ mod limits;
 mod mock;
 mod nixl;
 mod other_protocols;
+mod moving_model;
 mod predictions;
 mod reload;
 mod retry;
