@@ -10,6 +10,7 @@ use tracing::warn;
 use super::call::{check, words_of};
 use super::context::PrimaryContext;
 use super::copy_kernel::{ALIGNMENT, CopyKernel};
+use super::staging::{Staging, is_for_staging};
 use crate::Result;
 
 /// Pieces that are given to the driver at a time. More cost nothing less, and some drivers fail with tens of thousands.
@@ -18,9 +19,13 @@ const BATCH_PIECES: usize = 4096;
 /// The version of the driver's interface that has copies of many pieces.
 const BATCH_VERSION: i32 = 12_080;
 
-/// Pieces below this many bytes, on the whole, are copied by a kernel where that is allowed: above it the driver's own copies
-/// reach the rate of the bus.
+/// Pieces below this many bytes, on the whole, are copied by a kernel that reads memory of the host, where that is allowed:
+/// above it the driver's own copies are as fast.
 const KERNEL_BYTES: usize = 128 << 10;
+
+/// Pieces below this many bytes, on the whole, are copied by way of memory of the GPU, where that is allowed: above it the
+/// driver's own copies reach the rate of the bus.
+const STAGED_BYTES: usize = 4 << 20;
 
 /// One piece of a copy. One of the addresses is the GPU's, the other the host's; the driver knows which.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,7 +54,7 @@ pub enum CopyWay {
     Single,
     /// Many pieces at a time: memory of the host that is registered with the driver.
     Batch,
-    /// As `Batch` or, if the pieces are small, by a kernel.
+    /// To the GPU, as `Batch` or, if the pieces are small, by a kernel.
     BatchOrKernel,
 }
 
@@ -57,6 +62,7 @@ pub enum CopyWay {
 struct CopyStream {
     stream: sys::CUstream,
     kernel: Option<CopyKernel>,
+    staging: Option<Staging>,
 }
 
 // SAFETY: a stream can be used by any thread of its process.
@@ -80,6 +86,19 @@ impl CudaCopier {
     /// # Errors
     /// [`MemoryError::NoDevice`](crate::MemoryError::NoDevice) where there is no driver or no such device.
     pub fn open(ordinal: u32) -> Result<Self> {
+        Self::open_with(ordinal, false)
+    }
+
+    /// Opens the device as [`Self::open`] does, and takes 48 MiB of its memory where it has them, by way of which copies of
+    /// small pieces to the GPU are as fast as those of large ones.
+    ///
+    /// # Errors
+    /// As for [`Self::open`].
+    pub fn open_staged(ordinal: u32) -> Result<Self> {
+        Self::open_with(ordinal, true)
+    }
+
+    fn open_with(ordinal: u32, is_staged: bool) -> Result<Self> {
         let context = PrimaryContext::retain(ordinal)?;
         let current = context.enter()?;
         let mut stream = ptr::null_mut();
@@ -89,8 +108,15 @@ impl CudaCopier {
         // Without it the driver copies small pieces too, which takes longer.
         let kernel =
             CopyKernel::load().inspect_err(|error| warn!(%error, "there is no kernel for small pieces")).ok();
+        let new_staging = || {
+            let staging = Staging::new();
+            let staging = staging.inspect_err(|error| warn!(%error, "copies to the GPU are not staged"));
+            staging.ok()
+        };
+        let staging = if is_staged && kernel.is_some() { new_staging() } else { None };
         drop(current);
-        Ok(Self { context, stream: Mutex::new(CopyStream { stream, kernel }), batch: find_batch_copy() })
+        let stream = Mutex::new(CopyStream { stream, kernel, staging });
+        Ok(Self { context, stream, batch: find_batch_copy() })
     }
 
     /// Whether many pieces are copied by one call of the driver.
@@ -109,14 +135,25 @@ impl CudaCopier {
     pub unsafe fn copy(&self, pieces: &[CopyPiece], way: CopyWay, after: Option<u64>) -> Result<()> {
         let _current = self.context.enter()?;
         let mut locked = self.stream.lock();
-        let CopyStream { stream, kernel } = &mut *locked;
+        let CopyStream { stream, kernel, staging } = &mut *locked;
+        let after = after.map(|event| ptr::with_exposed_provenance_mut(event as usize));
+        let is_small = way == CopyWay::BatchOrKernel && is_aligned(pieces);
+        if is_small
+            && mean_bytes(pieces) < STAGED_BYTES
+            && let (Some(kernel), Some(staging)) = (kernel.as_mut(), staging.as_mut())
+            && is_for_staging(pieces)
+        {
+            // SAFETY: the caller answers for the pieces and the event; both streams have ended before this returns.
+            let queued = unsafe { staging.queue(kernel, pieces, *stream, after) };
+            let spread = staging.wait();
+            return queued.and(spread).and(wait(*stream));
+        }
         if let Some(event) = after {
-            let event = ptr::with_exposed_provenance_mut(event as usize);
             // SAFETY: the caller answers for the event, and the stream is this value's.
             check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(*stream, event, 0) })?;
         }
         let queued = match kernel {
-            Some(kernel) if way == CopyWay::BatchOrKernel && is_for_kernel(pieces) => {
+            Some(kernel) if is_small && mean_bytes(pieces) < KERNEL_BYTES => {
                 // SAFETY: the caller answers for the pieces; the stream has ended its work before it is unlocked.
                 unsafe { kernel.queue(pieces, *stream) }
             }
@@ -126,8 +163,7 @@ impl CudaCopier {
             }),
         };
         // Also after a failure: what was queued must not touch the bytes any more.
-        // SAFETY: the stream is this value's.
-        let ended = check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(*stream) });
+        let ended = wait(*stream);
         queued.and(ended)
     }
 
@@ -179,6 +215,9 @@ impl Drop for CudaCopier {
         if let Some(kernel) = &mut locked.kernel {
             kernel.unload(&self.context);
         }
+        if let Some(staging) = &mut locked.staging {
+            staging.close(&self.context);
+        }
         // SAFETY: created once in `open`, destroyed once here, with no work left in it.
         let result = unsafe { sys::cuStreamDestroy_v2(locked.stream) };
         if result != sys::CUresult::CUDA_SUCCESS {
@@ -187,15 +226,22 @@ impl Drop for CudaCopier {
     }
 }
 
-/// Whether the pieces are small, and such as the kernel copies.
-fn is_for_kernel(pieces: &[CopyPiece]) -> bool {
-    let n_bytes: usize = pieces.iter().map(|piece| piece.n_bytes).sum();
+/// Whether the pieces are such as the kernel copies.
+fn is_aligned(pieces: &[CopyPiece]) -> bool {
     let is_aligned = |piece: &CopyPiece| {
         (piece.target | piece.source | piece.n_bytes as u64).is_multiple_of(ALIGNMENT as u64)
     };
-    n_bytes / pieces.len().max(1) < KERNEL_BYTES
-        && u32::try_from(pieces.len()).is_ok()
-        && pieces.iter().all(is_aligned)
+    u32::try_from(pieces.len()).is_ok() && pieces.iter().all(is_aligned)
+}
+
+fn mean_bytes(pieces: &[CopyPiece]) -> usize {
+    pieces.iter().map(|piece| piece.n_bytes).sum::<usize>() / pieces.len().max(1)
+}
+
+/// Waits for the end of the work of a stream, whose context must be current.
+fn wait(stream: sys::CUstream) -> Result<()> {
+    // SAFETY: the callers have the stream, alive.
+    check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(stream) })
 }
 
 /// The driver's call for many pieces, where it has one.

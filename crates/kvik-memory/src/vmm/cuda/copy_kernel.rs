@@ -14,7 +14,7 @@ use crate::Result;
 /// Threads of a block; with 16 bytes each they cover 4 KiB at a time, as the kernel says.
 const BLOCK_THREADS: u32 = 256;
 
-/// Blocks: enough bytes under way for the bus, and a quarter of a large GPU.
+/// Blocks of a copy over the bus: enough bytes under way for it, and a quarter of a large GPU.
 const N_BLOCKS: u32 = 32;
 
 /// What addresses and lengths must be multiples of: a thread moves as much at a time.
@@ -60,22 +60,45 @@ impl CopyKernel {
     /// Until the stream has ended, all bytes of all pieces are alive and used by nothing else, the GPU reaches all of them,
     /// and no other copy is queued. Addresses and lengths are multiples of [`ALIGNMENT`].
     pub(super) unsafe fn queue(&mut self, pieces: &[CopyPiece], stream: sys::CUstream) -> Result<()> {
-        self.grow(pieces.len())?;
-        for (idx, piece) in pieces.iter().enumerate() {
+        self.reserve(pieces.len())?;
+        // SAFETY: the caller answers for the pieces, and the list has room for them.
+        unsafe { self.launch(0, pieces.iter().copied(), N_BLOCKS, stream) }
+    }
+
+    /// Queues a copy of pieces whose place in the list is `first` and those behind it; the context must be current.
+    ///
+    /// # Safety
+    /// As for [`Self::queue`], but other copies may be queued that have other places in the list. The list has room for the
+    /// pieces ([`Self::reserve`]).
+    pub(super) unsafe fn launch(
+        &mut self,
+        first: usize,
+        pieces: impl Iterator<Item = CopyPiece>,
+        n_blocks: u32,
+        stream: sys::CUstream,
+    ) -> Result<()> {
+        // SAFETY: the caller says that the list has room.
+        let mut list = unsafe { self.list.add(first * PIECE_WORDS) };
+        let mut n_pieces: u32 = 0;
+        for piece in pieces {
             let words = [piece.target, piece.source, piece.n_bytes as u64];
-            // SAFETY: the list has room for all pieces, and no copy that reads it is under way.
+            // SAFETY: the list has room for all pieces, and no copy that reads these places is under way.
             unsafe {
-                ptr::copy_nonoverlapping(words.as_ptr(), self.list.add(idx * PIECE_WORDS), PIECE_WORDS);
+                ptr::copy_nonoverlapping(
+                    words.as_ptr(),
+                    list.add(n_pieces as usize * PIECE_WORDS),
+                    PIECE_WORDS,
+                );
             };
+            n_pieces += 1;
         }
-        let (mut list, mut n_pieces) = (self.list, pieces.len() as u32);
         let mut arguments: [*mut c_void; 2] = [(&raw mut list).cast(), (&raw mut n_pieces).cast()];
         // SAFETY: the arguments are those of the kernel, and are read before the call returns. The caller answers for the
         // bytes.
         check("cuLaunchKernel", unsafe {
             sys::cuLaunchKernel(
                 self.function,
-                N_BLOCKS,
+                n_blocks.min(n_pieces.max(1)),
                 1,
                 1,
                 BLOCK_THREADS,
@@ -89,7 +112,8 @@ impl CopyKernel {
         })
     }
 
-    fn grow(&mut self, n_pieces: usize) -> Result<()> {
+    /// Makes room in the list, while no copy is under way; the context must be current.
+    pub(super) fn reserve(&mut self, n_pieces: usize) -> Result<()> {
         if n_pieces <= self.n_list_pieces {
             return Ok(());
         }
@@ -109,7 +133,7 @@ impl CopyKernel {
         if self.list.is_null() {
             return;
         }
-        // SAFETY: allocated once in `grow`, freed once here, with no copy under way.
+        // SAFETY: allocated once in `reserve`, freed once here, with no copy under way.
         let result = unsafe { sys::cuMemFreeHost(self.list.cast()) };
         (self.list, self.n_list_pieces) = (ptr::null_mut(), 0);
         if result != sys::CUresult::CUDA_SUCCESS {
