@@ -1,16 +1,11 @@
 //! Copies between the memory of a GPU and the arena of the store.
 
-use std::ptr::NonNull;
-
 use kvik_memory::vmm::cuda::{CopyPiece, CopyWay, CudaCopier, CudaHostMemory};
 use kvik_node::NodeClient;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 
 use crate::error::KvikError;
-
-/// Bytes of the arena that are registered with the driver at a time: a mistake then costs no more than one of them.
-const REGISTERED_BYTES: usize = 1 << 30;
 
 /// A GPU with a stream for each direction.
 #[derive(Debug)]
@@ -25,16 +20,9 @@ pub(crate) struct Gpu {
 #[derive(Debug)]
 struct RegisteredArena {
     client: NodeClient,
-    parts: Vec<RegisteredPart>,
-    /// A kernel may read it only where all of it is registered.
+    /// `Single` where the driver refused it.
     way: CopyWay,
 }
-
-#[derive(Debug)]
-struct RegisteredPart(NonNull<u8>);
-
-// SAFETY: an address that is only compared and given to the driver.
-unsafe impl Send for RegisteredPart {}
 
 /// Which way bytes go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,7 +35,7 @@ impl Gpu {
     pub(crate) fn open(ordinal: u32) -> PyResult<Self> {
         let failed = |error| KvikError::new_err(format!("open the GPU {ordinal}: {error}"));
         Ok(Self {
-            loads: CudaCopier::open(ordinal).map_err(failed)?,
+            loads: CudaCopier::open_staged(ordinal).map_err(failed)?,
             saves: CudaCopier::open(ordinal).map_err(failed)?,
             host: CudaHostMemory::open(ordinal).map_err(failed)?,
             registered: Mutex::default(),
@@ -64,24 +52,22 @@ impl Gpu {
         }
         // Arenas of daemons that are gone.
         registered.retain(|arena| !arena.client.is_gone() || !self.forget(arena));
-        let mut parts = Vec::new();
-        for start in (0..n_bytes).step_by(REGISTERED_BYTES) {
-            // SAFETY: the part lies inside of the arena's mapping.
-            let part = unsafe { address.add(start) };
-            if let Err(error) = self.host.register(part, REGISTERED_BYTES.min(n_bytes - start)) {
+        // As one range: the driver refuses copies from or to memory that was registered in two.
+        let way = match self.host.register(address, n_bytes) {
+            Ok(()) => CopyWay::BatchOrKernel,
+            Err(error) => {
                 tracing::warn!(%error, "the store's memory is not registered with the GPU: copies are slower");
-                break;
+                CopyWay::Single
             }
-            parts.push(RegisteredPart(part));
-        }
-        let is_whole = parts.len() == n_bytes.div_ceil(REGISTERED_BYTES);
-        let way = if is_whole { CopyWay::BatchOrKernel } else { CopyWay::Single };
-        registered.push(RegisteredArena { client: client.clone(), parts, way });
+        };
+        registered.push(RegisteredArena { client: client.clone(), way });
         way
     }
 
     fn forget(&self, arena: &RegisteredArena) -> bool {
-        arena.parts.iter().for_each(|part| self.host.unregister(part.0));
+        if arena.way != CopyWay::Single {
+            self.host.unregister(arena.client.arena().0);
+        }
         true
     }
 
