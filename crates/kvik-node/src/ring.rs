@@ -184,6 +184,11 @@ impl<W: RingWords> Producer<W> {
         self.places.wake_sleeper(words);
         Ok(true)
     }
+
+    /// Whether the consumer seems to sleep: a hint, which may be old.
+    pub(crate) fn has_sleeper(&self) -> bool {
+        self.words.load(self.places.sleeps, Ordering::Relaxed) != 0
+    }
 }
 
 // === impl Consumer ===
@@ -209,6 +214,11 @@ impl<W: RingWords> Consumer<W> {
         self.head = self.head.wrapping_add(1);
         words.store(self.places.head, self.head, Ordering::Release);
         Ok(Some(entry))
+    }
+
+    /// Whether there seems to be an entry: a hint, which may be old.
+    pub(crate) fn has_entry(&self) -> bool {
+        self.words.load(self.places.tail, Ordering::Relaxed) != self.head
     }
 
     /// The wake-ups so far. Read it before everything that decides whether to wait: a wake-up after it ends the wait.

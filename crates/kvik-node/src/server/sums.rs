@@ -19,7 +19,9 @@ const MAX_THREADS: usize = 8;
 
 /// Threads that help sessions to sum up chunks; dropping it joins them.
 ///
-/// A session sums up its own chunk and is helped as far as threads are idle, so it never waits for the chunk of another.
+/// A session sums up its own chunk and is helped as far as threads are idle, so it never waits for the chunk of another. It
+/// asks for help only where something waits for the sum: threads that are not needed take the processor and the memory from
+/// the clients.
 #[derive(Debug)]
 pub(super) struct SumThreads {
     shared: Arc<Shared>,
@@ -68,18 +70,25 @@ impl SumThreads {
         Ok(started)
     }
 
-    /// The checksum of a chunk's bytes; `None` if the chunk was taken away meanwhile, which no thread does.
-    pub(super) fn sum(&self, writer: ChunkWriter) -> Option<(ChunkWriter, Checksum)> {
+    /// The checksum of a chunk's bytes; `None` if the chunk was taken away meanwhile, which no thread does. Other threads
+    /// help as soon as `is_urgent` says so.
+    pub(super) fn sum(
+        &self,
+        writer: ChunkWriter,
+        is_urgent: impl Fn() -> bool,
+    ) -> Option<(ChunkWriter, Checksum)> {
         let n_bytes = writer.payload().len();
         if self.threads.is_empty() || n_bytes <= PART_BYTES {
             let sum = checksum(writer.payload());
             return Some((writer, sum));
         }
         let sum = Arc::new(SharedSum::new(writer));
-        self.shared.waiting.lock().push_back(Arc::clone(&sum));
-        self.shared.wake.notify_all();
-        sum.help();
-        self.shared.forget(&sum);
+        if !sum.help_until(is_urgent) {
+            self.shared.waiting.lock().push_back(Arc::clone(&sum));
+            self.shared.wake.notify_all();
+            sum.help_until(|| false);
+            self.shared.forget(&sum);
+        }
         sum.finish()
     }
 }
@@ -104,7 +113,7 @@ impl Drop for SumThreads {
 impl Shared {
     fn run(&self) {
         while let Some(sum) = self.next() {
-            sum.help();
+            sum.help_until(|| false);
             self.forget(&sum);
         }
     }
@@ -141,17 +150,21 @@ impl SharedSum {
         }
     }
 
-    /// Sums up parts until none is left.
-    fn help(&self) {
+    /// Sums up parts until none is left, or `is_enough`; says whether none is left.
+    fn help_until(&self, is_enough: impl Fn() -> bool) -> bool {
         let writer = self.writer.read();
-        let Some(writer) = &*writer else { return };
+        let Some(writer) = &*writer else { return true };
         // Relaxed: which part is all that the number says, and the lock orders the sums before their use.
         while let part_idx = self.next_part.fetch_add(1, Ordering::Relaxed)
             && let Some(part) = self.parts.get(part_idx)
         {
             let bytes = writer.payload().chunks(PART_BYTES).nth(part_idx).unwrap_or_default();
             part.store(checksum(bytes).0, Ordering::Relaxed);
+            if is_enough() {
+                return false;
+            }
         }
+        true
     }
 
     /// Waits for the parts that others sum up, and joins all.
@@ -168,6 +181,8 @@ impl SharedSum {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use kvik_store::{ChunkFormat, Store, StoreOptions, Write};
     use kvik_tier::{Arena, ArenaOptions, RamTier};
     use kvik_types::{BlockSize, Dtype, Namespace};
@@ -207,7 +222,9 @@ mod tests {
             let (_store, writers) = writers(token_bytes, 2);
             for writer in writers {
                 let expected = checksum(writer.payload());
-                assert_eq!(threads.sum(writer).unwrap().1, expected, "{token_bytes}");
+                let (writer, alone) = threads.sum(writer, || false).unwrap();
+                assert_eq!(alone, expected, "{token_bytes}");
+                assert_eq!(threads.sum(writer, || true).unwrap().1, expected, "{token_bytes}");
             }
         }
     }
@@ -220,10 +237,12 @@ mod tests {
             for writer in writers {
                 scope.spawn(|| {
                     let mut writer = Some(writer);
-                    for _ in 0..20 {
+                    for round in 0..20 {
                         let given = writer.take().unwrap();
                         let expected = checksum(given.payload());
-                        let (back, sum) = threads.sum(given).unwrap();
+                        let n_alone = Cell::new(round % 4_u32);
+                        let is_urgent = || n_alone.replace(n_alone.get().saturating_sub(1)) == 0;
+                        let (back, sum) = threads.sum(given, is_urgent).unwrap();
                         assert_eq!(sum, expected);
                         writer = Some(back);
                     }
