@@ -234,6 +234,10 @@ impl LayerReader {
         }
         // Asked before the layer is given out, so that it is read while the caller works.
         self.ask_ahead();
+        if self.layer_idx == self.chain.space().format().n_layers as usize {
+            // After the last layer the chunks are found in memory.
+            self.promotions.wait();
+        }
         let sections = sections.into_iter().take(n_whole * n_ranks).flatten().collect();
         Some(Layer { idx: layer_idx, n_ranks, sections })
     }
@@ -314,7 +318,7 @@ impl LayerReading {
         if !self.promise.is_wanted() || !self.is_current() {
             return;
         }
-        let Self { core, chain, layer_idx, wanted, promotions, .. } = &self;
+        let Self { core, chain, layer_idx, wanted, .. } = &self;
         // What lies behind a chunk that finds no memory is of no use.
         let mut slots: Vec<Slot> = wanted.iter().map_while(|section| self.reserve(section.n_bytes)).collect();
         core.counters.add(Counter::Refused, (wanted.len() - slots.len()) as u64);
@@ -337,12 +341,12 @@ impl LayerReading {
         if !self.is_current() {
             return;
         }
-        for (section, lease) in wanted.iter().zip(&leases) {
-            if let Some(lease) = lease {
-                promotions.fill(core, section.place, *layer_idx, lease);
-            }
-        }
-        self.promise.keep(leases);
+        // The reader goes on while the layer is copied to where it stays.
+        let Self { core, layer_idx, wanted, promotions, promise, .. } = self;
+        let tell = || promise.keep(leases.clone());
+        let sections = wanted.iter().zip(&leases);
+        let sections = sections.filter_map(|(section, lease)| Some((section.place, lease.as_ref()?)));
+        promotions.fill_after(&core, layer_idx, tell, sections);
     }
 
     /// Takes memory for a section, if need be that of the chunks that were to stay.

@@ -1,7 +1,7 @@
 //! Chunks that are read layer by layer and stay in memory as a whole.
 
 use kvik_tier::{Lease, Slot, TierKind};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
 use super::core::Core;
 use super::publish::{Arrival, Origin, Published};
@@ -20,14 +20,12 @@ pub(crate) struct Promotions {
     generation: u64,
     /// The tier that each place comes from.
     tiers: Vec<TierKind>,
-    state: Mutex<State>,
-}
-
-#[derive(Debug)]
-struct State {
-    places: Vec<Place>,
-    /// Places that are resident without a gap.
-    n_resident: usize,
+    /// Each with a lock of its own: several threads copy at a time.
+    places: Vec<Mutex<Place>>,
+    /// Places that are resident without a gap. Locked before a place.
+    n_resident: Mutex<usize>,
+    /// Held for reading by what copies layers.
+    filling: RwLock<()>,
 }
 
 #[derive(Debug)]
@@ -76,53 +74,83 @@ impl Promotions {
                 PromotionSource::Lower { .. } => Place::GivenUp,
             };
             goes_on &= !matches!(taken, Place::GivenUp);
-            places.push(taken);
+            places.push(Mutex::new(taken));
         }
-        let state = Mutex::new(State { places, n_resident: 0 });
         let tier_of = |source: &PromotionSource| match source {
             PromotionSource::Memory => TierKind::Ram,
             PromotionSource::Lower { tier, .. } => *tier,
         };
         let tiers = sources.iter().map(tier_of).collect();
-        Self { chain: chain.clone(), first_chunk, generation, tiers, state }
+        Self {
+            chain: chain.clone(),
+            first_chunk,
+            generation,
+            tiers,
+            places,
+            n_resident: Mutex::new(0),
+            filling: RwLock::new(()),
+        }
+    }
+
+    /// Calls `tell`, then takes a layer of places. [`Self::wait`] waits for layers that were told of.
+    pub(crate) fn fill_after<'a>(
+        &self,
+        core: &Core,
+        layer_idx: usize,
+        tell: impl FnOnce(),
+        sections: impl Iterator<Item = (usize, &'a Lease)>,
+    ) {
+        let _filling = self.filling.read();
+        tell();
+        for (place, section) in sections {
+            self.fill(core, place, layer_idx, section);
+        }
+    }
+
+    /// Waits for the layers that others take at present.
+    pub(crate) fn wait(&self) {
+        drop(self.filling.write());
     }
 
     /// Takes one layer of a place; each is given once.
-    pub(crate) fn fill(&self, core: &Core, place: usize, layer_idx: usize, section: &[u8]) {
-        let mut state = self.state.lock();
-        let Some(filled) = state.places.get_mut(place) else { return };
-        let Place::Filling { slot, n_missing_layers } = filled else { return };
+    fn fill(&self, core: &Core, place: usize, layer_idx: usize, section: &[u8]) {
+        let Some(mut filled) = self.places.get(place).map(Mutex::lock) else { return };
+        let Place::Filling { slot, n_missing_layers } = &mut *filled else { return };
         let start = layer_idx * section.len();
         if let Some(layer) = slot.get_mut(start..start + section.len()) {
             layer.copy_from_slice(section);
             *n_missing_layers -= 1;
         }
         if *n_missing_layers == 0
-            && let Place::Filling { slot, .. } = std::mem::replace(filled, Place::GivenUp)
+            && let Place::Filling { slot, .. } = std::mem::replace(&mut *filled, Place::GivenUp)
         {
             *filled = Place::Whole(slot.freeze());
-            self.publish_whole(core, &mut state);
+            drop(filled);
+            self.publish_whole(core);
         }
     }
 
     /// Gives back the memory of places that are not whole: the reader needs it more.
     pub(crate) fn give_up(&self) {
-        for place in &mut self.state.lock().places {
-            if matches!(place, Place::Filling { .. }) {
+        for place in &self.places {
+            let mut place = place.lock();
+            if matches!(*place, Place::Filling { .. }) {
                 *place = Place::GivenUp;
             }
         }
     }
 
     /// Publishes what is whole and has nothing before it that is not resident.
-    fn publish_whole(&self, core: &Core, state: &mut State) {
+    fn publish_whole(&self, core: &Core) {
         let n_ranks = usize::from(self.chain.n_ranks());
-        while let Some(place) = state.places.get_mut(state.n_resident) {
-            if let Place::Whole(lease) = place {
+        let mut n_resident = self.n_resident.lock();
+        while let Some(place) = self.places.get(*n_resident) {
+            let mut place = place.lock();
+            if let Place::Whole(lease) = &*place {
                 let lease = lease.clone();
-                let chunk_idx = self.first_chunk + state.n_resident / n_ranks;
-                let rank = (state.n_resident % n_ranks) as u16;
-                let arrival = Arrival { lease, origin: Origin::Tier(self.tiers[state.n_resident]) };
+                let chunk_idx = self.first_chunk + *n_resident / n_ranks;
+                let rank = (*n_resident % n_ranks) as u16;
+                let arrival = Arrival { lease, origin: Origin::Tier(self.tiers[*n_resident]) };
                 *place = match core.publish(&self.chain, chunk_idx, rank, self.generation, arrival) {
                     Published::Stored(_) => {
                         core.counters.add(Counter::PromotedChunks, 1);
@@ -132,10 +160,10 @@ impl Promotions {
                     Published::NoParent | Published::Stale | Published::Collision => Place::GivenUp,
                 };
             }
-            if !matches!(place, Place::Resident) {
+            if !matches!(*place, Place::Resident) {
                 return;
             }
-            state.n_resident += 1;
+            *n_resident += 1;
         }
     }
 }
