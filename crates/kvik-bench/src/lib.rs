@@ -1,6 +1,6 @@
 //! What measures kvik: benches, simulators, workloads and plots.
 //!
-//! - [`edges`], [`engine`], [`gateway`], [`index`], [`memory`], [`node`], [`store`] and [`routing`] are the benches of
+//! - [`edges`], [`engine`], [`gateway`], [`index`], [`memory`], [`moving`], [`node`], [`store`] and [`routing`] are the benches of
 //!   `kvik bench`, one a subject. [`report`] is what they find, as a table and as JSON, with the [`machine`] it was found on.
 //! - [`sim`] replays request traces through the eviction policies of the store, [`replay`] through the placement of
 //!   requests, both in virtual time: equal arguments give equal figures.
@@ -28,10 +28,12 @@ pub mod gateway;
 pub mod index;
 pub mod machine;
 pub mod memory;
+pub mod moving;
 pub mod node;
 pub mod plot;
 pub mod replay;
 pub mod report;
+mod role;
 pub mod routing;
 pub mod sim;
 pub mod store;

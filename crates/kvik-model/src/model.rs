@@ -90,6 +90,25 @@ impl Model {
         })
     }
 
+    /// Writes the model that the binary carries into `folder`, as [`Model::open`] reads it.
+    ///
+    /// # Errors
+    /// If a file cannot be written.
+    pub fn write_bundled(folder: &Path) -> Result<()> {
+        let files: [(&str, &[u8]); 5] = [
+            ("config.json", bundled::CONFIG.as_bytes()),
+            ("generation_config.json", bundled::GENERATION_CONFIG),
+            ("tokenizer.json", bundled::TOKENIZER),
+            ("tokenizer_config.json", bundled::TOKENIZER_CONFIG),
+            ("model.safetensors", bundled::weights()?),
+        ];
+        for (name, bytes) in files {
+            let path = folder.join(name);
+            std::fs::write(&path, bytes).map_err(|source| ModelError::Io { path, source })?;
+        }
+        Ok(())
+    }
+
     /// The folder's name, or that of the bundled model.
     pub fn name(&self) -> &str {
         &self.name

@@ -63,6 +63,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Bench(BenchCommand::Engine(arguments)) => commands::bench::engine(arguments),
         Command::Bench(BenchCommand::Gateway(arguments)) => commands::bench::gateway(arguments),
         Command::Bench(BenchCommand::Edges(arguments)) => commands::bench::edges(arguments),
+        Command::Bench(BenchCommand::Moving(arguments)) => commands::bench::moving(arguments),
         Command::Bench(BenchCommand::Memory(arguments)) => commands::bench::memory(arguments),
         Command::Bench(BenchCommand::Store(arguments)) => commands::bench::store(arguments),
         Command::Bench(BenchCommand::Node(arguments)) => commands::bench::node(arguments),

@@ -15,6 +15,8 @@ pub(crate) enum BenchCommand {
     Gateway(BenchGatewayArguments),
     /// Attack the gateway on loopback and measure what is left for honest clients
     Edges(BenchEdgesArguments),
+    /// Measure what clients see of streams that go to another worker: pauses, drains, rolling restarts
+    Moving(BenchMovingArguments),
     /// Measure elastic memory: blocks, pages, grants, growth, and giving memory back
     Memory(BenchMemoryArguments),
     /// Measure the KV store: each tier beside what its medium gives without it, lookups, and what a hit saves
@@ -98,6 +100,24 @@ pub(crate) struct BenchGatewayArguments {
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct BenchEdgesArguments {
     /// Measure a few seconds only, less precisely, with a tenth of the attackers
+    #[arg(long)]
+    pub(crate) quick: bool,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Starts a coordinator, a gateway and workers as processes on loopback, moves and drains running streams, and compares
+/// every text with that of an undisturbed run. Takes some minutes and 3 GiB of memory; with --quick half a minute.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct BenchMovingArguments {
+    /// Also restart all workers of a service in turn for so many seconds, 1 to 3600, under a constant load [default: off]
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub(crate) rolling: Option<u64>,
+
+    /// Measure sequences of 512 tokens only, less precisely
     #[arg(long)]
     pub(crate) quick: bool,
 

@@ -13,15 +13,17 @@ use kvik_bench::sim::{Trace, synthetic::Chats};
 use super::{check_kv_blocks, open_model, print_json};
 use crate::cli::bench::{
     BenchEdgesArguments, BenchEngineArguments, BenchGatewayArguments, BenchIndexArguments,
-    BenchMemoryArguments, BenchMemoryPeerArguments, BenchNodeArguments, BenchNodeClientArguments,
-    BenchRoutingArguments, BenchStoreArguments,
+    BenchMemoryArguments, BenchMemoryPeerArguments, BenchMovingArguments, BenchNodeArguments,
+    BenchNodeClientArguments, BenchRoutingArguments, BenchStoreArguments,
 };
+use crate::scratch::ScratchFolder;
 use kvik_bench::edges::{Attack, EdgesBench, EdgesBenchOptions};
 use kvik_bench::engine::{EngineBench, EngineBenchOptions};
 use kvik_bench::gateway::{GatewayBench, GatewayBenchOptions, Kind};
 use kvik_bench::index::{self, IndexBench};
 use kvik_bench::machine::Machine;
 use kvik_bench::memory::{self, MemoryBench, MemoryBenchOptions};
+use kvik_bench::moving::{MovingBench, MovingBenchOptions};
 use kvik_bench::node::{self, NodeBench, NodeBenchOptions};
 use kvik_bench::report::Report;
 use kvik_bench::routing::{self, RoutingBench, RoutingBenchOptions};
@@ -113,6 +115,35 @@ pub(crate) fn edges(arguments: &BenchEdgesArguments) -> anyhow::Result<()> {
         results,
     };
     bench.finish();
+    print(&report, arguments.json)
+}
+
+/// Runs `kvik bench moving`.
+pub(crate) fn moving(arguments: &BenchMovingArguments) -> anyhow::Result<()> {
+    let scratch = ScratchFolder::create("moving", false).context("make a folder for the model")?;
+    let mut bench = MovingBench::try_new(MovingBenchOptions {
+        program: std::env::current_exe().context("find this program")?,
+        folder: scratch.path().to_owned(),
+        is_quick: arguments.quick,
+        rolling: arguments.rolling.map(Duration::from_secs),
+    })?;
+    let kinds = bench.kinds();
+    let progress = progress_bar(kinds.len());
+    let mut results = Vec::new();
+    for kind in kinds {
+        progress.set_message(kind.name());
+        results.extend(bench.measure(kind).with_context(|| format!("measure {}", kind.name()))?);
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+
+    let report = Report {
+        bench: "moving",
+        machine: Machine::detect(),
+        settings: bench.settings(),
+        description: bench.description(),
+        results,
+    };
     print(&report, arguments.json)
 }
 

@@ -53,6 +53,11 @@ fn help_of_bench_edges_states_its_options() {
 }
 
 #[test]
+fn help_of_bench_moving_states_every_default_and_unit() {
+    insta::assert_snapshot!(run(["bench", "moving", "--help"]).success());
+}
+
+#[test]
 fn help_of_bench_memory_states_every_default_and_unit() {
     insta::assert_snapshot!(run(["bench", "memory", "--help"]).success());
 }

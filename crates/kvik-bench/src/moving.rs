@@ -1,0 +1,247 @@
+//! What clients see of streams that go to another worker: pauses, drains and rolling restarts.
+//!
+//! Coordinator, gateway and workers are processes of their own on loopback; the model is the bundled one with a longer
+//! context. Every text is compared with that of an undisturbed run, and the bench fails if one differs.
+
+mod copies;
+mod drain;
+mod fleet;
+mod pause;
+mod request;
+mod rolling;
+mod stream;
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Context as _;
+use kvik_model::{BLOCK_TOKENS, Model};
+use tokio::runtime::Runtime;
+
+use self::fleet::Fleet;
+use self::stream::percentile;
+use crate::report::{Baseline, Goal, Measurement};
+
+/// Lengths of the sequences, in tokens.
+const LENGTHS: [usize; 4] = [512, 2048, 4096, 8192];
+/// The pause that a move should stay below, in milliseconds.
+const PAUSE_GOAL_MS: f64 = 10.0;
+/// How much longer a replay should pause than a move, at `RATIO_LENGTH`.
+const RATIO_GOAL: f64 = 5.0;
+const RATIO_LENGTH: usize = 4096;
+/// Bytes of one number of KV: `f32`, the default of workers.
+const KV_NUMBER_BYTES: usize = 4;
+
+/// What is measured.
+#[derive(Debug, Clone)]
+pub struct MovingBenchOptions {
+    /// The program that runs the roles: `kvik` itself.
+    pub program: PathBuf,
+    /// Folder for the model; must be empty, and is left to its owner.
+    pub folder: PathBuf,
+    /// Takes less time for less precise values, with short sequences only.
+    pub is_quick: bool,
+    /// How long all workers are restarted in turn; `None` leaves that out.
+    pub rolling: Option<Duration>,
+}
+
+/// The measurements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Pauses of moves and of replays of sequences of this many tokens.
+    Pause(usize),
+    /// A worker that ends with 32 streams.
+    Drain,
+    /// All workers restarted in turn.
+    Rolling,
+}
+
+/// A fleet and what is measured on it.
+#[derive(Debug)]
+pub struct MovingBench {
+    options: MovingBenchOptions,
+    model: PathBuf,
+    /// Bytes of the KV of one token block.
+    block_bytes: usize,
+    fleet: Fleet,
+    /// What failed requests said.
+    failures: Vec<String>,
+    // Last, so that what runs on it is gone before.
+    runtime: Runtime,
+}
+
+impl Kind {
+    /// Its name, as it is shown while it is measured.
+    pub fn name(self) -> String {
+        match self {
+            Self::Pause(length) => format!("pause_{length}"),
+            Self::Drain => "drain_32_streams".to_owned(),
+            Self::Rolling => "rolling_restart".to_owned(),
+        }
+    }
+}
+
+impl MovingBenchOptions {
+    fn lengths(&self) -> &'static [usize] {
+        if self.is_quick { &LENGTHS[..1] } else { &LENGTHS }
+    }
+
+    /// Streams of a length and moves of each: fewer of short ones, whose length would change too much.
+    fn moves(&self, length: usize) -> (u64, usize) {
+        match (self.is_quick, length) {
+            (true, _) => (1, 4),
+            (false, ..1024) => (13, 8),
+            (false, _) => (4, 25),
+        }
+    }
+
+    /// Tokens of each output of the worker that drains.
+    fn drained_tokens(&self) -> usize {
+        if self.is_quick { 256 } else { 768 }
+    }
+
+    fn n_replays(&self) -> u64 {
+        if self.is_quick { 1 } else { 5 }
+    }
+}
+
+impl MovingBench {
+    /// Starts the processes.
+    ///
+    /// # Errors
+    /// If one of them cannot be started.
+    pub fn try_new(options: MovingBenchOptions) -> anyhow::Result<Self> {
+        let model = fleet::write_model(&options.folder).context("write a model with a longer context")?;
+        let config = Model::bundled().context("open the bundled model")?.config().clone();
+        let block_numbers = 2 * BLOCK_TOKENS * config.n_layers * config.n_kv_heads * config.head_dim;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .context("start the runtime")?;
+        let fleet = runtime.block_on(Fleet::start(&options.program, &model, 2))?;
+        let block_bytes = block_numbers * KV_NUMBER_BYTES;
+        Ok(Self { options, model, block_bytes, fleet, failures: Vec::new(), runtime })
+    }
+
+    /// The measurements, in their order.
+    pub fn kinds(&self) -> Vec<Kind> {
+        let pauses = self.options.lengths().iter().map(|length| Kind::Pause(*length));
+        let rolling = self.options.rolling.map(|_| Kind::Rolling);
+        pauses.chain([Kind::Drain]).chain(rolling).collect()
+    }
+
+    /// What is measured, for programs.
+    pub fn settings(&self) -> serde_json::Value {
+        let lengths: serde_json::Map<String, serde_json::Value> = self
+            .options
+            .lengths()
+            .iter()
+            .map(|length| {
+                let (n_streams, n_moves) = self.options.moves(*length);
+                (length.to_string(), serde_json::json!({"streams": n_streams, "moves_per_stream": n_moves}))
+            })
+            .collect();
+        serde_json::json!({
+            "model": fleet::MODEL,
+            "threads_per_worker": self.fleet.n_threads,
+            "lengths": lengths,
+            "replays_per_length": self.options.n_replays(),
+            "drained_streams": drain::N_STREAMS,
+            "failures": self.failures,
+            "rolling_seconds": self.options.rolling.map(|duration| duration.as_secs_f64()),
+        })
+    }
+
+    /// What is measured, for people.
+    pub fn description(&self) -> String {
+        let n_threads = self.fleet.n_threads;
+        let failures: Vec<String> = self.failures.iter().map(|failure| format!("\n  {failure}")).collect();
+        format!(
+            "2 workers with {n_threads} threads each, coordinator and gateway as processes on loopback; \
+            kvik-tiny with a context of 16k tokens, KV in f32{}",
+            failures.concat()
+        )
+    }
+
+    /// Does one measurement.
+    ///
+    /// # Errors
+    /// If a text differs from that of its undisturbed run, or a process does not do what it should.
+    pub fn measure(&mut self, kind: Kind) -> anyhow::Result<Vec<Measurement>> {
+        let rows = match kind {
+            Kind::Pause(length) => self.pauses(length)?,
+            Kind::Drain => self.drain()?,
+            Kind::Rolling => self.rolling()?,
+        };
+        Ok(rows.into_iter().flatten().collect())
+    }
+
+    fn pauses(&mut self, length: usize) -> anyhow::Result<Vec<Option<Measurement>>> {
+        let (n_streams, n_moves) = self.options.moves(length);
+        let moves = self.runtime.block_on(pause::moves(&self.fleet, length, n_streams, n_moves))?;
+        let replays =
+            self.runtime.block_on(pause::replays(&mut self.fleet, length, self.options.n_replays()))?;
+        let p99 = percentile(&moves.pauses_ms, 0.99);
+        let row = |name: &str, values: Vec<f64>| {
+            Measurement::from_repeats(format!("{name}_{length}"), "ms", values)
+        };
+        let replay = Baseline::new("by replay", replays.clone());
+        let by_move = Baseline::new("by move", moves.pauses_ms.clone());
+        let goal = (length == RATIO_LENGTH).then_some(Goal::RatioAtLeast(RATIO_GOAL));
+        let mut rows = vec![
+            row("pause_p50_ms", moves.pauses_ms).map(|row| row.compared_with(replay, None)),
+            row("pause_p99_ms", vec![p99]).map(|row| row.wanted(Goal::AtMost(PAUSE_GOAL_MS))),
+            row("replay_pause_p50_ms", replays).map(|row| row.compared_with(by_move, goal)),
+        ];
+        if Some(&length) == self.options.lengths().last() {
+            rows.push(self.copies(&moves.copies)?);
+        }
+        Ok(rows)
+    }
+
+    /// The speed at which KV moves, beside what loopback gives without it.
+    fn copies(&self, copies: &[(usize, Duration)]) -> anyhow::Result<Option<Measurement>> {
+        let bytes = |n_tokens: usize| n_tokens / BLOCK_TOKENS * self.block_bytes;
+        let mut loopback = Vec::new();
+        for (n_tokens, _) in copies {
+            loopback.push(copies::loopback_gb_s(bytes(*n_tokens))?);
+        }
+        let speed = |(n_tokens, took): &(usize, Duration)| bytes(*n_tokens) as f64 / 1e9 / took.as_secs_f64();
+        let speeds = copies.iter().map(speed).collect();
+        let row = Measurement::from_repeats("moved_gb_s".to_owned(), "GB/s", speeds);
+        Ok(row.map(|row| row.compared_with(Baseline::new("loopback TCP", loopback), None)))
+    }
+
+    fn drain(&mut self) -> anyhow::Result<Vec<Option<Measurement>>> {
+        let drained = self.runtime.block_on(drain::drain(&mut self.fleet, self.options.drained_tokens()))?;
+        let row = |name: &str, unit, value| Measurement::from_repeats(name.to_owned(), unit, vec![value]);
+        let rows = vec![
+            row("drain_32_streams_ms", "ms", drained.took.as_secs_f64() * 1e3),
+            row("drain_moved_requests", "requests", drained.n_moved),
+            row("drain_failed_requests", "requests", drained.failures.len() as f64)
+                .map(|row| row.wanted(Goal::AtMost(0.0))),
+        ];
+        self.failures.extend(drained.failures);
+        Ok(rows)
+    }
+
+    fn rolling(&mut self) -> anyhow::Result<Vec<Option<Measurement>>> {
+        let Some(duration) = self.options.rolling else { return Ok(Vec::new()) };
+        let rolled = self.runtime.block_on(roll(&self.options.program, &self.model, duration))?;
+        let row = |name: &str, unit, value| Measurement::from_repeats(name.to_owned(), unit, vec![value]);
+        let rows = vec![
+            row("rolling_restart_failed_requests", "requests", rolled.failures.len() as f64)
+                .map(|row| row.wanted(Goal::AtMost(0.0))),
+            row("rolling_restart_served_requests", "requests", rolled.n_served as f64),
+            row("rolling_restarts", "restarts", rolled.n_restarts as f64),
+        ];
+        self.failures.extend(rolled.failures);
+        Ok(rows)
+    }
+}
+
+async fn roll(program: &Path, model: &Path, duration: Duration) -> anyhow::Result<rolling::Rolled> {
+    let mut fleet = Fleet::start(program, model, rolling::N_WORKERS).await?;
+    rolling::rolling(&mut fleet, duration).await
+}
