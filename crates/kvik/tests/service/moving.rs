@@ -191,9 +191,15 @@ fn kvctl(cluster: &Cluster, arguments: &[&str]) -> Value {
 #[test]
 fn an_operator_moves_a_request_and_drains_a_worker() {
     let mut cluster = Cluster::start(Settings::default());
-    let expected = undisturbed(&cluster);
+    // Long enough for four commands, one after the other.
+    let mut request = requests().swap_remove(0);
+    request.1["max_tokens"] = 3000.into();
+    let request = [request];
+    let expected = undisturbed(&cluster.gateway, &request, Some("undisturbed"));
     let sequence = cluster.sequence_of("worker-1");
-    let streams = begin(&cluster, &sequence, "operated");
+    let mut stream = open(&cluster.gateway, &request[0], Some(&sequence), "operated");
+    let first = vec![stream.event().unwrap().unwrap()];
+    let streams = vec![(stream, first)];
     let listed = kvctl(&cluster, &["sequences", "worker-1"]);
     let on_first: Vec<&Value> = listed["sequences"].as_array().unwrap().iter().collect();
     assert!(!on_first.is_empty(), "{listed}");
