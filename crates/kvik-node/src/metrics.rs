@@ -14,6 +14,7 @@
 //! | `kvik_store_indexed_chunks`, `kvik_store_index_bytes` | gauge | chunks that the store knows, and what knowing them takes |
 //! | `kvik_store_<count>_total` | counter | the counts of `GET /cache/stats`, such as `kvik_store_hit_tokens_ram_total` |
 //! | `kvik_node_sessions` | gauge | engines that are attached to the daemon |
+//! | `kvik_node_managers` | gauge | managing connections that are open |
 //! | `kvik_node_attached_total`, `kvik_node_refused_total` | counter | engines that attached, and that were refused |
 //! | `kvik_node_failed_sessions_total` | counter | sessions that ended by a mistake of the engine |
 //! | `kvik_node_requests_total` | counter | requests that were answered |
@@ -121,9 +122,18 @@ impl DaemonMetrics {
             publish_hints(tenant);
         }
         let stats = self.server.stats();
-        let NodeStats { n_sessions, n_attached, n_refused, n_failed, n_requests, n_corrupt, n_audit_lost } =
-            stats;
+        let NodeStats {
+            n_sessions,
+            n_managers,
+            n_attached,
+            n_refused,
+            n_failed,
+            n_requests,
+            n_corrupt,
+            n_audit_lost,
+        } = stats;
         gauge!("kvik_node_sessions").set(n_sessions as f64);
+        gauge!("kvik_node_managers").set(n_managers as f64);
         for (name, count) in [
             ("kvik_node_attached_total", n_attached),
             ("kvik_node_refused_total", n_refused),

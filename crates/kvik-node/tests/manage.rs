@@ -361,6 +361,8 @@ fn a_prefetch_loads_and_is_ended_by_a_cancel_or_with_its_connection() {
     assert!(other.prefetch(&names[2], None).unwrap().is_loading);
     other.close();
     assert!(other.stats().is_err(), "a closed one stays closed");
+    let n_managers = || daemon.server.as_ref().unwrap().stats().n_managers;
+    until("the daemon has seen its end", || n_managers() == 1);
     gate.set_shut(false);
     until("the prefetch is done", || manager.is_loading(&loads).unwrap() == Some(false));
     let in_memory =

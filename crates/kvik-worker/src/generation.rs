@@ -8,13 +8,14 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvik_model::{GenerateRequest, StageId};
+use bytes::Bytes;
+use kvik_model::{GenerateRequest, StageId, Staged};
 use kvik_runtime::telemetry::Phases;
 use kvik_types::CacheSalt;
 use tokio::sync::mpsc;
 
 use crate::admission::Permit;
-use crate::engine_thread::{BegunPart, EngineHandle, Origin, Submission};
+use crate::engine_thread::{BegunPart, EngineHandle, Origin, StageBlocks, StageOutcome, Submission};
 use crate::error::Refusal;
 use crate::events::{Event, STOPPED};
 
@@ -257,8 +258,30 @@ impl Drop for Generation {
 }
 
 impl StageGuard {
-    pub(crate) fn new(engine: &EngineHandle, stage: StageId) -> Self {
-        Self { engine: engine.clone(), stage }
+    /// Begins to hold the blocks of a sequence that starts with `prompt`.
+    ///
+    /// # Errors
+    /// If the engine has ended.
+    pub(crate) async fn begin(
+        engine: &EngineHandle,
+        prompt: &[u32],
+        salt: Option<CacheSalt>,
+    ) -> Result<(Self, Staged), Refusal> {
+        let (engine, prompt) = (engine.clone(), prompt.to_vec());
+        // A task of its own: a caller that leaves while the engine answers must not leave blocks behind.
+        let beginning = tokio::spawn(async move {
+            let blocks = StageBlocks {
+                stage: None,
+                prompt,
+                salt,
+                first_block: 0,
+                tokens: Vec::new(),
+                kv: Bytes::new(),
+            };
+            let StageOutcome { stage, staged } = engine.stage(blocks).await?;
+            Ok((Self { engine, stage }, staged))
+        });
+        beginning.await.map_err(|_| Refusal::engine_gone())?
     }
 }
 

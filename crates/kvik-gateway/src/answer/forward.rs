@@ -47,6 +47,8 @@ use crate::upstream::fleet::{Fleet, ModelGroup};
 
 /// Most times that a request without a stream moves: a drained fleet moves it once a worker.
 const MAX_MOVES: usize = 8;
+/// Time between two looks for a worker while there is none.
+const WAIT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// What a worker answered.
 struct Answer {
@@ -197,9 +199,8 @@ async fn try_workers(
                     partial: Some(moved.partial),
                 });
                 Metrics::continued("moved");
-                let base = moved.to;
-                placed = place_at(group, wanted, &base)
-                    .or_else(|| place_worker(group, wanted, config, std::slice::from_ref(&backend)))
+                placed = place_moved(&shared, group, wanted, &moved.to, &backend, outgoing.deadline)
+                    .await
                     .ok_or_else(|| Refusal::no_backend(group.time_to_probe().as_secs() + 1))?;
                 n_moves += 1;
                 if MAX_MOVES < n_moves {
@@ -216,7 +217,13 @@ async fn try_workers(
         let may_retry =
             tried.len() < config.retry.max_attempts as usize && !matches!(failure, Failure::DeadlinePassed);
         // The worker that is tried next is found before an answer that could be passed on is lost.
-        let next = if may_retry { place(&tried) } else { None };
+        let next = if !may_retry {
+            None
+        } else if outgoing.resumed.is_some() {
+            place_worker(group, wanted, config, &tried)
+        } else {
+            place(&tried)
+        };
         let next = next.filter(|_| shared.retry_budget.withdraw());
         let Some(next) = next else {
             return give_up(record, &backend, failure, outgoing, config);
@@ -226,6 +233,35 @@ async fn try_workers(
         record.n_retries += 1;
         tracing::debug!(worker = %backend.id, next = %next.load.backend.id, "trying another worker");
         placed = next;
+    }
+}
+
+/// Places a request that its worker has given away: where its KV is, else on any worker, as soon as there is one.
+async fn place_moved(
+    shared: &Shared,
+    group: &ModelGroup,
+    wanted: Wanted<'_>,
+    to: &str,
+    left: &Arc<Backend>,
+    deadline: Instant,
+) -> Option<Placed> {
+    if let Some(placed) = place_at(group, wanted, to) {
+        return Some(placed);
+    }
+    let wait = millis(shared.view().config.retry.continuation_wait_ms);
+    let until = deadline.min(Instant::now() + wait);
+    // The fleet may change meanwhile, and what the index said is by its places.
+    let request = kvik_index::placement::Request { matched_tokens: &[], ..wanted.request };
+    let wanted = Wanted { request, ..wanted };
+    loop {
+        let view = shared.view();
+        let group = view.fleet.group(&group.model);
+        let placed =
+            group.and_then(|group| place_worker(group, wanted, &view.config, std::slice::from_ref(left)));
+        if placed.is_some() || until <= Instant::now() {
+            return placed;
+        }
+        tokio::time::sleep(WAIT_INTERVAL).await;
     }
 }
 

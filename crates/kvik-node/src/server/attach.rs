@@ -116,7 +116,11 @@ fn manage(
     let Admitted { attach, tenant, store, space } = admitted;
     let namespace = Namespace { tenant: tenant.clone(), ..attach.namespace.clone() };
     let management = Management::new(store, space, namespace, attach.rank, auditor);
-    manage::run(management, connection, control, &shared.counters)
+    shared.counters.managers.fetch_add(1, Ordering::Relaxed);
+    // What it held is given back before it counts as gone.
+    let managed = manage::run(management, connection, control, &shared.counters);
+    shared.counters.managers.fetch_sub(1, Ordering::Relaxed);
+    managed
 }
 
 fn admit(shared: &Shared, frame: &[u8], is_full: bool) -> Result<Admitted> {

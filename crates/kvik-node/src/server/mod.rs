@@ -92,6 +92,7 @@ struct Shared {
 struct Counters {
     sessions: AtomicU64,
     attached: AtomicU64,
+    managers: AtomicU64,
     refused: AtomicU64,
     failed: AtomicU64,
     requests: AtomicU64,
@@ -103,6 +104,8 @@ struct Counters {
 pub struct NodeStats {
     /// Clients that are attached now.
     pub n_sessions: u64,
+    /// Managing connections that are open now.
+    pub n_managers: u64,
     /// Clients that have attached.
     pub n_attached: u64,
     /// Clients that were refused: too many, a wrong token, a wrong frame.
@@ -256,6 +259,7 @@ impl NodeServer {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         NodeStats {
             n_sessions: read(&counters.sessions),
+            n_managers: read(&counters.managers),
             n_attached: read(&counters.attached),
             n_refused: read(&counters.refused),
             n_failed: read(&counters.failed),

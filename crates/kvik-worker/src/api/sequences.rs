@@ -259,25 +259,14 @@ pub(super) async fn offer(State(state): Shared, request: Request) -> Answer {
     let mut stages = std::collections::HashMap::new();
     let mut have_blocks = Vec::new();
     for (part, prompt) in plan.prompts.iter().enumerate() {
-        let outcome = loaded.engine.stage(new_stage(&plan, prompt)).await?;
-        stages.insert((part, 0), StageGuard::new(&loaded.engine, outcome.stage));
-        have_blocks.push(outcome.staged.n_blocks);
+        let (guard, staged) = StageGuard::begin(&loaded.engine, prompt, plan.salt.clone()).await?;
+        stages.insert((part, 0), guard);
+        have_blocks.push(staged.n_blocks);
     }
     tracing::debug!(from = %offer.from, "a request may come");
     let arrival = Arrival { plan, from: offer.from, stages: stages.into() };
     loaded.arrivals.insert(&offer.ticket, arrival)?;
     Ok(json(StatusCode::OK, &OfferAnswer { have_blocks }))
-}
-
-fn new_stage(plan: &Plan, prompt: &[u32]) -> StageBlocks {
-    StageBlocks {
-        stage: None,
-        prompt: prompt.to_vec(),
-        salt: plan.salt.clone(),
-        first_block: 0,
-        tokens: Vec::new(),
-        kv: Bytes::new(),
-    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -313,9 +302,10 @@ pub(super) async fn put_blocks(State(state): Shared, Path(ticket): Path<String>,
     let stage = if let Some(guard) = stages.get(&place) {
         guard.stage
     } else {
-        let outcome = loaded.engine.stage(new_stage(plan, prompt)).await?;
-        stages.insert(place, StageGuard::new(&loaded.engine, outcome.stage));
-        outcome.stage
+        let (guard, _) = StageGuard::begin(&loaded.engine, prompt, plan.salt.clone()).await?;
+        let stage = guard.stage;
+        stages.insert(place, guard);
+        stage
     };
     let blocks = StageBlocks {
         stage: Some(stage),
