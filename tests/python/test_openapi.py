@@ -37,6 +37,8 @@ WITHOUT_BODY = [
     "/index/stats",
     "/index/blocks",
 ]
+# Its body is a request of another path, and those are made up for these paths.
+EXPLAIN = "/route/explain"
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
 
 
@@ -162,7 +164,22 @@ def aim(path: str, body: dict) -> dict:
 def test_every_operation_of_the_description_is_tested(description):
     described = {(method.upper(), path) for path in description for method in description[path]}
     tested = {("POST", path) for path in WITH_BODY} | {("GET", path) for path in WITHOUT_BODY}
-    assert described == tested
+    assert described == tested | {("POST", EXPLAIN)}
+
+
+def test_a_route_is_explained_as_described(description, gateway: str):
+    operation = description[EXPLAIN]["POST"]
+    bodies = [
+        {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4},
+        {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]},
+    ]
+    for body in bodies:
+        case = operation.Case(body=body, media_type="application/json")
+        response = answer(case, gateway)
+        assert response.status_code == 200, response.text
+        assert response.json()["worker"] is not None
+    refused = answer(operation.Case(body={"model": "no such model"}, media_type="application/json"), gateway)
+    assert refused.status_code == 404, refused.text
 
 
 @pytest.mark.parametrize("path", WITH_BODY)
