@@ -34,8 +34,10 @@
 
 mod admission;
 mod api;
+mod block_groups;
 mod clock;
 mod config;
+mod departure;
 mod drain;
 mod engine_thread;
 mod error;

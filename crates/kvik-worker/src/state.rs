@@ -22,11 +22,6 @@ use crate::staging::Staging;
 use crate::store::{ChunkWatch, KvStore};
 use crate::store_admin::StoreAdmin;
 
-/// The group of the engine's token blocks in the worker's log.
-pub(crate) const BLOCKS: u32 = 0;
-/// The group of the store's chunks.
-pub(crate) const CHUNKS: u32 = 1;
-
 /// Longest text, in bytes, that is tokenized on the thread that serves sockets: about a
 /// millisecond of work.
 const SHORT_TEXT_BYTES: usize = 16 << 10;

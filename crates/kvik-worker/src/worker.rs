@@ -17,6 +17,7 @@ use kvik_store::Space;
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 
+use crate::block_groups::{BLOCKS, CHUNKS};
 use crate::config::WorkerConfig;
 use crate::drain::Drain;
 use crate::engine_thread::{EngineHandle, Patience};
@@ -26,7 +27,7 @@ use crate::moves::{Arrivals, PeerClient};
 use crate::registration::Registration;
 use crate::sequences::Sequences;
 use crate::staging::Staging;
-use crate::state::{BLOCKS, CHUNKS, KvShape, Loaded, WorkerState, random_seed};
+use crate::state::{KvShape, Loaded, WorkerState, random_seed};
 use crate::store::WorkerStore;
 use crate::store_admin::StoreAdmin;
 use crate::{api, clock, idle};

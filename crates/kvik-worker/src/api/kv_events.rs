@@ -16,10 +16,11 @@ use serde::Deserialize;
 use tokio_util::sync::CancellationToken;
 
 use super::{Answer, Shared, json, typed};
+use crate::block_groups::BLOCKS;
 use crate::engine_thread::EngineHandle;
 use crate::error::Refusal;
 use crate::key_page::KeyPage;
-use crate::state::{BLOCKS, Loaded};
+use crate::state::Loaded;
 
 /// Blocks of a page where the request does not say.
 const DEFAULT_LIMIT: usize = 1000;

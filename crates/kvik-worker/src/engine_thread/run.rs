@@ -16,10 +16,10 @@ use kvik_proto::kv_stream::{KvKey, KvTier};
 use super::entries::{Entries, Entry, TokenTime};
 use super::loads::{Arrival, Loads};
 use super::{Command, Origin, Patience, Shared, Submission};
+use crate::block_groups::BLOCKS;
 use crate::events::{Event, Token, Usage};
 use crate::metrics::WorkerMetrics;
 use crate::snapshot::Snapshot;
-use crate::state::BLOCKS;
 use crate::store::{KvStore, LoadedPrefix, Loading};
 
 /// Time between two tries to get memory that other engines hold.

@@ -30,7 +30,7 @@ impl PeerClient {
     }
 
     /// Offers a request to the worker at `base`.
-    pub(super) async fn offer(
+    pub(crate) async fn offer(
         &self,
         base: &str,
         offer: &Offer,
@@ -45,7 +45,7 @@ impl PeerClient {
     }
 
     /// Sends blocks: their tokens and, block by block, the bytes of all layers.
-    pub(super) async fn put_blocks(
+    pub(crate) async fn put_blocks(
         &self,
         base: &str,
         ticket: &str,
@@ -58,7 +58,7 @@ impl PeerClient {
     }
 
     /// Tells that a request does not come.
-    pub(super) async fn forget(&self, base: &str, ticket: &str) -> Result<(), ClientError> {
+    pub(crate) async fn forget(&self, base: &str, ticket: &str) -> Result<(), ClientError> {
         let url = format!("{base}/sequences/moves/{ticket}");
         self.call::<serde_json::Value>(Method::DELETE, url, Vec::new(), None).await.map(drop)
     }

@@ -1,13 +1,11 @@
 //! Requests that go on at another worker, with their KV; docs/moving.md is the design.
 //!
-//! The source ([`source`]) copies full blocks while its request runs, then freezes it and tells the gateway, which continues
+//! The source ([`departure`](crate::departure)) copies full blocks while its request runs, then freezes it and tells the gateway, which continues
 //! it at the destination ([`arrivals`]). Neither worker decides where a request runs: a frozen one runs where the gateway
 //! continues it.
 
 mod arrivals;
 mod client;
-mod source;
 
 pub(crate) use arrivals::{Arrival, Arrivals};
 pub(crate) use client::PeerClient;
-pub(crate) use source::move_request;
