@@ -22,6 +22,9 @@ pub(super) const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// The type of file systems whose files lie in huge pages.
 const HUGE_FILE_SYSTEM: i64 = 0x9584_58F6;
 
+/// How often addresses are looked for: another thread must map memory within microseconds for one to be lost.
+const MAX_ALIGNED_TRIES: usize = 16;
+
 /// A shared mapping of a whole memory file, which it owns.
 ///
 /// The file cannot be resized any more, so no address of the mapping ever lies past its end. A child of
@@ -182,30 +185,54 @@ impl Drop for Mapping {
 }
 
 /// Maps all of `file` at a multiple of the huge page size, so that its huge pages can be mapped as such.
+///
+/// If other threads keep taking the addresses that were found free, the mapping lies wherever the kernel puts it, which
+/// costs time and nothing else.
 fn map_aligned(file: &OwnedFd, n_bytes: usize) -> rustix::io::Result<NonNull<u8>> {
     let padded_bytes = n_bytes.checked_add(HUGE_PAGE_BYTES).ok_or(Errno::NOMEM)?;
-    // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing.
-    let reserved = unsafe {
-        mmap_anonymous(
-            ptr::null_mut(),
-            padded_bytes,
-            ProtFlags::empty(),
-            MapFlags::PRIVATE | MapFlags::NORESERVE,
-        )
-    }?;
-    let head_bytes = reserved.cast::<u8>().align_offset(HUGE_PAGE_BYTES);
-    let start = reserved.wrapping_byte_add(head_bytes);
-    let protection = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: the range lies inside of the reservation just made, which no other code knows.
-    let mapped = unsafe { mmap(start, n_bytes, protection, MapFlags::SHARED | MapFlags::FIXED, file, 0) };
-    let margins = match mapped {
-        Ok(_) => [(reserved, head_bytes), (start.wrapping_byte_add(n_bytes), HUGE_PAGE_BYTES - head_bytes)],
-        Err(_) => [(reserved, padded_bytes), (reserved, 0)],
-    };
-    for (address, margin_bytes) in margins.into_iter().filter(|(_, margin_bytes)| *margin_bytes != 0) {
-        // SAFETY: the margin is part of the reservation, outside of what is returned.
-        let trimmed = unsafe { munmap(address, margin_bytes) };
-        debug_assert!(trimmed.is_ok(), "a margin lies inside of the reservation");
+    for _ in 0..MAX_ALIGNED_TRIES {
+        let start = free_address(padded_bytes)?;
+        match map_at(start, n_bytes, MapFlags::FIXED_NOREPLACE, file) {
+            // A kernel before 4.17 takes the address as a hint.
+            Ok(mapped) if mapped.as_ptr().cast() != start => unmap(mapped, n_bytes),
+            Err(Errno::EXIST) => {}
+            outcome => return outcome,
+        }
     }
-    NonNull::new(mapped?.cast()).ok_or(Errno::NOMEM)
+    map_at(ptr::null_mut(), n_bytes, MapFlags::empty(), file)
+}
+
+/// A multiple of the huge page size from which on `padded_bytes`, less one huge page, were free a moment ago.
+///
+/// The addresses are given back before they are used. The other way, `MAP_FIXED` over a reservation, leaves a hole if
+/// it fails half way, as it does for lack of huge pages; another thread may map memory there, and releasing the
+/// reservation would take it away.
+fn free_address(padded_bytes: usize) -> rustix::io::Result<*mut c_void> {
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing.
+    let found = unsafe { mmap_anonymous(ptr::null_mut(), padded_bytes, ProtFlags::empty(), flags) }?;
+    // SAFETY: the range is the mapping just made, which no other code knows.
+    unsafe { munmap(found, padded_bytes) }?;
+    Ok(found.wrapping_byte_add(found.cast::<u8>().align_offset(HUGE_PAGE_BYTES)))
+}
+
+/// Maps all of `file` at `start`, or anywhere if it is null; `flags` never let it replace another mapping.
+fn map_at(
+    start: *mut c_void,
+    n_bytes: usize,
+    flags: MapFlags,
+    file: &OwnedFd,
+) -> rustix::io::Result<NonNull<u8>> {
+    debug_assert!(!flags.contains(MapFlags::FIXED));
+    let protection = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: without `MAP_FIXED` a new mapping takes the place of no other.
+    let mapped = unsafe { mmap(start, n_bytes, protection, MapFlags::SHARED | flags, file, 0) }?;
+    NonNull::new(mapped.cast()).ok_or(Errno::NOMEM)
+}
+
+/// Unmaps what `map_at` has just mapped.
+fn unmap(mapped: NonNull<u8>, n_bytes: usize) {
+    // SAFETY: the range is one mapping, which no other code knows.
+    let unmapped = unsafe { munmap(mapped.as_ptr().cast(), n_bytes) };
+    debug_assert!(unmapped.is_ok(), "a mapping is unmapped by the range that was mapped");
 }

@@ -92,6 +92,25 @@ fn huge_pages_that_the_machine_does_not_have_are_an_error_only_where_they_are_re
 }
 
 #[test]
+fn arenas_that_are_made_at_a_time_never_take_the_memory_of_another() {
+    let threads: Vec<_> = (0..4_u8)
+        .map(|number| {
+            std::thread::spawn(move || {
+                for _ in 0..1_000 {
+                    let options = ArenaOptions { huge_pages: HugePages::Auto, ..ArenaOptions::new(16 << 20) };
+                    let mut slot = Arena::new(options).unwrap().allocate(UNIT_BYTES).unwrap();
+                    slot.fill(number);
+                    assert!(slot.freeze().iter().all(|byte| *byte == number));
+                }
+            })
+        })
+        .collect();
+    for thread in threads {
+        thread.join().unwrap();
+    }
+}
+
+#[test]
 fn the_memory_file_cannot_be_resized_and_has_what_was_written() {
     let arena = arena(64);
     assert!(rustix::fs::ftruncate(arena.as_fd(), 0).is_err());

@@ -16,15 +16,15 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Seek as _, SeekFrom};
 use std::os::unix::fs::{FileExt as _, FileTypeExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use crc_fast::{CrcAlgorithm, checksum};
-use rustix::fs::{FlockOperation, OFlags};
+use rustix::fs::OFlags;
 use rustix::io::Errno;
 
 use super::aligned::AlignedBuffer;
 use super::file::SegmentFile;
 use super::format::{BLOCK_BYTES, Reason};
+use super::lock::FileLock;
 use super::options::{MIN_SEGMENTS, NvmeOptions};
 use super::signature::{SEARCHED_BYTES, find_signature};
 use crate::error::{Result, TierError};
@@ -56,7 +56,7 @@ pub(crate) struct DeviceHeader {
 pub(crate) struct Device {
     path: PathBuf,
     /// Open for its user alone, and locked.
-    file: Arc<File>,
+    lock: FileLock,
     header: DeviceHeader,
 }
 
@@ -188,11 +188,11 @@ impl Device {
         if !is_device(path)? {
             return Ok(None);
         }
-        let file = open_alone(path)?;
-        let (device_bytes, first_block) = inspect(path, &file)?;
+        let lock = open_alone(path)?;
+        let (device_bytes, first_block) = inspect(path, lock.file())?;
         let header = match DeviceHeader::decode(&first_block, device_bytes) {
             Ok(header) => header,
-            Err(_) if options.formats_device => format_opened(options, &file, device_bytes)?,
+            Err(_) if options.formats_device => format_opened(options, lock.file(), device_bytes)?,
             Err(reason) => {
                 let given = format!("{}: {reason}", path.display());
                 return Err(TierError::invalid("nvme", &given, UNFORMATTED));
@@ -204,7 +204,7 @@ impl Device {
             let allowed = format!("no size, or that of the format, {} bytes", header.capacity_bytes());
             return Err(TierError::invalid("capacity_bytes", &options.capacity_bytes, allowed));
         }
-        Ok(Some(Self { path: path.clone(), file: Arc::new(file), header }))
+        Ok(Some(Self { path: path.clone(), lock, header }))
     }
 
     pub(crate) fn segment_bytes(&self) -> u64 {
@@ -215,13 +215,18 @@ impl Device {
         self.header.capacity_bytes()
     }
 
+    /// What keeps other programs from the device; its segments need it.
+    pub(crate) fn into_lock(self) -> FileLock {
+        self.lock
+    }
+
     /// All segments, used or not.
     pub(crate) fn segments(&self) -> impl Iterator<Item = SegmentFile> {
         let DeviceHeader { segment_bytes, n_segments, .. } = self.header;
         let path = &self.path;
         (0..n_segments).map(move |number| {
             let base = self.header.segment_offset(number);
-            SegmentFile::of_device(path, &self.file, number as u32, base, segment_bytes)
+            SegmentFile::of_device(path, self.lock.file(), number as u32, base, segment_bytes)
         })
     }
 }
@@ -241,13 +246,13 @@ pub fn format_device(options: &NvmeOptions) -> Result<u64> {
     if !is_device(path)? {
         return Err(TierError::invalid("device", &path.display(), "a block device"));
     }
-    let file = open_alone(path)?;
-    let (device_bytes, first_block) = inspect(path, &file)?;
+    let lock = open_alone(path)?;
+    let (device_bytes, first_block) = inspect(path, lock.file())?;
     if DeviceHeader::decode(&first_block, device_bytes).is_ok() {
         let allowed = "a device that kvik has not formatted; blank its first 4096 bytes to format it again";
         return Err(TierError::invalid("device", &path.display(), allowed));
     }
-    Ok(format_opened(options, &file, device_bytes)?.capacity_bytes())
+    Ok(format_opened(options, lock.file(), device_bytes)?.capacity_bytes())
 }
 
 fn format_opened(options: &NvmeOptions, file: &File, device_bytes: u64) -> Result<DeviceHeader> {
@@ -277,7 +282,7 @@ fn is_device(path: &Path) -> Result<bool> {
 }
 
 /// Opens a device that no other program has open for itself, past the page cache where it can be.
-fn open_alone(path: &Path) -> Result<File> {
+fn open_alone(path: &Path) -> Result<FileLock> {
     let failed = |error| TierError::io(format!("open {}", path.display()), error);
     let open = |flags: OFlags| {
         OpenOptions::new().read(true).write(true).custom_flags(flags.bits().cast_signed()).open(path)
@@ -295,11 +300,7 @@ fn open_alone(path: &Path) -> Result<File> {
         Some(code) if code == Errno::BUSY.raw_os_error() => in_use(),
         _ => failed(error),
     })?;
-    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
-        Err(Errno::WOULDBLOCK) => Err(in_use()),
-        Err(errno) => Err(failed(errno.into())),
-    }
+    FileLock::take(file).map_err(failed)?.ok_or_else(in_use)
 }
 
 /// The length of a device and its first block.

@@ -27,6 +27,7 @@ pub mod format;
 mod index;
 #[expect(unsafe_code, reason = "the kernel reads and writes borrowed memory while a call waits for it")]
 mod io;
+mod lock;
 mod log;
 mod options;
 mod reclaim;
@@ -44,7 +45,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
 use parking_lot::{Condvar, Mutex};
-use rustix::fs::{Access, FlockOperation};
+use rustix::fs::Access;
 
 pub(crate) use aligned::AlignedBuffer;
 pub use device::format_device;
@@ -56,6 +57,7 @@ use device::Device;
 use format::{Content, Entry};
 use index::{Index, Location};
 use io::Io;
+use lock::FileLock;
 use log::Log;
 use recovery::Recovery;
 use segment::{Reservation, max_chunk_bytes};
@@ -78,7 +80,7 @@ pub struct NvmeTier {
     /// Why nothing is written, if so since the start.
     read_only: Option<String>,
     /// Held for the lock on it.
-    _lock: Option<File>,
+    _lock: Option<FileLock>,
 }
 
 /// A batch that is being written; dropped before it is, it has failed.
@@ -111,7 +113,7 @@ impl NvmeTier {
         options.checked_segment_bytes()?;
         let counters = Counters::default();
         let recovery = Recovery::read_device(&device, &*io, &counters);
-        Ok(Self::start(&options, segment_bytes, io, recovery, counters, (None, None)))
+        Ok(Self::start(&options, segment_bytes, io, recovery, counters, (Some(device.into_lock()), None)))
     }
 
     fn open_dir(options: &NvmeOptions, io: Arc<dyn Io>) -> Result<Self> {
@@ -140,7 +142,7 @@ impl NvmeTier {
         io: Arc<dyn Io>,
         recovery: Recovery,
         counters: Counters,
-        (lock, read_only): (Option<File>, Option<String>),
+        (lock, read_only): (Option<FileLock>, Option<String>),
     ) -> Self {
         let index = Index::new(options.max_live_bytes(segment_bytes));
         recovery.fill(&index);
@@ -339,7 +341,7 @@ impl Drop for Writing<'_> {
 }
 
 /// Takes the lock of a directory; says why nothing can be written there, if so.
-fn lock(options: &NvmeOptions) -> Result<(Option<File>, Option<String>)> {
+fn lock(options: &NvmeOptions) -> Result<(Option<FileLock>, Option<String>)> {
     let dir = &options.dir;
     let path = dir.join(LOCK_NAME);
     let failed = |error| TierError::io(format!("lock {}", path.display()), error);
@@ -356,15 +358,9 @@ fn lock(options: &NvmeOptions) -> Result<(Option<File>, Option<String>)> {
         Err(error) if file::is_no_space(&error) => (None, Some(format!("{}: {error}", dir.display()))),
         Err(error) => return Err(failed(error)),
     };
-    if let Some(file) = &file {
-        match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {}
-            Err(rustix::io::Errno::WOULDBLOCK) => {
-                let allowed = "a directory that no other tier has open";
-                return Err(TierError::invalid("dir", &dir.display(), allowed));
-            }
-            Err(errno) => return Err(failed(errno.into())),
-        }
+    let Some(file) = file else { return Ok((None, read_only)) };
+    match FileLock::take(file).map_err(failed)? {
+        Some(lock) => Ok((Some(lock), read_only)),
+        None => Err(TierError::invalid("dir", &dir.display(), "a directory that no other tier has open")),
     }
-    Ok((file, read_only))
 }
