@@ -10,8 +10,13 @@ pub(crate) const NAME: &str = "kvik-tiny";
 pub(crate) const CONFIG: &str = include_str!("../../../models/kvik-tiny/config.json");
 pub(crate) const GENERATION_CONFIG: &[u8] =
     include_bytes!("../../../models/kvik-tiny/generation_config.json");
-pub(crate) const TOKENIZER: &[u8] = include_bytes!("../../../models/kvik-tiny/tokenizer.json");
 pub(crate) const TOKENIZER_CONFIG: &[u8] = include_bytes!("../../../models/kvik-tiny/tokenizer_config.json");
+
+/// `tokenizer.json` as the build script deflates it.
+const DEFLATED_TOKENIZER: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/tokenizer.deflated"));
+
+/// More than the tokenizer of a small model has.
+const MAX_TOKENIZER_BYTES: usize = 16 << 20;
 
 /// The weights as the build script packs them.
 const PACKED_WEIGHTS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kvik-tiny.packed"));
@@ -20,10 +25,21 @@ const PACKED_WEIGHTS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kvik-tin
 pub(crate) fn weights() -> Result<&'static [u8]> {
     static WEIGHTS: OnceLock<Option<Vec<u8>>> = OnceLock::new();
     let weights = WEIGHTS.get_or_init(|| unpack(PACKED_WEIGHTS)).as_deref();
-    weights.ok_or_else(|| ModelError::InvalidWeights {
+    weights.ok_or_else(damaged)
+}
+
+/// The bytes of `tokenizer.json`.
+pub(crate) fn tokenizer() -> Result<Vec<u8>> {
+    let inflated =
+        miniz_oxide::inflate::decompress_to_vec_with_limit(DEFLATED_TOKENIZER, MAX_TOKENIZER_BYTES);
+    inflated.map_err(|_| damaged())
+}
+
+fn damaged() -> ModelError {
+    ModelError::InvalidWeights {
         what: "the bundled model".to_owned(),
         reason: "the packed bytes do not match their lengths".to_owned(),
-    })
+    }
 }
 
 fn unpack(packed: &[u8]) -> Option<Vec<u8>> {
@@ -50,6 +66,12 @@ mod tests {
     fn the_binary_carries_the_weights_of_the_repository() {
         let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/kvik-tiny/model.safetensors");
         assert!(weights().unwrap() == std::fs::read(file).unwrap());
+    }
+
+    #[test]
+    fn the_binary_carries_the_tokenizer_of_the_repository() {
+        let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/kvik-tiny/tokenizer.json");
+        assert!(tokenizer().unwrap() == std::fs::read(file).unwrap());
     }
 
     #[test]

@@ -82,7 +82,7 @@ impl Model {
             revision: OnceLock::new(),
             checkpoint: Checkpoint::from_bytes("model.safetensors", bundled::weights()?)?,
             tokenizer: Arc::new(Tokenizer::from_parts(
-                bundled::TOKENIZER,
+                &bundled::tokenizer()?,
                 Some(bundled::TOKENIZER_CONFIG),
                 None,
                 Some(bundled::GENERATION_CONFIG),
@@ -98,7 +98,7 @@ impl Model {
         let files: [(&str, &[u8]); 5] = [
             ("config.json", bundled::CONFIG.as_bytes()),
             ("generation_config.json", bundled::GENERATION_CONFIG),
-            ("tokenizer.json", bundled::TOKENIZER),
+            ("tokenizer.json", &bundled::tokenizer()?),
             ("tokenizer_config.json", bundled::TOKENIZER_CONFIG),
             ("model.safetensors", bundled::weights()?),
         ];
