@@ -11,8 +11,8 @@ CHUNK_TOKENS = 64
 
 
 def whole_chunks(n_tokens: int) -> int:
-    """Tokens of a prompt that can be loaded: whole chunks, and at least one token is computed."""
-    return (n_tokens - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+    """Tokens of a prompt that can be loaded."""
+    return n_tokens // CHUNK_TOKENS * CHUNK_TOKENS
 
 
 class Daemon:

@@ -63,8 +63,8 @@ class SchedulerHalf:
 
     def begin_lookup(self, tracked: Tracked, n_computed_tokens: int) -> bool:
         """Says whether there is anything to find behind the computed tokens."""
-        # At least one token is computed, so that the next one can be sampled.
-        tracked.chain = self.chain(tracked, tracked.request.num_tokens - 1)
+        # The engine computes the last token of a prompt that is loaded whole, so that the next one can be sampled.
+        tracked.chain = self.chain(tracked, tracked.request.num_tokens)
         if tracked.chain is None or tracked.chain.n_tokens <= n_computed_tokens:
             return False
         try:
@@ -96,6 +96,9 @@ class SchedulerHalf:
         tracked.lookup = None
         tracked.n_stored_tokens = n_found
         n_new = n_found - n_computed_tokens
+        if n_found == request.num_tokens and n_new < (self.store.chunk_tokens or 0):
+            # The engine has nearly all of it: computing the rest costs less than a chunk that is loaded.
+            return 0, False
         return (n_new, True) if n_new > 0 else (0, False)
 
     def after_alloc(self, request: "Request", blocks: "KVCacheBlocks", n_external_tokens: int) -> None:
