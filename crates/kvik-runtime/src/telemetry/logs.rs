@@ -43,6 +43,9 @@ pub fn start_logging(config: &TelemetryConfig) -> Result<()> {
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        // A line that cannot be written is lost. Reporting that on standard error too panics where its reader is gone,
+        // and ends the task that logged.
+        .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(true);
     let outcome = match config.log_format {

@@ -1,7 +1,10 @@
 //! Starts and restarts in any order.
 
+use std::io::{BufRead as _, BufReader};
+use std::process::{Command, Stdio};
+
 use crate::cluster::{Role, start_coordinator, start_gateway, start_worker};
-use crate::process::{eventually, free_address};
+use crate::process::{eventually, free_address, kvik};
 
 /// The addresses of one coordinator, one worker and one gateway.
 struct Addresses([String; 3]);
@@ -53,4 +56,21 @@ fn every_role_can_be_killed_and_started_again() {
             (answer.status == 200).then_some(())
         });
     }
+}
+
+#[test]
+fn a_service_whose_log_has_no_reader_any_more_ends_when_it_is_asked_to() {
+    let arguments = ["coordinator", "--listen", "127.0.0.1:0", "--log-format", "json"];
+    let mut child = kvik().args(arguments).stderr(Stdio::piped()).spawn().unwrap();
+    let mut log = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("listening") {
+        line.clear();
+        assert_ne!(log.read_line(&mut line).unwrap(), 0, "it ended");
+    }
+    drop(log);
+    let status = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap();
+    assert!(status.success());
+    let status = eventually("the service ends", || child.try_wait().unwrap());
+    assert!(status.success(), "{status}");
 }
