@@ -33,9 +33,25 @@ pub struct WorkerInfo {
     /// Share of the ring relative to the other workers. Default: 1.
     #[serde(default = "one")]
     pub weight: f64,
+    /// Which part of requests it takes. Default: `both`.
+    #[serde(default, skip_serializing_if = "WorkerRole::is_both")]
+    pub role: WorkerRole,
     /// Where other nodes read the chunks of the store daemon that it is attached to, `host:port`. Default: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub store: Option<String>,
+}
+
+/// Which part of requests a worker takes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WorkerRole {
+    /// Computes prompts for others.
+    Prefill,
+    /// Generates, after prompts that others or it itself computed.
+    Decode,
+    /// Both.
+    #[default]
+    Both,
 }
 
 /// What a worker has to do.
@@ -248,6 +264,22 @@ pub enum WatchEvent {
     Snapshot(Snapshot),
     /// Nothing changed; the connection lives.
     Alive,
+}
+
+impl WorkerRole {
+    /// The word for it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+            Self::Both => "both",
+        }
+    }
+
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "the form that serde calls")]
+    fn is_both(&self) -> bool {
+        *self == Self::Both
+    }
 }
 
 impl Default for RingConfig {

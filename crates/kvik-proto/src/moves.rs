@@ -23,6 +23,10 @@ pub const KV_CHECKSUM: &str = "x-kvik-checksum";
 /// Header of an answer that is not the client's: the request moves, and the body is [`MovedAnswer`].
 pub const MOVED: &str = "x-kvik-moved";
 
+/// Header of a request of which the worker is to compute the prompt only: the address of the worker that generates. The KV of the
+/// prompt goes there as it is computed, and the request moves after its first token. If that is not possible, it stays.
+pub const DECODE_AT: &str = "x-kvik-decode-at";
+
 /// What a request is continued from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResumeHead {

@@ -8,6 +8,7 @@ use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use kvik_proto::coordinator::WorkerRole;
 use kvik_runtime::http::{InvalidLimit, ListenLimits, TlsServerConfig};
 use kvik_runtime::secret::{Secret, redacted_url};
 use kvik_runtime::telemetry::TracingConfig;
@@ -73,6 +74,9 @@ pub struct WorkerConfig {
     pub coordinators: Vec<String>,
     /// Share of the ring relative to other workers. Default: 1.
     pub weight: f64,
+    /// Which part of requests gateways send: `prefill` for long prompts, whose answers `decode` workers go on with, or `both`.
+    /// Default: `both`.
+    pub role: WorkerRole,
     /// Longest pause between two attempts to reach a coordinator. Default: 5000 ms.
     pub coordinator_backoff_ms: u64,
     /// TLS towards clients. Default: none, plain HTTP.
@@ -123,6 +127,7 @@ impl Default for WorkerConfig {
             drain_grace_s: 25,
             coordinators: Vec::new(),
             weight: 1.0,
+            role: WorkerRole::default(),
             coordinator_backoff_ms: 5000,
             tls: TlsServerConfig::default(),
             limits: ListenLimits::default(),

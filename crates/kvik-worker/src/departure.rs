@@ -2,25 +2,45 @@
 
 use std::time::Duration;
 
+use futures_util::stream::{self, StreamExt as _};
+use kvik_model::LentBlocks;
 use kvik_proto::client::ClientError;
 use kvik_proto::journal::MoveNotice;
-use kvik_proto::moves::Offer;
+use kvik_proto::moves::{KvTaken, Offer};
 
+use crate::engine_thread::{LendRequest, LendWait};
 use crate::error::Refusal;
+use crate::moves::{Blocks, PeerClient};
 use crate::running::{MoveGuard, RunningRequest};
 use crate::state::{Loaded, WorkerState};
 
 /// Bytes of KV in one call: few enough that taking them holds the other engine up for less than a step.
 const ROUND_BYTES: usize = 2 << 20;
+/// Calls on their way at a time: one is copied here while the other one is taken there.
+const MAX_CALLS: usize = 2;
 /// Rounds of copies before the request is frozen although blocks are left: it may grow as fast as they are copied.
 const MAX_ROUNDS: usize = 100_000;
-/// Blocks that may be left when the request is frozen: the other worker computes them with the tail, in one step.
+/// Blocks that an output has grown by in a round at most if it does not grow as fast as it is copied.
 const REST_BLOCKS: usize = 1;
+/// Longest time that the end of a block is waited for: a request may wait itself, for its client or for its turn.
+const BLOCK_END_WAIT: Duration = Duration::from_millis(500);
 /// Times that a request is tried to be frozen whose KV is on its way from the store.
 const FREEZE_TRIES: usize = 50;
 const FREEZE_INTERVAL: Duration = Duration::from_millis(20);
 
+/// When a request leaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Departs {
+    /// As soon as its KV is copied.
+    Soon,
+    /// After its first token: its prompt is computed here, and the KV of that is copied as it is computed.
+    AfterFirstToken,
+}
+
 /// Copies the KV of a request to the worker at `to` while it runs, then freezes it and tells its gateway.
+///
+/// What the request computes after the copy of its last full block is computed again there, while its client waits. So the last
+/// copy begins when a block becomes full: a few tokens are left then, whatever the length of the sequence.
 ///
 /// # Errors
 /// If the other worker does not take it, or the request has ended; it runs on then.
@@ -29,9 +49,17 @@ pub(crate) async fn move_request(
     loaded: &Loaded,
     guard: &MoveGuard,
     to: &str,
+    departs: Departs,
 ) -> Result<MoveNotice, Refusal> {
     let request = guard.request();
     let to = to.trim_end_matches('/');
+    if departs == Departs::AfterFirstToken {
+        // The other worker waits for blocks only so long, and this request may wait for its turn.
+        let ticket = *request.tickets.first().ok_or_else(ended)?;
+        let wait = LendWait::Prompt;
+        let first = LendRequest { ticket, choice: 0, first_block: 0, max_blocks: 1, wait };
+        loaded.engine.lend(first).await?.ok_or_else(ended)?;
+    }
     let notice = MoveNotice { ticket: random_ticket()?, to: to.to_owned() };
     let offer = Offer {
         ticket: notice.ticket.clone(),
@@ -43,100 +71,179 @@ pub(crate) async fn move_request(
     };
     let have =
         state.peers.offer(to, &offer, &request.body).await.map_err(|error| refused(&error))?.have_blocks;
-    let moved = copy_and_freeze(state, loaded, request, &notice, &have).await;
+    // Before anything is copied: the request may end at any time.
+    request.set_ticket(Some(notice.clone()));
+    let block_bytes = loaded.shape.n_layers * loaded.block_layer_bytes;
+    let max_blocks = (ROUND_BYTES / block_bytes.max(1)).max(1);
+    let departure = Departure { state, loaded, request, notice: &notice, max_blocks };
+    let moved = departure.copy_and_freeze(&have, departs).await;
     if moved.is_err() {
+        request.set_ticket(None);
         // The other worker gives the ticket up by itself if it does not hear of this.
         let _ = state.peers.forget(to, &notice.ticket).await;
     }
     moved.map(|()| notice)
 }
 
-async fn copy_and_freeze(
-    state: &WorkerState,
-    loaded: &Loaded,
-    request: &RunningRequest,
-    notice: &MoveNotice,
-    have_blocks: &[usize],
-) -> Result<(), Refusal> {
-    let n_choices = request.n_choices as usize;
-    let mut sent: Vec<Sent> = (0..request.tickets.len() * n_choices)
-        .map(|number| Sent {
-            n_blocks: have_blocks.get(number / n_choices).copied().unwrap_or(0),
-            is_full: false,
-        })
-        .collect();
-    let block_bytes = loaded.shape.n_layers * loaded.block_layer_bytes;
-    let max_blocks = (ROUND_BYTES / block_bytes.max(1)).max(1);
-    for _ in 0..MAX_ROUNDS {
-        let mut n_sent = 0;
-        for (number, sent) in sent.iter_mut().enumerate() {
-            let output = (number / n_choices, (number % n_choices) as u32);
-            n_sent = n_sent.max(sent.round(state, loaded, request, notice, output, max_blocks).await?);
-        }
-        if is_rest(n_sent, max_blocks) {
-            break;
-        }
-    }
-    for _ in 0..FREEZE_TRIES {
-        if loaded.engine.freeze(request.tickets.clone(), Some(notice.clone())).await? {
-            return Ok(());
-        }
-        // Its KV may be on its way from the store; a request that has ended is not listed any more.
-        if loaded.running.find(&request.id).is_none() {
-            break;
-        }
-        tokio::time::sleep(FREEZE_INTERVAL).await;
-    }
-    Err(Refusal::conflict("the request has ended", None))
+/// A request that another worker has accepted.
+struct Departure<'a> {
+    state: &'a WorkerState,
+    loaded: &'a Loaded,
+    request: &'a RunningRequest,
+    notice: &'a MoveNotice,
+    /// Of one call.
+    max_blocks: usize,
 }
 
 /// What the other worker has of one output.
 #[derive(Debug)]
 struct Sent {
+    part: usize,
+    choice: u32,
     n_blocks: usize,
+    /// Whether it takes no more.
     is_full: bool,
 }
 
-impl Sent {
-    /// Sends the blocks that have become full; the number of blocks that were sent.
-    async fn round(
-        &mut self,
-        state: &WorkerState,
-        loaded: &Loaded,
-        request: &RunningRequest,
-        notice: &MoveNotice,
-        (part, choice): (usize, u32),
-        max_blocks: usize,
-    ) -> Result<usize, Refusal> {
-        let Some(&ticket) = request.tickets.get(part).filter(|_| !self.is_full) else { return Ok(0) };
-        let Some(lent) = loaded.engine.lend(ticket, choice, self.n_blocks, max_blocks).await? else {
-            return Ok(0);
+impl Departure<'_> {
+    async fn copy_and_freeze(&self, have_blocks: &[usize], departs: Departs) -> Result<(), Refusal> {
+        let parts = 0..self.request.tickets.len();
+        let mut outputs: Vec<Sent> = parts
+            .flat_map(|part| {
+                let n_blocks = have_blocks.get(part).copied().unwrap_or(0);
+                (0..self.request.n_choices).map(move |choice| Sent { part, choice, n_blocks, is_full: false })
+            })
+            .collect();
+        if departs == Departs::AfterFirstToken {
+            for sent in &mut outputs {
+                self.send_full(sent, LendWait::Prompt).await?;
+            }
+        }
+        for _ in 0..MAX_ROUNDS {
+            if self.round(&mut outputs).await? <= REST_BLOCKS {
+                break;
+            }
+        }
+        // A worker for prompts has others to compute: what is left over is few tokens of the other one's.
+        if departs == Departs::Soon {
+            self.send_at_block_end(&mut outputs).await?;
+        }
+        self.freeze().await
+    }
+
+    /// Sends what is full of all outputs; the most blocks of one of them.
+    async fn round(&self, outputs: &mut [Sent]) -> Result<usize, Refusal> {
+        let mut n_most = 0;
+        for sent in outputs {
+            n_most = n_most.max(self.send_full(sent, LendWait::No).await?);
+        }
+        Ok(n_most)
+    }
+
+    /// Sends the full blocks of an output, and those that are waited for; how many.
+    async fn send_full(&self, sent: &mut Sent, wait: LendWait) -> Result<usize, Refusal> {
+        let (part, choice, first_block) = (sent.part, sent.choice, sent.n_blocks);
+        let Some(&ticket) = self.request.tickets.get(part) else { return Ok(0) };
+        let (engine, max_blocks) = (self.loaded.engine.clone(), self.max_blocks);
+        let lending = move |first_block: usize| {
+            let engine = engine.clone();
+            async move {
+                let request = LendRequest { ticket, choice, first_block, max_blocks, wait };
+                // What follows an error is not looked at.
+                let lent = engine.lend(request).await.transpose()?;
+                let n_blocks = lent.as_ref().map_or(0, LentBlocks::n_blocks);
+                Some((lent.map(|lent| (first_block, lent)), first_block + n_blocks))
+            }
         };
-        let n_blocks = lent.n_blocks();
-        // A copy of megabytes does not belong on a thread that serves sockets.
-        let copying = tokio::task::spawn_blocking(move || {
-            let mut body = Vec::new();
-            body.extend_from_slice(&(lent.tokens().len() as u32).to_le_bytes());
-            body.extend(lent.tokens().iter().flat_map(|token| token.to_le_bytes()));
-            lent.read(&mut body);
-            body
+        let (peers, notice) = (self.state.peers.clone(), self.notice.clone());
+        let calls = stream::unfold(first_block, lending).map(move |lent| {
+            let (peers, notice) = (peers.clone(), notice.clone());
+            async move {
+                let (first_block, lent) = lent?;
+                let end_block = first_block + lent.n_blocks();
+                Ok::<_, Refusal>((end_block, put(&peers, &notice, (part, choice, first_block), lent).await?))
+            }
         });
-        let body = copying.await.map_err(|_| Refusal::failed("the blocks could not be copied"))?;
-        let place = (part, choice, self.n_blocks);
-        let taken = state
-            .peers
-            .put_blocks(&notice.to, &notice.ticket, place, body)
-            .await
-            .map_err(|error| refused(&error))?;
-        self.n_blocks = taken.have_blocks;
-        self.is_full = taken.is_full;
-        Ok(n_blocks)
+        let mut calls = calls.buffered(MAX_CALLS).boxed();
+        while !sent.is_full
+            && let Some(call) = calls.next().await
+        {
+            let (end_block, taken) = call?;
+            sent.note(taken);
+            if taken.have_blocks < end_block {
+                // What follows has a gap before it; the next round sends it again.
+                break;
+            }
+        }
+        Ok(sent.n_blocks.saturating_sub(first_block))
+    }
+
+    /// Waits until a block becomes full, and sends it with those of the other outputs.
+    async fn send_at_block_end(&self, outputs: &mut [Sent]) -> Result<(), Refusal> {
+        for number in 0..outputs.len() {
+            let sent = &mut outputs[number];
+            if sent.is_full {
+                continue;
+            }
+            let Some(&ticket) = self.request.tickets.get(sent.part) else { continue };
+            let place = (sent.part, sent.choice, sent.n_blocks);
+            let (_, choice, first_block) = place;
+            let (max_blocks, wait) = (self.max_blocks, LendWait::Block);
+            let lending =
+                self.loaded.engine.lend(LendRequest { ticket, choice, first_block, max_blocks, wait });
+            match tokio::time::timeout(BLOCK_END_WAIT, lending).await {
+                Ok(Ok(Some(lent))) => {
+                    sent.note(put(&self.state.peers, self.notice, place, lent).await?);
+                    // Choices of one prompt grow together.
+                    return self.round(&mut outputs[number + 1..]).await.map(drop);
+                }
+                // The output has ended, or does not advance.
+                Ok(Ok(None)) => {}
+                Ok(Err(refusal)) => return Err(refusal),
+                Err(_) => return Ok(()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Freezes the request, with the notice to its gateway.
+    async fn freeze(&self) -> Result<(), Refusal> {
+        for _ in 0..FREEZE_TRIES {
+            let notice = Some(self.notice.clone());
+            if self.loaded.engine.freeze(self.request.tickets.clone(), notice).await? {
+                return Ok(());
+            }
+            // Its KV may be on its way from the store; a request that has ended is not listed any more.
+            if self.loaded.running.find(&self.request.id).is_none() {
+                break;
+            }
+            tokio::time::sleep(FREEZE_INTERVAL).await;
+        }
+        Err(ended())
     }
 }
 
-/// Whether a round that sent `n_sent` blocks left none that were full before it: a round has at most `max_blocks`.
-fn is_rest(n_sent: usize, max_blocks: usize) -> bool {
-    n_sent <= REST_BLOCKS && n_sent < max_blocks
+impl Sent {
+    fn note(&mut self, taken: KvTaken) {
+        (self.n_blocks, self.is_full) = (taken.have_blocks, taken.is_full);
+    }
+}
+
+/// Sends blocks of an output from a block on.
+async fn put(
+    peers: &PeerClient,
+    notice: &MoveNotice,
+    place: (usize, u32, usize),
+    lent: LentBlocks,
+) -> Result<KvTaken, Refusal> {
+    // A copy of megabytes does not belong on a thread that serves sockets.
+    let copying = tokio::task::spawn_blocking(move || Blocks::read(&lent));
+    let blocks = copying.await.map_err(|_| Refusal::failed("the blocks could not be copied"))?;
+    peers.put_blocks(&notice.to, &notice.ticket, place, blocks).await.map_err(|error| refused(&error))
+}
+
+fn ended() -> Refusal {
+    Refusal::conflict("the request has ended", None)
 }
 
 fn refused(error: &ClientError) -> Refusal {
@@ -151,16 +258,4 @@ fn random_ticket() -> Result<String, Refusal> {
         .and_then(|mut source| source.read_exact(&mut bytes))
         .map_err(|error| Refusal::failed(format!("read random bytes: {error}")))?;
     Ok(format!("{:032x}", u128::from_le_bytes(bytes)))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn blocks_of_a_large_model_are_sent_until_none_is_left() {
-        // One block of such a model fills a round.
-        assert!(!is_rest(1, 1) && is_rest(0, 1));
-        assert!(is_rest(1, 2) && is_rest(0, 2) && !is_rest(2, 2));
-    }
 }

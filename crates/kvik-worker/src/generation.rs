@@ -64,6 +64,8 @@ pub(crate) struct Start<'a> {
 pub(crate) struct StageGuard {
     engine: EngineHandle,
     pub(crate) stage: StageId,
+    /// What was there when the engine was last asked.
+    pub(crate) staged: Staged,
 }
 
 /// One prompt of a request.
@@ -266,7 +268,7 @@ impl StageGuard {
         engine: &EngineHandle,
         prompt: &[u32],
         salt: Option<CacheSalt>,
-    ) -> Result<(Self, Staged), Refusal> {
+    ) -> Result<Self, Refusal> {
         let (engine, prompt) = (engine.clone(), prompt.to_vec());
         // A task of its own: a caller that leaves while the engine answers must not leave blocks behind.
         let beginning = tokio::spawn(async move {
@@ -279,7 +281,7 @@ impl StageGuard {
                 kv: Bytes::new(),
             };
             let StageOutcome { stage, staged } = engine.stage(blocks).await?;
-            Ok((Self { engine, stage }, staged))
+            Ok(Self { engine, stage, staged })
         });
         beginning.await.map_err(|_| Refusal::engine_gone())?
     }

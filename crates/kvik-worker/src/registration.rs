@@ -64,6 +64,7 @@ impl Registration {
             model: loaded.model_name.clone(),
             capacity_tokens: (state.config.kv_blocks * kvik_model::BLOCK_TOKENS) as u64,
             weight: state.config.weight,
+            role: state.config.role,
             store: None,
         };
         Self {

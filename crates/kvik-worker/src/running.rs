@@ -5,10 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use bytes::Bytes;
+use kvik_proto::journal::MoveNotice;
 use kvik_proto::moves::{DrainReport, RunningSequence};
 use parking_lot::Mutex;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
 
 use crate::engine_thread::EngineHandle;
 use crate::error::Refusal;
@@ -16,14 +19,19 @@ use crate::error::Refusal;
 /// Outputs with no more tokens to go than this stay while their worker drains: they end before they could have moved.
 const SHORT_REST_TOKENS: usize = 16;
 
+/// Tickets at other workers that nothing comes for.
+pub(crate) type UnusedTickets = mpsc::UnboundedReceiver<MoveNotice>;
+
 /// All running requests.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct RunningRequests {
     by_id: Mutex<BTreeMap<String, Arc<RunningRequest>>>,
     /// How many there are.
     n_running: watch::Sender<usize>,
     /// What became of those that ended while the worker drained.
     drained: Mutex<DrainReport>,
+    /// Goes to [`UnusedTickets`].
+    unused: mpsc::UnboundedSender<MoveNotice>,
 }
 
 /// How a request ended here.
@@ -44,6 +52,8 @@ pub(crate) enum End {
 pub(crate) struct RunningGuard {
     request: Arc<RunningRequest>,
     all: Arc<RunningRequests>,
+    /// Moves it after its first token; ends with it.
+    leaving: Option<AbortOnDropHandle<()>>,
 }
 
 /// What is known of a running request.
@@ -65,6 +75,8 @@ pub(crate) struct RunningRequest {
     can_move: bool,
     n_output_tokens: AtomicUsize,
     is_moving: AtomicBool,
+    /// What another worker holds for it, while it is frozen.
+    ticket: Mutex<Option<MoveNotice>>,
     /// Cancelled when the worker drains.
     draining: CancellationToken,
     /// If it ended now.
@@ -95,6 +107,18 @@ pub(crate) struct RunningParts {
 pub(crate) struct MoveGuard(Arc<RunningRequest>);
 
 impl RunningRequests {
+    /// None, and the tickets at other workers that will not be used.
+    pub(crate) fn new() -> (Self, UnusedTickets) {
+        let (unused, receiver) = mpsc::unbounded_channel();
+        let requests = Self {
+            by_id: Mutex::default(),
+            n_running: watch::Sender::default(),
+            drained: Mutex::default(),
+            unused,
+        };
+        (requests, receiver)
+    }
+
     /// Lists a request.
     pub(crate) fn insert(self: &Arc<Self>, parts: RunningParts) -> RunningGuard {
         let RunningParts {
@@ -124,12 +148,13 @@ impl RunningRequests {
             can_move,
             n_output_tokens: AtomicUsize::new(n_output_tokens),
             is_moving: AtomicBool::new(false),
+            ticket: Mutex::new(None),
             draining,
             end: Mutex::new(End::Left),
         });
         self.n_running.send_modify(|n_running| *n_running += 1);
         self.by_id.lock().insert(request.id.clone(), Arc::clone(&request));
-        RunningGuard { request, all: Arc::clone(self) }
+        RunningGuard { request, all: Arc::clone(self), leaving: None }
     }
 
     /// The request with this id, or the only one of this `seq_id`.
@@ -137,6 +162,15 @@ impl RunningRequests {
         let by_id = self.by_id.lock();
         let named = || by_id.values().find(|request| request.seq_id.as_deref() == Some(name));
         by_id.get(name).or_else(named).map(Arc::clone)
+    }
+
+    /// Lets what another worker holds for a request be forgotten: it goes on here, or its gateway is gone. A ticket that the gateway has
+    /// used is unknown there, and nothing happens.
+    pub(crate) fn forget_ticket(&self, request: &RunningRequest) {
+        if let Some(notice) = request.ticket.lock().take() {
+            // A worker that ends tells nothing; the other one gives the ticket up by itself.
+            let _ = self.unused.send(notice);
+        }
     }
 
     /// Waits until none runs. Cancel safe.
@@ -168,6 +202,13 @@ impl RunningRequests {
     }
 }
 
+impl RunningGuard {
+    /// Ends a task with the request.
+    pub(crate) fn own(&mut self, leaving: JoinHandle<()>) {
+        self.leaving = Some(AbortOnDropHandle::new(leaving));
+    }
+}
+
 impl std::ops::Deref for RunningGuard {
     type Target = Arc<RunningRequest>;
 
@@ -178,9 +219,12 @@ impl std::ops::Deref for RunningGuard {
 
 impl Drop for RunningGuard {
     fn drop(&mut self) {
+        // Before the ticket is forgotten, which a task that goes on might take another time.
+        self.leaving = None;
         if self.request.draining.is_cancelled() {
             self.all.count(&self.request);
         }
+        self.all.forget_ticket(&self.request);
         self.all.by_id.lock().remove(&self.request.id);
         self.all.n_running.send_modify(|n_running| *n_running -= 1);
     }
@@ -195,6 +239,11 @@ impl RunningRequest {
     pub(crate) fn note_token(&self) {
         // Relaxed: a number to look at.
         self.n_output_tokens.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Notes what another worker holds for it from now on; `None` if that is not its own to forget.
+    pub(crate) fn set_ticket(&self, notice: Option<MoveNotice>) {
+        *self.ticket.lock() = notice;
     }
 
     /// Notes how it ends, if nothing else happens.

@@ -23,8 +23,9 @@ use crate::drain::Drain;
 use crate::engine_thread::{EngineHandle, Patience};
 use crate::error::{Result, WorkerError};
 use crate::metrics::WorkerMetrics;
-use crate::moves::{Arrivals, PeerClient};
+use crate::moves::{Arrivals, PeerClient, forget_tickets};
 use crate::registration::Registration;
+use crate::running::{RunningRequests, UnusedTickets};
 use crate::sequences::Sequences;
 use crate::staging::Staging;
 use crate::state::{KvShape, Loaded, WorkerState, random_seed};
@@ -110,7 +111,7 @@ impl Worker {
 
         // Ends the server if anything below fails.
         let starting = closing.clone().drop_guard();
-        let (loaded, thread) = load(&state, epoch, shutdown).await?;
+        let (loaded, thread, unused_tickets) = load(&state, epoch, shutdown).await?;
         starting.disarm();
 
         let (loading, ended, server_ended) = (Arc::clone(&loaded), closed.clone(), served.clone());
@@ -144,6 +145,9 @@ impl Worker {
             closing.clone(),
             shutdown.clone(),
         ));
+        let forgetting =
+            forget_tickets(state.peers.clone(), unused_tickets, closing.clone(), shutdown.clone());
+        shutdown.spawn(forgetting);
         let drain = Drain { engine: loaded.engine.clone(), unregistered, closing, connections, served };
         shutdown.spawn(drain.run(Arc::clone(&state), shutdown.clone()));
         tracing::info!(worker = %id, %address, model = %loaded.model_name, "worker serves");
@@ -184,7 +188,7 @@ async fn load(
     state: &Arc<WorkerState>,
     epoch: u64,
     shutdown: &Shutdown,
-) -> Result<(Arc<Loaded>, std::thread::JoinHandle<()>)> {
+) -> Result<(Arc<Loaded>, std::thread::JoinHandle<()>, UnusedTickets)> {
     let config = state.config.clone();
     let loading = tokio::task::spawn_blocking(move || load_engine(&config));
     let (model, engine, store, space) = tokio::select! {
@@ -215,6 +219,7 @@ async fn load(
         store.as_ref().map(|store| store.watch(space.as_ref(), on_space, observer)).transpose()?;
     let patience =
         Patience { slow_client: config.slow_client_timeout(), memory: config.memory.wait_timeout() };
+    let (running, unused_tickets) = RunningRequests::new();
     let for_engine = store.as_ref().map(WorkerStore::for_engine);
     let (engine, thread) =
         EngineHandle::spawn(engine, for_engine.clone(), Arc::clone(&kv_log), metrics.clone(), patience)?;
@@ -223,7 +228,7 @@ async fn load(
         tokenizer: Arc::clone(model.tokenizer()),
         metrics,
         sequences: Sequences::default(),
-        running: Arc::default(),
+        running: Arc::new(running),
         arrivals: Arrivals::default(),
         root,
         layout,
@@ -239,7 +244,7 @@ async fn load(
         model_name,
         shape,
     };
-    Ok((state.set_loaded(loaded), thread))
+    Ok((state.set_loaded(loaded), thread, unused_tickets))
 }
 
 /// What the keys of the blocks stand for that a worker holds.

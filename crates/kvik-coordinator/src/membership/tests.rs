@@ -13,6 +13,7 @@ fn worker(id: &str, epoch: u64) -> WorkerInfo {
         model: "kvik-tiny".to_owned(),
         capacity_tokens: 1000,
         weight: 1.0,
+        role: kvik_proto::coordinator::WorkerRole::default(),
         store: None,
     }
 }

@@ -295,6 +295,7 @@ mod tests {
             model: "m".to_owned(),
             capacity_tokens: 1000,
             weight: 1.0,
+            role: kvik_proto::coordinator::WorkerRole::default(),
             store: None,
         };
         Member { worker, state: WorkerState::Ready, load: WorkerLoad::default(), ring_weight: 1.0 }

@@ -111,6 +111,7 @@ fn snapshot(term: u64, version: u64, workers: &[&MockWorker]) -> Snapshot {
                 model: "m".to_owned(),
                 capacity_tokens: 1000,
                 weight: 1.0,
+                role: kvik_proto::coordinator::WorkerRole::default(),
                 store: None,
             },
             state: WorkerState::Ready,

@@ -116,6 +116,11 @@ impl Engine {
         }
     }
 
+    /// Whether the next step may compute tokens of an output: it was admitted, and waits neither frozen nor for credits.
+    pub fn is_advancing(&self, id: RequestId, choice: u32) -> bool {
+        self.running.iter().any(|sequence| sequence.key() == (id, choice) && !sequence.is_paused())
+    }
+
     /// Lends the full blocks of an output from `first_block` on, at most `max_blocks`; `None` if there are none.
     ///
     /// Full blocks do not change while they are lent, though their sequence goes on.
@@ -153,9 +158,14 @@ impl LentBlocks {
         self.tokens.len() / BLOCK_TOKENS
     }
 
+    /// Bytes of all blocks in all layers.
+    pub fn n_bytes(&self) -> usize {
+        self.n_blocks() * self.n_layers * self.block_layer_bytes
+    }
+
     /// Appends the bytes of all blocks: block by block, and of each all layers.
     pub fn read(&self, out: &mut Vec<u8>) {
-        out.reserve(self.n_blocks() * self.n_layers * self.block_layer_bytes);
+        out.reserve(self.n_bytes());
         for block_idx in 0..self.n_blocks() {
             for layer_idx in 0..self.n_layers {
                 let start = out.len();

@@ -98,6 +98,8 @@ pub(super) async fn collect(
             }
             Event::Frozen(notice) => {
                 running.note_end(if notice.is_some() { End::Migrated } else { End::Stopped });
+                // The answer ends here before the gateway goes on with it: the ticket is the gateway's now.
+                running.set_ticket(None);
                 return Ok(Collected::Frozen(outcomes, notice));
             }
             Event::Accepted { .. } => {}

@@ -1,19 +1,25 @@
 //! The generating paths, and `/sequences/...`: requests that come from another worker or go to one.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::extract::{Path, Request, State};
 use axum::response::Response;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode};
-use kvik_model::BLOCK_TOKENS;
+use kvik_model::{BLOCK_TOKENS, Staged};
 use kvik_proto::journal::{CachedTokens, JOURNAL, JournalHead, MoveNotice, ProgressLine};
 use kvik_proto::moves::{
-    KV_CHECKSUM, KvTaken, MOVED, MoveRequest, MovedAnswer, Offer, OfferAnswer, ResumeHead, RunningSequences,
+    DECODE_AT, KV_CHECKSUM, KvTaken, MOVED, MoveRequest, MovedAnswer, Offer, OfferAnswer, ResumeHead,
+    RunningSequences,
 };
 use kvik_tier::shared::checksum;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use tokio::sync::Notify;
+use tokio::time::Instant;
 
 use super::answer::Head;
 use super::journal::JournalWriter;
@@ -22,7 +28,7 @@ use super::request::start;
 use super::resume::Resumed;
 use super::stream::{Renderer, respond};
 use super::{Answer, Shared, chat, completions, inference, json, parse, read_body, read_json};
-use crate::departure::move_request;
+use crate::departure::{Departs, move_request};
 use crate::engine_thread::StageBlocks;
 use crate::error::Refusal;
 use crate::generation::StageGuard;
@@ -30,6 +36,12 @@ use crate::moves::Arrival;
 use crate::plan::{Form, GenerationPath, Plan};
 use crate::running::{End, RunningGuard, RunningParts};
 use crate::state::{Loaded, WorkerState};
+
+/// Time for blocks that others have overtaken on their way here: a call that breaks off is not waited for longer.
+const ORDER_WAIT: Duration = Duration::from_secs(1);
+
+/// What is here of a sequence that is on its way, by prompt and choice.
+type Stages = HashMap<(usize, u32), StageGuard>;
 
 /// `POST /v1/completions`.
 pub(super) async fn completions(state: Shared, request: Request) -> Answer {
@@ -48,10 +60,24 @@ pub(super) async fn generate(state: Shared, request: Request) -> Answer {
 
 async fn generation(State(state): Shared, path: GenerationPath, request: Request) -> Answer {
     let is_journaled = asks_for_journal(request.headers());
+    let decode_at = request.headers().get(DECODE_AT).and_then(|base| base.to_str().ok());
+    let decode_at = decode_at.map(str::to_owned).filter(|_| is_journaled);
     let body = read_body(&state, request).await?;
     let loaded = state.ready()?;
     let plan = plan(loaded, path, body).await?;
-    answer(&state, loaded, &plan, is_journaled, None, Vec::new()).await
+    let begins = Begins { decode_at, ..Begins::default() };
+    answer(&state, loaded, &plan, is_journaled, begins).await
+}
+
+/// Where a request comes from and goes to.
+#[derive(Debug, Default)]
+struct Begins {
+    /// What another worker has done of it.
+    resumed: Option<Resumed>,
+    /// KV that came ahead of it.
+    stages: Vec<StageGuard>,
+    /// The worker that goes on with it after its first token.
+    decode_at: Option<String>,
 }
 
 /// `POST /sequences/resume`: goes on with a request that another worker has begun.
@@ -68,11 +94,13 @@ pub(super) async fn resume(State(state): Shared, request: Request) -> Answer {
     let Some(arrival) = arrival else {
         let plan = plan(loaded, path, body).await?;
         let resumed = Resumed::read(&plan, head)?;
-        return answer(&state, loaded, &plan, is_journaled, Some(resumed), Vec::new()).await;
+        let begins = Begins { resumed: Some(resumed), ..Begins::default() };
+        return answer(&state, loaded, &plan, is_journaled, begins).await;
     };
-    let resumed = Resumed::read(&arrival.plan, head)?;
+    let resumed = Some(Resumed::read(&arrival.plan, head)?);
     let stages = std::mem::take(&mut *arrival.stages.lock().await).into_values().collect();
-    answer(&state, loaded, &arrival.plan, is_journaled, Some(resumed), stages).await
+    let begins = Begins { resumed, stages, decode_at: None };
+    answer(&state, loaded, &arrival.plan, is_journaled, begins).await
 }
 
 fn asks_for_journal(headers: &HeaderMap) -> bool {
@@ -93,9 +121,9 @@ async fn answer(
     loaded: &Arc<Loaded>,
     plan: &Plan,
     is_journaled: bool,
-    resumed: Option<Resumed>,
-    stages: Vec<StageGuard>,
+    begins: Begins,
 ) -> Answer {
+    let Begins { resumed, stages, decode_at } = begins;
     let begun = resumed.as_ref().map(|resumed| resumed.begun(plan)).unwrap_or_default();
     let seeds = resumed.as_ref().map(|resumed| resumed.head.seeds.clone()).unwrap_or_default();
     let outcomes =
@@ -112,7 +140,7 @@ async fn answer(
         created: head.created,
         seeds: generation.seeds(),
     };
-    let running = loaded.running.insert(RunningParts {
+    let mut running = loaded.running.insert(RunningParts {
         id: journal_head.sequence.clone(),
         seq_id: plan.seq_id.clone(),
         path: plan.path.as_str(),
@@ -126,6 +154,9 @@ async fn answer(
         draining: state.draining.clone(),
         n_output_tokens: resumed.as_ref().map_or(0, Resumed::n_output_tokens),
     });
+    if let Some(to) = decode_at {
+        give_away(state, loaded, &mut running, to);
+    }
     let includes_usage = match plan.form {
         Form::Whole => {
             let n_choices = plan.sampling.n as usize;
@@ -152,6 +183,19 @@ async fn answer(
             stream(plan, generation, inference::renderer(), resumed, journal, running)
         }
     })
+}
+
+/// Has a request go on at the worker at `to` after its first token; it stays here if that does not take it.
+fn give_away(state: &Arc<WorkerState>, loaded: &Arc<Loaded>, running: &mut RunningGuard, to: String) {
+    let Some(guard) = running.begin_move().filter(|_| to.trim_end_matches('/') != state.base) else { return };
+    let (state, loaded) = (Arc::clone(state), Arc::clone(loaded));
+    running.own(tokio::spawn(async move {
+        let outcome = move_request(&state, &loaded, &guard, &to, Departs::AfterFirstToken).await;
+        loaded.metrics.moved(outcome.is_ok());
+        if let Err(refusal) = outcome {
+            tracing::debug!(%to, ?refusal, "a request stays with the worker that computed its prompt");
+        }
+    }));
 }
 
 fn stream<R: Renderer>(
@@ -226,7 +270,7 @@ pub(super) async fn begin_move(State(state): Shared, Path(id): Path<String>, req
     let guard = running.begin_move().ok_or_else(|| Refusal::conflict("the request moves already", None))?;
     // A task of its own: a caller that leaves must not leave a request half moved.
     let moving = tokio::spawn(async move {
-        let outcome = move_request(&state, &loaded, &guard, &to).await;
+        let outcome = move_request(&state, &loaded, &guard, &to, Departs::Soon).await;
         loaded.metrics.moved(outcome.is_ok());
         outcome
     });
@@ -236,8 +280,10 @@ pub(super) async fn begin_move(State(state): Shared, Path(id): Path<String>, req
 
 /// `POST /sequences/{id}/thaw`.
 pub(super) async fn thaw(State(state): Shared, Path(id): Path<String>) -> Answer {
-    let running = state.loaded()?.running.find(&id).ok_or_else(|| unknown(&id))?;
+    let loaded = state.loaded()?;
+    let running = loaded.running.find(&id).ok_or_else(|| unknown(&id))?;
     running.note_end(End::Left);
+    loaded.running.forget_ticket(&running);
     running.engine.thaw(running.tickets.clone());
     Ok(json(StatusCode::OK, &serde_json::json!({"id": running.id})))
 }
@@ -257,15 +303,15 @@ pub(super) async fn offer(State(state): Shared, request: Request) -> Answer {
         return Err(Refusal::conflict(message, Some("root")));
     }
     let plan = plan(loaded, GenerationPath::of(&offer.path)?, body).await?;
-    let mut stages = std::collections::HashMap::new();
+    let mut stages = Stages::new();
     let mut have_blocks = Vec::new();
     for (part, prompt) in plan.prompts.iter().enumerate() {
-        let (guard, staged) = StageGuard::begin(&loaded.engine, prompt, plan.salt.clone()).await?;
+        let guard = StageGuard::begin(&loaded.engine, prompt, plan.salt.clone()).await?;
+        have_blocks.push(guard.staged.n_blocks);
         stages.insert((part, 0), guard);
-        have_blocks.push(staged.n_blocks);
     }
     tracing::debug!(from = %offer.from, "a request may come");
-    let arrival = Arrival { plan, from: offer.from, stages: stages.into() };
+    let arrival = Arrival { plan, from: offer.from, stages: stages.into(), taken: Notify::new() };
     loaded.arrivals.insert(&offer.ticket, arrival)?;
     Ok(json(StatusCode::OK, &OfferAnswer { have_blocks }))
 }
@@ -298,26 +344,37 @@ pub(super) async fn put_blocks(State(state): Shared, Path(ticket): Path<String>,
     if prompt.iter().skip(first_token).zip(&tokens).any(|(own, given)| own != given) {
         return Err(Refusal::conflict("the tokens are not those of the request", None));
     }
-    let mut stages = arrival.stages.lock().await;
     let place = (query.part, query.choice);
-    let stage = if let Some(guard) = stages.get(&place) {
-        guard.stage
-    } else {
-        let (guard, _) = StageGuard::begin(&loaded.engine, prompt, plan.salt.clone()).await?;
-        let stage = guard.stage;
-        stages.insert(place, guard);
-        stage
-    };
+    let until = Instant::now() + ORDER_WAIT;
+    let mut stages = arrival.stages.lock().await;
+    if let Entry::Vacant(vacant) = stages.entry(place) {
+        vacant.insert(StageGuard::begin(&loaded.engine, prompt, plan.salt.clone()).await?);
+    }
+    let is_early = |Staged { n_blocks, is_full }: Staged| n_blocks < query.first_block && !is_full;
+    // Calls may overtake each other on their way here.
+    while stages.get(&place).is_some_and(|guard| is_early(guard.staged)) {
+        let taken = arrival.taken.notified();
+        drop(stages);
+        let is_late = tokio::time::timeout_at(until, taken).await.is_err();
+        stages = arrival.stages.lock().await;
+        if is_late {
+            break;
+        }
+    }
+    let guard = stages.get_mut(&place).ok_or_else(|| unknown(&ticket))?;
     let blocks = StageBlocks {
-        stage: Some(stage),
+        stage: Some(guard.stage),
         prompt: Vec::new(),
         salt: None,
         first_block: query.first_block,
         tokens,
         kv,
     };
-    let staged = loaded.engine.stage(blocks).await?.staged;
-    Ok(json(StatusCode::OK, &KvTaken { have_blocks: staged.n_blocks, is_full: staged.is_full }))
+    guard.staged = loaded.engine.stage(blocks).await?.staged;
+    let Staged { n_blocks, is_full } = guard.staged;
+    drop(stages);
+    arrival.taken.notify_waiters();
+    Ok(json(StatusCode::OK, &KvTaken { have_blocks: n_blocks, is_full }))
 }
 
 /// `DELETE /sequences/moves/{ticket}`.

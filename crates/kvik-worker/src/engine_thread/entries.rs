@@ -165,6 +165,11 @@ impl Entry {
         }
     }
 
+    /// Whether one of its tokens was chosen here.
+    pub(super) fn has_tokens(&self) -> bool {
+        self.first_token.is_some()
+    }
+
     /// Notes the end of an output; what the request took after the last one.
     pub(super) fn note_finished(&mut self, now: Instant) -> Option<RequestTime> {
         self.n_live_choices = self.n_live_choices.saturating_sub(1);

@@ -40,7 +40,7 @@ use crate::metrics::WorkerMetrics;
 use crate::snapshot::Snapshot;
 use crate::store::KvStore;
 
-pub(crate) use moves::{StageBlocks, StageOutcome};
+pub(crate) use moves::{LendRequest, LendWait, StageBlocks, StageOutcome};
 use run::EngineThread;
 
 /// A request for the engine.
@@ -128,10 +128,7 @@ pub(crate) enum Command {
         tickets: Vec<u64>,
     },
     Lend {
-        ticket: u64,
-        choice: u32,
-        first_block: usize,
-        max_blocks: usize,
+        request: LendRequest,
         reply: oneshot::Sender<Option<LentBlocks>>,
     },
     Stage {

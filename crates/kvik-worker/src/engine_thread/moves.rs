@@ -27,6 +27,34 @@ pub(crate) struct StageBlocks {
     pub(crate) kv: bytes::Bytes,
 }
 
+/// Asks for full blocks of an output.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LendRequest {
+    pub(crate) ticket: u64,
+    pub(crate) choice: u32,
+    pub(crate) first_block: usize,
+    pub(crate) max_blocks: usize,
+    pub(crate) wait: LendWait,
+}
+
+/// What is waited for while no block is full.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LendWait {
+    /// Nothing.
+    No,
+    /// The end of the next block, as long as the output advances.
+    Block,
+    /// The end of the next block, as long as the request has no token.
+    Prompt,
+}
+
+/// A loan that waits.
+#[derive(Debug)]
+pub(super) struct WaitingLend {
+    request: LendRequest,
+    reply: oneshot::Sender<Option<LentBlocks>>,
+}
+
 /// What the engine has of a sequence that is on its way here.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StageOutcome {
@@ -64,15 +92,40 @@ impl EngineThread {
         }
     }
 
-    pub(super) fn lend(
-        &mut self,
-        ticket: u64,
-        choice: u32,
-        first_block: usize,
-        max_blocks: usize,
-    ) -> Option<LentBlocks> {
+    /// Lends blocks, now or when there are some.
+    pub(super) fn lend(&mut self, request: LendRequest, reply: oneshot::Sender<Option<LentBlocks>>) {
+        let lent = self.lent(request);
+        if lent.is_none() && self.may_lend_later(request) {
+            self.lends.push(WaitingLend { request, reply });
+        } else {
+            let _ = reply.send(lent);
+        }
+    }
+
+    /// Answers loans that there are blocks for now, and those that there will be none for.
+    pub(super) fn answer_lends(&mut self) {
+        for WaitingLend { request, reply } in std::mem::take(&mut self.lends) {
+            if !reply.is_closed() {
+                self.lend(request, reply);
+            }
+        }
+    }
+
+    fn lent(&mut self, request: LendRequest) -> Option<LentBlocks> {
+        let LendRequest { ticket, choice, first_block, max_blocks, .. } = request;
         let id = self.entries.get_mut(ticket)?.id;
         self.engine.lend_blocks(id, choice, first_block, max_blocks)
+    }
+
+    fn may_lend_later(&mut self, request: LendRequest) -> bool {
+        let LendRequest { ticket, choice, wait, .. } = request;
+        let entry = self.entries.get_mut(ticket);
+        match (wait, entry) {
+            (LendWait::No, _) => false,
+            (LendWait::Block, entry) => entry.is_some_and(|entry| self.engine.is_advancing(entry.id, choice)),
+            (LendWait::Prompt, Some(entry)) => !entry.has_tokens(),
+            (LendWait::Prompt, None) => self.loads.contains(ticket),
+        }
     }
 
     pub(super) fn stage(&mut self, blocks: &StageBlocks) -> Result<StageOutcome, ModelError> {
@@ -102,22 +155,9 @@ impl EngineHandle {
         let _ = self.send(Command::Thaw { tickets });
     }
 
-    /// Lends full blocks of an output from `first_block` on; `None` if there are none.
-    pub(crate) async fn lend(
-        &self,
-        ticket: u64,
-        choice: u32,
-        first_block: usize,
-        max_blocks: usize,
-    ) -> Result<Option<LentBlocks>, Refusal> {
-        self.ask(|reply: oneshot::Sender<Option<LentBlocks>>| Command::Lend {
-            ticket,
-            choice,
-            first_block,
-            max_blocks,
-            reply,
-        })
-        .await
+    /// Lends full blocks of an output from a block on; `None` if there are none and none is waited for.
+    pub(crate) async fn lend(&self, request: LendRequest) -> Result<Option<LentBlocks>, Refusal> {
+        self.ask(|reply| Command::Lend { request, reply }).await
     }
 
     /// Takes blocks of a sequence that is on its way here.

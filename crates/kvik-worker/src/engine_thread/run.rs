@@ -15,6 +15,7 @@ use kvik_proto::kv_stream::{KvKey, KvTier};
 
 use super::entries::{Entries, Entry, TokenTime};
 use super::loads::{Arrival, Loads};
+use super::moves::WaitingLend;
 use super::{Command, Origin, Patience, Shared, Submission};
 use crate::block_groups::BLOCKS;
 use crate::events::{Event, Token, Usage};
@@ -46,6 +47,8 @@ pub(super) struct EngineThread {
     /// Since when nothing runs for want of memory.
     starved_since: Option<Instant>,
     pub(super) entries: Entries,
+    /// Blocks that are asked for and not full yet.
+    pub(super) lends: Vec<WaitingLend>,
     events: Vec<EngineEvent>,
     busy: Duration,
     last_look: Instant,
@@ -84,6 +87,7 @@ impl EngineThread {
             patience,
             starved_since: None,
             entries: Entries::default(),
+            lends: Vec::new(),
             events: Vec::new(),
             busy: Duration::ZERO,
             last_look: Instant::now(),
@@ -103,6 +107,7 @@ impl EngineThread {
             } else {
                 self.publish();
             }
+            self.answer_lends();
             self.end_slow_clients();
         }
         for entry in self.entries.drain() {
@@ -206,9 +211,7 @@ impl EngineThread {
                 let _ = reply.send(self.freeze(&tickets, notice));
             }
             Command::Thaw { tickets } => self.thaw(&tickets),
-            Command::Lend { ticket, choice, first_block, max_blocks, reply } => {
-                let _ = reply.send(self.lend(ticket, choice, first_block, max_blocks));
-            }
+            Command::Lend { request, reply } => self.lend(request, reply),
             Command::Stage { blocks, reply } => {
                 let _ = reply.send(self.stage(&blocks));
             }

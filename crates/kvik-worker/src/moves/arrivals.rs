@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::Mutex as AsyncMutex;
+use tokio::sync::{Mutex as AsyncMutex, Notify};
 use tokio::time::Instant;
 
 use crate::error::Refusal;
@@ -41,6 +41,8 @@ pub(crate) struct Arrival {
     pub(crate) from: String,
     /// By prompt and choice. Puts of one arrival wait for each other.
     pub(crate) stages: AsyncMutex<HashMap<(usize, u32), StageGuard>>,
+    /// Told when blocks were taken.
+    pub(crate) taken: Notify,
 }
 
 impl Arrivals {

@@ -6,6 +6,7 @@ use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::{HeaderName, HeaderValue, Method, Request};
 use http_body_util::{BodyExt as _, Full, Limited};
+use kvik_model::LentBlocks;
 use kvik_proto::client::{ClientError, HttpClient, send};
 use kvik_proto::moves::{KV_CHECKSUM, KvTaken, Offer, OfferAnswer};
 use kvik_tier::shared::checksum;
@@ -16,12 +17,34 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest answer, in bytes; all are a few numbers.
 const MAX_ANSWER_BYTES: usize = 1 << 20;
 
+/// Blocks as they are sent: their tokens and, block by block, the bytes of all layers.
+#[derive(Debug)]
+pub(crate) struct Blocks {
+    bytes: Bytes,
+    /// CRC-64/NVME of all bytes.
+    sum: u64,
+}
+
 /// Calls other workers of the cluster.
 #[derive(Debug, Clone)]
 pub(crate) struct PeerClient {
     http: HttpClient,
     /// The cluster's token.
     header: Option<(HeaderName, HeaderValue)>,
+}
+
+impl Blocks {
+    /// Copies blocks.
+    pub(crate) fn read(lent: &LentBlocks) -> Self {
+        let tokens = lent.tokens();
+        let mut bytes = Vec::with_capacity((1 + tokens.len()) * size_of::<u32>() + lent.n_bytes());
+        bytes.extend_from_slice(&(tokens.len() as u32).to_le_bytes());
+        bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
+        lent.read(&mut bytes);
+        // While they are in the processor's caches.
+        let sum = checksum(&bytes).0;
+        Self { bytes: bytes.into(), sum }
+    }
 }
 
 impl PeerClient {
@@ -41,33 +64,34 @@ impl PeerClient {
             .map_err(|error| ClientError::Malformed { url: url.clone(), reason: error.to_string() })?;
         bytes.push(b'\n');
         bytes.extend_from_slice(body);
-        self.call(Method::POST, url, bytes, None).await
+        self.call(Method::POST, url, bytes.into(), None).await
     }
 
-    /// Sends blocks: their tokens and, block by block, the bytes of all layers.
+    /// Sends blocks.
     pub(crate) async fn put_blocks(
         &self,
         base: &str,
         ticket: &str,
         (part, choice, first_block): (usize, u32, usize),
-        blocks: Vec<u8>,
+        blocks: Blocks,
     ) -> Result<KvTaken, ClientError> {
         let query = format!("part={part}&choice={choice}&first_block={first_block}");
-        let sum = format!("{:016x}", checksum(&blocks).0);
-        self.call(Method::PUT, format!("{base}/sequences/moves/{ticket}/kv?{query}"), blocks, Some(sum)).await
+        let url = format!("{base}/sequences/moves/{ticket}/kv?{query}");
+        let sum = format!("{:016x}", blocks.sum);
+        self.call(Method::PUT, url, blocks.bytes, Some(sum)).await
     }
 
     /// Tells that a request does not come.
     pub(crate) async fn forget(&self, base: &str, ticket: &str) -> Result<(), ClientError> {
         let url = format!("{base}/sequences/moves/{ticket}");
-        self.call::<serde_json::Value>(Method::DELETE, url, Vec::new(), None).await.map(drop)
+        self.call::<serde_json::Value>(Method::DELETE, url, Bytes::new(), None).await.map(drop)
     }
 
     async fn call<T: DeserializeOwned>(
         &self,
         method: Method,
         url: String,
-        body: Vec<u8>,
+        body: Bytes,
         sum: Option<String>,
     ) -> Result<T, ClientError> {
         let unreachable = |reason: String| ClientError::Unreachable { url: url.clone(), reason };
@@ -80,7 +104,7 @@ impl PeerClient {
             request = request.header(name, value);
         }
         let request = request
-            .body(Full::new(Bytes::from(body)))
+            .body(Full::new(body))
             .map_err(|error| ClientError::Configuration(format!("address {url}: {error}")))?;
         let asking = async {
             let response = send(&self.http, request).await.map_err(|error| unreachable(error.to_string()))?;

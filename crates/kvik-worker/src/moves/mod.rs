@@ -6,6 +6,8 @@
 
 mod arrivals;
 mod client;
+mod unused;
 
 pub(crate) use arrivals::{Arrival, Arrivals};
-pub(crate) use client::PeerClient;
+pub(crate) use client::{Blocks, PeerClient};
+pub(crate) use unused::forget_tickets;

@@ -1,5 +1,7 @@
 //! `/sequences/...`: what comes from other workers and from gateways is checked, and what is refused holds nothing.
 
+use std::time::Duration;
+
 use bytes::Bytes;
 use http::{Method, StatusCode};
 use kvik_proto::moves::{KV_CHECKSUM, Offer};
@@ -8,7 +10,9 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 
-use crate::support::{Answer, PROMPT, TestClient, TestWorker, config, start, start_with, tokens_of};
+use crate::support::{
+    Answer, OpenStream, PROMPT, TestClient, TestWorker, config, start, start_with, tokens_of,
+};
 
 const TICKET: &str = "0123456789abcdef0123456789abcdef";
 const TOKEN: &str = "cluster-token-0123456789";
@@ -328,5 +332,72 @@ async fn calls_of_moves_need_the_clusters_token() {
             .await;
         assert_ne!(answer.status, StatusCode::UNAUTHORIZED, "{method} {path}");
     }
+    worker.end().await;
+}
+
+/// Begins a request as a gateway does and moves it to `destination`; the stream stays open, and the request's id.
+async fn begin_and_move(source: &TestWorker, destination: &TestWorker) -> (OpenStream, String) {
+    let client = &source.client;
+    let mut stream = client.stream_with("/v1/completions", &[("x-kvik-journal", "1")], &request()).await;
+    stream.next().await.unwrap();
+    let id = client.get("/sequences").await.json()["sequences"][0]["id"].as_str().unwrap().to_owned();
+    let to = format!("http://{}", destination.running.address());
+    let answer = client.post(&format!("/sequences/{id}/move"), &json!({"to": to})).await;
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+    let stats = destination.client.kv_stats().await;
+    assert!(stats.free_blocks < stats.blocks, "its KV is there");
+    (stream, id)
+}
+
+#[tokio::test]
+async fn a_ticket_is_forgotten_as_soon_as_the_gateway_of_its_request_is_gone() {
+    let (source, destination) = tokio::join!(start(), start());
+    let (stream, _) = begin_and_move(&source, &destination).await;
+    drop(stream);
+    // Far less than the time after which a ticket is given up that nothing is heard of.
+    let resting = async { tokio::join!(wait_for_rest(&source), wait_for_rest(&destination)) };
+    tokio::time::timeout(Duration::from_secs(15), resting).await.expect("the other worker was told");
+    source.end().await;
+    destination.end().await;
+}
+
+#[tokio::test]
+async fn a_ticket_is_forgotten_when_its_request_goes_on_where_it_was() {
+    let (source, destination) = tokio::join!(start(), start());
+    let expected = source.client.events("/v1/completions", &request()).await.len();
+    let (mut stream, id) = begin_and_move(&source, &destination).await;
+    let answer = source.client.post(&format!("/sequences/{id}/thaw"), &json!({})).await;
+    assert_eq!(answer.status, StatusCode::OK, "{}", answer.text());
+    let resting = wait_for_rest(&destination);
+    tokio::time::timeout(Duration::from_secs(15), resting).await.expect("the other worker was told");
+    let mut n_events = 1;
+    while stream.next().await.is_some() {
+        n_events += 1;
+    }
+    assert_eq!(n_events, expected);
+    source.end().await;
+    destination.end().await;
+}
+
+#[tokio::test]
+async fn a_request_whose_next_worker_is_not_there_goes_on_where_its_prompt_was_computed() {
+    let worker = start().await;
+    let client = &worker.client;
+    let texts = |events: &[String]| -> Vec<Value> {
+        let event = |event: &String| serde_json::from_str::<Value>(event).unwrap_or_default();
+        events.iter().map(|text| event(text)["choices"].clone()).collect()
+    };
+    let expected = client.events("/v1/completions", &request()).await;
+    let own = format!("http://{}", worker.running.address());
+    for to in ["http://127.0.0.1:1", "nowhere", "", own.as_str()] {
+        let headers = [("x-kvik-journal", "1"), ("x-kvik-decode-at", to)];
+        let mut stream = client.stream_with("/v1/completions", &headers, &request()).await;
+        let mut events = Vec::new();
+        while let Some(event) = stream.next().await {
+            events.push(event);
+        }
+        assert_eq!(texts(&events), texts(&expected), "{to}");
+    }
+    wait_for_rest(&worker).await;
     worker.end().await;
 }
