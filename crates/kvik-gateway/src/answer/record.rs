@@ -49,6 +49,8 @@ pub(crate) struct Record {
     pub(crate) group: Option<Arc<ModelGroup>>,
     pub(crate) permit: Option<Permit>,
     pub(crate) load: Option<LoadGuard>,
+    /// On the worker that will go on with the answer.
+    next_load: Option<LoadGuard>,
     /// What the index said of the worker.
     pub(crate) prediction: Option<Prediction>,
     /// Held until the answer has ended.
@@ -79,6 +81,7 @@ impl Record {
             group: None,
             permit: None,
             load: None,
+            next_load: None,
             prediction: None,
             under_way: None,
             other_leg: None,
@@ -113,7 +116,8 @@ impl Record {
     pub(crate) fn take_legs(&mut self, exchanged: &mut Exchanged) {
         self.other_leg = exchanged.other_leg.take();
         if let Some(load) = exchanged.answered_by.take() {
-            self.load = Some(load);
+            let before = self.load.replace(load);
+            self.next_load = before.filter(|_| exchanged.is_on_its_way);
             self.prediction = None;
             self.under_way = None;
         }
@@ -157,6 +161,7 @@ impl Record {
     /// Goes on at another worker.
     pub(crate) fn go_on(&mut self, load: LoadGuard) {
         self.load = Some(load);
+        self.next_load = None;
         if let Some(load) = &mut self.load
             && self.first_byte.is_some()
         {
@@ -193,6 +198,7 @@ impl Record {
             self.shared.shutdown.spawn(settling);
         }
         self.under_way = None;
+        self.next_load = None;
         let other_leg = self.other_leg.take().filter(|_| ending == Ending::Complete);
         other_leg.map(DropGuard::disarm);
         let load = self.load.take();

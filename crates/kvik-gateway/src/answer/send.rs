@@ -41,7 +41,16 @@ impl Outgoing {
             self.deadline
         };
         let query = self.query.as_deref();
-        Call { route, path: None, headers: &self.headers, query, body, until, deadline: self.deadline }
+        Call {
+            route,
+            path: None,
+            headers: &self.headers,
+            query,
+            body,
+            decode_at: None,
+            until,
+            deadline: self.deadline,
+        }
     }
 
     /// The call of a request that goes on: how far it has come, and its own body. `None` if it does not.

@@ -81,6 +81,7 @@ async fn find(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusa
             headers: &parts.headers,
             query: None,
             body: body.clone(),
+            decode_at: None,
             until: deadline,
             deadline,
         };

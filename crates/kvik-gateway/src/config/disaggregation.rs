@@ -33,6 +33,9 @@ pub enum PdProtocol {
     Sglang,
     /// A store that both engines use, such as kvik's: nothing is told to either.
     Shared,
+    /// Workers of kvik, which say their role themselves: the request moves with its KV.
+    #[serde(skip)]
+    Kvik,
 }
 
 /// When a prompt is computed on another engine than its answer.
@@ -99,17 +102,18 @@ impl Role {
 }
 
 impl PdProtocol {
-    /// All of them.
+    /// All that can be configured.
     #[cfg(test)]
     pub(crate) const ALL: [Self; 4] = [Self::NixlPull, Self::P2p, Self::Sglang, Self::Shared];
 
     /// The word for it in the configuration, in metrics and in logs.
-    pub(crate) fn as_str(self) -> &'static str {
+    pub(crate) const fn as_str(self) -> &'static str {
         match self {
             Self::NixlPull => "nixl_pull",
             Self::P2p => "p2p",
             Self::Sglang => "sglang",
             Self::Shared => "shared",
+            Self::Kvik => "kvik",
         }
     }
 
@@ -118,7 +122,7 @@ impl PdProtocol {
         match self {
             Self::P2p => Some(5710),
             Self::Sglang => Some(8998),
-            Self::NixlPull | Self::Shared => None,
+            Self::NixlPull | Self::Shared | Self::Kvik => None,
         }
     }
 }

@@ -9,12 +9,14 @@
 //! | `p2p` | `remote_source.rs` | the answer alone, with an engine to pull from; or prompt, then answer |
 //! | `shared` | `shared_store.rs` | prompt, then answer |
 //! | `sglang` | `sglang.rs` | both at once; always, since its servers do one part only |
+//! | `kvik` | `moving.rs` | the prompt's worker answers, and the request moves after its first token |
 //!
 //! Whatever fails before the first byte of an answer costs time and nothing else: another engine computes the prompt, or the engine
 //! that generates does. KV is never offered to an engine if it may not be there any more. docs/disaggregation.md has the table of states.
 
 mod decision;
 mod legs;
+mod moving;
 mod nixl_pull;
 mod remote_source;
 mod sglang;
@@ -122,6 +124,9 @@ impl<'a> Disaggregation<'a> {
         if transfer.protocol == PdProtocol::Sglang {
             return sglang::exchange_at_once(&self.scene, decode, &shape, call).await;
         }
+        if transfer.protocol == PdProtocol::Kvik {
+            return self.exchange_moving(number, decode, &shape, call).await;
+        }
         let handed_over = match self.offer_again(transfer.protocol) {
             Some(handed_over) => handed_over,
             None if self.is_given_up => return self.exchange_alone(decode, &shape, call).await,
@@ -132,6 +137,32 @@ impl<'a> Disaggregation<'a> {
             },
         };
         self.decode(number, decode, &shape, handed_over, call).await
+    }
+
+    /// Sends a request to a worker for prompts that moves it to `decode`, or to `decode` alone.
+    async fn exchange_moving(
+        &mut self,
+        number: usize,
+        decode: &Arc<Backend>,
+        shape: &Shape,
+        call: &Call<'_>,
+    ) -> Result<Exchanged, Failure> {
+        let outcome = if self.is_given_up {
+            None
+        } else {
+            Some(self.decide(number, decode, PdProtocol::Kvik, shape).outcome)
+        };
+        match outcome {
+            Some(Ok(_)) => {
+                if let Some(exchanged) = moving::exchange_moving(&self.scene, decode, shape, call).await? {
+                    return Ok(exchanged);
+                }
+                self.is_given_up = true;
+            }
+            Some(Err(plain)) => Metrics::disaggregation(PdProtocol::Kvik.as_str(), plain.as_str()),
+            None => {}
+        }
+        self.exchange_alone(decode, shape, call).await
     }
 
     /// What [`exchange`](Self::exchange) would do with the first leg of a request now; `None` if the backend takes whole requests only.
@@ -290,7 +321,7 @@ impl<'a> Disaggregation<'a> {
             let params = match protocol {
                 PdProtocol::NixlPull => Some(nixl_pull::PREFILL_PARAMS.to_owned()),
                 PdProtocol::P2p => Some(id.prefill_params()),
-                PdProtocol::Shared | PdProtocol::Sglang => None,
+                PdProtocol::Shared | PdProtocol::Sglang | PdProtocol::Kvik => None,
             };
             let Some(body) = prefill_body(&call.body, params.as_deref()) else { break };
             let leg = Call { body, until: scene.prefill_until(call), ..call.clone() };
@@ -306,7 +337,7 @@ impl<'a> Disaggregation<'a> {
                     let params = match protocol {
                         PdProtocol::NixlPull => nixl_pull::handed_over(&answer),
                         PdProtocol::P2p => peer.map(|peer| id.decode_params(peer)),
-                        PdProtocol::Shared | PdProtocol::Sglang => {
+                        PdProtocol::Shared | PdProtocol::Sglang | PdProtocol::Kvik => {
                             return Ok(Step::HandedOver(HandedOver::new(protocol, None)));
                         }
                     };

@@ -134,6 +134,7 @@ async fn exchange_pair(
     Ok(Pair::Answered(Box::new(Exchanged {
         response,
         answered_by: None,
+        is_on_its_way: false,
         other_leg: Some(other_leg),
         has_foreign_kv,
     })))

@@ -6,12 +6,12 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use http::uri::Parts;
-use http::{HeaderMap, HeaderValue, Method, Response, StatusCode, Uri, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Response, StatusCode, Uri, header};
 use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt as _, Either, Full, Limited};
 use hyper::body::Incoming;
 use kvik_proto::journal::JOURNAL;
-use kvik_proto::moves::{MOVED, MovedAnswer};
+use kvik_proto::moves::{DECODE_AT, MOVED, MovedAnswer};
 use tokio::time::Instant;
 use tokio_util::sync::DropGuard;
 
@@ -34,6 +34,8 @@ pub(crate) struct Call<'a> {
     pub(crate) headers: &'a HeaderMap,
     pub(crate) query: Option<&'a str>,
     pub(crate) body: Bytes,
+    /// The address of the worker that goes on with the request after its first token.
+    pub(crate) decode_at: Option<&'a str>,
     /// When the head of the answer must be there.
     pub(crate) until: Instant,
     /// When the request's time is over.
@@ -54,6 +56,8 @@ pub(crate) struct Exchanged {
     pub(crate) response: Response<WorkerBody>,
     /// The load of the backend that answered, if it was not the one that was asked for the answer.
     pub(crate) answered_by: Option<LoadGuard>,
+    /// Whether the backend that was asked for the answer will go on with it: its load stays.
+    pub(crate) is_on_its_way: bool,
     /// Ends another leg of the request that goes on.
     pub(crate) other_leg: Option<DropGuard>,
     /// Whether KV of the prompt came from elsewhere: then neither the time to the first token nor the tokens that are reported as
@@ -100,12 +104,16 @@ pub(crate) async fn exchange(
     *request.method_mut() = Method::POST;
     *request.uri_mut() = target(&uri, call.query, backend.links.is_some()).ok_or(Failure::Unreachable)?;
     *request.headers_mut() = call.headers.clone();
-    // Only this gateway asks for it: to a client its lines would be comments without end.
+    // Only this gateway asks for them: a journal's lines would be comments without end to a client, and where requests move is
+    // none of its business.
     request.headers_mut().remove(JOURNAL);
+    request.headers_mut().remove(DECODE_AT);
     if backend.kind == BackendKind::Worker {
         request.headers_mut().extend(shared.cluster_header.clone());
         if call.route.is_generation() {
             request.headers_mut().insert(JOURNAL, HeaderValue::from_static("1"));
+            let decode_at = call.decode_at.and_then(|base| HeaderValue::from_str(base).ok());
+            request.headers_mut().extend(decode_at.map(|base| (HeaderName::from_static(DECODE_AT), base)));
         }
     }
     let asking = async {
@@ -191,7 +199,8 @@ pub(crate) fn outcome_of(status: StatusCode, headers: &HeaderMap) -> Outcome {
 impl Exchanged {
     /// An answer of the backend that was asked, to a request of one leg.
     pub(crate) fn plain(response: Response<WorkerBody>) -> Self {
-        Self { response, answered_by: None, other_leg: None, has_foreign_kv: false }
+        let is_on_its_way = false;
+        Self { response, answered_by: None, is_on_its_way, other_leg: None, has_foreign_kv: false }
     }
 }
 

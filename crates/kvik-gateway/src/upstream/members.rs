@@ -16,10 +16,10 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use kvik_index::ring::{Ring, RingHash};
-use kvik_proto::coordinator::{self, Member, RingConfig, Snapshot, WorkerState};
+use kvik_proto::coordinator::{self, Member, RingConfig, Snapshot, WorkerRole, WorkerState};
 use tokio::time::Instant;
 
-use crate::config::{BackendConfig, GatewayConfig, same_url};
+use crate::config::{BackendConfig, GatewayConfig, PdProtocol, Role, same_url};
 use crate::upstream::backend::{Backend, BackendKind};
 use crate::upstream::fleet::{Fleet, ModelGroup, Part, Seat, Transfer};
 
@@ -153,12 +153,15 @@ impl MemberBook {
         let mut by_model: BTreeMap<String, Vec<(Seat, f64)>> = BTreeMap::new();
         let listed = self.snapshot.iter().flat_map(|snapshot| &snapshot.members);
         let members: Vec<&Member> = listed.chain(self.retained.values().map(|(member, _)| member)).collect();
-        for member in members {
+        let parted = members.iter().filter(|member| member.worker.role != WorkerRole::Both);
+        let parted: BTreeSet<&str> = parted.map(|member| member.worker.model.as_str()).collect();
+        for member in &members {
             let worker = &member.worker;
             let life = (BackendKind::Worker, worker.epoch, worker.address.as_str());
             let backend = adopt(&mut before, &mut left, &worker.id, life);
             let takes_requests = member.state == WorkerState::Ready;
-            let seat = Seat { backend: Arc::clone(&backend), takes_requests, part: Part::default() };
+            let part = worker_part(worker.role, parted.contains(worker.model.as_str()));
+            let seat = Seat { backend: Arc::clone(&backend), takes_requests, part };
             by_model.entry(worker.model.clone()).or_default().push((seat, member.ring_weight));
             self.backends.insert(worker.id.clone(), backend);
         }
@@ -222,6 +225,17 @@ fn adopt(
             Arc::new(Backend::new(id.to_owned(), kind, epoch, address))
         }
     }
+}
+
+/// The part of a worker; requests move between those of a model only if one of them says that it takes a part.
+fn worker_part(role: WorkerRole, is_parted: bool) -> Part {
+    let role = match role {
+        WorkerRole::Prefill => Role::Prefill,
+        WorkerRole::Decode => Role::Decode,
+        WorkerRole::Both => Role::Both,
+    };
+    let transfer = Transfer { protocol: PdProtocol::Kvik, host: String::new(), port: 0 };
+    Part { role, transfer: is_parted.then(|| Arc::new(transfer)) }
 }
 
 /// The part of an engine of the configuration.
@@ -295,7 +309,7 @@ mod tests {
             model: "m".to_owned(),
             capacity_tokens: 1000,
             weight: 1.0,
-            role: kvik_proto::coordinator::WorkerRole::default(),
+            role: WorkerRole::default(),
             store: None,
         };
         Member { worker, state: WorkerState::Ready, load: WorkerLoad::default(), ring_weight: 1.0 }

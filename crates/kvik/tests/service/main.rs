@@ -16,6 +16,7 @@ mod moving_case;
 mod moving_matrix;
 mod process;
 mod restarts;
+mod roles;
 mod secrets;
 mod slow_clients;
 mod store;
