@@ -1,5 +1,7 @@
 //! The way of a request from here to another worker.
 
+use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::stream::{self, StreamExt as _};
@@ -15,7 +17,9 @@ use crate::running::{MoveGuard, RunningRequest};
 use crate::state::{Loaded, WorkerState};
 
 /// Bytes of KV in one call: few enough that taking them holds the other engine up for less than a step.
-const ROUND_BYTES: usize = 2 << 20;
+const CALL_BYTES: usize = 1 << 20;
+/// Bytes of KV that are lent at a time: the engine is asked between two steps, so one call a step would be slow.
+const LEND_BYTES: usize = 16 << 20;
 /// Calls on their way at a time: one is copied here while the other one is taken there.
 const MAX_CALLS: usize = 2;
 /// Rounds of copies before the request is frozen although blocks are left: it may grow as fast as they are copied.
@@ -73,9 +77,7 @@ pub(crate) async fn move_request(
         state.peers.offer(to, &offer, &request.body).await.map_err(|error| refused(&error))?.have_blocks;
     // Before anything is copied: the request may end at any time.
     request.set_ticket(Some(notice.clone()));
-    let block_bytes = loaded.shape.n_layers * loaded.block_layer_bytes;
-    let max_blocks = (ROUND_BYTES / block_bytes.max(1)).max(1);
-    let departure = Departure { state, loaded, request, notice: &notice, max_blocks };
+    let departure = Departure { state, loaded, request, notice: &notice };
     let moved = departure.copy_and_freeze(&have, departs).await;
     if moved.is_err() {
         request.set_ticket(None);
@@ -91,8 +93,6 @@ struct Departure<'a> {
     loaded: &'a Loaded,
     request: &'a RunningRequest,
     notice: &'a MoveNotice,
-    /// Of one call.
-    max_blocks: usize,
 }
 
 /// What the other worker has of one output.
@@ -103,6 +103,16 @@ struct Sent {
     n_blocks: usize,
     /// Whether it takes no more.
     is_full: bool,
+}
+
+/// Blocks of one call.
+#[derive(Debug)]
+struct Piece {
+    /// The first of them in its output.
+    first_block: usize,
+    /// Those of `lent`.
+    blocks: Range<usize>,
+    lent: Arc<LentBlocks>,
 }
 
 impl Departure<'_> {
@@ -144,7 +154,7 @@ impl Departure<'_> {
     async fn send_full(&self, sent: &mut Sent, wait: LendWait) -> Result<usize, Refusal> {
         let (part, choice, first_block) = (sent.part, sent.choice, sent.n_blocks);
         let Some(&ticket) = self.request.tickets.get(part) else { return Ok(0) };
-        let (engine, max_blocks) = (self.loaded.engine.clone(), self.max_blocks);
+        let (engine, max_blocks) = (self.loaded.engine.clone(), self.blocks_in(LEND_BYTES));
         let lending = move |first_block: usize| {
             let engine = engine.clone();
             async move {
@@ -152,16 +162,24 @@ impl Departure<'_> {
                 // What follows an error is not looked at.
                 let lent = engine.lend(request).await.transpose()?;
                 let n_blocks = lent.as_ref().map_or(0, LentBlocks::n_blocks);
-                Some((lent.map(|lent| (first_block, lent)), first_block + n_blocks))
+                Some((lent.map(|lent| (first_block, Arc::new(lent))), first_block + n_blocks))
             }
         };
+        let call_blocks = self.blocks_in(CALL_BYTES);
+        let pieces = stream::unfold(first_block, lending).flat_map(move |lent| {
+            let pieces: Vec<Result<Piece, Refusal>> = match lent {
+                Ok((first_block, lent)) => pieces(&lent, first_block, call_blocks).map(Ok).collect(),
+                Err(refusal) => vec![Err(refusal)],
+            };
+            stream::iter(pieces)
+        });
         let (peers, notice) = (self.state.peers.clone(), self.notice.clone());
-        let calls = stream::unfold(first_block, lending).map(move |lent| {
+        let calls = pieces.map(move |piece| {
             let (peers, notice) = (peers.clone(), notice.clone());
             async move {
-                let (first_block, lent) = lent?;
-                let end_block = first_block + lent.n_blocks();
-                Ok::<_, Refusal>((end_block, put(&peers, &notice, (part, choice, first_block), lent).await?))
+                let piece = piece?;
+                let end_block = piece.first_block + piece.blocks.len();
+                Ok::<_, Refusal>((end_block, put(&peers, &notice, (part, choice), piece).await?))
             }
         });
         let mut calls = calls.buffered(MAX_CALLS).boxed();
@@ -186,14 +204,14 @@ impl Departure<'_> {
                 continue;
             }
             let Some(&ticket) = self.request.tickets.get(sent.part) else { continue };
-            let place = (sent.part, sent.choice, sent.n_blocks);
-            let (_, choice, first_block) = place;
-            let (max_blocks, wait) = (self.max_blocks, LendWait::Block);
+            let (choice, first_block) = (sent.choice, sent.n_blocks);
+            let (max_blocks, wait) = (self.blocks_in(CALL_BYTES), LendWait::Block);
             let lending =
                 self.loaded.engine.lend(LendRequest { ticket, choice, first_block, max_blocks, wait });
             match tokio::time::timeout(BLOCK_END_WAIT, lending).await {
                 Ok(Ok(Some(lent))) => {
-                    sent.note(put(&self.state.peers, self.notice, place, lent).await?);
+                    let piece = Piece { first_block, blocks: 0..lent.n_blocks(), lent: Arc::new(lent) };
+                    sent.note(put(&self.state.peers, self.notice, (sent.part, choice), piece).await?);
                     // Choices of one prompt grow together.
                     return self.round(&mut outputs[number + 1..]).await.map(drop);
                 }
@@ -204,6 +222,12 @@ impl Departure<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Blocks that have so many bytes; at least one.
+    fn blocks_in(&self, n_bytes: usize) -> usize {
+        let block_bytes = self.loaded.shape.n_layers * self.loaded.block_layer_bytes;
+        (n_bytes / block_bytes.max(1)).max(1)
     }
 
     /// Freezes the request, with the notice to its gateway.
@@ -229,16 +253,32 @@ impl Sent {
     }
 }
 
-/// Sends blocks of an output from a block on.
+/// Lent blocks in pieces of at most `call_blocks`; the first is the block `first_block` of its output.
+fn pieces(
+    lent: &Arc<LentBlocks>,
+    first_block: usize,
+    call_blocks: usize,
+) -> impl Iterator<Item = Piece> + use<'_> {
+    let n_blocks = lent.n_blocks();
+    (0..n_blocks).step_by(call_blocks).map(move |start| Piece {
+        first_block: first_block + start,
+        blocks: start..n_blocks.min(start + call_blocks),
+        lent: Arc::clone(lent),
+    })
+}
+
+/// Sends blocks of an output.
 async fn put(
     peers: &PeerClient,
     notice: &MoveNotice,
-    place: (usize, u32, usize),
-    lent: LentBlocks,
+    (part, choice): (usize, u32),
+    piece: Piece,
 ) -> Result<KvTaken, Refusal> {
-    // A copy of megabytes does not belong on a thread that serves sockets.
-    let copying = tokio::task::spawn_blocking(move || Blocks::read(&lent));
+    let Piece { first_block, blocks, lent } = piece;
+    // A copy of a megabyte does not belong on a thread that serves sockets.
+    let copying = tokio::task::spawn_blocking(move || Blocks::read(&lent, blocks));
     let blocks = copying.await.map_err(|_| Refusal::failed("the blocks could not be copied"))?;
+    let place = (part, choice, first_block);
     peers.put_blocks(&notice.to, &notice.ticket, place, blocks).await.map_err(|error| refused(&error))
 }
 

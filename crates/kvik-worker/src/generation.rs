@@ -64,8 +64,10 @@ pub(crate) struct Start<'a> {
 pub(crate) struct StageGuard {
     engine: EngineHandle,
     pub(crate) stage: StageId,
-    /// What was there when the engine was last asked.
-    pub(crate) staged: Staged,
+    /// Blocks that were there at the start.
+    pub(crate) n_first: usize,
+    /// Blocks that are there or on their way to the engine.
+    pub(crate) n_sent: usize,
 }
 
 /// One prompt of a request.
@@ -280,8 +282,8 @@ impl StageGuard {
                 tokens: Vec::new(),
                 kv: Bytes::new(),
             };
-            let StageOutcome { stage, staged } = engine.stage(blocks).await?;
-            Ok(Self { engine, stage, staged })
+            let StageOutcome { stage, staged: Staged { n_blocks, .. } } = engine.begin_stage(blocks)?.await?;
+            Ok(Self { engine, stage, n_first: n_blocks, n_sent: n_blocks })
         });
         beginning.await.map_err(|_| Refusal::engine_gone())?
     }

@@ -4,6 +4,8 @@
 //! anywhere from its tokens, to the same output; KV that has gone ahead ([`staged`](super::staged)) only saves the work of
 //! computing it again.
 
+use std::ops::Range;
+
 use kvik_types::TokenId;
 
 use super::request::{PreparedRequest, RequestId};
@@ -158,15 +160,18 @@ impl LentBlocks {
         self.tokens.len() / BLOCK_TOKENS
     }
 
-    /// Bytes of all blocks in all layers.
-    pub fn n_bytes(&self) -> usize {
-        self.n_blocks() * self.n_layers * self.block_layer_bytes
+    /// Bytes of one block in all layers.
+    pub fn block_bytes(&self) -> usize {
+        self.n_layers * self.block_layer_bytes
     }
 
-    /// Appends the bytes of all blocks: block by block, and of each all layers.
-    pub fn read(&self, out: &mut Vec<u8>) {
-        out.reserve(self.n_bytes());
-        for block_idx in 0..self.n_blocks() {
+    /// Appends the bytes of some of the blocks: block by block, and of each all layers.
+    ///
+    /// # Panics
+    /// If there are no such blocks.
+    pub fn read(&self, blocks: Range<usize>, out: &mut Vec<u8>) {
+        out.reserve(blocks.len() * self.block_bytes());
+        for block_idx in blocks {
             for layer_idx in 0..self.n_layers {
                 let start = out.len();
                 out.resize(start + self.block_layer_bytes, 0);

@@ -51,7 +51,7 @@ pub struct LayerKv {
 }
 
 /// Blocks that stay as they are until this is dropped.
-pub trait PinnedKv: Send + std::fmt::Debug {
+pub trait PinnedKv: Send + Sync + std::fmt::Debug {
     /// As [`Backend::export_block`], of the block at `block_idx` of those that are pinned.
     ///
     /// # Panics

@@ -307,7 +307,7 @@ pub(super) async fn offer(State(state): Shared, request: Request) -> Answer {
     let mut have_blocks = Vec::new();
     for (part, prompt) in plan.prompts.iter().enumerate() {
         let guard = StageGuard::begin(&loaded.engine, prompt, plan.salt.clone()).await?;
-        have_blocks.push(guard.staged.n_blocks);
+        have_blocks.push(guard.n_first);
         stages.insert((part, 0), guard);
     }
     tracing::debug!(from = %offer.from, "a request may come");
@@ -350,9 +350,8 @@ pub(super) async fn put_blocks(State(state): Shared, Path(ticket): Path<String>,
     if let Entry::Vacant(vacant) = stages.entry(place) {
         vacant.insert(StageGuard::begin(&loaded.engine, prompt, plan.salt.clone()).await?);
     }
-    let is_early = |Staged { n_blocks, is_full }: Staged| n_blocks < query.first_block && !is_full;
     // Calls may overtake each other on their way here.
-    while stages.get(&place).is_some_and(|guard| is_early(guard.staged)) {
+    while stages.get(&place).is_some_and(|guard| guard.n_sent < query.first_block) {
         let taken = arrival.taken.notified();
         drop(stages);
         let is_late = tokio::time::timeout_at(until, taken).await.is_err();
@@ -362,6 +361,7 @@ pub(super) async fn put_blocks(State(state): Shared, Path(ticket): Path<String>,
         }
     }
     let guard = stages.get_mut(&place).ok_or_else(|| unknown(&ticket))?;
+    let end_block = query.first_block.saturating_add(tokens.len() / BLOCK_TOKENS);
     let blocks = StageBlocks {
         stage: Some(guard.stage),
         prompt: Vec::new(),
@@ -370,10 +370,14 @@ pub(super) async fn put_blocks(State(state): Shared, Path(ticket): Path<String>,
         tokens,
         kv,
     };
-    guard.staged = loaded.engine.stage(blocks).await?.staged;
-    let Staged { n_blocks, is_full } = guard.staged;
+    // The engine takes blocks in this order. Of those that it has no room for, and of all behind, it takes none.
+    let staging = loaded.engine.begin_stage(blocks)?;
+    if query.first_block <= guard.n_sent {
+        guard.n_sent = guard.n_sent.max(end_block);
+    }
     drop(stages);
     arrival.taken.notify_waiters();
+    let Staged { n_blocks, is_full } = staging.await?.staged;
     Ok(json(StatusCode::OK, &KvTaken { have_blocks: n_blocks, is_full }))
 }
 

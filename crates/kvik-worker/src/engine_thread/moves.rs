@@ -160,10 +160,14 @@ impl EngineHandle {
         self.ask(|reply| Command::Lend { request, reply }).await
     }
 
-    /// Takes blocks of a sequence that is on its way here.
-    pub(crate) async fn stage(&self, blocks: StageBlocks) -> Result<StageOutcome, Refusal> {
-        let outcome = self.ask(|reply| Command::Stage { blocks, reply }).await?;
-        outcome.map_err(Refusal::from)
+    /// Takes blocks of a sequence that is on its way here, in the order of calls, also if the result is not waited for.
+    pub(crate) fn begin_stage(
+        &self,
+        blocks: StageBlocks,
+    ) -> Result<impl Future<Output = Result<StageOutcome, Refusal>> + Send + use<>, Refusal> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Command::Stage { blocks, reply })?;
+        Ok(async { answer.await.map_err(|_| Refusal::engine_gone())?.map_err(Refusal::from) })
     }
 
     /// Lets the blocks of a sequence go.

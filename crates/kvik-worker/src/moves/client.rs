@@ -1,12 +1,13 @@
 //! Calls to other workers.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::{HeaderName, HeaderValue, Method, Request};
 use http_body_util::{BodyExt as _, Full, Limited};
-use kvik_model::LentBlocks;
+use kvik_model::{BLOCK_TOKENS, LentBlocks};
 use kvik_proto::client::{ClientError, HttpClient, send};
 use kvik_proto::moves::{KV_CHECKSUM, KvTaken, Offer, OfferAnswer};
 use kvik_tier::shared::checksum;
@@ -34,13 +35,14 @@ pub(crate) struct PeerClient {
 }
 
 impl Blocks {
-    /// Copies blocks.
-    pub(crate) fn read(lent: &LentBlocks) -> Self {
-        let tokens = lent.tokens();
-        let mut bytes = Vec::with_capacity((1 + tokens.len()) * size_of::<u32>() + lent.n_bytes());
+    /// Copies some of the blocks.
+    pub(crate) fn read(lent: &LentBlocks, blocks: Range<usize>) -> Self {
+        let tokens = lent.tokens().iter().skip(blocks.start * BLOCK_TOKENS).take(blocks.len() * BLOCK_TOKENS);
+        let n_bytes = blocks.len() * (BLOCK_TOKENS * size_of::<u32>() + lent.block_bytes());
+        let mut bytes = Vec::with_capacity(size_of::<u32>() + n_bytes);
         bytes.extend_from_slice(&(tokens.len() as u32).to_le_bytes());
-        bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
-        lent.read(&mut bytes);
+        bytes.extend(tokens.flat_map(|token| token.to_le_bytes()));
+        lent.read(blocks, &mut bytes);
         // While they are in the processor's caches.
         let sum = checksum(&bytes).0;
         Self { bytes: bytes.into(), sum }
