@@ -6,6 +6,7 @@
 mod copies;
 mod drain;
 mod fleet;
+mod parts;
 mod pause;
 mod request;
 mod rolling;
@@ -14,8 +15,7 @@ mod stream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::Context as _;
-use kvik_model::{BLOCK_TOKENS, Model};
+use anyhow::{Context as _, ensure};
 use tokio::runtime::Runtime;
 
 use self::fleet::Fleet;
@@ -29,8 +29,6 @@ const PAUSE_GOAL_MS: f64 = 10.0;
 /// How much longer a replay should pause than a move, at `RATIO_LENGTH`.
 const RATIO_GOAL: f64 = 5.0;
 const RATIO_LENGTH: usize = 4096;
-/// Bytes of one number of KV: `f32`, the default of workers.
-const KV_NUMBER_BYTES: usize = 4;
 
 /// What is measured.
 #[derive(Debug, Clone)]
@@ -52,6 +50,8 @@ pub enum Kind {
     Pause(usize),
     /// A worker that ends with 32 streams.
     Drain,
+    /// Streams beside long prompts, on workers with and without roles.
+    Parts,
     /// All workers restarted in turn.
     Rolling,
 }
@@ -61,8 +61,6 @@ pub enum Kind {
 pub struct MovingBench {
     options: MovingBenchOptions,
     model: PathBuf,
-    /// Bytes of the KV of one token block.
-    block_bytes: usize,
     fleet: Fleet,
     /// What failed requests said.
     failures: Vec<String>,
@@ -76,6 +74,7 @@ impl Kind {
         match self {
             Self::Pause(length) => format!("pause_{length}"),
             Self::Drain => "drain_32_streams".to_owned(),
+            Self::Parts => "beside_prompts".to_owned(),
             Self::Rolling => "rolling_restart".to_owned(),
         }
     }
@@ -100,6 +99,15 @@ impl MovingBenchOptions {
         if self.is_quick { 256 } else { 768 }
     }
 
+    /// Long prompts beside streams, and how often they come.
+    fn beside(&self) -> (parts::Load, u32) {
+        if self.is_quick {
+            (parts::Load { stream_tokens: 256, n_prompts: 3, prompt_tokens: 2048 }, 1)
+        } else {
+            (parts::Load { stream_tokens: 1024, n_prompts: 8, prompt_tokens: 4096 }, 3)
+        }
+    }
+
     fn n_replays(&self) -> u64 {
         if self.is_quick { 1 } else { 5 }
     }
@@ -112,23 +120,20 @@ impl MovingBench {
     /// If one of them cannot be started.
     pub fn try_new(options: MovingBenchOptions) -> anyhow::Result<Self> {
         let model = fleet::write_model(&options.folder).context("write a model with a longer context")?;
-        let config = Model::bundled().context("open the bundled model")?.config().clone();
-        let block_numbers = 2 * BLOCK_TOKENS * config.n_layers * config.n_kv_heads * config.head_dim;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
             .build()
             .context("start the runtime")?;
         let fleet = runtime.block_on(Fleet::start(&options.program, &model, 2))?;
-        let block_bytes = block_numbers * KV_NUMBER_BYTES;
-        Ok(Self { options, model, block_bytes, fleet, failures: Vec::new(), runtime })
+        Ok(Self { options, model, fleet, failures: Vec::new(), runtime })
     }
 
     /// The measurements, in their order.
     pub fn kinds(&self) -> Vec<Kind> {
         let pauses = self.options.lengths().iter().map(|length| Kind::Pause(*length));
         let rolling = self.options.rolling.map(|_| Kind::Rolling);
-        pauses.chain([Kind::Drain]).chain(rolling).collect()
+        pauses.chain([Kind::Drain, Kind::Parts]).chain(rolling).collect()
     }
 
     /// What is measured, for programs.
@@ -148,6 +153,9 @@ impl MovingBench {
             "lengths": lengths,
             "replays_per_length": self.options.n_replays(),
             "drained_streams": drain::N_STREAMS,
+            "streams_beside_prompts": parts::N_STREAMS,
+            "prompts_beside_streams": self.options.beside().0.n_prompts,
+            "tokens_of_prompts_beside_streams": self.options.beside().0.prompt_tokens,
             "failures": self.failures,
             "rolling_seconds": self.options.rolling.map(|duration| duration.as_secs_f64()),
         })
@@ -172,6 +180,7 @@ impl MovingBench {
         let rows = match kind {
             Kind::Pause(length) => self.pauses(length)?,
             Kind::Drain => self.drain()?,
+            Kind::Parts => self.parts()?,
             Kind::Rolling => self.rolling()?,
         };
         Ok(rows.into_iter().flatten().collect())
@@ -195,22 +204,9 @@ impl MovingBench {
             row("replay_pause_p50_ms", replays).map(|row| row.compared_with(by_move, goal)),
         ];
         if Some(&length) == self.options.lengths().last() {
-            rows.push(self.copies(&moves.copies)?);
+            rows.push(copy_speed(&moves.copies)?);
         }
         Ok(rows)
-    }
-
-    /// The speed at which KV moves, beside what loopback gives without it.
-    fn copies(&self, copies: &[(usize, Duration)]) -> anyhow::Result<Option<Measurement>> {
-        let bytes = |n_tokens: usize| n_tokens / BLOCK_TOKENS * self.block_bytes;
-        let mut loopback = Vec::new();
-        for (n_tokens, _) in copies {
-            loopback.push(copies::loopback_gb_s(bytes(*n_tokens))?);
-        }
-        let speed = |(n_tokens, took): &(usize, Duration)| bytes(*n_tokens) as f64 / 1e9 / took.as_secs_f64();
-        let speeds = copies.iter().map(speed).collect();
-        let row = Measurement::from_repeats("moved_gb_s".to_owned(), "GB/s", speeds);
-        Ok(row.map(|row| row.compared_with(Baseline::new("loopback TCP", loopback), None)))
     }
 
     fn drain(&mut self) -> anyhow::Result<Vec<Option<Measurement>>> {
@@ -226,6 +222,27 @@ impl MovingBench {
         Ok(rows)
     }
 
+    fn parts(&self) -> anyhow::Result<Vec<Option<Measurement>>> {
+        let (program, model, load) = (&self.options.program, &self.model, self.options.beside());
+        let run = |roles| self.runtime.block_on(run_beside(program, model, roles, load));
+        let (parted, mixed) = (run(&["prefill", "decode"])?, run(&[])?);
+        let texts = |runs: &[parts::Beside]| runs.iter().map(|run| run.texts.clone()).collect::<Vec<_>>();
+        ensure!(texts(&parted) == texts(&mixed), "workers with roles gave another text than workers without");
+        let row = |name: &str, of: fn(&parts::Beside) -> f64| {
+            let mixed = Baseline::new("two mixed workers", mixed.iter().map(of).collect());
+            let parted = parted.iter().map(of).collect();
+            let row = Measurement::from_repeats(format!("beside_prompts_{name}"), "ms", parted);
+            row.map(|row| row.compared_with(mixed, None))
+        };
+        let moved = parted.iter().map(|run| run.n_moved).collect();
+        Ok(vec![
+            row("gap_p50_ms", |run| percentile(&run.gaps_ms, 0.5)),
+            row("gap_p99_ms", |run| percentile(&run.gaps_ms, 0.99)),
+            row("first_token_p50_ms", |run| percentile(&run.first_token_ms, 0.5)),
+            Measurement::from_repeats("beside_prompts_moved_requests".to_owned(), "requests", moved),
+        ])
+    }
+
     fn rolling(&mut self) -> anyhow::Result<Vec<Option<Measurement>>> {
         let Some(duration) = self.options.rolling else { return Ok(Vec::new()) };
         let rolled = self.runtime.block_on(roll(&self.options.program, &self.model, duration))?;
@@ -239,6 +256,33 @@ impl MovingBench {
         self.failures.extend(rolled.failures);
         Ok(rows)
     }
+}
+
+/// The speed at which KV moves, beside what loopback gives without it.
+fn copy_speed(copies: &[(u64, Duration)]) -> anyhow::Result<Option<Measurement>> {
+    let mut loopback = Vec::new();
+    for (n_bytes, _) in copies {
+        loopback.push(copies::loopback_gb_s(*n_bytes as usize)?);
+    }
+    let speed = |(n_bytes, took): &(u64, Duration)| *n_bytes as f64 / 1e9 / took.as_secs_f64();
+    let speeds = copies.iter().map(speed).collect();
+    let row = Measurement::from_repeats("moved_gb_s".to_owned(), "GB/s", speeds);
+    Ok(row.map(|row| row.compared_with(Baseline::new("loopback TCP", loopback), None)))
+}
+
+/// Runs a load on a fleet of its own, some times.
+async fn run_beside(
+    program: &Path,
+    model: &Path,
+    roles: &'static [&'static str],
+    (load, n_runs): (parts::Load, u32),
+) -> anyhow::Result<Vec<parts::Beside>> {
+    let fleet = Fleet::start_with_roles(program, model, 2, roles).await?;
+    let mut runs = Vec::new();
+    for number in 0..n_runs {
+        runs.push(parts::run(&fleet, load, &format!("run-{number}")).await?);
+    }
+    Ok(runs)
 }
 
 async fn roll(program: &Path, model: &Path, duration: Duration) -> anyhow::Result<rolling::Rolled> {

@@ -3,7 +3,7 @@
 //! | call | body | answer |
 //! |---|---|---|
 //! | `GET /sequences` | none | [`RunningSequences`] |
-//! | `POST /sequences/{id}/move` | [`MoveRequest`] | 202; the stream tells of the rest |
+//! | `POST /sequences/{id}/move` | [`MoveRequest`] | [`MoveAnswer`]; the stream tells of the rest |
 //! | `POST /sequences/{id}/thaw` | none | 200: a frozen sequence goes on in its own stream |
 //! | `POST /sequences/resume` | [`ResumeHead`], a newline, the request's body | as the request's own path |
 //! | `POST /sequences/moves` | [`Offer`], a newline, the request's body | [`OfferAnswer`] |
@@ -12,7 +12,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::journal::JournalHead;
+use crate::journal::{JournalHead, MoveNotice};
 
 /// Header with the CRC-64/NVME of a body of blocks, in hexadecimal digits.
 ///
@@ -64,6 +64,18 @@ pub struct MovedAnswer {
 pub struct MoveRequest {
     /// The address of the worker that takes it.
     pub to: String,
+}
+
+/// What came of asking a worker to move a request: it is frozen, and its gateway was told.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MoveAnswer {
+    /// As the gateway gets it.
+    #[serde(flatten)]
+    pub notice: MoveNotice,
+    /// Bytes of KV that were copied while the request ran.
+    pub copied_bytes: u64,
+    /// The time that they took, in milliseconds.
+    pub copy_ms: f64,
 }
 
 /// Offers a sequence to another worker.

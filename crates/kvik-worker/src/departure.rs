@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::stream::{self, StreamExt as _};
 use kvik_model::LentBlocks;
 use kvik_proto::client::ClientError;
 use kvik_proto::journal::MoveNotice;
-use kvik_proto::moves::{KvTaken, Offer};
+use kvik_proto::moves::{KvTaken, MoveAnswer, Offer};
 
 use crate::engine_thread::{LendRequest, LendWait};
 use crate::error::Refusal;
@@ -54,7 +54,7 @@ pub(crate) async fn move_request(
     guard: &MoveGuard,
     to: &str,
     departs: Departs,
-) -> Result<MoveNotice, Refusal> {
+) -> Result<MoveAnswer, Refusal> {
     let request = guard.request();
     let to = to.trim_end_matches('/');
     if departs == Departs::AfterFirstToken {
@@ -84,7 +84,8 @@ pub(crate) async fn move_request(
         // The other worker gives the ticket up by itself if it does not hear of this.
         let _ = state.peers.forget(to, &notice.ticket).await;
     }
-    moved.map(|()| notice)
+    let (copied_bytes, took) = moved?;
+    Ok(MoveAnswer { notice, copied_bytes, copy_ms: took.as_secs_f64() * 1e3 })
 }
 
 /// A request that another worker has accepted.
@@ -116,7 +117,13 @@ struct Piece {
 }
 
 impl Departure<'_> {
-    async fn copy_and_freeze(&self, have_blocks: &[usize], departs: Departs) -> Result<(), Refusal> {
+    /// The bytes that were copied while the request ran, and the time that they took.
+    async fn copy_and_freeze(
+        &self,
+        have_blocks: &[usize],
+        departs: Departs,
+    ) -> Result<(u64, Duration), Refusal> {
+        let begin = Instant::now();
         let parts = 0..self.request.tickets.len();
         let mut outputs: Vec<Sent> = parts
             .flat_map(|part| {
@@ -134,11 +141,15 @@ impl Departure<'_> {
                 break;
             }
         }
+        let n_had: usize = outputs.iter().map(|sent| have_blocks.get(sent.part).copied().unwrap_or(0)).sum();
+        let n_blocks = outputs.iter().map(|sent| sent.n_blocks).sum::<usize>().saturating_sub(n_had);
+        let copied = ((n_blocks * self.block_bytes()) as u64, begin.elapsed());
         // A worker for prompts has others to compute: what is left over is few tokens of the other one's.
         if departs == Departs::Soon {
             self.send_at_block_end(&mut outputs).await?;
         }
-        self.freeze().await
+        self.freeze().await?;
+        Ok(copied)
     }
 
     /// Sends what is full of all outputs; the most blocks of one of them.
@@ -188,8 +199,8 @@ impl Departure<'_> {
         {
             let (end_block, taken) = call?;
             sent.note(taken);
-            if taken.have_blocks < end_block {
-                // What follows has a gap before it; the next round sends it again.
+            if taken.have_blocks != end_block {
+                // What follows has a gap before it, or is there already; the next round goes on from what is there.
                 break;
             }
         }
@@ -226,8 +237,12 @@ impl Departure<'_> {
 
     /// Blocks that have so many bytes; at least one.
     fn blocks_in(&self, n_bytes: usize) -> usize {
-        let block_bytes = self.loaded.shape.n_layers * self.loaded.block_layer_bytes;
-        (n_bytes / block_bytes.max(1)).max(1)
+        (n_bytes / self.block_bytes().max(1)).max(1)
+    }
+
+    /// Of one block in all layers.
+    fn block_bytes(&self) -> usize {
+        self.loaded.shape.n_layers * self.loaded.block_layer_bytes
     }
 
     /// Freezes the request, with the notice to its gateway.

@@ -10,7 +10,7 @@ use http_body_util::{BodyExt as _, Full};
 use hyper::Request;
 use kvik_model::Model;
 use kvik_proto::client::{HttpClient, TlsClientConfig, http_client};
-use kvik_proto::moves::MoveRequest;
+use kvik_proto::moves::{MoveAnswer, MoveRequest};
 use kvik_runtime::machine::n_cores;
 use serde_json::Value;
 
@@ -40,6 +40,8 @@ pub(super) struct Fleet {
     pub(super) gateway: String,
     pub(super) http: HttpClient,
     workers: BTreeMap<u32, Role>,
+    /// Of the workers, from the first on; the others do everything.
+    roles: &'static [&'static str],
     /// Dropped after the workers, so that no worker logs a lost coordinator while it ends.
     _services: [Role; 2],
 }
@@ -50,6 +52,19 @@ impl Fleet {
     /// # Errors
     /// If one of them cannot be started.
     pub(super) async fn start(program: &Path, model: &Path, n_workers: u32) -> anyhow::Result<Self> {
+        Self::start_with_roles(program, model, n_workers, &[]).await
+    }
+
+    /// As [`Fleet::start`]; the first workers have these roles.
+    ///
+    /// # Errors
+    /// As there.
+    pub(super) async fn start_with_roles(
+        program: &Path,
+        model: &Path,
+        n_workers: u32,
+        roles: &'static [&'static str],
+    ) -> anyhow::Result<Self> {
         let mut command = Role::command(program, "coordinator");
         // A dead worker is missed within a second, and one that comes back gets its share at once.
         command.args(["--set", "heartbeat_interval_ms=200", "--set", "slow_start_ms=0"]);
@@ -66,6 +81,7 @@ impl Fleet {
             gateway: gateway.base(),
             http: http_client(&TlsClientConfig::default())?,
             workers: BTreeMap::new(),
+            roles,
             _services: [gateway, coordinator],
         };
         for number in 1..=n_workers {
@@ -86,6 +102,9 @@ impl Fleet {
             KV_BLOCKS,
         ]);
         command.args(["--threads", &self.n_threads.to_string(), "--set", "drain_grace_s=60"]);
+        if let Some(role) = self.roles.get(number.saturating_sub(1) as usize) {
+            command.args(["--set", &format!("role={role}")]);
+        }
         command.arg("--model").arg(&self.model);
         self.workers.insert(number, Role::start(&mut command, "worker")?);
         self.wait_for_workers(self.workers.len() as u64).await
@@ -122,22 +141,20 @@ impl Fleet {
         self.workers.keys().copied().collect()
     }
 
-    /// Moves a sequence from one worker to another; the time until its KV is there and it is frozen, `None` if it has ended.
+    /// Moves a sequence from one worker to another; what was copied while it ran, `None` if it has ended.
     pub(super) async fn move_sequence(
         &self,
         seq_id: &str,
         from: u32,
         to: u32,
-    ) -> anyhow::Result<Option<Duration>> {
+    ) -> anyhow::Result<Option<MoveAnswer>> {
         let base =
             |number| self.workers.get(&number).map(Role::base).context("move between workers that run");
         let body = serde_json::to_vec(&MoveRequest { to: base(to)? })?;
         let request = Request::post(format!("{}/sequences/{seq_id}/move", base(from)?))
             .header("content-type", "application/json")
             .body(Full::new(Bytes::from(body)))?;
-        let begin = Instant::now();
         let response = self.http.request(request).await.context("ask a worker to move a sequence")?;
-        let took = begin.elapsed();
         let status = response.status().as_u16();
         let text = response.into_body().collect().await?.to_bytes();
         // Not found and conflict: the output has ended meanwhile.
@@ -146,7 +163,10 @@ impl Fleet {
             "the worker answered {status}: {}",
             String::from_utf8_lossy(&text)
         );
-        Ok((status == 200).then_some(took))
+        if status != 200 {
+            return Ok(None);
+        }
+        Ok(Some(serde_json::from_slice(&text).context("read the answer of a worker")?))
     }
 
     /// Answers of the gateway that went on elsewhere with this outcome.

@@ -27,8 +27,8 @@ const REPLAY_TOKENS: usize = 96;
 pub(super) struct Moves {
     /// One for each move.
     pub(super) pauses_ms: Vec<f64>,
-    /// Of each move whose KV the destination had nothing of: the tokens of the sequence and the time until all was there.
-    pub(super) copies: Vec<(usize, Duration)>,
+    /// Of each move whose KV the destination had nothing of: bytes that were copied while the sequence ran, and the time.
+    pub(super) copies: Vec<(u64, Duration)>,
 }
 
 /// Moves `n_streams` streams of about `length` tokens, each `n_moves` times.
@@ -51,9 +51,9 @@ pub(super) async fn moves(
         stream.reached(FIRST_TOKENS).await?;
         for move_idx in 0..n_moves {
             let (first, to) = (stream.n_events(), fleet.other_than(at)?);
-            let Some(took) = fleet.move_sequence(&run.name, at, to).await? else { break };
+            let Some(moved) = fleet.move_sequence(&run.name, at, to).await? else { break };
             if move_idx == 0 {
-                moves.copies.push((run.request.prompt_tokens + first, took));
+                moves.copies.push((moved.copied_bytes, Duration::from_secs_f64(moved.copy_ms / 1e3)));
             }
             let last = stream.n_events() + SETTLE_TOKENS;
             if !stream.reached(last).await? {

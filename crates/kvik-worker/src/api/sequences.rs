@@ -274,8 +274,8 @@ pub(super) async fn begin_move(State(state): Shared, Path(id): Path<String>, req
         loaded.metrics.moved(outcome.is_ok());
         outcome
     });
-    let notice = moving.await.map_err(|_| Refusal::failed("the move has failed"))??;
-    Ok(json(StatusCode::OK, &notice))
+    let moved = moving.await.map_err(|_| Refusal::failed("the move has failed"))??;
+    Ok(json(StatusCode::OK, &moved))
 }
 
 /// `POST /sequences/{id}/thaw`.
