@@ -4,7 +4,8 @@
 //!   `kvik bench`, one a subject. [`report`] is what they find, as a table and as JSON, with the [`machine`] it was found on.
 //! - [`sim`] replays request traces through the eviction policies of the store, [`replay`] through the placement of
 //!   requests, both in virtual time: equal arguments give equal figures.
-//! - [`demo`] runs a fleet of real processes under load, with and without kvik's KV features.
+//! - [`demo`] runs a fleet of real processes under load, with and without kvik's KV features. [`interrupt`] ends such processes
+//!   when a signal comes.
 //! - [`workload`] is the synthetic fleet that indexes are measured with, [`plot`] draws curves as SVG.
 //!
 //! Nothing that serves requests depends on this crate; the `kvik` binary parses the arguments and prints.
@@ -26,6 +27,7 @@ pub mod edges;
 pub mod engine;
 pub mod gateway;
 pub mod index;
+pub mod interrupt;
 pub mod machine;
 pub mod memory;
 pub mod moving;

@@ -20,6 +20,7 @@ use tokio::runtime::Runtime;
 
 use self::fleet::Fleet;
 use self::stream::percentile;
+use crate::interrupt::Interrupt;
 use crate::report::{Baseline, Goal, Measurement};
 
 /// Lengths of the sequences, in tokens.
@@ -64,6 +65,7 @@ pub struct MovingBench {
     fleet: Fleet,
     /// What failed requests said.
     failures: Vec<String>,
+    interrupt: Interrupt,
     // Last, so that what runs on it is gone before.
     runtime: Runtime,
 }
@@ -117,7 +119,7 @@ impl MovingBench {
     /// Starts the processes.
     ///
     /// # Errors
-    /// If one of them cannot be started.
+    /// If one of them cannot be started, or a signal comes.
     pub fn try_new(options: MovingBenchOptions) -> anyhow::Result<Self> {
         let model = fleet::write_model(&options.folder).context("write a model with a longer context")?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -125,8 +127,12 @@ impl MovingBench {
             .enable_all()
             .build()
             .context("start the runtime")?;
-        let fleet = runtime.block_on(Fleet::start(&options.program, &model, 2))?;
-        Ok(Self { options, model, fleet, failures: Vec::new(), runtime })
+        let (fleet, interrupt) = runtime.block_on(async {
+            let mut interrupt = Interrupt::listen()?;
+            let fleet = interrupt.or(Fleet::start(&options.program, &model, 2)).await?;
+            anyhow::Ok((fleet, interrupt))
+        })?;
+        Ok(Self { options, model, fleet, failures: Vec::new(), interrupt, runtime })
     }
 
     /// The measurements, in their order.
@@ -175,7 +181,7 @@ impl MovingBench {
     /// Does one measurement.
     ///
     /// # Errors
-    /// If a text differs from that of its undisturbed run, or a process does not do what it should.
+    /// If a text differs from that of its undisturbed run, a process does not do what it should, or a signal has come.
     pub fn measure(&mut self, kind: Kind) -> anyhow::Result<Vec<Measurement>> {
         let rows = match kind {
             Kind::Pause(length) => self.pauses(length)?,
@@ -188,9 +194,10 @@ impl MovingBench {
 
     fn pauses(&mut self, length: usize) -> anyhow::Result<Vec<Option<Measurement>>> {
         let (n_streams, n_moves) = self.options.moves(length);
-        let moves = self.runtime.block_on(pause::moves(&self.fleet, length, n_streams, n_moves))?;
-        let replays =
-            self.runtime.block_on(pause::replays(&mut self.fleet, length, self.options.n_replays()))?;
+        let moves = pause::moves(&self.fleet, length, n_streams, n_moves);
+        let moves = self.runtime.block_on(self.interrupt.or(moves))?;
+        let replays = pause::replays(&mut self.fleet, length, self.options.n_replays());
+        let replays = self.runtime.block_on(self.interrupt.or(replays))?;
         let p99 = percentile(&moves.pauses_ms, 0.99);
         let row = |name: &str, values: Vec<f64>| {
             Measurement::from_repeats(format!("{name}_{length}"), "ms", values)
@@ -210,7 +217,8 @@ impl MovingBench {
     }
 
     fn drain(&mut self) -> anyhow::Result<Vec<Option<Measurement>>> {
-        let drained = self.runtime.block_on(drain::drain(&mut self.fleet, self.options.drained_tokens()))?;
+        let drained = drain::drain(&mut self.fleet, self.options.drained_tokens());
+        let drained = self.runtime.block_on(self.interrupt.or(drained))?;
         let row = |name: &str, unit, value| Measurement::from_repeats(name.to_owned(), unit, vec![value]);
         let rows = vec![
             row("drain_32_streams_ms", "ms", drained.took.as_secs_f64() * 1e3),
@@ -222,9 +230,10 @@ impl MovingBench {
         Ok(rows)
     }
 
-    fn parts(&self) -> anyhow::Result<Vec<Option<Measurement>>> {
+    fn parts(&mut self) -> anyhow::Result<Vec<Option<Measurement>>> {
         let (program, model, load) = (&self.options.program, &self.model, self.options.beside());
-        let run = |roles| self.runtime.block_on(run_beside(program, model, roles, load));
+        let (runtime, interrupt) = (&self.runtime, &mut self.interrupt);
+        let mut run = |roles| runtime.block_on(interrupt.or(run_beside(program, model, roles, load)));
         let (parted, mixed) = (run(&["prefill", "decode"])?, run(&[])?);
         let texts = |runs: &[parts::Beside]| runs.iter().map(|run| run.texts.clone()).collect::<Vec<_>>();
         ensure!(texts(&parted) == texts(&mixed), "workers with roles gave another text than workers without");
@@ -245,7 +254,8 @@ impl MovingBench {
 
     fn rolling(&mut self) -> anyhow::Result<Vec<Option<Measurement>>> {
         let Some(duration) = self.options.rolling else { return Ok(Vec::new()) };
-        let rolled = self.runtime.block_on(roll(&self.options.program, &self.model, duration))?;
+        let rolled = roll(&self.options.program, &self.model, duration);
+        let rolled = self.runtime.block_on(self.interrupt.or(rolled))?;
         let row = |name: &str, unit, value| Measurement::from_repeats(name.to_owned(), unit, vec![value]);
         let rows = vec![
             row("rolling_restart_failed_requests", "requests", rolled.failures.len() as f64)

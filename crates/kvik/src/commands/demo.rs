@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kvik_bench::demo::{self, DemoOptions, DemoOutcome, Progress, Run, SOURCES, Tally};
+use kvik_bench::interrupt::Interrupt;
 use kvik_bench::machine::Machine;
 use kvik_bench::report::Report;
 use kvik_runtime::terminal::{self, Align, Column, DIMMED, TITLE, Table};
@@ -53,11 +54,8 @@ pub(crate) fn run(arguments: &DemoArguments) -> anyhow::Result<()> {
         .context("start the runtime")?;
     let screen = Screen::new(options.duration);
     let outcome = runtime.block_on(async {
-        tokio::select! {
-            outcome = demo::run(&options, |progress| screen.show(progress)) => outcome,
-            // The children end with the dropped run.
-            _ = tokio::signal::ctrl_c() => Err(anyhow::anyhow!("run to the end: interrupted")),
-        }
+        // The children end with the dropped run.
+        Interrupt::listen()?.or(demo::run(&options, |progress| screen.show(progress))).await
     });
     screen.clear();
     let outcome = outcome?;

@@ -8,6 +8,7 @@ mod bench_edges;
 mod bench_engine;
 mod bench_gateway;
 mod bench_memory;
+mod bench_moving;
 mod configuration;
 mod demo;
 mod generate;
