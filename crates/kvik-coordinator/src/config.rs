@@ -28,10 +28,10 @@ pub struct CoordinatorConfig {
     pub tls: TlsServerConfig,
     /// What clients may take of the listener.
     pub limits: ListenLimits,
-    /// TLS of the calls to the other coordinators and to etcd. Default: none, only `http://` works.
+    /// TLS of the calls to the other coordinators, to workers and to etcd. Default: none, only `http://` works.
     pub peer_tls: TlsClientFiles,
     /// Token that all services of a cluster share, of 16 characters or more. Every call needs it but
-    /// `/health`, `/ready` and `/metrics`, and calls to other coordinators show it.
+    /// `/health`, `/ready` and `/metrics`, and calls to other coordinators and to workers show it.
     /// `KVIK_CLUSTER_TOKEN` in the environment sets it for every role. Default: none.
     pub cluster_token: Option<Secret>,
     /// File with the cluster token, less a line break at its end. Default: none.
@@ -52,8 +52,25 @@ pub struct CoordinatorConfig {
     pub slow_start_ms: u64,
     /// How the ring is built.
     pub ring: RingConfig,
+    /// Whether running requests are moved from full workers to others, and how.
+    pub rebalance: RebalanceConfig,
     /// Where the state is.
     pub state: StateConfig,
+}
+
+/// Whether running requests are moved from full workers to others, and how.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RebalanceConfig {
+    /// Whether the leading coordinator moves running requests from full workers to others. Default: false.
+    pub enabled: bool,
+    /// A worker gives requests away when it has more than `1 + load_factor` times its share of the running and waiting
+    /// sequences, until it is down to its share. Default: 0.25.
+    pub load_factor: f64,
+    /// Most moves that begin in a second, 0.01 to 100. Default: 2.
+    pub max_moves_per_s: f64,
+    /// Time that a request stays on a worker that it was moved to, in seconds. Default: 30 s.
+    pub min_stay_s: u64,
 }
 
 /// Where the state is.
@@ -114,8 +131,15 @@ impl Default for CoordinatorConfig {
             heartbeat_interval_ms: 1000,
             slow_start_ms: 30_000,
             ring: RingConfig::default(),
+            rebalance: RebalanceConfig::default(),
             state: StateConfig::default(),
         }
+    }
+}
+
+impl Default for RebalanceConfig {
+    fn default() -> Self {
+        Self { enabled: false, load_factor: 0.25, max_moves_per_s: 2.0, min_stay_s: 30 }
     }
 }
 
@@ -158,6 +182,7 @@ impl CoordinatorConfig {
         check((1..=MAX_VIRTUAL_NODES).contains(&nodes), "ring.virtual_nodes", &nodes, "1 to 65536")?;
         let factor = self.ring.load_factor;
         check((0.0..=100.0).contains(&factor), "ring.load_factor", &factor, "0 to 100")?;
+        self.rebalance.validate()?;
         check(self.peer_tls.is_paired(), "peer_tls", &"only one of `certificate` and `key`", "both or none")?;
         if self.state.backend == StateBackendKind::Etcd {
             self.state.etcd.validate()?;
@@ -182,6 +207,26 @@ impl CoordinatorConfig {
 
     pub(crate) fn slow_start(&self) -> Duration {
         Duration::from_millis(self.slow_start_ms)
+    }
+}
+
+impl RebalanceConfig {
+    fn validate(&self) -> Result<()> {
+        let factor = self.load_factor;
+        check((0.01..=100.0).contains(&factor), "rebalance.load_factor", &factor, "0.01 to 100")?;
+        let rate = self.max_moves_per_s;
+        check((0.01..=100.0).contains(&rate), "rebalance.max_moves_per_s", &rate, "0.01 to 100")?;
+        let stay = self.min_stay_s;
+        check((1..=86_400).contains(&stay), "rebalance.min_stay_s", &stay, "1 to 86400 (a day)")
+    }
+
+    /// The least time between the starts of two moves.
+    pub(crate) fn move_interval(&self) -> Duration {
+        Duration::from_secs_f64(1.0 / self.max_moves_per_s)
+    }
+
+    pub(crate) fn min_stay(&self) -> Duration {
+        Duration::from_secs(self.min_stay_s)
     }
 }
 
@@ -255,6 +300,12 @@ mod tests {
             message(|config| config.ring.load_factor = f64::NAN).starts_with("`ring.load_factor` is NaN")
         );
         assert!(message(|config| config.ring.virtual_nodes = 0).starts_with("`ring.virtual_nodes` is 0"));
+        assert_eq!(
+            message(|config| config.rebalance.max_moves_per_s = 0.0),
+            "`rebalance.max_moves_per_s` is 0; allowed: 0.01 to 100"
+        );
+        assert!(message(|config| config.rebalance.load_factor = f64::NAN).contains("0.01 to 100"));
+        assert!(message(|config| config.rebalance.min_stay_s = 0).contains("1 to 86400"));
         assert!(message(|config| config.state.etcd.session_ttl_s = 1).contains("2 to 60"));
         assert!(message(|config| config.state.etcd.prefix = "kvik/".into()).contains("kvik/"));
         assert!(message(|config| config.state.etcd.endpoints.clear()).contains("at least one"));

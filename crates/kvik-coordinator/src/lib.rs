@@ -7,7 +7,8 @@
 //! * `state`: the current leader and what the next one must know, in memory or in etcd;
 //! * `election`, `leader`, `mirror`: the tasks that keep the lead, own the membership while it is
 //!   held, and follow another leader while it is not;
-//! * `publish`: the snapshot held, with its ring; `api`: the calls.
+//! * `publish`: the snapshot held, with its ring; `api`: the calls;
+//! * `rebalance`: moves running requests from full workers to others, if it is turned on.
 //!
 //! Invariants:
 //!
@@ -42,6 +43,7 @@ mod membership;
 mod metrics;
 mod mirror;
 mod publish;
+mod rebalance;
 mod state;
 
 use std::net::SocketAddr;
@@ -57,12 +59,13 @@ use kvik_runtime::tls::TlsClientPem;
 use kvik_runtime::trust::Trust;
 use tokio::sync::{mpsc, watch};
 
-pub use config::{CoordinatorConfig, EtcdConfig, StateBackendKind, StateConfig};
+pub use config::{CoordinatorConfig, EtcdConfig, RebalanceConfig, StateBackendKind, StateConfig};
 pub use error::{CoordinatorError, Result};
 
 use crate::api::Api;
 use crate::leader::{Leader, Settings};
 use crate::publish::Publisher;
+use crate::rebalance::{BalanceSettings, Rebalancer};
 use crate::state::{EmbeddedState, EtcdState, Role, StateBackend};
 
 /// Calls that wait for the leader's task; more wait in their connections.
@@ -164,6 +167,16 @@ fn spawn(
             publisher.clone(),
             shutdown.clone(),
         ));
+    }
+    if config.rebalance.enabled {
+        let settings = BalanceSettings {
+            load_factor: config.rebalance.load_factor,
+            move_interval: config.rebalance.move_interval(),
+            min_stay: config.rebalance.min_stay(),
+        };
+        let rebalancer =
+            Rebalancer::new(settings, http.clone(), Arc::clone(trust), role.clone(), publisher.clone());
+        shutdown.spawn(rebalancer.run(shutdown.clone()));
     }
     Api {
         publisher,

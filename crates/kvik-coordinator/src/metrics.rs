@@ -8,6 +8,10 @@
 //! | `kvik_coordinator_expired_total` | counter | members that missed three heartbeats |
 //! | `kvik_coordinator_term` | gauge | term of the snapshot held |
 //! | `kvik_coordinator_is_leader` | gauge | 1 for the leader, else 0 |
+//! | `kvik_coordinator_rebalanced_total{outcome}` | counter | decisions to move a running request, by what became of them |
+//!
+//! Outcomes: `moved`; `refused`, one of the workers did not; `none_fits`, no request of the full worker may move;
+//! `unreachable`, one of the workers did not say what runs there.
 
 use kvik_proto::coordinator::{Snapshot, WorkerState};
 use metrics::{counter, describe_counter, describe_gauge, gauge};
@@ -18,6 +22,7 @@ const HEARTBEATS: &str = "kvik_coordinator_heartbeats_total";
 const EXPIRED: &str = "kvik_coordinator_expired_total";
 const TERM: &str = "kvik_coordinator_term";
 const IS_LEADER: &str = "kvik_coordinator_is_leader";
+const REBALANCED: &str = "kvik_coordinator_rebalanced_total";
 
 /// Tells the registry what the metrics mean.
 pub(crate) fn describe() {
@@ -27,6 +32,7 @@ pub(crate) fn describe() {
     describe_counter!(EXPIRED, "Members that missed three heartbeats.");
     describe_gauge!(TERM, "Term of the snapshot held.");
     describe_gauge!(IS_LEADER, "1 for the leader, else 0.");
+    describe_counter!(REBALANCED, "Decisions to move a running request, by what became of them.");
 }
 
 /// A heartbeat was taken.
@@ -37,6 +43,11 @@ pub(crate) fn heartbeat() {
 /// A member missed its heartbeats.
 pub(crate) fn expired() {
     counter!(EXPIRED).increment(1);
+}
+
+/// It was decided to move a running request.
+pub(crate) fn rebalanced(outcome: &'static str) {
+    counter!(REBALANCED, "outcome" => outcome).increment(1);
 }
 
 /// The role changed.

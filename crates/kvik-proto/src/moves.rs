@@ -164,4 +164,17 @@ pub struct RunningSequence {
     pub can_move: bool,
     /// Whether it moves now.
     pub is_moving: bool,
+    /// Its outputs, over all prompts. Default: 1.
+    #[serde(default = "one")]
+    pub outputs: u64,
+    /// Tokens that its outputs have to go at most. Default: 0.
+    #[serde(default)]
+    pub tokens_left: u64,
+    /// Time since it came from another worker, in milliseconds. Default: none, it has begun here.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moved_ms_ago: Option<u64>,
+}
+
+fn one() -> u64 {
+    1
 }

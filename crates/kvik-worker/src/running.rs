@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Instant;
 
 use bytes::Bytes;
 use kvik_proto::journal::MoveNotice;
@@ -68,38 +69,35 @@ pub(crate) struct RunningRequest {
     pub(crate) prompt_tokens: Vec<usize>,
     /// Of each prompt.
     pub(crate) n_choices: u32,
-    max_tokens: usize,
+    /// Of each output.
+    pub(crate) max_tokens: usize,
     /// Of its prompts towards the engine.
     pub(crate) tickets: Vec<u64>,
     pub(crate) engine: EngineHandle,
+<<<<<<< HEAD
     can_move: bool,
     n_output_tokens: AtomicUsize,
     is_moving: AtomicBool,
     /// What another worker holds for it, while it is frozen.
     ticket: Mutex<Option<MoveNotice>>,
-    /// Cancelled when the worker drains.
-    draining: CancellationToken,
-    /// If it ended now.
-    end: Mutex<End>,
-}
-
-/// What a running request is made of.
-#[derive(Debug)]
-pub(crate) struct RunningParts {
-    pub(crate) id: String,
-    pub(crate) seq_id: Option<String>,
-    pub(crate) path: &'static str,
-    pub(crate) body: Bytes,
-    pub(crate) prompt_tokens: Vec<usize>,
-    pub(crate) n_choices: u32,
-    pub(crate) max_tokens: usize,
-    pub(crate) tickets: Vec<u64>,
-    pub(crate) engine: EngineHandle,
+=======
     /// Whether a gateway continues it elsewhere.
     pub(crate) can_move: bool,
+>>>>>>> Spread running requests over the workers
+    /// Cancelled when the worker drains.
     pub(crate) draining: CancellationToken,
-    /// Tokens that its outputs have from elsewhere.
-    pub(crate) n_output_tokens: usize,
+    /// When it came from another worker; `None` if it has begun here.
+    pub(crate) came: Option<Instant>,
+    pub(crate) progress: RequestProgress,
+}
+
+/// What changes while a request runs.
+#[derive(Debug)]
+pub(crate) struct RequestProgress {
+    n_output_tokens: AtomicUsize,
+    is_moving: AtomicBool,
+    /// If it ended now.
+    end: Mutex<End>,
 }
 
 /// The right to move a request; one at a time has it.
@@ -120,6 +118,7 @@ impl RunningRequests {
     }
 
     /// Lists a request.
+<<<<<<< HEAD
     pub(crate) fn insert(self: &Arc<Self>, parts: RunningParts) -> RunningGuard {
         let RunningParts {
             id,
@@ -152,6 +151,10 @@ impl RunningRequests {
             draining,
             end: Mutex::new(End::Left),
         });
+=======
+    pub(crate) fn insert(self: &Arc<Self>, request: RunningRequest) -> RunningGuard {
+        let request = Arc::new(request);
+>>>>>>> Spread running requests over the workers
         self.n_running.send_modify(|n_running| *n_running += 1);
         self.by_id.lock().insert(request.id.clone(), Arc::clone(&request));
         RunningGuard { request, all: Arc::clone(self), leaving: None }
@@ -187,7 +190,7 @@ impl RunningRequests {
 
     fn count(&self, request: &RunningRequest) {
         let mut report = self.drained.lock();
-        match *request.end.lock() {
+        match *request.progress.end.lock() {
             End::Left => {}
             End::Finished => report.finished += 1,
             End::Migrated => report.migrated += 1,
@@ -230,15 +233,21 @@ impl Drop for RunningGuard {
     }
 }
 
-impl RunningRequest {
-    /// Whether a gateway can continue it elsewhere.
-    pub(crate) fn can_move(&self) -> bool {
-        self.can_move
+impl RequestProgress {
+    /// That of a request whose outputs have `n_output_tokens` from elsewhere.
+    pub(crate) fn new(n_output_tokens: usize) -> Self {
+        Self {
+            n_output_tokens: AtomicUsize::new(n_output_tokens),
+            is_moving: AtomicBool::new(false),
+            end: Mutex::new(End::Left),
+        }
     }
+}
 
+impl RunningRequest {
     pub(crate) fn note_token(&self) {
         // Relaxed: a number to look at.
-        self.n_output_tokens.fetch_add(1, Ordering::Relaxed);
+        self.progress.n_output_tokens.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Notes what another worker holds for it from now on; `None` if that is not its own to forget.
@@ -248,23 +257,31 @@ impl RunningRequest {
 
     /// Notes how it ends, if nothing else happens.
     pub(crate) fn note_end(&self, end: End) {
-        *self.end.lock() = end;
+        *self.progress.end.lock() = end;
     }
 
     /// Waits until the worker drains, and forever if the request has so little to go that it should stay.
     pub(crate) async fn should_leave(&self) {
         self.draining.cancelled().await;
-        let n_outputs = self.prompt_tokens.len() * self.n_choices as usize;
-        let n_left =
-            (self.max_tokens * n_outputs).saturating_sub(self.n_output_tokens.load(Ordering::Relaxed));
-        if n_left <= SHORT_REST_TOKENS * n_outputs {
+        if self.tokens_left() <= SHORT_REST_TOKENS * self.n_outputs() {
             std::future::pending::<()>().await;
         }
     }
 
+    /// Over all prompts.
+    fn n_outputs(&self) -> usize {
+        self.prompt_tokens.len() * self.n_choices as usize
+    }
+
+    /// Tokens that its outputs have to go at most.
+    fn tokens_left(&self) -> usize {
+        let n_output_tokens = self.progress.n_output_tokens.load(Ordering::Relaxed);
+        self.max_tokens.saturating_mul(self.n_outputs()).saturating_sub(n_output_tokens)
+    }
+
     /// Takes the right to move it; `None` if it moves already.
     pub(crate) fn begin_move(self: &Arc<Self>) -> Option<MoveGuard> {
-        (!self.is_moving.swap(true, Ordering::AcqRel)).then(|| MoveGuard(Arc::clone(self)))
+        (!self.progress.is_moving.swap(true, Ordering::AcqRel)).then(|| MoveGuard(Arc::clone(self)))
     }
 
     /// Freezes it without a place to go; false if it has ended or cannot be frozen yet.
@@ -278,9 +295,12 @@ impl RunningRequest {
             seq_id: self.seq_id.clone(),
             path: self.path.to_owned(),
             prompt_tokens: self.prompt_tokens.iter().sum(),
-            output_tokens: self.n_output_tokens.load(Ordering::Relaxed),
+            output_tokens: self.progress.n_output_tokens.load(Ordering::Relaxed),
             can_move: self.can_move,
-            is_moving: self.is_moving.load(Ordering::Relaxed),
+            is_moving: self.progress.is_moving.load(Ordering::Relaxed),
+            outputs: self.n_outputs() as u64,
+            tokens_left: self.tokens_left() as u64,
+            moved_ms_ago: self.came.map(|came| came.elapsed().as_millis() as u64),
         }
     }
 }
@@ -293,6 +313,6 @@ impl MoveGuard {
 
 impl Drop for MoveGuard {
     fn drop(&mut self) {
-        self.0.is_moving.store(false, Ordering::Release);
+        self.0.progress.is_moving.store(false, Ordering::Release);
     }
 }

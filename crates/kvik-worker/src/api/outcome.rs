@@ -59,7 +59,7 @@ pub(super) async fn collect(
         let next = tokio::select! {
             biased;
             next = generation.next() => next,
-            () = running.should_leave(), if running.can_move() && !has_asked => {
+            () = running.should_leave(), if running.can_move && !has_asked => {
                 has_asked = true;
                 running.freeze().await?;
                 continue;

@@ -3,7 +3,11 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
+<<<<<<< HEAD
 use std::time::Duration;
+=======
+use std::time::Instant;
+>>>>>>> Spread running requests over the workers
 
 use axum::extract::{Path, Request, State};
 use axum::response::Response;
@@ -34,7 +38,7 @@ use crate::error::Refusal;
 use crate::generation::StageGuard;
 use crate::moves::Arrival;
 use crate::plan::{Form, GenerationPath, Plan};
-use crate::running::{End, RunningGuard, RunningParts};
+use crate::running::{End, RequestProgress, RunningGuard, RunningRequest};
 use crate::state::{Loaded, WorkerState};
 
 /// Time for blocks that others have overtaken on their way here: a call that breaks off is not waited for longer.
@@ -140,7 +144,11 @@ async fn answer(
         created: head.created,
         seeds: generation.seeds(),
     };
+<<<<<<< HEAD
     let mut running = loaded.running.insert(RunningParts {
+=======
+    let running = loaded.running.insert(RunningRequest {
+>>>>>>> Spread running requests over the workers
         id: journal_head.sequence.clone(),
         seq_id: plan.seq_id.clone(),
         path: plan.path.as_str(),
@@ -152,7 +160,8 @@ async fn answer(
         engine: loaded.engine.clone(),
         can_move: is_journaled,
         draining: state.draining.clone(),
-        n_output_tokens: resumed.as_ref().map_or(0, Resumed::n_output_tokens),
+        came: resumed.as_ref().map(|_| Instant::now()),
+        progress: RequestProgress::new(resumed.as_ref().map_or(0, Resumed::n_output_tokens)),
     });
     if let Some(to) = decode_at {
         give_away(state, loaded, &mut running, to);
@@ -260,7 +269,7 @@ pub(super) async fn begin_move(State(state): Shared, Path(id): Path<String>, req
     let MoveRequest { to } = read_json(&state, request).await?;
     let loaded = Arc::clone(state.loaded()?);
     let running = loaded.running.find(&id).ok_or_else(|| unknown(&id))?;
-    if !running.can_move() {
+    if !running.can_move {
         let message = "the request did not come through a gateway that could continue it elsewhere";
         return Err(Refusal::conflict(message, None));
     }

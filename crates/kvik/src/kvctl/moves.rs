@@ -380,6 +380,9 @@ mod tests {
             output_tokens: 7,
             can_move: true,
             is_moving: false,
+            outputs: 1,
+            tokens_left: 93,
+            moved_ms_ago: None,
         };
         let sequences = vec![PlacedSequence { worker: "worker-1".to_owned(), sequence }];
         let mut output = Vec::new();

@@ -15,6 +15,7 @@ mod moving;
 mod moving_case;
 mod moving_matrix;
 mod process;
+mod rebalancing;
 mod restarts;
 mod roles;
 mod secrets;
