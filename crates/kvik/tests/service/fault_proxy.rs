@@ -60,16 +60,23 @@ pub(crate) struct Pattern {
 struct Watch {
     pattern: Pattern,
     n_seen: usize,
-    fired: SyncSender<Sender<()>>,
+    /// Which of the proxies that watch together this is.
+    place: usize,
+    fired: SyncSender<(usize, Sender<()>)>,
 }
 
 /// Tells when the pattern has come.
 #[derive(Debug)]
-pub(crate) struct Watched(Receiver<Sender<()>>);
+pub(crate) struct Watched(Receiver<(usize, Sender<()>)>);
 
 /// Bytes that wait; they go on when this is dropped.
 #[derive(Debug)]
-pub(crate) struct Held(#[expect(dead_code, reason = "its end is the message")] Sender<()>);
+pub(crate) struct Held {
+    /// Which of the proxies that watch together has them.
+    pub(crate) place: usize,
+    #[expect(dead_code, reason = "its end is the message")]
+    release: Sender<()>,
+}
 
 impl FaultProxy {
     /// Listens; the role is told later.
@@ -98,10 +105,13 @@ impl FaultProxy {
         }
     }
 
-    /// Stops bytes where a pattern comes next.
-    pub(crate) fn watch(&self, pattern: Pattern) -> Watched {
-        let (fired, watched) = mpsc::sync_channel(1);
-        self.shared.state.lock().watch = Some(Watch { pattern, n_seen: 0, fired });
+    /// Stops bytes where a pattern comes next at any of `proxies`; the first one counts.
+    pub(crate) fn watch(proxies: &[&Self], pattern: Pattern) -> Watched {
+        let (fired, watched) = mpsc::sync_channel(proxies.len());
+        for (place, proxy) in proxies.iter().enumerate() {
+            let watch = Watch { pattern, n_seen: 0, place, fired: fired.clone() };
+            proxy.shared.state.lock().watch = Some(watch);
+        }
         Watched(watched)
     }
 }
@@ -123,7 +133,7 @@ impl Drop for FaultProxy {
 impl Watched {
     /// Waits for the pattern; `None` if it did not come in time.
     pub(crate) fn wait(&self) -> Option<Held> {
-        self.0.recv_timeout(PATIENCE).ok().map(Held)
+        self.0.recv_timeout(PATIENCE).ok().map(|(place, release)| Held { place, release })
     }
 }
 
@@ -173,9 +183,9 @@ impl Shared {
             if to.write_all(first).is_err() {
                 break;
             }
-            if let Some((_, fired)) = n_first {
+            if let Some((_, watch)) = n_first {
                 let (held, go_on) = mpsc::channel();
-                if fired.send(held).is_ok() {
+                if watch.fired.send((watch.place, held)).is_ok() {
                     while go_on.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {}
                 }
             }
@@ -188,12 +198,7 @@ impl Shared {
     }
 
     /// Looks for the pattern; how many of the bytes still pass if they have it for the last time.
-    fn look(
-        &self,
-        direction: Direction,
-        seen: &mut Vec<u8>,
-        data: &[u8],
-    ) -> Option<(usize, SyncSender<Sender<()>>)> {
+    fn look(&self, direction: Direction, seen: &mut Vec<u8>, data: &[u8]) -> Option<(usize, Watch)> {
         let mut state = self.state.lock();
         let Some(watch) = state.watch.as_mut().filter(|watch| watch.pattern.direction == direction) else {
             seen.clear();
@@ -207,9 +212,7 @@ impl Shared {
             watch.n_seen += 1;
             if watch.n_seen == watch.pattern.nth {
                 let n_passed = (at + watch.pattern.n_passed).saturating_sub(n_before).min(data.len());
-                let fired = watch.fired.clone();
-                state.watch = None;
-                return Some((n_passed, fired));
+                return Some((n_passed, state.watch.take()?));
             }
         }
         let n_kept = seen.len().min(pattern.len() - 1);

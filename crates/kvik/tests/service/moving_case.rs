@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 
 use crate::cluster::{Client, Role, start, start_coordinator, start_gateway};
-use crate::fault_proxy::{Direction, FaultProxy, Held, Pattern};
+use crate::fault_proxy::{Direction, FaultProxy, Held, Pattern, Watched};
 use crate::http;
 use crate::streams::{by_output, normalized, open, requests, undisturbed};
 
@@ -26,6 +26,17 @@ const REST_PATIENCE: Duration = Duration::from_secs(75);
 const FIRST_EVENTS: usize = 100;
 /// Passes the whole pattern and what came with it.
 const ALL: usize = 1 << 30;
+
+/// Why the request moves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Cause {
+    /// Its worker is asked to move it.
+    Move,
+    /// Its worker drains after `POST /drain`; the gateway chooses the destination.
+    Drain,
+    /// Its worker drains after SIGTERM.
+    Terminate,
+}
 
 /// What something happens to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,9 +103,11 @@ struct Stage {
     coordinator: Proxied,
     gateway: Proxied,
     workers: Vec<Proxied>,
-    /// Of the workers.
+    /// Of the workers. Of a worker that drains, the destination is one of the others until a step shows which.
     source: usize,
     destination: usize,
+    /// Whether the gateway chooses the destination.
+    is_chosen_by_gateway: bool,
 }
 
 /// A process and the proxy before it.
@@ -116,22 +129,23 @@ pub(crate) struct Continued {
 /// What a client has got, and why no more.
 type Received = (Vec<String>, io::Result<()>);
 
-/// Moves the request `number` of [`long_requests`] and does `fault` to `victim` at `step`; how the answer has gone on.
+/// Has the request `number` of [`long_requests`] moved and does `fault` to `victim` at `step`; how the answer has gone on.
 #[track_caller]
-pub(crate) fn disturb(victim: Victim, fault: Fault, step: Step, number: usize) -> Continued {
-    let name = format!("{victim:?}-{fault:?}-{step:?}-{number}");
+pub(crate) fn disturb(cause: Cause, victim: Victim, fault: Fault, step: Step, number: usize) -> Continued {
+    let name = format!("{cause:?}-{victim:?}-{fault:?}-{step:?}-{number}");
     let mut stage = Stage::start();
     let expected = &expected(&stage)[number];
     let client = stage.client();
     let mut stream = open(&client, &long_requests()[number], None, &name);
     stage.choose(&stream.worker());
+    stage.is_chosen_by_gateway = cause != Cause::Move;
     let mut events: Vec<String> = (0..FIRST_EVENTS).map(|_| stream.event().unwrap().unwrap()).collect();
 
-    let (proxy, pattern) = stage.place_of(step);
-    let watched = pattern.map(|pattern| proxy.watch(pattern));
+    let (places, pattern) = stage.place_of(step);
+    let watched = pattern.map(|pattern| stage.watch(&places, pattern));
     // The destination is gone when the request should go on there: only then it is thawed.
     let resuming = matches!(step, Step::ThawSent | Step::ThawAnswered)
-        .then(|| stage.workers[stage.destination].proxy.watch(to_role("POST /sequences/resume", 1)));
+        .then(|| stage.watch(&stage.destinations(), to_role("POST /sequences/resume", 1)));
     let (source, to) = (stage.source_client(), stage.destination_base());
     let (received, ()) = thread::scope(|scope| {
         let reading = scope.spawn(move || -> Received {
@@ -143,10 +157,12 @@ pub(crate) fn disturb(victim: Victim, fault: Fault, step: Step, number: usize) -
                 }
             }
         });
-        let moving = scope.spawn(move || ask_to_move(&source, &to));
+        let moving = (cause == Cause::Move).then(|| scope.spawn(move || ask_to_move(&source, &to)));
+        stage.drain_source(cause);
         let mut ended = None;
         if let Some(resuming) = resuming {
             let held = resuming.wait().unwrap_or_else(|| panic!("{name}: the request does not go on"));
+            stage.destination = stage.destinations()[held.place];
             ended = Some(Victim::Destination);
             stage.begin(Victim::Destination, Fault::Kill);
             drop(held);
@@ -154,6 +170,9 @@ pub(crate) fn disturb(victim: Victim, fault: Fault, step: Step, number: usize) -
         let held: Option<Held> = watched.map(|watched| {
             watched.wait().unwrap_or_else(|| panic!("{name}: the step does not come; {ended:?}"))
         });
+        if let Some(held) = held.as_ref().filter(|_| 1 < places.len()) {
+            stage.destination = places[held.place];
+        }
         if ended != Some(victim) {
             stage.begin(victim, fault);
         }
@@ -162,13 +181,18 @@ pub(crate) fn disturb(victim: Victim, fault: Fault, step: Step, number: usize) -
             stage.serve_for(FAULT_TIME);
             stage.end(victim, fault);
         }
-        moving.join().unwrap();
+        if let Some(moving) = moving {
+            moving.join().unwrap();
+        }
         (reading.join().unwrap(), ())
     });
     check(&name, received, expected, victim == Victim::Gateway && fault != Fault::Stop);
     let continued =
         |outcome: &str| stage.gateway.role.metric("kvik_gateway_continued_total", outcome).unwrap_or(0.0);
     let [moved, replayed, stayed] = ["moved", "replayed", "stayed"].map(continued);
+    if cause != Cause::Move {
+        stage.wait_for_source(&name);
+    }
     stage.wait_for_rest(&name);
     Continued { moved, replayed, stayed }
 }
@@ -254,7 +278,7 @@ impl Stage {
         let gateway = start_gateway("127.0.0.1:0", &[&coordinator.proxy.address], &[]);
         gateway.wait_for_backends(3);
         let gateway = Proxied::new(FaultProxy::start(), gateway);
-        Self { coordinator, gateway, workers, source: 0, destination: 1 }
+        Self { coordinator, gateway, workers, source: 0, destination: 1, is_chosen_by_gateway: false }
     }
 
     /// What the client talks to.
@@ -278,28 +302,63 @@ impl Stage {
         self.workers[self.destination].base()
     }
 
-    /// The proxy and the bytes by which a step is known; no bytes if it is now.
-    fn place_of(&self, step: Step) -> (&FaultProxy, Option<Pattern>) {
-        let source = &self.workers[self.source].proxy;
-        let destination = &self.workers[self.destination].proxy;
-        let (proxy, pattern) = match step {
+    /// The workers that the request may go to.
+    fn destinations(&self) -> Vec<usize> {
+        let others = (0..self.workers.len()).filter(|place| *place != self.source);
+        if self.is_chosen_by_gateway { others.collect() } else { vec![self.destination] }
+    }
+
+    /// The workers at which a step may be seen, and the bytes by which it is known; no bytes if it is now.
+    fn place_of(&self, step: Step) -> (Vec<usize>, Option<Pattern>) {
+        let (source, destinations) = (vec![self.source], self.destinations());
+        let (places, pattern) = match step {
             Step::Running => return (source, None),
-            Step::OfferSent => (destination, to_role("POST /sequences/moves", 1)),
-            Step::OfferAnswered => (destination, from_role("\"have_blocks\":[", 1)),
-            Step::BlocksSent(nth) => (destination, to_role("PUT /sequences/moves/", nth)),
-            Step::BlocksAnswered => (destination, from_role("\"is_full\"", 1)),
+            Step::OfferSent => (destinations, to_role("POST /sequences/moves", 1)),
+            Step::OfferAnswered => (destinations, from_role("\"have_blocks\":[", 1)),
+            Step::BlocksSent(nth) => (destinations, to_role("PUT /sequences/moves/", nth)),
+            Step::BlocksAnswered => (destinations, from_role("\"is_full\"", 1)),
             Step::NoticeSent => (source, from_role(":kvik-move", 1)),
             Step::NoticeAndHalfALine => {
                 // A notice is written in one piece, with the line that covers it behind it.
                 (source, Pattern { n_passed: 7, ..from_role("\n\n:kvik \n\n", 1) })
             }
-            Step::ResumeSent => (destination, to_role("POST /sequences/resume", 1)),
-            Step::ResumedStreamBegins => (destination, from_role(":kvik-head", 1)),
-            Step::ResumedStreamGoesOn => (destination, Pattern { n_passed: ALL, ..from_role("data: ", 5) }),
+            Step::ResumeSent => (destinations, to_role("POST /sequences/resume", 1)),
+            Step::ResumedStreamBegins => (destinations, from_role(":kvik-head", 1)),
+            Step::ResumedStreamGoesOn => (destinations, Pattern { n_passed: ALL, ..from_role("data: ", 5) }),
             Step::ThawSent => (source, to_role("/thaw HTTP/1.1", 1)),
             Step::ThawAnswered => (source, from_role("{\"id\":\"seq-", 1)),
         };
-        (proxy, Some(pattern))
+        (places, Some(pattern))
+    }
+
+    fn watch(&self, places: &[usize], pattern: Pattern) -> Watched {
+        let proxies: Vec<&FaultProxy> = places.iter().map(|place| &self.workers[*place].proxy).collect();
+        FaultProxy::watch(&proxies, pattern)
+    }
+
+    /// Begins to drain the source, if that is the cause.
+    #[track_caller]
+    fn drain_source(&self, cause: Cause) {
+        let source = &self.workers[self.source].role;
+        match cause {
+            Cause::Move => {}
+            Cause::Drain => {
+                let answer = http::send(&source.address, "POST", "/drain", None).unwrap();
+                assert_eq!(answer.status, 202);
+            }
+            Cause::Terminate => source.process.signal("TERM"),
+        }
+    }
+
+    /// Waits until a source that drains has ended.
+    #[track_caller]
+    fn wait_for_source(&mut self, name: &str) {
+        let source = &mut self.workers[self.source];
+        if !source.is_killed {
+            let status = source.role.process.ended();
+            assert_eq!(status.code(), Some(0), "{name}");
+            source.is_killed = true;
+        }
     }
 
     fn victim(&mut self, victim: Victim) -> &mut Proxied {
@@ -335,7 +394,9 @@ impl Stage {
     /// Asks the worker that has no part in the move, again and again, until a fault has lasted for `time`.
     #[track_caller]
     fn serve_for(&self, time: Duration) {
-        let bystander = &self.workers[(self.destination + 1) % self.workers.len()].role;
+        let mut others =
+            (0..self.workers.len()).filter(|place| ![self.source, self.destination].contains(place));
+        let bystander = &self.workers[others.next().unwrap()].role;
         let until = Instant::now() + time;
         while Instant::now() < until {
             assert_eq!(http::get(&bystander.address, "/health").unwrap().0, 200);
