@@ -18,8 +18,9 @@ use kvik_runtime::http::AnswerLimits;
 use tokio::time::Instant;
 
 use crate::answer;
-use crate::answer::body::{Clock, Dialect, Events, GuardedBody};
+use crate::answer::body::{Clock, GuardedBody};
 use crate::answer::continuation::{Continuation, Continuer};
+use crate::answer::events::{Dialect, Events};
 use crate::answer::generate::{self, TranslatedBody};
 use crate::answer::record::{Ending, Record};
 use crate::answer::send::{Outgoing, worker_path};
@@ -358,7 +359,8 @@ fn deliver(mut record: Record, route: Route, answer: Answer) -> Response {
     Response::from_parts(parts, body)
 }
 
-async fn wait_for_turn(
+/// Waits until a request of `n_bytes` may run.
+pub(crate) async fn wait_for_turn(
     record: &Record,
     n_bytes: usize,
     config: &GatewayConfig,

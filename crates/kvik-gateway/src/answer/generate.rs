@@ -17,7 +17,7 @@ use kvik_proto::worker::GenerateRequest;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::answer::body::{Dialect, failure_event};
+use crate::answer::events::{Dialect, failure_event};
 use crate::error::Refusal;
 use crate::route::Route;
 

@@ -9,6 +9,7 @@ use crate::metrics::Metrics;
 
 pub(crate) mod body;
 pub(crate) mod continuation;
+pub(crate) mod events;
 pub(crate) mod forward;
 pub(crate) mod generate;
 pub(crate) mod journal;
