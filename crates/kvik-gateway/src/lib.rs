@@ -39,6 +39,8 @@ mod config;
 mod disaggregation;
 mod error;
 mod gateway;
+mod held;
+mod held_book;
 mod metrics;
 mod placement;
 mod request;

@@ -15,6 +15,7 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use crate::config::GatewayConfig;
+use crate::held_book::HeldBook;
 use crate::metrics::Metrics;
 use crate::placement::admission::Admission;
 use crate::placement::retry::RetryBudget;
@@ -40,6 +41,8 @@ pub(crate) struct Shared {
     pub(crate) indexer: Option<Arc<Indexer>>,
     pub(crate) admission: Arc<Admission>,
     pub(crate) under_way: Arc<UnderWay>,
+    /// What clients step.
+    pub(crate) held: HeldBook,
     pub(crate) retry_budget: RetryBudget,
     pub(crate) metrics: Metrics,
     pub(crate) tracer: Tracer,
@@ -82,6 +85,7 @@ impl Shared {
             indexer,
             admission,
             under_way: Arc::default(),
+            held: HeldBook::default(),
             retry_budget,
             metrics: Metrics::new(),
             tracer,

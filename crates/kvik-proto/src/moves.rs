@@ -27,6 +27,28 @@ pub const MOVED: &str = "x-kvik-moved";
 /// prompt goes there as it is computed, and the request moves after its first token. If that is not possible, it stays.
 pub const DECODE_AT: &str = "x-kvik-decode-at";
 
+/// Header that names one life of a held sequence, wherever it is: a gateway chooses it at `/inference/init`, and steps under
+/// another name of this kind are answered as those of an unknown sequence.
+pub const HELD: &str = "x-kvik-held";
+
+/// Header of the answer to `/inference/init` with [`HELD`]: the seed of the sequence's random choices.
+pub const SEED: &str = "x-kvik-seed";
+
+/// The path of the requests that begin held sequences. Such a request goes on by [`ResumeHead`] with the sequence's
+/// [`HELD`] as the journal's id, and waits for its next step then.
+pub const INIT_PATH: &str = "/inference/init";
+
+/// What is known of a held sequence besides its tokens, as [`ResumeHead::partial`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeldPartial {
+    /// For each token, the text that became final with it; empty if that is not known.
+    #[serde(default)]
+    pub texts: Vec<String>,
+    /// Tokens that steps have been answered with. Default: all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub answered: Option<u64>,
+}
+
 /// What a request is continued from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResumeHead {

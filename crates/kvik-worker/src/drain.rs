@@ -5,18 +5,20 @@
 //! nothing more; then it waits until the engine is done with every request, which gateways move to other workers, but no
 //! longer than the grace; what still runs then is left to the gateway to go on from its tokens, and fails with an error event
 //! where there is none. Last the server closes: answers that are on
-//! their way get some more seconds to be read. Sequences that their clients step count as running
-//! until they end, are finished or are abandoned.
+//! their way get some more seconds to be read. Sequences that their clients step are handed over to other workers; those that none
+//! takes count as running until they end, are finished or are abandoned.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use kvik_proto::client::CoordinatorClient;
 use kvik_proto::moves::DrainReport;
 use kvik_runtime::shutdown::Shutdown;
 use tokio_util::sync::CancellationToken;
 
 use crate::engine_thread::EngineHandle;
+use crate::hand_over::hand_over;
 use crate::state::WorkerState;
 
 /// Time for clients to read what was sent: longer than a stall of a network, shorter than anyone
@@ -30,6 +32,8 @@ const COUNT_GRACE: Duration = Duration::from_secs(2);
 #[derive(Debug)]
 pub(crate) struct Drain {
     pub(crate) engine: EngineHandle,
+    /// Know which workers there are.
+    pub(crate) coordinators: Vec<CoordinatorClient>,
     /// Cancelled when the coordinators have been left.
     pub(crate) unregistered: CancellationToken,
     /// Makes the server take no more connections and finish those that are there.
@@ -50,6 +54,9 @@ impl Drain {
         tracing::info!(worker = %state.id, "worker drains");
         let finish = async {
             self.unregistered.cancelled().await;
+            if let Some(loaded) = state.loaded_at_end() {
+                hand_over(&state, loaded, &self.coordinators).await;
+            }
             state.admission.idle().await;
         };
         // Relaxed: a number that was set before the drain began.

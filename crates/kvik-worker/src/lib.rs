@@ -43,6 +43,7 @@ mod engine_thread;
 mod error;
 mod events;
 mod generation;
+mod hand_over;
 mod idle;
 mod key_page;
 mod metrics;

@@ -16,6 +16,8 @@ pub(crate) enum GenerationPath {
     Completions,
     Chat,
     Generate,
+    /// Begins a sequence that its client steps.
+    Init,
 }
 
 /// The form of an answer.
@@ -41,13 +43,14 @@ pub(crate) struct Plan {
 }
 
 impl GenerationPath {
-    pub(crate) const ALL: [Self; 3] = [Self::Completions, Self::Chat, Self::Generate];
+    pub(crate) const ALL: [Self; 4] = [Self::Completions, Self::Chat, Self::Generate, Self::Init];
 
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Completions => "/v1/completions",
             Self::Chat => "/v1/chat/completions",
             Self::Generate => "/inference/generate",
+            Self::Init => kvik_proto::moves::INIT_PATH,
         }
     }
 

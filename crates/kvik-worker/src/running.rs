@@ -74,16 +74,8 @@ pub(crate) struct RunningRequest {
     /// Of its prompts towards the engine.
     pub(crate) tickets: Vec<u64>,
     pub(crate) engine: EngineHandle,
-<<<<<<< HEAD
-    can_move: bool,
-    n_output_tokens: AtomicUsize,
-    is_moving: AtomicBool,
-    /// What another worker holds for it, while it is frozen.
-    ticket: Mutex<Option<MoveNotice>>,
-=======
     /// Whether a gateway continues it elsewhere.
     pub(crate) can_move: bool,
->>>>>>> Spread running requests over the workers
     /// Cancelled when the worker drains.
     pub(crate) draining: CancellationToken,
     /// When it came from another worker; `None` if it has begun here.
@@ -96,6 +88,8 @@ pub(crate) struct RunningRequest {
 pub(crate) struct RequestProgress {
     n_output_tokens: AtomicUsize,
     is_moving: AtomicBool,
+    /// What another worker holds for it, while it is frozen.
+    ticket: Mutex<Option<MoveNotice>>,
     /// If it ended now.
     end: Mutex<End>,
 }
@@ -118,43 +112,8 @@ impl RunningRequests {
     }
 
     /// Lists a request.
-<<<<<<< HEAD
-    pub(crate) fn insert(self: &Arc<Self>, parts: RunningParts) -> RunningGuard {
-        let RunningParts {
-            id,
-            seq_id,
-            path,
-            body,
-            prompt_tokens,
-            n_choices,
-            max_tokens,
-            tickets,
-            engine,
-            can_move,
-            draining,
-            n_output_tokens,
-        } = parts;
-        let request = Arc::new(RunningRequest {
-            id,
-            seq_id,
-            path,
-            body,
-            prompt_tokens,
-            n_choices,
-            max_tokens,
-            tickets,
-            engine,
-            can_move,
-            n_output_tokens: AtomicUsize::new(n_output_tokens),
-            is_moving: AtomicBool::new(false),
-            ticket: Mutex::new(None),
-            draining,
-            end: Mutex::new(End::Left),
-        });
-=======
     pub(crate) fn insert(self: &Arc<Self>, request: RunningRequest) -> RunningGuard {
         let request = Arc::new(request);
->>>>>>> Spread running requests over the workers
         self.n_running.send_modify(|n_running| *n_running += 1);
         self.by_id.lock().insert(request.id.clone(), Arc::clone(&request));
         RunningGuard { request, all: Arc::clone(self), leaving: None }
@@ -170,7 +129,7 @@ impl RunningRequests {
     /// Lets what another worker holds for a request be forgotten: it goes on here, or its gateway is gone. A ticket that the gateway has
     /// used is unknown there, and nothing happens.
     pub(crate) fn forget_ticket(&self, request: &RunningRequest) {
-        if let Some(notice) = request.ticket.lock().take() {
+        if let Some(notice) = request.progress.ticket.lock().take() {
             // A worker that ends tells nothing; the other one gives the ticket up by itself.
             let _ = self.unused.send(notice);
         }
@@ -189,12 +148,19 @@ impl RunningRequests {
     }
 
     fn count(&self, request: &RunningRequest) {
-        let mut report = self.drained.lock();
         match *request.progress.end.lock() {
+            End::Stopped if request.can_move => self.drained.lock().replayed += 1,
+            end => self.count_drained(end),
+        }
+    }
+
+    /// Counts how a request ended while the worker drained that no gateway continues.
+    pub(crate) fn count_drained(&self, end: End) {
+        let mut report = self.drained.lock();
+        match end {
             End::Left => {}
             End::Finished => report.finished += 1,
             End::Migrated => report.migrated += 1,
-            End::Stopped if request.can_move => report.replayed += 1,
             End::Stopped => report.failed += 1,
         }
     }
@@ -239,6 +205,7 @@ impl RequestProgress {
         Self {
             n_output_tokens: AtomicUsize::new(n_output_tokens),
             is_moving: AtomicBool::new(false),
+            ticket: Mutex::new(None),
             end: Mutex::new(End::Left),
         }
     }
@@ -252,7 +219,7 @@ impl RunningRequest {
 
     /// Notes what another worker holds for it from now on; `None` if that is not its own to forget.
     pub(crate) fn set_ticket(&self, notice: Option<MoveNotice>) {
-        *self.ticket.lock() = notice;
+        *self.progress.ticket.lock() = notice;
     }
 
     /// Notes how it ends, if nothing else happens.

@@ -5,6 +5,9 @@
 //! step that is asked for again, because its answer was lost, is answered with the same tokens and
 //! advances nothing. Steps of one sequence wait for each other.
 //!
+//! A sequence that another worker has begun goes on from its tokens with the first step here. One that goes to another worker
+//! is locked until it is there, and unknown here from then on.
+//!
 //! Nothing here is lost if a handler is dropped half way: credits are counted when they are granted
 //! and tokens when they are received.
 
@@ -12,17 +15,23 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use kvik_model::GenerateRequest;
+use kvik_proto::journal::{JournalHead, ProgressLine};
+use kvik_proto::moves::{HeldPartial, INIT_PATH, ResumeHead};
 use kvik_proto::worker::{InitResponse, StepResponse};
 use kvik_types::CacheSalt;
 use parking_lot::Mutex;
-use tokio::sync::{Mutex as AsyncMutex, mpsc};
+use tokio::sync::{Mutex as AsyncMutex, OwnedMutexGuard, mpsc};
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 
 use crate::admission::Permit;
-use crate::engine_thread::{EngineHandle, Origin, Submission};
+use crate::engine_thread::{BegunPart, EngineHandle, Origin, Submission};
 use crate::error::Refusal;
 use crate::events::{Event, STOPPED};
+use crate::generation::StageGuard;
+use crate::running::{RequestProgress, RunningRequest};
 
 /// Most tokens of one step; what a client may not read is bounded by it.
 pub(crate) const MAX_STEP: u32 = 4096;
@@ -33,12 +42,53 @@ pub(crate) struct Sequences {
     by_id: Mutex<HashMap<String, Arc<AsyncMutex<Stepped>>>>,
 }
 
+/// What a sequence is started from.
+#[derive(Debug)]
+pub(crate) struct HeldStart {
+    pub(crate) seq_id: String,
+    /// Names this life of the sequence, if a gateway has begun it.
+    pub(crate) identity: Option<String>,
+    /// The request as it came.
+    pub(crate) body: Bytes,
+    pub(crate) request: GenerateRequest,
+    pub(crate) salt: Option<CacheSalt>,
+    pub(crate) permit: Permit,
+    /// Cancelled when the worker drains.
+    pub(crate) draining: CancellationToken,
+    /// How far it has come on another worker.
+    pub(crate) begun: Option<HeldBegun>,
+}
+
+/// How far a sequence has come on another worker.
+#[derive(Debug)]
+pub(crate) struct HeldBegun {
+    pub(crate) part: BegunPart,
+    /// Each with the text that became final with it.
+    pub(crate) tokens: Vec<(u32, String)>,
+    pub(crate) n_answered: u64,
+    /// KV that came ahead of it.
+    pub(crate) stages: Vec<StageGuard>,
+}
+
+/// A sequence on its way to another worker: no step advances it. Dropped, it stays.
+#[derive(Debug)]
+pub(crate) struct LeavingSequence {
+    stepped: OwnedMutexGuard<Stepped>,
+}
+
 /// One of them.
 #[derive(Debug)]
 struct Stepped {
     seq_id: String,
+    identity: Option<String>,
     engine: EngineHandle,
     ticket: u64,
+    /// As it goes to another worker; it is in no list.
+    request: Arc<RunningRequest>,
+    /// Of its random choices; known when the engine has taken it.
+    seed: Option<u64>,
+    /// KV that came ahead of it, held until its first token here.
+    stages: Vec<StageGuard>,
     events: mpsc::UnboundedReceiver<(usize, Event)>,
     n_granted: u64,
     prompt_tokens: usize,
@@ -56,8 +106,15 @@ struct Stepped {
 /// Why an output ended.
 #[derive(Debug, Clone)]
 enum End {
-    Finished { text: String, reason: &'static str },
+    Finished {
+        text: String,
+        reason: &'static str,
+    },
     Failed(String),
+    /// The worker ends before it.
+    Stopped,
+    /// Another worker has it.
+    Moved,
 }
 
 impl Sequences {
@@ -68,67 +125,59 @@ impl Sequences {
         sequence.try_lock().map_or(true, |sequence| sequence.end.is_none())
     }
 
-    /// Starts a sequence and waits for the first token of its output.
+    /// Starts a sequence and waits for the first token of its output; also the seed of its random choices.
     pub(crate) async fn init(
         &self,
         engine: &EngineHandle,
-        seq_id: &str,
-        request: GenerateRequest,
-        salt: Option<CacheSalt>,
-        permit: Permit,
-    ) -> Result<InitResponse, Refusal> {
-        let (sender, events) = mpsc::unbounded_channel();
-        let ticket = engine.next_ticket();
-        let prompt_tokens = request.prompt.len();
-        let stepped = Stepped {
-            seq_id: seq_id.to_owned(),
-            engine: engine.clone(),
-            ticket,
-            events,
-            n_granted: 1,
-            prompt_tokens,
-            cached_tokens: 0,
-            tokens: Vec::new(),
-            n_answered: 0,
-            end: None,
-            last_use: Instant::now(),
-            is_released: false,
-        };
+        start: HeldStart,
+    ) -> Result<(InitResponse, u64), Refusal> {
+        let mut stepped = self.begin(engine, start, 1).await?;
+        Ok((stepped.init_response(), stepped.seed.unwrap_or_default()))
+    }
+
+    /// Takes a sequence that another worker has begun; the next step goes on with it.
+    pub(crate) async fn resume(&self, engine: &EngineHandle, start: HeldStart) -> Result<(), Refusal> {
+        self.begin(engine, start, 0).await.map(drop)
+    }
+
+    /// Has the engine take a sequence, and waits for `n_first` tokens.
+    async fn begin(
+        &self,
+        engine: &EngineHandle,
+        start: HeldStart,
+        n_first: u32,
+    ) -> Result<OwnedMutexGuard<Stepped>, Refusal> {
+        let (stepped, submission) = Stepped::new(engine, start, n_first);
+        let (seq_id, identity) = (stepped.seq_id.clone(), stepped.identity.clone());
+        let wanted = stepped.n_granted;
         let sequence = Arc::new(AsyncMutex::new(stepped));
-        self.insert(seq_id, &sequence)?;
-        let origin = Origin {
-            ticket,
-            part_idx: 0,
-            name: Some(seq_id.to_owned()),
-            salt,
-            credits: 1,
-            is_stepped: true,
-            arrived: std::time::Instant::now(),
-            permit: Arc::new(permit),
-            events: sender,
-        };
-        let mut stepped = sequence.lock().await;
-        let started = match engine.submit(Submission { origin, request, begun: None }) {
-            Ok(()) => stepped.receive(1).await,
+        self.insert(&seq_id, identity.as_deref(), &sequence)?;
+        let mut stepped = Arc::clone(&sequence).lock_owned().await;
+        let started = match engine.submit(submission) {
+            Ok(()) => stepped.taken(wanted).await,
             Err(refusal) => Err(refusal),
         };
         if let Err(refusal) = started {
             drop(stepped);
-            self.remove(seq_id, &sequence);
+            self.remove(&seq_id, &sequence);
             return Err(refusal);
         }
-        Ok(stepped.init_response())
+        Ok(stepped)
     }
 
     /// Advances a sequence to `n` tokens after `step_index`, by default after the last answer.
     pub(crate) async fn step(
         &self,
         seq_id: &str,
+        identity: Option<&str>,
         step_index: Option<u64>,
         n: u32,
     ) -> Result<StepResponse, Refusal> {
         let sequence = self.get(seq_id)?;
         let mut stepped = sequence.lock().await;
+        if !stepped.is_life(identity) || matches!(stepped.end, Some(End::Moved)) {
+            return Err(unknown(seq_id));
+        }
         stepped.last_use = Instant::now();
         let first = step_index.unwrap_or(stepped.n_answered);
         let n_known = stepped.tokens.len() as u64;
@@ -155,6 +204,7 @@ impl Sequences {
         &self,
         engine: &EngineHandle,
         seq_id: &str,
+        identity: Option<&str>,
         forgets: bool,
     ) -> Result<usize, Refusal> {
         let Ok(sequence) = self.get(seq_id) else {
@@ -165,6 +215,9 @@ impl Sequences {
             return engine.finish(None, seq_id, forgets).await;
         };
         let mut stepped = sequence.lock().await;
+        if !stepped.is_life(identity) {
+            return Err(unknown(seq_id));
+        }
         self.remove(seq_id, &sequence);
         stepped.is_released = true;
         stepped.engine.finish(Some(stepped.ticket), seq_id, forgets).await
@@ -185,15 +238,41 @@ impl Sequences {
         }
     }
 
+    /// The names of all.
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.by_id.lock().keys().cloned().collect()
+    }
+
+    /// Locks a sequence that goes on, so that it can go to another worker; a step that is under way ends first. `None` if there
+    /// is nothing to go on with.
+    pub(crate) async fn leave(&self, seq_id: &str) -> Option<LeavingSequence> {
+        let stepped = self.get(seq_id).ok()?.lock_owned().await;
+        (stepped.end.is_none() && stepped.seed.is_some()).then_some(LeavingSequence { stepped })
+    }
+
+    /// Ends a sequence here that another worker has now.
+    pub(crate) fn end_left(&self, leaving: LeavingSequence) {
+        let LeavingSequence { mut stepped } = leaving;
+        self.by_id.lock().remove(&stepped.seq_id);
+        stepped.engine.abandon(stepped.ticket);
+        stepped.set_end(End::Moved);
+    }
+
     fn get(&self, seq_id: &str) -> Result<Arc<AsyncMutex<Stepped>>, Refusal> {
         self.by_id.lock().get(seq_id).map(Arc::clone).ok_or_else(|| unknown(seq_id))
     }
 
-    /// Adds a sequence, in the place of one of the same name whose output has ended.
-    fn insert(&self, seq_id: &str, sequence: &Arc<AsyncMutex<Stepped>>) -> Result<(), Refusal> {
+    /// Adds a sequence, in the place of one of the same name whose output has ended or that is an earlier copy of the same life.
+    fn insert(
+        &self,
+        seq_id: &str,
+        identity: Option<&str>,
+        sequence: &Arc<AsyncMutex<Stepped>>,
+    ) -> Result<(), Refusal> {
         let mut by_id = self.by_id.lock();
+        let is_other = |before: &Stepped| identity.is_none() || before.identity.as_deref() != identity;
         if let Some(before) = by_id.get(seq_id)
-            && before.try_lock().map_or(true, |before| before.end.is_none())
+            && before.try_lock().map_or(true, |before| before.end.is_none() && is_other(&before))
         {
             let message = format!("`seq_id` is `{seq_id}`, which is being stepped; finish it first");
             return Err(Refusal::conflict(message, Some("seq_id")));
@@ -210,13 +289,117 @@ impl Sequences {
     }
 }
 
+impl LeavingSequence {
+    /// As other workers are offered it.
+    pub(crate) fn request(&self) -> &Arc<RunningRequest> {
+        &self.stepped.request
+    }
+
+    /// What another worker goes on from, with the KV of `ticket`.
+    pub(crate) fn head(&self, ticket: String) -> ResumeHead {
+        let stepped = &self.stepped;
+        let mut progress = ProgressLine::default();
+        stepped.tokens.iter().for_each(|(token, _)| progress.token(0, *token));
+        let partial = HeldPartial {
+            texts: stepped.tokens.iter().map(|(_, text)| text.clone()).collect(),
+            answered: Some(stepped.n_answered),
+        };
+        ResumeHead {
+            path: INIT_PATH.to_owned(),
+            head: JournalHead {
+                sequence: stepped.request.id.clone(),
+                id: stepped.identity.clone().unwrap_or_default(),
+                created: 0,
+                seeds: stepped.seed.into_iter().collect(),
+            },
+            progress: progress.into_items(),
+            ticket: Some(ticket),
+            // Texts and a number: nothing that JSON cannot say.
+            partial: serde_json::to_value(partial).ok(),
+        }
+    }
+}
+
 impl Stepped {
+    /// A sequence and what the engine is asked for: `n_first` tokens more than it has.
+    fn new(engine: &EngineHandle, start: HeldStart, n_first: u32) -> (Self, Submission) {
+        let HeldStart { seq_id, identity, body, request, salt, permit, draining, begun } = start;
+        let (sender, events) = mpsc::unbounded_channel();
+        let ticket = engine.next_ticket();
+        let came = begun.as_ref().map(|_| std::time::Instant::now());
+        let (part, tokens, n_answered, stages) = match begun {
+            None => (None, Vec::new(), 0, Vec::new()),
+            Some(HeldBegun { part, tokens, n_answered, stages }) => (Some(part), tokens, n_answered, stages),
+        };
+        let running = RunningRequest {
+            id: format!("held-{ticket}"),
+            seq_id: Some(seq_id.clone()),
+            path: INIT_PATH,
+            body,
+            prompt_tokens: vec![request.prompt.len()],
+            n_choices: 1,
+            max_tokens: request.sampling.max_tokens as usize,
+            tickets: vec![ticket],
+            engine: engine.clone(),
+            can_move: true,
+            draining,
+            came,
+            progress: RequestProgress::new(tokens.len()),
+        };
+        let stepped = Self {
+            seq_id: seq_id.clone(),
+            identity,
+            engine: engine.clone(),
+            ticket,
+            request: Arc::new(running),
+            seed: None,
+            stages,
+            events,
+            n_granted: tokens.len() as u64 + u64::from(n_first),
+            prompt_tokens: request.prompt.len(),
+            cached_tokens: 0,
+            tokens,
+            n_answered,
+            end: None,
+            last_use: Instant::now(),
+            is_released: false,
+        };
+        let origin = Origin {
+            ticket,
+            part_idx: 0,
+            name: Some(seq_id),
+            salt,
+            credits: n_first,
+            is_stepped: true,
+            arrived: std::time::Instant::now(),
+            permit: Arc::new(permit),
+            events: sender,
+        };
+        (stepped, Submission { origin, request, begun: part })
+    }
+
+    /// Whether it is the life that is asked for; without a name all are.
+    fn is_life(&self, identity: Option<&str>) -> bool {
+        identity.is_none() || self.identity.as_deref() == identity
+    }
+
+    /// Waits until the engine has taken it and the output has `wanted` tokens or has ended. Cancel safe.
+    async fn taken(&mut self, wanted: u64) -> Result<(), Refusal> {
+        while self.seed.is_none() && self.end.is_none() {
+            match self.events.recv().await.map(|(_, event)| event) {
+                Some(event) => self.note(event)?,
+                None => self.set_end(End::Stopped),
+            }
+        }
+        self.receive(wanted).await
+    }
+
     /// Receives until the output has `wanted` tokens or has ended. Cancel safe.
     async fn receive(&mut self, wanted: u64) -> Result<(), Refusal> {
         while self.end.is_none() && (self.tokens.len() as u64) < wanted {
             match self.events.recv().await.map(|(_, event)| event) {
                 Some(event) => self.note(event)?,
-                None => self.set_end(End::Failed(STOPPED.to_owned())),
+                None => self.set_end(End::Stopped),
             }
         }
         // The end comes right behind the last token: a step that takes that one tells it.
@@ -227,25 +410,32 @@ impl Stepped {
         }
         match &self.end {
             Some(End::Failed(message)) => Err(Refusal::failed(message.clone())),
-            _ => Ok(()),
+            // Another worker can go on with it.
+            Some(End::Stopped) => Err(Refusal::unavailable(STOPPED, 1)),
+            Some(End::Moved) => Err(unknown(&self.seq_id)),
+            Some(End::Finished { .. }) | None => Ok(()),
         }
     }
 
     fn note(&mut self, event: Event) -> Result<(), Refusal> {
         match event {
-            Event::Accepted { .. } | Event::Frozen(_) => {}
+            Event::Accepted { seed } => self.seed = Some(seed),
+            Event::Frozen(_) => {}
             Event::Rejected(error) => {
                 self.set_end(End::Failed(error.to_string()));
                 return Err(error.into());
             }
             Event::Admitted { cached_tokens, .. } => self.cached_tokens = cached_tokens,
-            Event::Token(token) => self.tokens.push((token.id, token.text)),
+            Event::Token(token) => {
+                self.stages.clear();
+                self.tokens.push((token.id, token.text));
+            }
             Event::Finished { text, reason, usage, .. } => {
                 self.cached_tokens = usage.cached_tokens;
                 self.set_end(End::Finished { text, reason: reason.as_str() });
             }
             Event::Failed(message) => self.set_end(End::Failed(message)),
-            Event::Stopped => self.set_end(End::Failed(STOPPED.to_owned())),
+            Event::Stopped => self.set_end(End::Stopped),
         }
         Ok(())
     }

@@ -132,7 +132,7 @@ impl Worker {
             let _ = tokio::task::spawn_blocking(end).await;
             ended.cancel();
         });
-        let unregistered = CancellationToken::new();
+        let (unregistered, coordinators) = (CancellationToken::new(), clients.clone());
         if clients.is_empty() {
             unregistered.cancel();
         } else {
@@ -148,7 +148,8 @@ impl Worker {
         let forgetting =
             forget_tickets(state.peers.clone(), unused_tickets, closing.clone(), shutdown.clone());
         shutdown.spawn(forgetting);
-        let drain = Drain { engine: loaded.engine.clone(), unregistered, closing, connections, served };
+        let engine = loaded.engine.clone();
+        let drain = Drain { engine, coordinators, unregistered, closing, connections, served };
         shutdown.spawn(drain.run(Arc::clone(&state), shutdown.clone()));
         tracing::info!(worker = %id, %address, model = %loaded.model_name, "worker serves");
         let model_name = loaded.model_name.clone();

@@ -17,6 +17,7 @@ mod index;
 use crate::answer::forward;
 use crate::answer::{WRONG_KEY, json_answer, refuse, text_answer};
 use crate::error::Refusal;
+use crate::held;
 use crate::route::Route;
 use crate::state::Shared;
 use crate::upstream::fleet::Seat;
@@ -28,10 +29,14 @@ pub const OPENAPI: &str = include_str!("openapi.json");
 pub(crate) fn router(shared: Arc<Shared>) -> Router {
     let mut router = Router::new();
     for route in Route::ALL {
-        let forward = move |State(shared): State<Arc<Shared>>, request: Request| {
-            forward::forward(shared, route, request)
+        let serve = async move |State(shared): State<Arc<Shared>>, request: Request| {
+            if route.is_held() {
+                held::serve(shared, route, request).await
+            } else {
+                forward::forward(shared, route, request).await
+            }
         };
-        router = router.route(route.name(), post(forward));
+        router = router.route(route.name(), post(serve));
     }
     router = router
         .route("/v1/models", get(models))

@@ -38,7 +38,12 @@ impl Shape {
         let is_chat = match route {
             Route::Completions => false,
             Route::Chat => true,
-            Route::Generate | Route::Tokenize | Route::Detokenize => return None,
+            Route::Generate
+            | Route::Tokenize
+            | Route::Detokenize
+            | Route::Init
+            | Route::Step
+            | Route::Finish => return None,
         };
         let mut shape = Self {
             n_prompts: 0,

@@ -78,7 +78,7 @@ pub(crate) fn request_id(headers: &HeaderMap) -> HeaderValue {
     headers.get(REQUEST_ID).filter(is_sane).cloned().unwrap_or_else(new_request_id)
 }
 
-fn new_request_id() -> HeaderValue {
+pub(crate) fn new_request_id() -> HeaderValue {
     HeaderValue::try_from(format!("{:032x}", unique_id()))
         .unwrap_or_else(|_| HeaderValue::from_static("unknown"))
 }

@@ -27,7 +27,7 @@ impl Head {
         let id_prefix = match plan.path {
             GenerationPath::Completions => "cmpl-",
             GenerationPath::Chat => "chatcmpl-",
-            GenerationPath::Generate => "gen-",
+            GenerationPath::Generate | GenerationPath::Init => "gen-",
         };
         Self::of(loaded, plan, state.new_id(id_prefix), unix_seconds())
     }

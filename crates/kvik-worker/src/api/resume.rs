@@ -81,6 +81,11 @@ impl Resumed {
         (0..plan.prompts.len()).map(part).collect()
     }
 
+    /// What was said besides the tokens.
+    pub(super) fn partial(&self) -> Option<&Value> {
+        self.partial.as_ref()
+    }
+
     /// Tokens that the outputs have.
     pub(super) fn n_output_tokens(&self) -> usize {
         self.progress.outputs.values().map(|output| output.tokens.len()).sum()

@@ -3,11 +3,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
-<<<<<<< HEAD
-use std::time::Duration;
-=======
-use std::time::Instant;
->>>>>>> Spread running requests over the workers
+use std::time::{Duration, Instant};
 
 use axum::extract::{Path, Request, State};
 use axum::response::Response;
@@ -99,12 +95,28 @@ pub(super) async fn resume(State(state): Shared, request: Request) -> Answer {
         let plan = plan(loaded, path, body).await?;
         let resumed = Resumed::read(&plan, head)?;
         let begins = Begins { resumed: Some(resumed), ..Begins::default() };
-        return answer(&state, loaded, &plan, is_journaled, begins).await;
+        return go_on(&state, loaded, &plan, is_journaled, begins).await;
     };
     let resumed = Some(Resumed::read(&arrival.plan, head)?);
     let stages = std::mem::take(&mut *arrival.stages.lock().await).into_values().collect();
     let begins = Begins { resumed, stages, decode_at: None };
-    answer(&state, loaded, &arrival.plan, is_journaled, begins).await
+    go_on(&state, loaded, &arrival.plan, is_journaled, begins).await
+}
+
+/// Goes on with a request: one whose client steps it waits for the next step, others are answered.
+async fn go_on(
+    state: &Arc<WorkerState>,
+    loaded: &Arc<Loaded>,
+    plan: &Plan,
+    is_journaled: bool,
+    begins: Begins,
+) -> Answer {
+    match begins {
+        Begins { resumed: Some(resumed), stages, .. } if plan.path == GenerationPath::Init => {
+            inference::resume(state, loaded, plan, &resumed, stages).await
+        }
+        begins => answer(state, loaded, plan, is_journaled, begins).await,
+    }
 }
 
 fn asks_for_journal(headers: &HeaderMap) -> bool {
@@ -116,6 +128,7 @@ async fn plan(loaded: &Arc<Loaded>, path: GenerationPath, body: Bytes) -> Result
         GenerationPath::Completions => completions::plan(loaded, body).await,
         GenerationPath::Chat => chat::plan(loaded, body).await,
         GenerationPath::Generate => inference::plan(loaded, body).await,
+        GenerationPath::Init => inference::plan_init(loaded, body).await,
     }
 }
 
@@ -144,11 +157,7 @@ async fn answer(
         created: head.created,
         seeds: generation.seeds(),
     };
-<<<<<<< HEAD
-    let mut running = loaded.running.insert(RunningParts {
-=======
-    let running = loaded.running.insert(RunningRequest {
->>>>>>> Spread running requests over the workers
+    let mut running = loaded.running.insert(RunningRequest {
         id: journal_head.sequence.clone(),
         seq_id: plan.seq_id.clone(),
         path: plan.path.as_str(),
@@ -188,7 +197,8 @@ async fn answer(
             let renderer = chat::renderer(plan, head, includes_usage);
             stream(plan, generation, renderer, resumed, journal, running)
         }
-        GenerationPath::Generate => {
+        // Sequences that are stepped have no stream, and do not come here.
+        GenerationPath::Generate | GenerationPath::Init => {
             stream(plan, generation, inference::renderer(), resumed, journal, running)
         }
     })

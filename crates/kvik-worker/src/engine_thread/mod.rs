@@ -53,7 +53,7 @@ pub(crate) struct Submission {
 }
 
 /// How far a prompt's outputs have come on another worker.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct BegunPart {
     pub(crate) outputs: Begun,
     /// Where the cached tokens of the prompt were.

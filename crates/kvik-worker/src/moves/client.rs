@@ -89,7 +89,7 @@ impl PeerClient {
         self.call::<serde_json::Value>(Method::DELETE, url, Bytes::new(), None).await.map(drop)
     }
 
-    async fn call<T: DeserializeOwned>(
+    pub(crate) async fn call<T: DeserializeOwned>(
         &self,
         method: Method,
         url: String,

@@ -4,9 +4,10 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::cluster::{Cluster, Role, Settings, start_gateway};
+use crate::cluster::{Cluster, Role, Settings, start, start_coordinator, start_gateway};
 use crate::http;
 use crate::process::{Process, eventually, free_address};
+use crate::store;
 
 /// More than two chunks of the store, all but the last token in whole blocks.
 const PROMPT_TOKENS: u32 = 593;
@@ -155,6 +156,40 @@ fn a_killed_worker_is_in_no_answer_any_more() {
     let (other, _) = complete(&cluster.gateway, &body, "a");
     assert_ne!(other, holder);
     wait_until_known(&cluster.gateway, &question, &other);
+}
+
+#[test]
+fn what_a_worker_that_ends_held_in_memory_is_in_no_answer_any_more() {
+    let coordinator = start_coordinator("127.0.0.1:0", &[]);
+    let base = format!("http://{}", coordinator.address);
+    let worker = |id: &str| {
+        let flags = ["--id", id, "--threads", "1", "--ram", "64MiB", "--coordinator", &base];
+        start("worker", "127.0.0.1:0", &flags, &[])
+    };
+    let mut workers = ["worker-1", "worker-2"].map(worker);
+    let gateway = start_gateway("127.0.0.1:0", &[&coordinator.address], &[]);
+    gateway.wait_for_backends(2);
+    let body = json!({"model": "kvik-tiny", "prompt": prompt(6), "seq_id": "turn"});
+    let question = json!({"model": "kvik-tiny", "token_ids": prompt(6)});
+    let (holder, _) = complete(&gateway, &body, "a");
+    wait_until_known(&gateway, &question, &holder);
+    let leaving = &mut workers[usize::from(holder == "worker-2")];
+    let tokens: Vec<String> = prompt(6).iter().map(u32::to_string).collect();
+    eventually("its store has the chunks of the prompt in memory", || {
+        let lookup = store::kvctl(&leaving.client, &["lookup", "--token-ids", &tokens.join(",")]).unwrap();
+        (lookup["tiers"] == json!({"ram": 512})).then_some(())
+    });
+
+    leaving.process.signal("TERM");
+    assert_eq!(leaving.process.ended().code(), Some(0));
+
+    eventually("the index has forgotten the worker", || {
+        score(&gateway, &question)["best"].is_null().then_some(())
+    });
+    // The next turn is not sent after KV that is gone.
+    let (other, cached) = complete(&gateway, &body, "a");
+    assert!(other != holder && cached == 0, "{other} has {cached}");
+    wait_until_known(&gateway, &question, &other);
 }
 
 #[test]

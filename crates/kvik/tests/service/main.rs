@@ -8,6 +8,7 @@ mod config;
 mod coordinators;
 mod etcd;
 mod fault_proxy;
+mod held;
 mod http;
 mod index;
 mod memory;
