@@ -1,6 +1,7 @@
 //! The arguments of every command, with their defaults and units.
 
 pub(crate) mod bench;
+pub(crate) mod roles;
 pub(crate) mod store;
 
 use std::ffi::OsString;
@@ -13,6 +14,7 @@ use kvik_types::Dtype;
 
 use crate::commands::memory::MemoryCommand;
 use bench::BenchCommand;
+use roles::{WorkerRoles, parse_roles};
 use store::StoreCommand;
 
 const STYLES: Styles = Styles::styled()
@@ -325,6 +327,10 @@ pub(crate) struct UpArguments {
     /// Number of workers
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) workers: u16,
+
+    /// Workers by role, such as `prefill=1,decode=1`: some compute long prompts, others generate
+    #[arg(long, value_name = "ROLE=N,...", conflicts_with = "workers", value_parser = parse_roles)]
+    pub(crate) roles: Option<WorkerRoles>,
 
     /// Model folder [default: the bundled kvik-tiny]
     #[arg(long, value_name = "DIR")]

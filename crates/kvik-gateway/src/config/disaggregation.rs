@@ -261,6 +261,8 @@ mod tests {
         for pd in PdProtocol::ALL {
             assert_eq!(serde_json::to_value(pd).unwrap(), pd.as_str());
         }
+        // Workers of kvik say so themselves.
+        assert!(serde_json::from_str::<PdProtocol>("\"kvik\"").is_err());
         for role in [Role::Prefill, Role::Decode, Role::Both] {
             assert_eq!(serde_json::to_value(role).unwrap(), role.as_str());
         }

@@ -338,6 +338,23 @@ mod tests {
     }
 
     #[test]
+    fn workers_take_parts_of_requests_as_soon_as_one_of_their_model_says_so() {
+        let (mut book, now) = (MemberBook::default(), Instant::now());
+        let parts = |book: &mut MemberBook| -> Vec<(Role, Option<PdProtocol>)> {
+            let fleet = book.fleet(&GatewayConfig::default());
+            let seats = &fleet.group("m").unwrap().seats;
+            seats.iter().map(|seat| (seat.part.role, seat.part.protocol())).collect()
+        };
+        book.apply(snapshot(1, 1, &["a", "b"]), RETAIN, now);
+        assert_eq!(parts(&mut book), [(Role::Both, None); 2]);
+        let mut parted = snapshot(1, 2, &["a", "b"]);
+        parted.members[0].worker.role = WorkerRole::Prefill;
+        assert!(book.apply(parted, RETAIN, now));
+        let kvik = Some(PdProtocol::Kvik);
+        assert_eq!(parts(&mut book), [(Role::Prefill, kvik), (Role::Both, kvik)]);
+    }
+
+    #[test]
     fn a_coordinator_that_restarts_with_an_earlier_clock_is_followed() {
         let (mut book, now) = (MemberBook::default(), Instant::now());
         let of = |incarnation, snapshot| Snapshot { incarnation, ..snapshot };

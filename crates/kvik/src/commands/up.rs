@@ -52,7 +52,9 @@ pub(crate) fn run(arguments: &UpArguments) -> anyhow::Result<()> {
         .with("heartbeat_interval_ms", Some(HEARTBEAT_INTERVAL_MS));
     let coordinator = service::load::<CoordinatorConfig>("coordinator", file, coordinator_flags, &[])?.value;
     let n_cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let n_threads = (n_cores / usize::from(arguments.workers)).max(1);
+    let roles = arguments.roles.as_ref().map(|roles| roles.0.as_slice());
+    let n_workers = roles.map_or(usize::from(arguments.workers), <[_]>::len);
+    let n_threads = (n_cores / n_workers).max(1);
     let has_settings = has_store_settings(arguments, file)?;
     let scratch = if has_settings && !arguments.shared_store {
         None
@@ -63,12 +65,14 @@ pub(crate) fn run(arguments: &UpArguments) -> anyhow::Result<()> {
         Some(scratch) if arguments.shared_store => Some(daemon_config(arguments, file, scratch)?),
         _ => None,
     };
-    let workers = (1..=arguments.workers)
+    let workers = (1..=n_workers)
         .map(|number| {
+            let role = roles.and_then(|roles| roles.get(number - 1)).map(|role| role.as_str());
             let flags = Flags::default()
                 .with("listen", Some("127.0.0.1:0"))
                 .with("id", Some(format!("worker-{number}")))
                 .with("threads", Some(n_threads))
+                .with("role", role)
                 .with("model", arguments.model.as_ref().map(|folder| folder.display().to_string()))
                 .with("store", service::store_flags(&arguments.store).filter(|_| daemon.is_none()));
             let mut config = service::load::<WorkerConfig>("worker", file, flags, &[])?.value;
@@ -81,7 +85,7 @@ pub(crate) fn run(arguments: &UpArguments) -> anyhow::Result<()> {
                 config.store.nvme = Some(format!("{}:{DISK_BYTES}", scratch.path().display()));
             }
             let id = config.id.clone().unwrap_or_default();
-            let shared = config.store.share_of(&id, arguments.workers.into());
+            let shared = config.store.share_of(&id, n_workers as u64);
             config.store = shared.context("read the settings of the KV store")?;
             Ok(config)
         })

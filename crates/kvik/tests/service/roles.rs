@@ -1,10 +1,13 @@
 //! Workers with roles: one computes prompts, another one generates.
 
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
+
 use serde_json::{Value, json};
 
 use crate::cluster::{Role, start, start_coordinator, start_gateway, start_worker};
 use crate::http;
-use crate::process::eventually;
+use crate::process::{self, Process, eventually};
 use crate::streams::{by_output, normalized, open};
 
 /// A worker for prompts, one for answers, and a gateway that parts prompts of a few dozen tokens.
@@ -200,4 +203,25 @@ fn an_answer_that_the_other_worker_does_not_take_stays_where_its_prompt_was_comp
     assert_eq!(pair.prefill.metric("kvik_worker_moves_total", "stayed"), Some(1.0));
     assert_eq!((pair.disaggregated("disaggregated"), pair.continued("moved")), (1, 0));
     pair.wait_for_rest(&[&pair.prefill, &pair.decode]);
+}
+
+#[test]
+fn up_starts_workers_by_role() {
+    let arguments = ["up", "--port", "0", "--roles", "prefill=1,decode=1"];
+    let mut process = Process::start(process::kvik().args(arguments).stdout(Stdio::piped()));
+    let mut lines = BufReader::new(process.stdout()).lines().map(Result::unwrap);
+    let gateway =
+        lines.find_map(|line| Some(line.trim().strip_prefix("gateway")?.trim().to_owned())).unwrap();
+    let gateway = gateway.strip_prefix("http://").unwrap().to_owned();
+    let body = json!({"model": "kvik-tiny", "prompt": "Once"});
+    let roles = eventually("the gateway knows both workers", || {
+        let mut answer = http::send(&gateway, "POST", "/route/explain", Some(&body)).ok()?;
+        let explained: Value = serde_json::from_str(&answer.text().ok()?).ok()?;
+        let roles = explained["candidates"].as_array()?.iter().map(|seat| seat["role"].clone());
+        Some(roles.collect::<Vec<Value>>()).filter(|roles| roles.len() == 2)
+    });
+    assert_eq!(roles, ["prefill", "decode"]);
+    process.signal("INT");
+    lines.for_each(drop);
+    assert_eq!(process.ended().code(), Some(0));
 }
