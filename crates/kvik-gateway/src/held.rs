@@ -351,7 +351,16 @@ impl Caller<'_> {
             headers.insert(HELD, identity);
         }
         let (until, deadline) = (self.deadline, self.deadline);
-        let call = Call { route: self.route, path, headers: &headers, query: None, body, until, deadline };
+        let call = Call {
+            route: self.route,
+            path,
+            headers: &headers,
+            query: None,
+            body,
+            decode_at: None,
+            until,
+            deadline,
+        };
         let said = match exchange(self.shared, worker, &call).await {
             Ok(response) => read(response, deadline).await,
             Err(failure) => Err(failure),

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use http::Method;
 use kvik_proto::client::{ClientError, CoordinatorClient};
 
-use crate::departure::move_request;
+use crate::departure::{Departs, move_request};
 use crate::error::Refusal;
 use crate::running::End;
 use crate::sequences::LeavingSequence;
@@ -45,13 +45,13 @@ async fn give(
     let to = owner(coordinators, seq_id).await?;
     let request = leaving.request();
     let moving = request.begin_move().ok_or_else(|| Refusal::conflict("the sequence moves already", None))?;
-    let notice = move_request(state, loaded, &moving, &to).await?;
+    let notice = move_request(state, loaded, &moving, &to, Departs::Soon).await?.notice;
     let mut body = serde_json::to_vec(&leaving.head(notice.ticket))
         .map_err(|error| Refusal::failed(error.to_string()))?;
     body.push(b'\n');
     body.extend_from_slice(&request.body);
     let url = format!("{}/sequences/resume", notice.to);
-    match state.peers.call::<serde_json::Value>(Method::POST, url, body, None).await {
+    match state.peers.call::<serde_json::Value>(Method::POST, url, body.into(), None).await {
         Err(error @ ClientError::Refused { .. }) => {
             request.engine.thaw(request.tickets.clone());
             Err(Refusal::unavailable(format!("the other worker did not go on with it: {error}"), 1))

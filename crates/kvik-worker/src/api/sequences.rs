@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::extract::{Path, Request, State};
 use axum::response::Response;
@@ -169,7 +169,7 @@ async fn answer(
         engine: loaded.engine.clone(),
         can_move: is_journaled,
         draining: state.draining.clone(),
-        came: resumed.as_ref().map(|_| Instant::now()),
+        came: resumed.as_ref().map(|_| std::time::Instant::now()),
         progress: RequestProgress::new(resumed.as_ref().map_or(0, Resumed::n_output_tokens)),
     });
     if let Some(to) = decode_at {
