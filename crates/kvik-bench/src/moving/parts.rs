@@ -18,7 +18,7 @@ const STREAM_PROMPT_TOKENS: usize = 64;
 /// Tokens of each stream before the first long prompt.
 const FIRST_TOKENS: usize = 8;
 /// Tokens that are generated after a long prompt.
-const ANSWER_TOKENS: usize = 16;
+const ANSWER_TOKENS: usize = 64;
 /// Numbers of the requests with long prompts begin here.
 const FIRST_PROMPT: u64 = 1000;
 

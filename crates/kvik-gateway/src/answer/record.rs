@@ -162,10 +162,12 @@ impl Record {
     pub(crate) fn go_on(&mut self, load: LoadGuard) {
         self.load = Some(load);
         self.next_load = None;
-        if let Some(load) = &mut self.load
-            && self.first_byte.is_some()
-        {
-            load.end_prompt();
+        if let Some(load) = &mut self.load {
+            // Another worker has computed the prompt, or a part of it.
+            load.forget_speed();
+            if self.first_byte.is_some() {
+                load.end_prompt();
+            }
         }
         // What the index said was of another worker.
         self.prediction = None;

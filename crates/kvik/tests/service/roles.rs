@@ -50,6 +50,12 @@ impl Pair {
         self.counted("kvik_gateway_continued_total", outcome)
     }
 
+    /// Where a request would go.
+    fn explain(&self, body: &Value) -> Value {
+        let mut answer = http::send(&self.gateway.address, "POST", "/route/explain", Some(body)).unwrap();
+        serde_json::from_str(&answer.text().unwrap()).unwrap()
+    }
+
     /// Waits until nothing runs anywhere and no load is counted.
     #[track_caller]
     fn wait_for_rest(&self, workers: &[&Role]) {
@@ -103,6 +109,10 @@ fn a_long_prompt_is_computed_by_one_worker_and_answered_by_the_other_to_the_same
     assert_eq!(pair.decode.metric("kvik_worker_resumed_total", "ahead"), Some(2.0));
     assert_eq!(pair.prefill.metric("kvik_worker_moves_total", "moved"), Some(2.0));
 
+    // The worker that generates has computed no prompt: nothing was measured of its speed.
+    let explained = pair.explain(&requests[0].1);
+    assert_eq!(explained["disaggregation"]["decode_tokens_per_s"], 10_000.0, "{explained}");
+
     // In one piece as well.
     let (path, mut body) = requests[0].clone();
     body["stream"] = false.into();
@@ -129,12 +139,8 @@ fn short_prompts_go_straight_to_the_worker_that_generates_and_the_gateway_explai
     short.events().unwrap();
     assert_eq!(pair.disaggregated("short"), 1);
 
-    let explain = |body: &Value| {
-        let mut answer = http::send(&pair.gateway.address, "POST", "/route/explain", Some(body)).unwrap();
-        serde_json::from_str::<Value>(&answer.text().unwrap()).unwrap()
-    };
     let (_, body) = &long_requests()[0];
-    let explained = explain(body);
+    let explained = pair.explain(body);
     assert_eq!(explained["worker"], "decode", "{explained}");
     let parts = &explained["disaggregation"];
     assert_eq!(
