@@ -39,6 +39,8 @@ WITHOUT_BODY = [
 ]
 # Its body is a request of another path, and those are made up for these paths.
 EXPLAIN = "/route/explain"
+# They depend on each other.
+STEPPED = ["/inference/init", "/inference/step", "/inference/finish"]
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance]
 
 
@@ -164,7 +166,25 @@ def aim(path: str, body: dict) -> dict:
 def test_every_operation_of_the_description_is_tested(description):
     described = {(method.upper(), path) for path in description for method in description[path]}
     tested = {("POST", path) for path in WITH_BODY} | {("GET", path) for path in WITHOUT_BODY}
-    assert described == tested | {("POST", EXPLAIN)}
+    assert described == tested | {("POST", path) for path in [EXPLAIN, *STEPPED]}
+
+
+def test_a_sequence_is_stepped_as_described(description, gateway: str):
+    def ask(path: str, body: dict):
+        return answer(description[path]["POST"].Case(body=body, media_type="application/json"), gateway)
+
+    name = {"seq_id": "stepped"}
+    begun = ask("/inference/init", {**name, "prompt": "Once upon a time", "ignore_eos": True, "temperature": 0})
+    assert begun.status_code == 200, begun.text
+    first, second = ask("/inference/step", name), ask("/inference/step", {**name, "n": 3})
+    assert (first.status_code, second.status_code) == (200, 200), second.text
+    assert first.json()["tokens"] == [first.json()["token"]]
+    again = ask("/inference/step", {**name, "n": 3, "step_index": second.json()["step_index"]})
+    assert again.json() == second.json()
+    assert ask("/inference/finish", name).status_code == 200
+    assert ask("/inference/step", name).status_code == 404
+    refused = ask("/inference/step", {"seq_id": "stepped", "n": 0})
+    assert refused.status_code == 400, refused.text
 
 
 def test_a_route_is_explained_as_described(description, gateway: str):

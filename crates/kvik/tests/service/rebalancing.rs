@@ -52,9 +52,9 @@ fn requests_of_a_full_worker_are_spread_and_their_texts_stay_the_same() {
     });
 
     assert_eq!(answers, expected);
-    // Down to the share of each, and no further.
+    // Streams that end elsewhere make room for more; the last one is never above its worker's share.
     let n_moves = moves();
-    assert!((1.0..=3.0).contains(&n_moves), "{n_moves} moves");
+    assert!((1.0..=5.0).contains(&n_moves), "{n_moves} moves");
     let resumed = |worker: &Role| worker.metric("kvik_worker_resumed_total", "").unwrap_or(0.0);
     assert_eq!((resumed(&workers[0]), resumed(&workers[1])), (0.0, n_moves), "none goes back");
     let continued = |outcome: &str| gateway.metric("kvik_gateway_continued_total", outcome).unwrap_or(0.0);

@@ -64,7 +64,7 @@ fn a_service_whose_log_has_no_reader_any_more_ends_when_it_is_asked_to() {
     let mut child = kvik().args(arguments).stderr(Stdio::piped()).spawn().unwrap();
     let mut log = BufReader::new(child.stderr.take().unwrap());
     let mut line = String::new();
-    while !line.contains("listening") {
+    while !line.contains("coordinator listens") {
         line.clear();
         assert_ne!(log.read_line(&mut line).unwrap(), 0, "it ended");
     }
