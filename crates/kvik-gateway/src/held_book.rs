@@ -4,8 +4,8 @@
 //! that were answered before by itself, always asks for tokens that it does not have, and has another worker go on where
 //! the client is. What it forgets, because there are too many or for too long unused, only costs that ability.
 
-use std::collections::HashMap;
-use std::sync::Arc;
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -25,10 +25,22 @@ const MAX_BODY_BYTES: usize = 256 << 20;
 /// A sequence that was not stepped for so long is forgotten; its worker forgets it sooner.
 const MAX_IDLE: Duration = Duration::from_hours(1);
 
+/// Sequences that one call looks at, at most, while the bounds hold.
+const MAX_LOOKS: usize = 64;
+
 /// All sequences.
 #[derive(Debug, Default)]
 pub(crate) struct HeldBook {
-    by_name: Mutex<HashMap<String, Arc<HeldSequence>>>,
+    kept: Mutex<Kept>,
+}
+
+#[derive(Debug, Default)]
+struct Kept {
+    by_name: HashMap<String, Arc<HeldSequence>>,
+    /// Each with the time of its last use when it was put here, so that no call has to look at all of them. One that has
+    /// ended or has begun anew may still stand here, and then is gone already.
+    order: VecDeque<(Instant, Weak<HeldSequence>)>,
+    body_bytes: usize,
 }
 
 /// One sequence.
@@ -64,32 +76,60 @@ pub(crate) struct HeldProgress {
 
 impl HeldBook {
     pub(crate) fn get(&self, seq_id: &str) -> Option<Arc<HeldSequence>> {
-        let found = self.by_name.lock().get(seq_id).map(Arc::clone)?;
+        let found = self.kept.lock().by_name.get(seq_id).map(Arc::clone)?;
         *found.last_use.lock() = Instant::now();
         Some(found)
     }
 
     /// Keeps a sequence in the place of an earlier one of its name.
     pub(crate) fn insert(&self, sequence: HeldSequence) {
-        let now = Instant::now();
-        let mut by_name = self.by_name.lock();
-        by_name.insert(sequence.seq_id.clone(), Arc::new(sequence));
-        by_name.retain(|_, sequence| now.saturating_duration_since(*sequence.last_use.lock()) < MAX_IDLE);
-        let n_bytes = |by_name: &HashMap<String, Arc<HeldSequence>>| {
-            by_name.values().map(|sequence| sequence.body.len()).sum::<usize>()
-        };
-        while MAX_SEQUENCES < by_name.len() || (1 < by_name.len() && MAX_BODY_BYTES < n_bytes(&by_name)) {
-            let oldest = by_name.values().min_by_key(|sequence| *sequence.last_use.lock());
-            let Some(name) = oldest.map(|sequence| sequence.seq_id.clone()) else { return };
-            by_name.remove(&name);
+        let (now, sequence) = (Instant::now(), Arc::new(sequence));
+        let mut kept = self.kept.lock();
+        kept.order.push_back((now, Arc::downgrade(&sequence)));
+        kept.body_bytes += sequence.body.len();
+        if let Some(earlier) = kept.by_name.insert(sequence.seq_id.clone(), sequence) {
+            kept.body_bytes -= earlier.body.len();
         }
+        kept.make_room(now);
     }
 
     /// Forgets this life of a sequence.
     pub(crate) fn remove(&self, sequence: &Arc<HeldSequence>) {
-        let mut by_name = self.by_name.lock();
-        if by_name.get(&sequence.seq_id).is_some_and(|held| Arc::ptr_eq(held, sequence)) {
-            by_name.remove(&sequence.seq_id);
+        self.kept.lock().remove(sequence);
+    }
+}
+
+impl Kept {
+    /// Forgets what was not used for long, and the least recently used beyond the bounds.
+    fn make_room(&mut self, now: Instant) {
+        let mut n_looks = 0;
+        while let Some((noted, _)) = self.order.front() {
+            let is_idle = MAX_IDLE <= now.saturating_duration_since(*noted);
+            if !self.is_over() && (!is_idle || MAX_LOOKS <= n_looks) {
+                return;
+            }
+            n_looks += 1;
+            let Some((noted, sequence)) = self.order.pop_front() else { return };
+            let Some(sequence) = sequence.upgrade() else { continue };
+            let last_use = *sequence.last_use.lock();
+            // It was used since: others are older. Where all were, the bounds still hold.
+            if noted < last_use && n_looks <= MAX_LOOKS.max(self.by_name.len()) {
+                self.order.push_back((last_use, Arc::downgrade(&sequence)));
+            } else {
+                self.remove(&sequence);
+            }
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        MAX_SEQUENCES < self.by_name.len() || (1 < self.by_name.len() && MAX_BODY_BYTES < self.body_bytes)
+    }
+
+    fn remove(&mut self, sequence: &Arc<HeldSequence>) {
+        let is_kept = self.by_name.get(&sequence.seq_id).is_some_and(|held| Arc::ptr_eq(held, sequence));
+        if is_kept {
+            self.by_name.remove(&sequence.seq_id);
+            self.body_bytes -= sequence.body.len();
         }
     }
 }

@@ -342,15 +342,17 @@ fn a_prefetch_loads_and_is_ended_by_a_cancel_or_with_its_connection() {
     let (disk_store, gate) = gated_store(folder.path());
     let daemon = Daemon::start_with(disk_store);
     let client = daemon.attach();
+    // Of those that are ended, more than are read at a time.
+    let n_chunks = |seed: u32| if seed == 1 { 4 } else { 40 };
     for seed in 1..4 {
-        assert_eq!(store(&client, seed, 4).unwrap(), 4);
+        assert_eq!(store(&client, seed, n_chunks(seed)).unwrap(), n_chunks(seed));
     }
     assert!(daemon.store.flush(Duration::from_secs(30)));
     let manager = manager(&daemon);
     manager.clear(None, Some(vec![TierKind::Ram.into()])).unwrap();
     assert_eq!(daemon.used_bytes(), 0);
     gate.set_shut(true);
-    let names: Vec<Chain> = (1..4).map(|seed| chain_of(&manager, seed, 4)).collect();
+    let names: Vec<Chain> = (1..4).map(|seed| chain_of(&manager, seed, n_chunks(seed))).collect();
     let loads = manager.prefetch(&names[0], None).unwrap();
     assert!(loads.is_loading && manager.is_loading(&loads).unwrap() == Some(true));
     let cancelled = manager.prefetch(&names[1], None).unwrap();
@@ -369,7 +371,7 @@ fn a_prefetch_loads_and_is_ended_by_a_cancel_or_with_its_connection() {
         |names: &Chain| manager.lookup(names, true).unwrap().tokens_in(TierKind::Ram) / CHUNK_TOKENS;
     assert_eq!(in_memory(&names[0]), 4);
     // What was being read when they ended may have arrived; the rest was given up.
-    assert!(in_memory(&names[1]) < 4 && in_memory(&names[2]) < 4);
+    assert!(in_memory(&names[1]) < 40 && in_memory(&names[2]) < 40);
     drop((manager, client));
     daemon.store.clear(&kvik_store::Clear::default());
     until("no lease is left", || daemon.used_bytes() == 0);
