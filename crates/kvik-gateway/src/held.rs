@@ -43,11 +43,11 @@ use crate::upstream::fleet::ModelGroup;
 
 /// Longest answer of a worker, in bytes: the tokens and text of the longest step are far less.
 const MAX_ANSWER_BYTES: usize = 16 << 20;
-/// Workers that a sequence is begun on before the client is told that none takes it.
+/// Attempts to begin a sequence, each on another worker, before the request fails.
 const MAX_TRIES: usize = 3;
 /// Workers that are asked for a sequence, in the order of the ring from its name on.
 const MAX_ASKED: usize = 64;
-/// Time between two looks for a worker while there is none.
+/// Interval at which the fleet is polled while no worker is usable.
 const WAIT_INTERVAL: Duration = Duration::from_millis(100);
 const RESUME_PATH: &str = "/sequences/resume";
 

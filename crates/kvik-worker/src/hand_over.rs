@@ -1,8 +1,8 @@
 //! Sequences that clients step, on their way from a worker that drains.
 //!
-//! Such a sequence has no stream, so no gateway is told. The worker itself gives each to the worker that owns its name on the ring
+//! Such a sequence has no stream over which a gateway could be notified. The worker itself gives each to the worker that owns its name on the ring
 //! now, with its KV: the offer and the copies are those of every move, and the sequence then waits there for its next step.
-//! From the moment the other worker is told to go on, the sequence is unknown here, also if the answer is lost: two
+//! From the moment the resume request is sent, the sequence is unknown here, also if the answer is lost: two
 //! copies of it would not do harm, but a step must not find the one that is behind.
 
 use std::sync::Arc;

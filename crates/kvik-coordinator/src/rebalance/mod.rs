@@ -1,7 +1,7 @@
 //! The task that spreads running requests over the workers, if it is turned on.
 //!
 //! Only the leader does it. Heartbeats tell where loads are uneven; before anything moves the two workers are asked for the
-//! requests that they have now, and one that does not answer has no part. The source is told to move a request, as
+//! requests that they have now, and a worker that does not answer is skipped. The coordinator asks the source to move a request, as
 //! `kvctl move` does: it offers the request to the destination, which refuses while it drains, and the request's gateway
 //! lets it go on there. So a move that fails changes nothing, and nothing is remembered of it that a next leader would need.
 

@@ -339,7 +339,7 @@ impl Clock {
 
     /// Ready once the request's time is over, however silent it is.
     fn poll_deadline(&mut self, context: &mut Context<'_>) -> Poll<()> {
-        // No worker is silent while there is none.
+        // Without a worker there is no silence to measure.
         self.n_frames += 1;
         match self.poll(context) {
             Poll::Ready(Ending::DeadlinePassed) => Poll::Ready(()),

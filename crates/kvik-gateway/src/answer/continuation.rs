@@ -31,7 +31,7 @@ use crate::upstream::backend::{Backend, LoadGuard};
 use crate::upstream::exchange::{WorkerBody, exchange};
 use crate::upstream::fleet::ModelGroup;
 
-/// Time between two looks for a worker while there is none.
+/// Interval at which the fleet is polled while no worker is usable.
 const WAIT_INTERVAL: Duration = Duration::from_millis(100);
 /// Longest time that a worker that drains may take to move a request: minutes of copies would be a broken network.
 const MOVE_TIMEOUT: Duration = Duration::from_mins(1);

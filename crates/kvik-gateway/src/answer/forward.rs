@@ -48,7 +48,7 @@ use crate::upstream::fleet::{Fleet, ModelGroup};
 
 /// Most times that a request without a stream moves: a drained fleet moves it once a worker.
 const MAX_MOVES: usize = 8;
-/// Time between two looks for a worker while there is none.
+/// Interval at which the fleet is polled while no worker is usable.
 const WAIT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// What a worker answered.

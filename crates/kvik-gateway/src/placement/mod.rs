@@ -136,7 +136,7 @@ pub(crate) fn place_at(group: &ModelGroup, wanted: Wanted<'_>, base: &str) -> Op
     Some(Placed { load, reason: Reason::Holder })
 }
 
-/// Places a request on a worker of kvik that is none of `left`; `None` if none is usable.
+/// Places a request on a worker of kvik outside of `left`; `None` if no worker is usable.
 pub(crate) fn place_worker(
     group: &ModelGroup,
     wanted: Wanted<'_>,

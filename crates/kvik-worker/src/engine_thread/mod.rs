@@ -9,6 +9,7 @@
 //! see their channel closed, and [`EngineHandle::is_alive`] turns false.
 
 mod entries;
+mod lends;
 mod loads;
 mod moves;
 mod run;
@@ -40,7 +41,8 @@ use crate::metrics::WorkerMetrics;
 use crate::snapshot::Snapshot;
 use crate::store::KvStore;
 
-pub(crate) use moves::{LendRequest, LendWait, StageBlocks, StageOutcome};
+pub(crate) use lends::{LendRequest, LendWait};
+pub(crate) use moves::{StageBlocks, StageOutcome};
 use run::EngineThread;
 
 /// A request for the engine.

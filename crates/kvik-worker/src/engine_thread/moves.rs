@@ -7,6 +7,7 @@ use kvik_proto::journal::MoveNotice;
 use kvik_types::CacheSalt;
 use tokio::sync::oneshot;
 
+use super::lends::{LendRequest, LendWait, WaitingLend};
 use super::run::EngineThread;
 use super::{Command, EngineHandle};
 use crate::error::Refusal;
@@ -25,34 +26,6 @@ pub(crate) struct StageBlocks {
     pub(crate) tokens: Vec<u32>,
     /// Block by block, and of each all layers.
     pub(crate) kv: bytes::Bytes,
-}
-
-/// Asks for full blocks of an output.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct LendRequest {
-    pub(crate) ticket: u64,
-    pub(crate) choice: u32,
-    pub(crate) first_block: usize,
-    pub(crate) max_blocks: usize,
-    pub(crate) wait: LendWait,
-}
-
-/// What is waited for while no block is full.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LendWait {
-    /// Nothing.
-    No,
-    /// The end of the next block, as long as the output advances.
-    Block,
-    /// The end of the next block, as long as the request has no token.
-    Prompt,
-}
-
-/// A loan that waits.
-#[derive(Debug)]
-pub(super) struct WaitingLend {
-    request: LendRequest,
-    reply: oneshot::Sender<Option<LentBlocks>>,
 }
 
 /// What the engine has of a sequence that is on its way here.

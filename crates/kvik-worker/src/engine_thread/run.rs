@@ -14,8 +14,8 @@ use kvik_node::{HeldChange, KvLog};
 use kvik_proto::kv_stream::{KvKey, KvTier};
 
 use super::entries::{Entries, Entry, TokenTime};
+use super::lends::WaitingLend;
 use super::loads::{Arrival, Loads};
-use super::moves::WaitingLend;
 use super::{Command, Origin, Patience, Shared, Submission};
 use crate::block_groups::BLOCKS;
 use crate::events::{Event, Token, Usage};

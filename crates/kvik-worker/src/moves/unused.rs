@@ -7,7 +7,7 @@ use tokio_util::sync::CancellationToken;
 use super::PeerClient;
 use crate::running::UnusedTickets;
 
-/// Workers that are told at a time: one that does not answer holds up few others.
+/// Notifications in flight at a time: a worker that does not answer delays few others.
 const MAX_CALLS: usize = 16;
 
 /// Tells other workers to forget tickets until the worker closes.

@@ -23,7 +23,7 @@ impl Drop for Bench {
     }
 }
 
-/// Parent and state of a process, by its id; `None` if there is none.
+/// Parent and state of a process, by its id; `None` if it has ended.
 fn status_of(process: u32) -> Option<(u32, String)> {
     let status = fs::read_to_string(format!("/proc/{process}/status")).ok()?;
     let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
