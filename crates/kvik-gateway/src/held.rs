@@ -20,18 +20,14 @@ use kvik_proto::worker::{FinishRequest, FinishResponse, InitResponse, StepReques
 use serde::de::DeserializeOwned;
 use tokio::time::Instant;
 
-use crate::answer;
-use crate::answer::forward::{find_group, wait_for_turn};
+use crate::answer::forward::{Received, find_group, receive, wait_for_turn};
 use crate::answer::record::{Ending, Record};
 use crate::config::millis;
 use crate::error::Refusal;
 use crate::held_book::{HeldProgress, HeldSequence};
 use crate::metrics::Metrics;
 use crate::placement::{Placed, Wanted, place_worker};
-use crate::request::body::read_body;
-use crate::request::headers::{
-    REQUEST_ID, WORKER, clean_request_headers, new_request_id, request_id, request_timeout,
-};
+use crate::request::headers::{REQUEST_ID, WORKER, clean_request_headers, new_request_id, request_id};
 use crate::request::peek::Peek;
 use crate::request::routing_key::estimated_prompt_tokens;
 use crate::route::Route;
@@ -107,14 +103,7 @@ pub(crate) async fn serve(shared: Arc<Shared>, route: Route, mut request: Reques
 async fn ask(record: &mut Record, route: Route, request: Request) -> Result<Reply, Refusal> {
     let view = record.shared().view();
     let config = &*view.config;
-    let (mut parts, body) = request.into_parts();
-    if !view.keys.accepts(&parts.headers) {
-        return Err(Refusal::unauthorized(answer::WRONG_KEY).before_body());
-    }
-    let timeout = request_timeout(&parts.headers, config).map_err(Refusal::before_body)?;
-    let deadline = record.started() + timeout;
-    let reading = read_body(body, &parts.headers, config.max_body_bytes, deadline);
-    let body = reading.await.map_err(Refusal::before_body)?;
+    let Received { mut parts, body, deadline } = receive(record, &view, request).await?;
     record.permit = Some(wait_for_turn(record, body.len(), config, deadline).await?);
     clean_request_headers(&mut parts.headers, config.forward_authorization);
     parts.headers.insert(REQUEST_ID, record.request_id.clone());

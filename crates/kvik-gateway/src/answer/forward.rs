@@ -10,8 +10,10 @@ use std::time::Duration;
 
 use axum::extract::Request;
 use axum::response::{IntoResponse as _, Response};
+use bytes::Bytes;
 use http::StatusCode;
 use http::header;
+use http::request::Parts;
 use kvik_proto::journal::JOURNAL;
 use kvik_proto::moves::ResumeHead;
 use kvik_runtime::http::AnswerLimits;
@@ -93,10 +95,20 @@ pub(crate) async fn forward(shared: Arc<Shared>, route: Route, mut request: Requ
     }
 }
 
-async fn ask(record: &mut Record, route: Route, request: Request) -> Result<Answer, Refusal> {
-    let view = record.shared().view();
+/// A request of a client with a valid key, its body read.
+pub(crate) struct Received {
+    pub(crate) parts: Parts,
+    pub(crate) body: Bytes,
+    pub(crate) deadline: Instant,
+}
+
+/// Checks the key of a request and reads its body.
+///
+/// # Errors
+/// If the key is wrong, or the body is too large or too slow.
+pub(crate) async fn receive(record: &Record, view: &View, request: Request) -> Result<Received, Refusal> {
     let config = &*view.config;
-    let (mut parts, body) = request.into_parts();
+    let (parts, body) = request.into_parts();
     if !view.keys.accepts(&parts.headers) {
         return Err(Refusal::unauthorized(answer::WRONG_KEY).before_body());
     }
@@ -104,6 +116,13 @@ async fn ask(record: &mut Record, route: Route, request: Request) -> Result<Answ
     let deadline = record.started() + timeout;
     let reading = read_body(body, &parts.headers, config.max_body_bytes, deadline);
     let body = reading.await.map_err(Refusal::before_body)?;
+    Ok(Received { parts, body, deadline })
+}
+
+async fn ask(record: &mut Record, route: Route, request: Request) -> Result<Answer, Refusal> {
+    let view = record.shared().view();
+    let config = &*view.config;
+    let Received { mut parts, body, deadline } = receive(record, &view, request).await?;
     let peek = Peek::read(&body).map_err(|error| Refusal::invalid(error.message, error.param))?;
     let group = Arc::clone(find_group(&view.fleet, &peek)?);
     record.group = Some(Arc::clone(&group));
