@@ -63,6 +63,7 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
             "kvik-index",
             "kvik-proto",
             "kvik-runtime",
+            "kvik-tokens",
             "kvik-store",
             "kvik-node",
             "kvik-model",

@@ -6,6 +6,7 @@
 //!   requests, both in virtual time: equal arguments give equal figures.
 //! - [`demo`] runs a fleet of real processes under load, with and without kvik's KV features. [`interrupt`] ends such processes
 //!   when a signal comes.
+//! - [`eval`] asks a model questions, to see what reuse costs in answers.
 //! - [`workload`] is the synthetic fleet that indexes are measured with, [`plot`] draws curves as SVG.
 //!
 //! Nothing that serves requests depends on this crate; the `kvik` binary parses the arguments and prints.
@@ -25,6 +26,7 @@
 pub mod demo;
 pub mod edges;
 pub mod engine;
+pub mod eval;
 pub mod gateway;
 pub mod index;
 pub mod interrupt;

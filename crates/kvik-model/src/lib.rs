@@ -33,6 +33,7 @@
 
 #![deny(unsafe_code)]
 
+mod blend;
 mod bundled;
 mod checkpoint;
 mod config;
@@ -54,15 +55,19 @@ mod model;
 mod paging;
 mod sampling;
 
+pub use blend::{Blend, BlendSegment, ComputedSegment, SegmentKv, Selector, Selectors};
 pub use checkpoint::{Checkpoint, Header, Tensor, TensorInfo, TensorPlace, WeightDtype, parse_header};
 pub use config::{Activation, Architecture, ModelConfig, Norm, Position, RopeConfig, RopeScaling};
 pub use engine::{
-    Begun, BegunOutput, EndedSequence, Engine, EngineEvent, EngineOptions, EngineStats, FinishReason,
-    GenerateRequest, KvSink, LentBlocks, PrefixKv, PreparedRequest, RequestId, SequenceKv, StageId, Staged,
-    SubmitOptions, TokenEvent, Usage,
+    Begun, BegunOutput, BlendUsage, EndedSequence, Engine, EngineEvent, EngineOptions, EngineStats,
+    FinishReason, GenerateRequest, KvSink, LentBlocks, PrefixKv, PreparedRequest, RequestId, SequenceKv,
+    StageId, Staged, SubmitOptions, TokenEvent, Usage,
 };
 pub use error::{ModelError, Result};
-pub use forward::{Backend, CpuBackend, CpuBackendOptions, LayerKv, Logits, PinnedKv, SequenceRows};
+pub use forward::{
+    Backend, CpuBackend, CpuBackendOptions, LayerKv, Logits, PinnedKv, RowPositions, SegmentPart,
+    SequenceRows,
+};
 pub use kernels::Isa;
 pub use model::Model;
 pub use paging::{

@@ -3,7 +3,7 @@
 
 pub mod support;
 
-use kvik_model::{BLOCK_TOKENS, Backend, BlockId, Isa, Logits, SequenceRows};
+use kvik_model::{BLOCK_TOKENS, Backend, BlockId, Isa, Logits, RowPositions, SequenceRows};
 use kvik_types::Dtype;
 
 use support::schedule::{bits, check_schedules, forward_alone, whole};
@@ -117,7 +117,7 @@ fn every_number_of_companions_gives_the_logits_of_the_sequence_alone() {
                 .zip(&tables)
                 .map(|(tokens, table)| SequenceRows {
                     tokens,
-                    first_position: 0,
+                    positions: RowPositions::From(0),
                     block_table: table,
                     n_logits: 1,
                 })
@@ -126,7 +126,12 @@ fn every_number_of_companions_gives_the_logits_of_the_sequence_alone() {
             let place = n_companions as usize / 2;
             batch.insert(
                 place,
-                SequenceRows { tokens: &prompt[19..], first_position: 19, block_table: &table, n_logits: 1 },
+                SequenceRows {
+                    tokens: &prompt[19..],
+                    positions: RowPositions::From(19),
+                    block_table: &table,
+                    n_logits: 1,
+                },
             );
             let mut logits = Logits::default();
             backend.forward(&batch, &mut logits).unwrap();
@@ -255,12 +260,17 @@ fn a_refused_pass_writes_nothing() {
     let table = blocks(0..3);
     let fresh = blocks(3..6);
     forward_alone(&mut backend, &prompt[..32], 0, &table, 0);
-    let good = SequenceRows { tokens: &[1, 2, 3], first_position: 0, block_table: &fresh, n_logits: 1 };
+    let good = SequenceRows {
+        tokens: &[1, 2, 3],
+        positions: RowPositions::From(0),
+        block_table: &fresh,
+        n_logits: 1,
+    };
     let (outside, unknown) = (blocks([6]), [vocab_size]);
     let bad = [
         SequenceRows { tokens: &unknown, ..good },
-        SequenceRows { first_position: model.config.max_positions - 2, ..good },
-        SequenceRows { first_position: 46, ..good },
+        SequenceRows { positions: (model.config.max_positions - 2).into(), ..good },
+        SequenceRows { positions: RowPositions::From(46), ..good },
         SequenceRows { block_table: &outside, ..good },
         // A block that the other sequence of the pass writes.
         good,
@@ -268,13 +278,14 @@ fn a_refused_pass_writes_nothing() {
     for rows in bad {
         // The first sequence of the refused pass would overwrite the prompt's blocks.
         let overwriting = SequenceRows { block_table: &table, ..good };
-        let first =
-            if rows.block_table == good.block_table && rows.first_position == 0 && rows.tokens == good.tokens
-            {
-                good
-            } else {
-                overwriting
-            };
+        let first = if rows.block_table == good.block_table
+            && rows.positions == good.positions
+            && rows.tokens == good.tokens
+        {
+            good
+        } else {
+            overwriting
+        };
         assert!(backend.forward(&[first, rows], &mut Logits::default()).is_err());
         let actual = forward_alone(&mut backend, &prompt[32..], 32, &table, 1);
         assert!(actual[0] == expected[32]);

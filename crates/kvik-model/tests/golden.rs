@@ -6,7 +6,7 @@ use std::path::Path;
 
 use kvik_model::{
     Backend, BlockId, CpuBackend, CpuBackendOptions, EngineEvent, EngineOptions, GenerateRequest, Logits,
-    Model, SamplingParams, SequenceRows,
+    Model, RowPositions, SamplingParams, SequenceRows,
 };
 use kvik_tokens::AddSpecial;
 use serde_json::Value;
@@ -68,7 +68,12 @@ fn first_step_logits_are_those_of_the_float32_reference() {
     for line in lines("golden.jsonl") {
         let tokens = ids(&line, "prompt_ids");
         let mut logits = Logits::default();
-        let rows = SequenceRows { tokens: &tokens, first_position: 0, block_table: &table, n_logits: 1 };
+        let rows = SequenceRows {
+            tokens: &tokens,
+            positions: RowPositions::From(0),
+            block_table: &table,
+            n_logits: 1,
+        };
         backend.forward(&[rows], &mut logits).unwrap();
         for pair in line["first_step_top8"].as_array().unwrap() {
             let (token, expected) = (pair[0].as_u64().unwrap() as usize, pair[1].as_f64().unwrap() as f32);

@@ -89,7 +89,7 @@ fn rows(
     let mut logits = Logits::default();
     let sequence = SequenceRows {
         tokens: &tokens[range.clone()],
-        first_position: range.start,
+        positions: RowPositions::From(range.start),
         block_table: table,
         n_logits: range.len(),
     };
@@ -141,9 +141,13 @@ fn two_sequences_that_share_the_blocks_of_a_prefix_give_their_reference_logits()
         let mut backend = case.backend(Isa::detect());
         let (table_a, table_b) = (blocks(&[5, 6, 7]), blocks(&[5, 6, 8]));
         rows(&mut backend, &case.tokens[0], 0..32, &table_a);
-        let sequences = [(&case.tokens[0], &table_a), (&case.tokens[1], &table_b)].map(|(tokens, table)| {
-            SequenceRows { tokens: &tokens[32..], first_position: 32, block_table: table, n_logits: 16 }
-        });
+        let sequences =
+            [(&case.tokens[0], &table_a), (&case.tokens[1], &table_b)].map(|(tokens, table)| SequenceRows {
+                tokens: &tokens[32..],
+                positions: RowPositions::From(32),
+                block_table: table,
+                n_logits: 16,
+            });
         let mut logits = Logits::default();
         backend.forward(&sequences, &mut logits).unwrap();
         let vocab_size = backend.config().vocab_size;

@@ -1,6 +1,7 @@
 //! The arguments of every command, with their defaults and units.
 
 pub(crate) mod bench;
+pub(crate) mod eval;
 pub(crate) mod roles;
 pub(crate) mod store;
 
@@ -14,6 +15,7 @@ use kvik_types::Dtype;
 
 use crate::commands::memory::MemoryCommand;
 use bench::BenchCommand;
+use eval::EvalCommand;
 use roles::{WorkerRoles, parse_roles};
 use store::StoreCommand;
 
@@ -58,6 +60,9 @@ pub(crate) enum Command {
     /// Measure speed
     #[command(subcommand)]
     Bench(BenchCommand),
+    /// Measure answers
+    #[command(subcommand)]
+    Eval(EvalCommand),
     /// Run the whole service in one process: gateway, coordinator and workers
     Up(UpArguments),
     /// Measure a load with and without kvik's routing and store, and draw the result

@@ -20,6 +20,7 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
+use kvik_bench::eval::EvalError;
 use kvik_bench::sim::TraceError;
 use kvik_coordinator::CoordinatorError;
 use kvik_gateway::GatewayError;
@@ -30,6 +31,7 @@ use kvik_tokens::TokensError;
 use kvik_worker::WorkerError;
 
 use cli::bench::BenchCommand;
+use cli::eval::EvalCommand;
 use cli::store::StoreCommand;
 use cli::{Cli, Command, ModelsCommand};
 use commands::memory::MemoryCommand;
@@ -71,6 +73,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Bench(BenchCommand::Routing(arguments)) => commands::bench::routing(arguments),
         Command::Bench(BenchCommand::MemoryPeer(arguments)) => commands::bench::memory_peer(arguments),
         Command::Bench(BenchCommand::NodeClient(arguments)) => commands::bench::node_client(arguments),
+        Command::Eval(EvalCommand::Notes(arguments)) => commands::eval::notes(arguments),
         Command::Up(arguments) => commands::up::run(arguments),
         Command::Demo(arguments) => commands::demo::run(arguments),
         Command::Worker(arguments) => commands::roles::worker(arguments),
@@ -104,6 +107,9 @@ fn exit_code(error: &anyhow::Error) -> u8 {
     }
     if let Some(error) = error.downcast_ref::<TraceError>() {
         return if matches!(error, TraceError::Io { .. }) { exit::FAILED } else { exit::INVALID_INPUT };
+    }
+    if let Some(error) = error.downcast_ref::<EvalError>() {
+        return if matches!(error, EvalError::Io(_)) { exit::FAILED } else { exit::INVALID_INPUT };
     }
     match error.downcast_ref::<ModelError>() {
         None

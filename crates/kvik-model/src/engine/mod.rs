@@ -6,6 +6,7 @@
 //! the sequence alone, the output is the same.
 
 mod begun;
+mod blended;
 mod ended;
 mod hashes;
 mod memory;
@@ -19,6 +20,7 @@ mod staged;
 mod transfer;
 
 pub use begun::{Begun, BegunOutput, LentBlocks};
+pub use blended::BlendUsage;
 pub use ended::{EndedSequence, KvSink};
 pub use prefix::PrefixKv;
 pub use request::{
@@ -325,6 +327,10 @@ impl Engine {
             sequence.advance(rows.n_rows, &mut self.pool);
             if sequence.n_pending() == 0 {
                 // Finished already if another choice of its request has failed in this step.
+                if sequence.is_segment() {
+                    self.end_segment(idx, events);
+                    continue;
+                }
                 if !sequence.is_finished() {
                     self.choose_tokens(idx, logits_row, events)?;
                 }
@@ -358,12 +364,9 @@ impl Engine {
                 continue;
             };
             let is_last = rows.n_rows == sequence.n_pending();
-            sequences.push(SequenceRows {
-                tokens: sequence.pending(rows.n_rows),
-                first_position: sequence.n_computed(),
-                block_table: sequence.table(),
-                n_logits: usize::from(is_last),
-            });
+            let (tokens, positions) = sequence.pending(rows.n_rows);
+            let n_logits = usize::from(is_last && !sequence.is_segment());
+            sequences.push(SequenceRows { tokens, positions, block_table: sequence.table(), n_logits });
             self.stats.n_computed_tokens += rows.n_rows as u64;
         }
         self.stats.n_steps += 1;

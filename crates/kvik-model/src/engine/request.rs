@@ -5,7 +5,9 @@ use std::sync::Arc;
 
 use kvik_types::{CacheSalt, TokenId};
 
+use super::blended::BlendUsage;
 use super::hashes::BlockHashes;
+use crate::blend::ComputedSegment;
 use crate::error::ModelError;
 use crate::sampling::{SamplingParams, TokenLogprobs};
 
@@ -106,6 +108,8 @@ pub struct Usage {
     pub loaded_tokens: usize,
     /// Tokens of this output.
     pub completion_tokens: usize,
+    /// Of the prompt's tokens, those that came from segments.
+    pub blend: BlendUsage,
 }
 
 /// Something that happened to a request.
@@ -135,6 +139,13 @@ pub enum EngineEvent {
         reason: FinishReason,
         /// What it used.
         usage: Usage,
+    },
+    /// A segment was computed; its last event.
+    Segment {
+        /// The request.
+        request: RequestId,
+        /// Its keys and values.
+        segment: Box<ComputedSegment>,
     },
     /// A request could not go on; the last event of all its choices.
     Failed {

@@ -73,7 +73,7 @@ impl Engine {
         while 0 < *budget && n_admitted(&self.running) < self.options.max_sequences {
             let next = self.waiting.iter().position(|sequence| !sequence.is_paused());
             let Some(mut sequence) = next.and_then(|idx| self.waiting.remove(idx)) else { return };
-            if self.options.reuses_prefixes {
+            if self.options.reuses_prefixes && sequence.is_exact() {
                 sequence.reuse_prefix(&mut self.pool);
             }
             if let Some(resident) = sequence.name().and_then(|name| self.residents.take(name)) {
@@ -99,6 +99,14 @@ impl Engine {
                 return;
             }
             self.load_prefix(&mut sequence);
+            if !self.assemble_or_fail(&mut sequence, events) {
+                self.wait_again(sequence);
+                return;
+            }
+            if sequence.is_finished() {
+                sequence.release(&mut self.pool);
+                continue;
+            }
             let n_rows = sequence.n_pending().min(*budget);
             let key = sequence.key();
             if let Some((cached_tokens, loaded_tokens)) = sequence.note_cached() {

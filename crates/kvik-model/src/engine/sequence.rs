@@ -7,10 +7,13 @@ use std::sync::Arc;
 use kvik_tokens::TextStream;
 use kvik_types::{BlockHash, CacheSalt, TokenId};
 
+use super::blended::{BlendUsage, Blended};
 use super::hashes::BlockHashes;
 use super::prefix::PrefixKv;
 use super::request::{EngineEvent, FinishReason, PreparedRequest, RequestId, TokenEvent, Usage};
 use super::resident::Resident;
+use crate::blend::Blend;
+use crate::forward::RowPositions;
 use crate::paging::{BLOCK_TOKENS, BlockId, BlockPool};
 use crate::sampling::{SamplerInput, SamplingParams, TokenCounts, TokenLogprobs};
 
@@ -58,7 +61,18 @@ pub(super) struct Sequence {
     has_resident: bool,
     /// Whether some of the KV in `table` came from outside; such blocks are never registered.
     is_foreign: bool,
+    kind: Kind,
     phase: Phase,
+}
+
+/// How the prompt is computed.
+#[derive(Debug, Clone)]
+enum Kind {
+    Plain,
+    /// Put together from segments: approximate.
+    Blended(Blended),
+    /// Only its keys and values are wanted.
+    Segment,
 }
 
 /// How far an output has come.
@@ -108,6 +122,7 @@ impl Sequence {
             is_frozen: false,
             has_resident: false,
             is_foreign: false,
+            kind: Kind::Plain,
             phase: Phase::Growing,
         }
     }
@@ -130,12 +145,69 @@ impl Sequence {
 
     /// Tokens whose keys and values are not computed yet.
     pub(super) fn n_pending(&self) -> usize {
-        self.tokens.len() - self.n_computed
+        self.placed().map_or(self.tokens.len() - self.n_computed, Blended::n_pending)
     }
 
-    /// The next `n_rows` tokens to compute.
-    pub(super) fn pending(&self, n_rows: usize) -> &[TokenId] {
-        &self.tokens[self.n_computed..self.n_computed + n_rows]
+    /// The next `n_rows` tokens to compute, and their positions.
+    pub(super) fn pending(&self, n_rows: usize) -> (&[TokenId], RowPositions<'_>) {
+        if let Some(blended) = self.placed() {
+            return blended.pending(n_rows);
+        }
+        let tokens = &self.tokens[self.n_computed..self.n_computed + n_rows];
+        (tokens, RowPositions::From(self.n_computed))
+    }
+
+    /// The rows of a prompt whose segments lie in their places, while some are left.
+    fn placed(&self) -> Option<&Blended> {
+        self.blended().filter(|blended| 0 < blended.n_pending())
+    }
+
+    fn blended(&self) -> Option<&Blended> {
+        if let Kind::Blended(blended) = &self.kind { Some(blended) } else { None }
+    }
+
+    /// Prompt and output.
+    pub(super) fn tokens(&self) -> &[TokenId] {
+        &self.tokens
+    }
+
+    pub(super) fn prompt(&self) -> &[TokenId] {
+        &self.tokens[..self.n_prompt]
+    }
+
+    pub(super) fn blend(&self) -> Option<&Arc<Blend>> {
+        self.blended().map(|blended| &blended.blend)
+    }
+
+    pub(super) fn set_blend(&mut self, blend: Arc<Blend>) {
+        self.kind = Kind::Blended(Blended::new(blend));
+    }
+
+    pub(super) fn set_segment(&mut self) {
+        self.kind = Kind::Segment;
+    }
+
+    pub(super) fn is_segment(&self) -> bool {
+        matches!(self.kind, Kind::Segment)
+    }
+
+    /// Whether its KV may be that of an exact prefix.
+    pub(super) fn is_exact(&self) -> bool {
+        matches!(self.kind, Kind::Plain)
+    }
+
+    /// Computes the tokens at the positions `rows`, which are not empty: all others were placed. Its blocks are never registered.
+    pub(super) fn set_rows(&mut self, rows: Vec<u32>, usage: BlendUsage) {
+        self.is_foreign = true;
+        self.n_computed = rows.first().map_or(0, |&position| position as usize);
+        let tokens = rows.iter().map(|&position| self.tokens[position as usize]).collect();
+        if let Kind::Blended(blended) = &mut self.kind {
+            blended.set_rows(rows, tokens, usage);
+        }
+    }
+
+    pub(super) fn set_finished(&mut self) {
+        self.phase = Phase::Finished;
     }
 
     pub(super) fn is_finished(&self) -> bool {
@@ -332,7 +404,11 @@ impl Sequence {
     /// Number of its full blocks that may be kept when it has ended: none if some of its KV came from outside
     /// by name, or if it has failed.
     pub(super) fn n_offered_blocks(&self) -> usize {
-        if self.is_foreign || self.phase == Phase::Failed { 0 } else { self.n_computed / BLOCK_TOKENS }
+        if self.is_foreign || !self.is_exact() || self.phase == Phase::Failed {
+            0
+        } else {
+            self.n_computed / BLOCK_TOKENS
+        }
     }
 
     pub(super) fn n_prompt(&self) -> usize {
@@ -350,8 +426,13 @@ impl Sequence {
 
     /// Marks `n_rows` more tokens as computed and registers the blocks that became full.
     pub(super) fn advance(&mut self, n_rows: usize, pool: &mut BlockPool) {
-        self.n_computed += n_rows;
-        if self.is_foreign {
+        self.n_computed = match &mut self.kind {
+            Kind::Blended(blended) if 0 < blended.n_pending() => {
+                blended.advance(n_rows).unwrap_or(self.tokens.len())
+            }
+            _ => self.n_computed + n_rows,
+        };
+        if self.is_foreign || !self.is_exact() {
             return;
         }
         let n_full = self.n_computed / BLOCK_TOKENS;
@@ -396,6 +477,7 @@ impl Sequence {
             is_frozen: self.is_frozen,
             has_resident: false,
             is_foreign: self.is_foreign,
+            kind: self.kind.clone(),
             phase: Phase::Growing,
         }
     }
@@ -407,6 +489,9 @@ impl Sequence {
         self.n_registered = 0;
         self.has_resident = false;
         self.is_foreign = false;
+        if let Kind::Blended(blended) = &mut self.kind {
+            blended.reset();
+        }
     }
 
     /// Gives all blocks back for good.
@@ -458,6 +543,7 @@ impl Sequence {
             cached_tokens: self.n_cached.unwrap_or(0),
             loaded_tokens: self.n_loaded,
             completion_tokens: n_generated,
+            blend: self.blended().map(|blended| blended.usage).unwrap_or_default(),
         };
         events.push(EngineEvent::Finished { request, choice, text, reason, usage });
     }

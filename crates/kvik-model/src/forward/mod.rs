@@ -7,6 +7,8 @@ mod cpu;
 
 pub use cpu::{CpuBackend, CpuBackendOptions};
 
+use std::ops::Range;
+
 use kvik_types::{Dtype, TokenId};
 
 use crate::config::ModelConfig;
@@ -14,18 +16,36 @@ use crate::error::Result;
 use crate::kernels::padded;
 use crate::paging::{BlockId, BlockMemory};
 
-/// Consecutive tokens of one sequence that a forward pass computes.
+/// Tokens of one sequence that a forward pass computes.
 #[derive(Debug, Clone, Copy)]
 pub struct SequenceRows<'a> {
     /// The tokens; at least one.
     pub tokens: &'a [TokenId],
-    /// Position of the first of them in its sequence.
-    pub first_position: usize,
-    /// The blocks of the sequence from its start through the last of these tokens. Positions
-    /// before `first_position` were computed before; those of `tokens` are written by the pass.
+    /// Where they stand in their sequence.
+    pub positions: RowPositions<'a>,
+    /// The blocks of the sequence from its start through the last of these tokens. Other positions
+    /// before the last were computed or placed before; those of `tokens` are written by the pass.
     pub block_table: &'a [BlockId],
     /// Number of rows, counted from the last, whose logits are wanted.
     pub n_logits: usize,
+}
+
+/// The positions of the rows of one sequence. A row sees every position up to its own, computed in this pass or before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RowPositions<'a> {
+    /// One after the other, from this one on.
+    From(usize),
+    /// Each at its own, rising, one for each row: the others keep the keys and values that they have.
+    At(&'a [u32]),
+}
+
+/// A run of tokens of a segment, with keys and values that were computed at positions from 0 on.
+#[derive(Debug, Clone, Copy)]
+pub struct SegmentPart<'a> {
+    /// `[n_tokens, n_kv_heads, head_dim]` in the backend's KV dtype, little endian, after rotation.
+    pub keys: &'a [u8],
+    /// As `keys`.
+    pub values: &'a [u8],
 }
 
 /// The logits of one forward pass, one row for each that was asked for, in order.
@@ -88,6 +108,42 @@ pub trait Backend: Send + std::fmt::Debug {
     /// not cover its rows; nothing was written then.
     fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()>;
 
+    /// As [`Backend::forward`], of the first `n_layers` layers alone and without logits.
+    ///
+    /// # Errors
+    /// As [`Backend::forward`].
+    fn forward_layers(&mut self, sequences: &[SequenceRows<'_>], n_layers: usize) -> Result<()>;
+
+    /// As [`Backend::forward`] for one sequence without logits; adds to `weights[position]` the attention that its last
+    /// `n_watched` rows pay to a position in `layers`, summed over rows and heads.
+    ///
+    /// # Errors
+    /// As [`Backend::forward`].
+    fn forward_watched(
+        &mut self,
+        sequence: SequenceRows<'_>,
+        n_watched: usize,
+        layers: Range<usize>,
+        weights: &mut [f32],
+    ) -> Result<()>;
+
+    /// Writes keys and values of one layer to `first_position` and the positions behind it, with the keys turned from the
+    /// positions they were computed at, which end `first_position` before.
+    ///
+    /// The caller guarantees that the table covers them and that its blocks have no other holder.
+    ///
+    /// # Errors
+    /// If a tensor is not a whole number of tokens long, keys and values differ in length, the table does not cover them or the model's
+    /// positions cannot be changed; nothing was written then.
+    fn place_kv(
+        &mut self,
+        layer_idx: usize,
+        block_table: &[BlockId],
+        first_position: usize,
+        turned_by: usize,
+        part: SegmentPart<'_>,
+    ) -> Result<()>;
+
     /// Copies the keys and values of all layers from one block to another.
     fn copy_block(&mut self, from: BlockId, to: BlockId);
 
@@ -138,6 +194,25 @@ pub trait Backend: Send + std::fmt::Debug {
     /// # Errors
     /// If there are not exactly [`Backend::block_layer_bytes`] bytes; nothing was written then.
     fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) -> Result<()>;
+}
+
+impl RowPositions<'_> {
+    /// Position of the row `row_idx`.
+    ///
+    /// # Panics
+    /// If there is no such row.
+    pub fn get(&self, row_idx: usize) -> usize {
+        match self {
+            Self::From(first) => first + row_idx,
+            Self::At(positions) => positions[row_idx] as usize,
+        }
+    }
+}
+
+impl From<usize> for RowPositions<'_> {
+    fn from(first: usize) -> Self {
+        Self::From(first)
+    }
 }
 
 impl Logits {

@@ -21,6 +21,7 @@ pub(crate) trait KvElement: Copy + Send + Sync + Default + std::fmt::Debug + 'st
     const N_BYTES: usize;
 
     fn from_f32(value: f32) -> Self;
+    fn to_f32(self) -> f32;
     /// Appends the element in little endian.
     fn push_le(self, out: &mut Vec<u8>);
     /// Reads an element of [`KvElement::N_BYTES`] bytes in little endian.
@@ -72,6 +73,11 @@ impl KvElement for f32 {
     }
 
     #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
     fn widen<S: Simd>(simd: S, from: &[Self; LANES]) -> S::Lanes {
         simd.load(from)
     }
@@ -85,6 +91,11 @@ macro_rules! sixteen_bit_element {
             #[inline(always)]
             fn from_f32(value: f32) -> Self {
                 <$element>::from_f32(value)
+            }
+
+            #[inline(always)]
+            fn to_f32(self) -> f32 {
+                self.to_f32()
             }
 
             #[inline(always)]
@@ -246,6 +257,25 @@ impl<E: KvElement> KvPages<E> {
         }
     }
 
+    /// The keys of one layer of the first `n_tokens` tokens of a block table: `[n_tokens, n_kv_heads, head_dim]`.
+    pub(crate) fn widened_keys(
+        &self,
+        layer_idx: usize,
+        block_table: &[BlockId],
+        n_tokens: usize,
+    ) -> Vec<f32> {
+        let mut keys = Vec::with_capacity(n_tokens * self.shape.n_kv_heads * self.shape.head_dim);
+        for position in 0..n_tokens {
+            let block = self.block(layer_idx, block_table[position / LANES]);
+            for head in block.chunks_exact(self.shape.vectors_per_head()) {
+                keys.extend(
+                    head[..self.shape.head_dim].iter().map(|vector| vector.0[position % LANES].to_f32()),
+                );
+            }
+        }
+        keys
+    }
+
     /// Appends the keys and values of the first `n_tokens` tokens of a block table to `keys` and
     /// `values`, each `[n_tokens, n_kv_heads, head_dim]` in little endian.
     pub(crate) fn export(
@@ -363,12 +393,14 @@ impl<E: KvElement> KvPages<E> {
             memory.assert_unpinned(run.block);
         }
         let layer = &memory.layers[layer_idx];
-        pool.run(plan.runs.len(), &|run_idx| {
-            let run = &plan.runs[run_idx];
-            // SAFETY: a plan has no two runs with one block, and blocks do not overlap. Other threads read
+        pool.run(plan.run_groups.len(), &|group_idx| {
+            let runs = &plan.runs[plan.run_groups[group_idx].clone()];
+            // SAFETY: a plan has no two groups with one block, and blocks do not overlap. Other threads read
             // pinned blocks alone, and none of these is or becomes one while `self` is borrowed.
-            let block = unsafe { layer.slice_mut(run.block.index() * n_vectors, n_vectors) };
-            write_run(shape, run, rows, block);
+            let block = unsafe { layer.slice_mut(runs[0].block.index() * n_vectors, n_vectors) };
+            for run in runs {
+                write_run(shape, run, rows, block);
+            }
         });
     }
 }

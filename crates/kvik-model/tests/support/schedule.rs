@@ -118,7 +118,7 @@ impl Schedule {
                 .iter()
                 .map(|&(idx, n_rows, n_logits)| SequenceRows {
                     tokens: &tokens[idx][n_computed[idx]..][..n_rows],
-                    first_position: n_computed[idx],
+                    positions: n_computed[idx].into(),
                     block_table: &tables[idx],
                     n_logits,
                 })
@@ -176,7 +176,7 @@ pub fn forward_alone(
     n_logits: usize,
 ) -> Vec<RowBits> {
     let mut logits = Logits::default();
-    let rows = SequenceRows { tokens, first_position, block_table, n_logits };
+    let rows = SequenceRows { tokens, positions: first_position.into(), block_table, n_logits };
     backend.forward(&[rows], &mut logits).unwrap();
     (0..logits.n_rows()).map(|row| bits(logits.row(row))).collect()
 }

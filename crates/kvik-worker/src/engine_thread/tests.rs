@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvik_model::{
     Backend, BlockId, CpuBackend, CpuBackendOptions, Engine, EngineOptions, GenerateRequest, LayerKv, Logits,
-    Model, ModelConfig, ModelError, PinnedKv, Result, SamplingParams, SequenceRows,
+    Model, ModelConfig, ModelError, PinnedKv, Result, SamplingParams, SegmentPart, SequenceRows,
 };
 use kvik_node::{KEPT_BYTES, KvLog};
 use kvik_types::Dtype;
@@ -41,6 +41,31 @@ impl Backend for Fragile {
             return Err(ModelError::NotFinite { position: 0 });
         }
         self.inner.forward(sequences, logits)
+    }
+
+    fn forward_layers(&mut self, sequences: &[SequenceRows<'_>], n_layers: usize) -> Result<()> {
+        self.inner.forward_layers(sequences, n_layers)
+    }
+
+    fn forward_watched(
+        &mut self,
+        sequence: SequenceRows<'_>,
+        n_watched: usize,
+        layers: std::ops::Range<usize>,
+        weights: &mut [f32],
+    ) -> Result<()> {
+        self.inner.forward_watched(sequence, n_watched, layers, weights)
+    }
+
+    fn place_kv(
+        &mut self,
+        layer_idx: usize,
+        block_table: &[BlockId],
+        first_position: usize,
+        turned_by: usize,
+        part: SegmentPart<'_>,
+    ) -> Result<()> {
+        self.inner.place_kv(layer_idx, block_table, first_position, turned_by, part)
     }
 
     fn copy_block(&mut self, from: BlockId, to: BlockId) {

@@ -314,7 +314,7 @@ fn print(report: &Report, is_json: bool) -> anyhow::Result<()> {
 }
 
 /// A bar on standard error that shows itself only on a terminal.
-fn progress_bar(n_measurements: usize) -> ProgressBar {
+pub(super) fn progress_bar(n_measurements: usize) -> ProgressBar {
     if !terminal::stderr_is_terminal() {
         return ProgressBar::hidden();
     }

@@ -3,6 +3,7 @@
 pub(crate) mod bench;
 pub(crate) mod config;
 pub(crate) mod demo;
+pub(crate) mod eval;
 pub(crate) mod generate;
 pub(crate) mod memory;
 pub(crate) mod models;

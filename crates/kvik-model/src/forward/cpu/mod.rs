@@ -5,7 +5,11 @@
 //! padding is always zero; the buffers are kept between passes.
 
 mod pass;
+mod place;
+mod watch;
 mod weights;
+
+use std::ops::Range;
 
 use half::{bf16, f16};
 use kvik_types::{Dtype, TokenId};
@@ -18,8 +22,9 @@ use crate::kernels::{
 };
 use crate::paging::{BLOCK_TOKENS, BlockId, BlockMemory, ElasticMemory, MemoryGroup};
 
-use super::{Backend, LayerKv, Logits, PinnedKv, SequenceRows};
+use super::{Backend, LayerKv, Logits, PinnedKv, RowPositions, SegmentPart, SequenceRows};
 use pass::{Activations, Pass};
+use watch::Watch;
 use weights::ModelWeights;
 
 /// Counts the changes of the bytes that a block has for given weights and tokens: of their order, and of any
@@ -143,7 +148,15 @@ impl CpuBackend {
 
     fn check(&self, sequences: &[SequenceRows<'_>]) -> Result<()> {
         for sequence in sequences {
-            let end = sequence.first_position + sequence.tokens.len();
+            let n_rows = sequence.tokens.len();
+            if let RowPositions::At(positions) = sequence.positions {
+                let is_rising = positions.windows(2).all(|pair| pair[0] < pair[1]);
+                if positions.len() != n_rows || !is_rising {
+                    let allowed = format!("{n_rows} rising positions");
+                    return Err(ModelError::request("positions", positions.len(), allowed));
+                }
+            }
+            let end = n_rows.checked_sub(1).map_or(0, |last| sequence.positions.get(last) + 1);
             if self.config.max_positions < end {
                 let allowed = format!("at most {} tokens", self.config.max_positions);
                 return Err(ModelError::request("tokens", format!("{end} tokens long"), allowed));
@@ -153,6 +166,57 @@ impl CpuBackend {
                 let allowed = format!("token ids below {}", self.config.vocab_size);
                 return Err(ModelError::request("tokens", token, allowed));
             }
+        }
+        Ok(())
+    }
+
+    /// Runs the rows through the first `n_layers` layers.
+    fn pass(
+        &mut self,
+        sequences: &[SequenceRows<'_>],
+        n_layers: usize,
+        mut watch: Option<Watch<'_>>,
+        logits: Option<&mut Logits>,
+    ) -> Result<()> {
+        self.check(sequences)?;
+        if sequences.iter().all(|sequence| sequence.tokens.is_empty()) {
+            if let Some(logits) = logits {
+                logits.reset(0, self.config.vocab_size);
+            }
+            return Ok(());
+        }
+        let spans: Vec<Span<'_>> = sequences.iter().flat_map(spans_of).collect();
+        let Some(plan) = RowPlan::try_new(&spans, self.n_blocks()) else {
+            let allowed = "tables that cover their rows and write no block twice";
+            return Err(ModelError::request("block_table", "inconsistent", allowed));
+        };
+        let n_rows = spans.iter().map(|span| span.n_rows).sum();
+        self.activations.resize(&self.config, n_rows);
+        self.embed(sequences);
+        if let Some(rotary) = &mut self.rotary {
+            rotary.prepare(spans.iter().flat_map(|span| {
+                let first = span.first_position as u32;
+                first..first + span.n_rows as u32
+            }));
+        }
+        let mut pass = Pass {
+            config: &self.config,
+            activations: &mut self.activations,
+            rotary: self.rotary.as_ref(),
+            pool: &mut self.pool,
+            isa: self.isa,
+            plan: &plan,
+            n_rows,
+        };
+        for (layer_idx, layer) in self.weights.layers.iter().enumerate().take(n_layers) {
+            match &mut self.pages {
+                Pages::F32(pages) => pass.layer(layer_idx, layer, pages, watch.as_mut()),
+                Pages::F16(pages) => pass.layer(layer_idx, layer, pages, watch.as_mut()),
+                Pages::Bf16(pages) => pass.layer(layer_idx, layer, pages, watch.as_mut()),
+            }
+        }
+        if let Some(logits) = logits {
+            pass.logits(&self.weights, sequences, logits);
         }
         Ok(())
     }
@@ -167,10 +231,24 @@ impl CpuBackend {
                 row.fill(0.0);
                 self.weights.embedding.unpack_row(token as usize, row);
                 if let Some(positions) = &self.weights.position_embedding {
-                    positions.unpack_row(sequence.first_position + idx, &mut position_row);
+                    positions.unpack_row(sequence.positions.get(idx), &mut position_row);
                     row.iter_mut().zip(&position_row).for_each(|(value, &position)| *value += position);
                 }
             }
+        }
+    }
+}
+
+/// The runs of consecutive positions of a sequence's rows.
+fn spans_of<'a>(sequence: &SequenceRows<'a>) -> Vec<Span<'a>> {
+    let block_table = sequence.block_table;
+    let span =
+        |n_rows, first_position, is_continued| Span { n_rows, first_position, block_table, is_continued };
+    match sequence.positions {
+        RowPositions::From(first) => vec![span(sequence.tokens.len(), first, false)],
+        RowPositions::At(positions) => {
+            let runs = positions.chunk_by(|before, after| before + 1 == *after);
+            runs.enumerate().map(|(idx, run)| span(run.len(), run[0] as usize, 0 < idx)).collect()
         }
     }
 }
@@ -195,50 +273,34 @@ impl Backend for CpuBackend {
     }
 
     fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
-        self.check(sequences)?;
-        if sequences.iter().all(|sequence| sequence.tokens.is_empty()) {
-            logits.reset(0, self.config.vocab_size);
-            return Ok(());
-        }
-        let spans: Vec<Span<'_>> = sequences
-            .iter()
-            .map(|sequence| Span {
-                n_rows: sequence.tokens.len(),
-                first_position: sequence.first_position,
-                block_table: sequence.block_table,
-            })
-            .collect();
-        let Some(plan) = RowPlan::try_new(&spans, self.n_blocks()) else {
-            let allowed = "tables that cover their rows and write no block twice";
-            return Err(ModelError::request("block_table", "inconsistent", allowed));
-        };
-        let n_rows = spans.iter().map(|span| span.n_rows).sum();
-        self.activations.resize(&self.config, n_rows);
-        self.embed(sequences);
-        if let Some(rotary) = &mut self.rotary {
-            rotary.prepare(sequences.iter().flat_map(|sequence| {
-                let first = sequence.first_position as u32;
-                first..first + sequence.tokens.len() as u32
-            }));
-        }
-        let mut pass = Pass {
-            config: &self.config,
-            activations: &mut self.activations,
-            rotary: self.rotary.as_ref(),
-            pool: &mut self.pool,
-            isa: self.isa,
-            plan: &plan,
-            n_rows,
-        };
-        for (layer_idx, layer) in self.weights.layers.iter().enumerate() {
-            match &mut self.pages {
-                Pages::F32(pages) => pass.layer(layer_idx, layer, pages),
-                Pages::F16(pages) => pass.layer(layer_idx, layer, pages),
-                Pages::Bf16(pages) => pass.layer(layer_idx, layer, pages),
-            }
-        }
-        pass.logits(&self.weights, sequences, logits);
-        Ok(())
+        self.pass(sequences, self.config.n_layers, None, Some(logits))
+    }
+
+    fn forward_layers(&mut self, sequences: &[SequenceRows<'_>], n_layers: usize) -> Result<()> {
+        self.pass(sequences, n_layers, None, None)
+    }
+
+    fn forward_watched(
+        &mut self,
+        sequence: SequenceRows<'_>,
+        n_watched: usize,
+        layers: Range<usize>,
+        weights: &mut [f32],
+    ) -> Result<()> {
+        let n_layers = layers.end.min(self.config.n_layers);
+        let watch = Watch { sequence, n_watched, layers, weights };
+        self.pass(&[sequence], n_layers, Some(watch), None)
+    }
+
+    fn place_kv(
+        &mut self,
+        layer_idx: usize,
+        block_table: &[BlockId],
+        first_position: usize,
+        turned_by: usize,
+        part: SegmentPart<'_>,
+    ) -> Result<()> {
+        self.place(layer_idx, block_table, first_position, turned_by, part)
     }
 
     fn take_memory(&mut self) -> Option<Box<dyn BlockMemory>> {

@@ -7,6 +7,7 @@ use crate::kernels::{
 };
 
 use super::super::{Logits, SequenceRows};
+use super::watch::Watch;
 use super::weights::{LayerWeights, ModelWeights, NormWeights};
 
 /// Rows that one thread takes of the cheap row-by-row work.
@@ -62,6 +63,7 @@ impl Pass<'_> {
         layer_idx: usize,
         layer: &LayerWeights,
         pages: &mut KvPages<E>,
+        watch: Option<&mut Watch<'_>>,
     ) {
         let config = self.config;
         let query_width = padded(config.n_query_heads * config.head_dim);
@@ -87,6 +89,9 @@ impl Pass<'_> {
             AttentionShape { n_query_heads: config.n_query_heads, window: config.sliding_windows[layer_idx] };
         let (q, out) = (&activations.qkv, &mut activations.attended);
         attend(self.isa, self.pool, shape, pages, layer_idx, self.plan, q, stride, out);
+        if let Some(watch) = watch.filter(|watch| watch.layers.contains(&layer_idx)) {
+            watch.add(config, layer_idx, pages, &activations.qkv[..self.n_rows * stride], stride);
+        }
         let (bias, matrix) = (layer.output.bias.as_deref(), &layer.output.matrix);
         let (x, out) = (&activations.attended, &mut activations.hidden);
         matmul(self.isa, self.pool, matrix, bias, x, self.n_rows, Combine::Add, out);

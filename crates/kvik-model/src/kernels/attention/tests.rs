@@ -99,18 +99,20 @@ impl Case {
         };
         for block in 0..n_blocks as u32 {
             let block_table = [BlockId::new(block)];
-            let span = Span { n_rows: LANES, first_position: 0, block_table: &block_table };
+            let span =
+                Span { n_rows: LANES, first_position: 0, block_table: &block_table, is_continued: false };
             let plan = RowPlan::try_new(&[span], n_blocks).unwrap();
             pages.write(&mut pool, 1, &plan, kv_rows(&garbage));
         }
-        let whole = Span { n_rows: self.n_tokens, first_position: 0, block_table: &table };
+        let whole =
+            Span { n_rows: self.n_tokens, first_position: 0, block_table: &table, is_continued: false };
         let plan = RowPlan::try_new(&[whole], n_blocks).unwrap();
         pages.write(&mut pool, 1, &plan, kv_rows(&rows));
         let mut out = Vec::new();
         let mut position = self.n_tokens - self.n_rows;
         while position < self.n_tokens {
             let n_rows = chunk.min(self.n_tokens - position);
-            let span = Span { n_rows, first_position: position, block_table: &table };
+            let span = Span { n_rows, first_position: position, block_table: &table, is_continued: false };
             let plan = RowPlan::try_new(&[span], n_blocks).unwrap();
             let shape = AttentionShape { n_query_heads: self.n_query_heads(), window: self.window };
             let mut part = vec![0.0; n_rows * self.query_width()];
@@ -227,7 +229,7 @@ fn scores_far_apart_neither_overflow_nor_vanish() {
         row[2 * LANES] = token as f32;
     }
     let table = [BlockId::new(0), BlockId::new(1)];
-    let span = Span { n_rows: n_tokens, first_position: 0, block_table: &table };
+    let span = Span { n_rows: n_tokens, first_position: 0, block_table: &table, is_continued: false };
     let plan = RowPlan::try_new(&[span], 2).unwrap();
     let mut pool = ThreadPool::new(1);
     let mut pages = KvPages::<f32>::try_new(1, 2, shape).unwrap();

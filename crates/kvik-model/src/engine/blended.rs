@@ -1,0 +1,218 @@
+//! Prompts that are put together from segments, and segments that are computed.
+//!
+//! A blended sequence takes all its blocks at its admission, where its segments are placed and its selectors asked. From then
+//! on it has rows at positions of their own until its prompt is done, and grows like any other afterwards.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvik_types::TokenId;
+
+use super::Engine;
+use super::request::{EngineEvent, GenerateRequest, PreparedRequest, RequestId, SubmitOptions};
+use super::sequence::Sequence;
+use crate::blend::{Assembled, Blend, BlendSegment, BlendedPrompt, ComputedSegment, SegmentKv};
+use crate::config::Position;
+use crate::error::{ModelError, Result};
+use crate::forward::RowPositions;
+use crate::paging::BlockId;
+use crate::sampling::SamplingParams;
+
+/// How far a blended prompt is.
+#[derive(Debug, Clone)]
+pub(super) struct Blended {
+    pub(super) blend: Arc<Blend>,
+    /// What is computed, by position; empty before the prompt is put together and after it is computed.
+    rows: Vec<u32>,
+    row_tokens: Vec<TokenId>,
+    n_done: usize,
+    pub(super) usage: BlendUsage,
+}
+
+/// Tokens of a blended prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct BlendUsage {
+    /// Tokens of the prompt that stand in segments that were placed.
+    pub blended_tokens: usize,
+    /// Of these, tokens that were computed again.
+    pub recomputed_tokens: usize,
+}
+
+impl Blended {
+    pub(super) fn new(blend: Arc<Blend>) -> Self {
+        Self { blend, rows: Vec::new(), row_tokens: Vec::new(), n_done: 0, usage: BlendUsage::default() }
+    }
+
+    pub(super) fn set_rows(&mut self, rows: Vec<u32>, row_tokens: Vec<TokenId>, usage: BlendUsage) {
+        (self.rows, self.row_tokens, self.n_done, self.usage) = (rows, row_tokens, 0, usage);
+    }
+
+    /// Rows that are left of the prompt and of what was generated before it was put together.
+    pub(super) fn n_pending(&self) -> usize {
+        self.rows.len() - self.n_done
+    }
+
+    pub(super) fn pending(&self, n_rows: usize) -> (&[TokenId], RowPositions<'_>) {
+        let range = self.n_done..self.n_done + n_rows;
+        (&self.row_tokens[range.clone()], RowPositions::At(&self.rows[range]))
+    }
+
+    /// Position of the next row; `None` if all are computed.
+    pub(super) fn advance(&mut self, n_rows: usize) -> Option<usize> {
+        self.n_done += n_rows;
+        let next = self.rows.get(self.n_done).map(|&position| position as usize);
+        if next.is_none() {
+            self.reset();
+        }
+        next
+    }
+
+    pub(super) fn reset(&mut self) {
+        (self.rows, self.row_tokens, self.n_done) = (Vec::new(), Vec::new(), 0);
+    }
+}
+
+impl Engine {
+    /// Takes a request whose prompt is put together from segments.
+    ///
+    /// Its KV is approximate: it is found by no other request and offered to no store.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`]; also if the segments do not lie in the prompt one behind the other, the request has a name, or
+    /// the model's positions cannot be changed.
+    pub fn submit_blended(&mut self, prepared: PreparedRequest, blend: Blend) -> Result<RequestId> {
+        if prepared.options.name.is_some() {
+            let allowed = "none: a sequence that goes on later must be exact";
+            return Err(ModelError::request("seq_id", "a name for a blended prompt", allowed));
+        }
+        self.check_segments()?;
+        blend.validate(prepared.request.prompt.len())?;
+        let id = self.submit_prepared(prepared, None)?;
+        if let Some(sequence) = self.waiting.back_mut() {
+            sequence.set_blend(Arc::new(blend));
+        }
+        Ok(id)
+    }
+
+    /// Computes the keys and values of `tokens` alone; its only event after the admission is [`EngineEvent::Segment`].
+    ///
+    /// # Errors
+    /// As [`Engine::submit`]; also if the model's positions cannot be changed.
+    pub fn submit_segment(&mut self, tokens: Vec<TokenId>) -> Result<RequestId> {
+        self.check_segments()?;
+        let request = GenerateRequest { prompt: tokens, sampling: SamplingParams::greedy(1) };
+        let id = self.submit_with(request, SubmitOptions::default())?;
+        if let Some(sequence) = self.waiting.back_mut() {
+            sequence.set_segment();
+        }
+        Ok(id)
+    }
+
+    fn check_segments(&self) -> Result<()> {
+        match self.backend.config().position {
+            Position::Rope(_) => Ok(()),
+            Position::Learned => {
+                let allowed = "none: this model's positions are learned and part of every key and value";
+                Err(ModelError::request("segments", "given", allowed))
+            }
+        }
+    }
+
+    /// Puts the prompt of a sequence together; false if it has to wait for blocks. One that cannot be put together has failed.
+    pub(super) fn assemble_or_fail(
+        &mut self,
+        sequence: &mut Sequence,
+        events: &mut Vec<EngineEvent>,
+    ) -> bool {
+        match self.assemble(sequence) {
+            Ok(is_assembled) => is_assembled,
+            Err(error) => {
+                events.push(EngineEvent::Failed { request: sequence.request, error });
+                sequence.set_failed();
+                true
+            }
+        }
+    }
+
+    /// Puts the prompt of a sequence together on blocks of its own; false if there are not enough of them now.
+    fn assemble(&mut self, sequence: &mut Sequence) -> Result<bool> {
+        let Some(blend) = sequence.blend().cloned() else { return Ok(true) };
+        let n_tokens = sequence.tokens().len();
+        for _ in 0..sequence.n_missing_blocks(n_tokens) {
+            let Some(block) = self.pool.allocate() else { return Ok(false) };
+            sequence.push_block(block);
+        }
+        let segments: Vec<Range<usize>> = blend
+            .segments
+            .iter()
+            .filter(|segment| self.place(sequence.table(), segment.first_token, segment.kv.as_ref()))
+            .map(BlendSegment::token_range)
+            .collect();
+        let prompt = BlendedPrompt { tokens: sequence.prompt(), segments: &segments };
+        let mut is_selected = vec![false; prompt.tokens.len()];
+        for selector in blend.selectors.as_slice() {
+            let mut scores = Vec::new();
+            if let Some(evidence) = selector.evidence().filter(|_| !segments.is_empty()) {
+                let mut assembled = Assembled {
+                    backend: self.backend.as_mut(),
+                    tokens: prompt.tokens,
+                    table: sequence.table(),
+                    segments: &segments,
+                    max_rows: self.options.max_batched_tokens,
+                };
+                scores = assembled.scores(evidence)?;
+            }
+            selector.select(&prompt, &scores, &mut is_selected);
+        }
+        let usage = BlendUsage {
+            blended_tokens: segments.iter().map(Range::len).sum(),
+            recomputed_tokens: is_selected.iter().filter(|&&is_selected| is_selected).count(),
+        };
+        let mut is_computed = vec![true; n_tokens];
+        for segment in segments {
+            is_computed[segment.clone()].copy_from_slice(&is_selected[segment]);
+        }
+        // Its logits are needed.
+        if let Some(last) = is_computed.last_mut() {
+            *last = true;
+        }
+        let rows: Vec<u32> = (0..n_tokens as u32).filter(|&at| is_computed[at as usize]).collect();
+        sequence.set_rows(rows, usage);
+        Ok(true)
+    }
+
+    /// Places a segment in all layers; false if a part of it is missing or has the wrong size. Its place has no meaning then.
+    fn place(&mut self, table: &[BlockId], first_token: usize, kv: &dyn SegmentKv) -> bool {
+        let token_bytes = self.token_layer_bytes();
+        (0..self.backend.config().n_layers).all(|layer_idx| {
+            let mut n_placed = 0;
+            let is_whole = (0..kv.n_parts()).all(|part_idx| {
+                let Some(part) = kv.part(layer_idx, part_idx) else { return false };
+                let n_tokens = part.keys.len() / token_bytes.max(1);
+                let is_inside = n_placed + n_tokens <= kv.n_tokens();
+                let first = first_token + n_placed;
+                n_placed += n_tokens;
+                is_inside && self.backend.place_kv(layer_idx, table, first, first_token, part).is_ok()
+            });
+            is_whole && n_placed == kv.n_tokens()
+        })
+    }
+
+    /// Bytes of the keys, or of the values, of one token in one layer.
+    fn token_layer_bytes(&self) -> usize {
+        let config = self.backend.config();
+        config.n_kv_heads * config.head_dim * self.backend.kv_dtype().size_bytes()
+    }
+
+    /// Hands out what a segment's sequence has computed and ends it.
+    pub(super) fn end_segment(&mut self, idx: usize, events: &mut Vec<EngineEvent>) {
+        let sequence = &mut self.running[idx];
+        let (tokens, table) = (sequence.tokens().to_vec(), sequence.table().to_vec());
+        sequence.set_finished();
+        let request = sequence.request;
+        let n_layers = self.backend.config().n_layers;
+        let layers = (0..n_layers).map(|layer_idx| self.backend.export_kv(layer_idx, &table, tokens.len()));
+        let segment = Box::new(ComputedSegment { layers: layers.collect(), tokens });
+        events.push(EngineEvent::Segment { request, segment });
+    }
+}

@@ -1,0 +1,99 @@
+//! Keys and values that were computed elsewhere in a sequence, or in another one.
+
+use crate::error::{ModelError, Result};
+use crate::forward::SegmentPart;
+use crate::kernels::{
+    KvElement, KvPages, KvRows, RotaryTable, RowPlan, Span, ThreadPool, for_each_chunk_mut,
+};
+use crate::paging::BlockId;
+
+use super::{CpuBackend, Pages};
+
+/// Tokens that one thread turns at a time.
+const TOKENS_PER_CHUNK: usize = 16;
+
+impl CpuBackend {
+    /// See [`Backend::place_kv`](crate::Backend::place_kv).
+    pub(super) fn place(
+        &mut self,
+        layer_idx: usize,
+        block_table: &[BlockId],
+        first_position: usize,
+        turned_by: usize,
+        part: SegmentPart<'_>,
+    ) -> Result<()> {
+        let Some(rotary) = &mut self.rotary else {
+            let allowed = "a model with rotary positions: learned ones are part of every value";
+            return Err(ModelError::request("segments", "at another position", allowed));
+        };
+        let width = self.config.n_kv_heads * self.config.head_dim;
+        let pages = &mut self.pages;
+        let element_bytes = match pages {
+            Pages::F32(_) => 4,
+            Pages::F16(_) | Pages::Bf16(_) => 2,
+        };
+        let token_bytes = width * element_bytes;
+        if part.keys.len() != part.values.len() || !part.keys.len().is_multiple_of(token_bytes) {
+            let value = format!("{} and {} bytes", part.keys.len(), part.values.len());
+            return Err(ModelError::request(
+                "segment",
+                value,
+                format!("twice a multiple of {token_bytes} bytes"),
+            ));
+        }
+        let n_rows = part.keys.len() / token_bytes;
+        let span = Span { n_rows, first_position, block_table, is_continued: false };
+        let n_blocks = match pages {
+            Pages::F32(pages) => pages.n_blocks(),
+            Pages::F16(pages) => pages.n_blocks(),
+            Pages::Bf16(pages) => pages.n_blocks(),
+        };
+        let Some(plan) = RowPlan::try_new(&[span], n_blocks) else {
+            return Err(ModelError::request("block_table", "too short", "a table that covers the segment"));
+        };
+        rotary.prepare(std::iter::once(turned_by as u32));
+        let place = Place { rotary, pool: &mut self.pool, width, layer_idx, plan: &plan, part };
+        match pages {
+            Pages::F32(pages) => place.write(pages),
+            Pages::F16(pages) => place.write(pages),
+            Pages::Bf16(pages) => place.write(pages),
+        }
+        Ok(())
+    }
+}
+
+/// One layer of one part on its way into the pages.
+struct Place<'a> {
+    /// Prepared for one row: how far every key is turned.
+    rotary: &'a RotaryTable,
+    pool: &'a mut ThreadPool,
+    width: usize,
+    layer_idx: usize,
+    plan: &'a RowPlan<'a>,
+    part: SegmentPart<'a>,
+}
+
+impl Place<'_> {
+    fn write<E: KvElement>(self, pages: &mut KvPages<E>) {
+        let Self { rotary, pool, width, layer_idx, plan, part } = self;
+        let (stride, token_bytes) = (2 * width, width * E::N_BYTES);
+        let mut values = vec![0.0; part.keys.len() / token_bytes * stride];
+        for_each_chunk_mut(pool, &mut values, TOKENS_PER_CHUNK * stride, |chunk_idx, rows| {
+            for (row_idx, row) in rows.chunks_exact_mut(stride).enumerate() {
+                let at = (chunk_idx * TOKENS_PER_CHUNK + row_idx) * token_bytes;
+                let (keys, values) = row.split_at_mut(width);
+                widen_into::<E>(&part.keys[at..at + token_bytes], keys);
+                widen_into::<E>(&part.values[at..at + token_bytes], values);
+                rotary.rotate(0, keys);
+            }
+        });
+        let rows = KvRows { values: &values, stride, key_column: 0, value_column: width };
+        pages.write(pool, layer_idx, plan, rows);
+    }
+}
+
+fn widen_into<E: KvElement>(bytes: &[u8], out: &mut [f32]) {
+    for (slot, element) in out.iter_mut().zip(bytes.chunks_exact(E::N_BYTES)) {
+        *slot = E::from_le(element).to_f32();
+    }
+}
