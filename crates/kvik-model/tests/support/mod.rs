@@ -111,6 +111,11 @@ impl TestModel {
         }
     }
 
+    /// The weights.
+    pub fn checkpoint(&self) -> &Checkpoint {
+        &self.checkpoint
+    }
+
     /// Loads a backend whose blocks were never used.
     pub fn backend(&self, options: &CpuBackendOptions) -> CpuBackend {
         self.try_backend(options).unwrap()
@@ -119,6 +124,16 @@ impl TestModel {
     /// As [`TestModel::backend`], with the error.
     pub fn try_backend(&self, options: &CpuBackendOptions) -> Result<CpuBackend> {
         CpuBackend::load(self.config.clone(), &self.checkpoint, options)
+    }
+}
+
+/// One element of keys or values, from its bytes.
+pub fn widen(kv_dtype: Dtype, element: &[u8]) -> f32 {
+    let bits = || u16::from_le_bytes(*element.first_chunk().unwrap());
+    match kv_dtype {
+        Dtype::BF16 => half::bf16::from_bits(bits()).to_f32(),
+        Dtype::F16 => half::f16::from_bits(bits()).to_f32(),
+        _ => f32::from_le_bytes(*element.first_chunk().unwrap()),
     }
 }
 
