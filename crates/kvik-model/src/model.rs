@@ -5,8 +5,10 @@ use std::sync::{Arc, OnceLock};
 
 use kvik_tokens::Tokenizer;
 use kvik_types::{Dtype, Namespace};
+use serde::Deserialize;
 use xxhash_rust::xxh3::xxh3_128;
 
+use crate::blend::Selectors;
 use crate::bundled;
 use crate::checkpoint::Checkpoint;
 use crate::config::ModelConfig;
@@ -28,6 +30,21 @@ pub struct Model {
     revision: OnceLock<u128>,
     checkpoint: Checkpoint,
     tokenizer: Arc<Tokenizer>,
+    /// What its settings say of segments.
+    blend: Option<Selectors>,
+}
+
+/// What kvik reads of `config.json` for itself.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct KvikSettings {
+    kvik: ModelSettings,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct ModelSettings {
+    blend: Option<String>,
 }
 
 impl Model {
@@ -63,6 +80,7 @@ impl Model {
         Ok(Self {
             name,
             config: ModelConfig::from_json(&config)?,
+            blend: blend_setting(&config)?,
             config_hash: xxh3_128(config.as_bytes()),
             revision: OnceLock::new(),
             checkpoint: Checkpoint::open(folder)?,
@@ -78,6 +96,7 @@ impl Model {
         Ok(Self {
             name: bundled::NAME.to_owned(),
             config: ModelConfig::from_json(bundled::CONFIG)?,
+            blend: blend_setting(bundled::CONFIG)?,
             config_hash: xxh3_128(bundled::CONFIG.as_bytes()),
             revision: OnceLock::new(),
             checkpoint: Checkpoint::from_bytes("model.safetensors", bundled::weights()?)?,
@@ -107,6 +126,12 @@ impl Model {
             std::fs::write(&path, bytes).map_err(|source| ModelError::Io { path, source })?;
         }
         Ok(())
+    }
+
+    /// Which tokens of segments are computed again, as the model's settings say: `kvik.blend` in its `config.json`. A model that
+    /// was trained to read segments computed alone says `exact`, which is `none`.
+    pub fn blend(&self) -> Option<&Selectors> {
+        self.blend.as_ref()
     }
 
     /// The folder's name, or that of the bundled model.
@@ -159,5 +184,18 @@ impl Model {
         let loaded = CpuBackend::load(self.config.clone(), &self.checkpoint, backend)?;
         let namespace = self.namespace(backend.kv_dtype)?;
         Engine::new(Box::new(loaded), Some(Arc::clone(&self.tokenizer)), &namespace, engine)
+    }
+}
+
+/// The selectors that the settings of a model name.
+fn blend_setting(config: &str) -> Result<Option<Selectors>> {
+    let settings: KvikSettings = serde_json::from_str(config)
+        .map_err(|error| ModelError::config("kvik", error.to_string(), "an object with `blend`, a string"))?;
+    match settings.kvik.blend.as_deref() {
+        None => Ok(None),
+        Some("exact") => Ok(Some(Selectors::default())),
+        Some(selectors) => selectors.parse().map(Some).map_err(|_| {
+            ModelError::config("kvik.blend", selectors, "`exact`, or a selector such as `first:16`")
+        }),
     }
 }

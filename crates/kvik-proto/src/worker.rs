@@ -19,7 +19,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::kv_stream::{KvKey, KvTier};
-use crate::openai::SamplingFields;
+use crate::openai::{KvikFields, SamplingFields};
 
 /// One message of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -45,6 +45,9 @@ pub struct PromptInput {
     /// Keeps the KV apart from that of requests with other salts or none; 1 to 1024 bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache_salt: Option<String>,
+    /// Parts of the prompt whose KV may be used at any place.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kvik: Option<KvikFields>,
 }
 
 /// How tokens are chosen and when an output ends; absent fields have the engine's defaults.

@@ -8,6 +8,7 @@ use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use kvik_model::Selectors;
 use kvik_proto::coordinator::WorkerRole;
 use kvik_runtime::http::{InvalidLimit, ListenLimits, TlsServerConfig};
 use kvik_runtime::secret::{Secret, redacted_url};
@@ -47,6 +48,10 @@ pub struct WorkerConfig {
     pub memory: SharedMemoryConfig,
     /// Where KV goes beyond the engine's memory. Default: nowhere.
     pub store: StoreConfig,
+    /// Which tokens of reusable parts of a prompt are computed again where a request does not say, such as `none`, `first:16`
+    /// or `deviation:0.15`. Default: none, what the model's settings say; without those, only requests that say it use
+    /// segments.
+    pub blend: Option<String>,
     /// Type in which keys and values are kept: `f32`, `f16` or `bf16`. Default: `f32`.
     pub kv_dtype: String,
     /// Threads that compute; 0 for the number of cores. Default: 0.
@@ -115,6 +120,7 @@ impl Default for WorkerConfig {
             kv_blocks: 1024,
             memory: SharedMemoryConfig::default(),
             store: StoreConfig::default(),
+            blend: None,
             kv_dtype: "f32".to_owned(),
             threads: 0,
             max_batched_tokens: 512,
@@ -187,6 +193,7 @@ impl WorkerConfig {
             }
         }
         self.dtype()?;
+        self.blend()?;
         let blocks = self.kv_blocks;
         check((1..=MAX_KV_BLOCKS).contains(&blocks), "kv_blocks", &blocks, "1 to 1073741824")?;
         self.memory.validate()?;
@@ -225,6 +232,19 @@ impl WorkerConfig {
             admin_token_file: self.admin_token_file.as_deref(),
             insecure: self.insecure,
         }
+    }
+
+    /// The selectors of requests that name none.
+    pub(crate) fn blend(&self) -> Result<Option<Selectors>> {
+        let parse = |text: &String| {
+            text.parse().map_err(|_| WorkerError::InvalidConfig {
+                field: "blend",
+                value: text.clone(),
+                allowed: "none, all, first:TOKENS, random:RATIO, position:RATIO, deviation:RATIO[@LAYER] or attention:RATIO, \
+                          several joined by +",
+            })
+        };
+        self.blend.as_ref().map(parse).transpose()
     }
 
     pub(crate) fn dtype(&self) -> Result<Dtype> {

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use kvik_model::{FinishReason, ModelError, TokenLogprobs};
+use kvik_model::{BlendUsage, FinishReason, ModelError, TokenLogprobs};
 use kvik_proto::journal::MoveNotice;
 use kvik_proto::openai::CachedTiers;
 use tokio::sync::mpsc;
@@ -57,6 +57,7 @@ pub(crate) struct Usage {
     /// The same by where they came from.
     pub(crate) tiers: CachedTiers,
     pub(crate) completion_tokens: usize,
+    pub(crate) blend: BlendUsage,
 }
 
 /// A token of an output.
@@ -82,6 +83,7 @@ impl Usage {
             cached_tokens: usage.cached_tokens,
             tiers,
             completion_tokens: usage.completion_tokens,
+            blend: usage.blend,
         }
     }
 }

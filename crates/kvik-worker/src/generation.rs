@@ -18,6 +18,7 @@ use crate::admission::Permit;
 use crate::engine_thread::{BegunPart, EngineHandle, Origin, StageBlocks, StageOutcome, Submission};
 use crate::error::Refusal;
 use crate::events::{Event, STOPPED};
+use crate::plan::BlendPart;
 
 /// Tokens that an output may be ahead of its reader: at 50 tokens/s and 100 bytes an event, five
 /// seconds of a stalled network in 25 KB.
@@ -57,6 +58,8 @@ pub(crate) struct Start<'a> {
     /// For each prompt, how far its outputs have come on another worker; empty if they begin here.
     pub(crate) begun: Vec<BegunPart>,
     pub(crate) stages: Vec<StageGuard>,
+    /// How the only prompt is put together.
+    pub(crate) blend: Option<BlendPart>,
 }
 
 /// Blocks of a sequence that is on its way; let go when dropped.
@@ -86,7 +89,7 @@ impl Generation {
     /// # Errors
     /// If it refuses one; nothing stays behind then.
     pub(crate) async fn start(engine: &EngineHandle, start: Start<'_>) -> Result<Self, Refusal> {
-        let Start { requests, name, salt, permit, begun, stages } = start;
+        let Start { requests, name, salt, permit, begun, stages, blend } = start;
         let permit = Arc::new(permit);
         let (sender, events) = mpsc::unbounded_channel();
         let mut generation = Self {
@@ -130,7 +133,7 @@ impl Generation {
                 permit: Arc::clone(&permit),
                 events: sender.clone(),
             };
-            engine.submit(Submission { origin, request, begun })?;
+            engine.submit(Submission { origin, request, begun, blend: blend.clone() })?;
         }
         drop((sender, permit));
         let mut n_accepted = 0;

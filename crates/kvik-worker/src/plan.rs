@@ -3,8 +3,10 @@
 //! A plan is a function of the path, the body and the model. So a request that goes on here is planned from its body
 //! again, and everything that its answer looks like is as it was.
 
+use std::ops::Range;
+
 use bytes::Bytes;
-use kvik_model::SamplingParams;
+use kvik_model::{SamplingParams, Selectors};
 use kvik_proto::openai::StreamOptions;
 use kvik_types::CacheSalt;
 
@@ -36,10 +38,20 @@ pub(crate) struct Plan {
     pub(crate) sampling: SamplingParams,
     pub(crate) seq_id: Option<String>,
     pub(crate) salt: Option<CacheSalt>,
+    /// How the only prompt is put together.
+    pub(crate) blend: Option<BlendPart>,
     pub(crate) form: Form,
     pub(crate) returns_tokens: bool,
     /// For each prompt: what stands before its outputs. Only completions have it.
     pub(crate) echoes: Vec<String>,
+}
+
+/// A prompt that is put together from segments.
+#[derive(Debug, Clone)]
+pub(crate) struct BlendPart {
+    /// Where they are in the prompt, one behind the other.
+    pub(crate) segments: Vec<Range<usize>>,
+    pub(crate) selectors: Selectors,
 }
 
 impl GenerationPath {

@@ -375,7 +375,7 @@ impl Stepped {
             permit: Arc::new(permit),
             events: sender,
         };
-        (stepped, Submission { origin, request, begun: part })
+        (stepped, Submission { origin, request, begun: part, blend: None })
     }
 
     /// Whether it is the life that is asked for; without a name all are.

@@ -4,6 +4,7 @@ use std::hash::{BuildHasher as _, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use kvik_model::Selectors;
 use kvik_node::KvLog;
 use kvik_tokens::{AddSpecial, ChatMessage, ChatOptions, Tokenizer};
 use kvik_types::Dtype;
@@ -81,6 +82,8 @@ pub(crate) struct Loaded {
     pub(crate) max_tokens: usize,
     pub(crate) fingerprint: String,
     pub(crate) shape: KvShape,
+    /// Which tokens of segments are computed again where a request does not say; `None`: segments are not used then.
+    pub(crate) blend: Option<Selectors>,
 }
 
 /// The form of the model's KV.
@@ -169,12 +172,21 @@ impl Loaded {
         messages: &[ChatMessage],
         add_generation_prompt: bool,
     ) -> Result<Vec<u32>, Refusal> {
+        let text = self.render_chat(messages, add_generation_prompt)?;
+        self.encode(text, AddSpecial::No).await
+    }
+
+    /// The text of a conversation.
+    pub(crate) fn render_chat(
+        &self,
+        messages: &[ChatMessage],
+        add_generation_prompt: bool,
+    ) -> Result<String, Refusal> {
         if messages.is_empty() {
             return Err(Refusal::field("messages", "empty", "at least one message"));
         }
         let options = ChatOptions { add_generation_prompt, ..ChatOptions::default() };
-        let text = self.tokenizer.render_chat(messages, &options)?;
-        self.encode(text, AddSpecial::No).await
+        Ok(self.tokenizer.render_chat(messages, &options)?)
     }
 
     /// The text of one token, special ones as the vocabulary writes them.

@@ -207,6 +207,7 @@ async fn load(
         vocab_size: engine.config().vocab_size,
     };
     let max_tokens = engine.max_sequence_tokens();
+    let blend = config.blend()?.or_else(|| model.blend().cloned());
     let root = engine.namespace().seed().to_string();
     let (layout, block_layer_bytes) = (engine.kv_layout(), engine.block_layer_bytes());
     let groups = block_groups(&engine, space.as_ref());
@@ -244,6 +245,7 @@ async fn load(
         fingerprint: format!("kvik-{}-{}", env!("CARGO_PKG_VERSION"), shape.dtype),
         model_name,
         shape,
+        blend,
     };
     Ok((state.set_loaded(loaded), thread, unused_tickets))
 }

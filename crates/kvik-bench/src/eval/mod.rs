@@ -204,7 +204,7 @@ impl NotesEval {
         let prepared = self.engine.prepare(request, SubmitOptions::default());
         match blend {
             None => self.engine.submit_prepared(prepared, None)?,
-            Some(blend) => self.engine.submit_blended(prepared, blend)?,
+            Some(blend) => self.engine.submit_blended(prepared, None, blend)?,
         };
         let mut answer = Answer::default();
         let mut events = Vec::new();

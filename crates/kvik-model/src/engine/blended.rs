@@ -9,6 +9,7 @@ use std::sync::Arc;
 use kvik_types::TokenId;
 
 use super::Engine;
+use super::begun::Begun;
 use super::request::{EngineEvent, GenerateRequest, PreparedRequest, RequestId, SubmitOptions};
 use super::sequence::Sequence;
 use crate::blend::{Assembled, Blend, BlendSegment, BlendedPrompt, ComputedSegment, SegmentKv};
@@ -73,23 +74,32 @@ impl Blended {
 }
 
 impl Engine {
-    /// Takes a request whose prompt is put together from segments.
+    /// Takes a request whose prompt is put together from segments; `begun` says how far another engine has come with it.
     ///
     /// Its KV is approximate: it is found by no other request and offered to no store.
     ///
     /// # Errors
     /// As [`Engine::submit`]; also if the segments do not lie in the prompt one behind the other, the request has a name, or
     /// the model's positions cannot be changed.
-    pub fn submit_blended(&mut self, prepared: PreparedRequest, blend: Blend) -> Result<RequestId> {
+    pub fn submit_blended(
+        &mut self,
+        prepared: PreparedRequest,
+        begun: Option<&Begun>,
+        blend: Blend,
+    ) -> Result<RequestId> {
         if prepared.options.name.is_some() {
             let allowed = "none: a sequence that goes on later must be exact";
             return Err(ModelError::request("seq_id", "a name for a blended prompt", allowed));
         }
         self.check_segments()?;
         blend.validate(prepared.request.prompt.len())?;
-        let id = self.submit_prepared(prepared, None)?;
-        if let Some(sequence) = self.waiting.back_mut() {
-            sequence.set_blend(Arc::new(blend));
+        let id = match begun {
+            None => self.submit_prepared(prepared, None)?,
+            Some(begun) => self.submit_begun(prepared, begun, None)?,
+        };
+        let blend = Arc::new(blend);
+        for sequence in self.waiting.iter_mut().filter(|sequence| sequence.request == id) {
+            sequence.set_blend(Arc::clone(&blend));
         }
         Ok(id)
     }

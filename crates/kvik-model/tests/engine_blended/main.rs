@@ -63,7 +63,7 @@ fn submit(
     selectors: &str,
 ) -> RequestId {
     let prepared = engine.prepare(request, SubmitOptions::default());
-    engine.submit_blended(prepared, Blend { segments, selectors: selectors.parse().unwrap() }).unwrap()
+    engine.submit_blended(prepared, None, Blend { segments, selectors: selectors.parse().unwrap() }).unwrap()
 }
 
 fn blended(engine: &mut Engine, prompt: &[u32], segments: Vec<BlendSegment>, selectors: &str) -> Output {
@@ -359,7 +359,7 @@ fn segments_that_cannot_be_placed_are_refused_by_name() {
         let options = SubmitOptions { name: name.map(str::to_owned), ..SubmitOptions::default() };
         let prepared = engine.prepare(request(&prompt, 1), options);
         let blend = Blend { segments, selectors: "none".parse().unwrap() };
-        engine.submit_blended(prepared, blend).map_err(|error| error.to_string())
+        engine.submit_blended(prepared, None, blend).map_err(|error| error.to_string())
     };
     for wrong in [vec![at(21)], vec![at(5), at(14)], vec![at(15), at(0)], vec![at(usize::MAX)]] {
         assert!(try_submit(wrong, None).unwrap_err().contains("segments"));

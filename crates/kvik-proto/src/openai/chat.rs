@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use super::completions::{StreamOptions, Usage};
 use super::sampling::SamplingFields;
+use super::segments::KvikFields;
 use crate::worker::Sampling;
 
 /// One message of a conversation.
@@ -39,6 +40,9 @@ pub struct ContentPart {
     /// The text.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
+    /// Extension: whether its KV may come from another prompt. Default: false.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub reusable: bool,
 }
 
 /// Asks for answers to a conversation.
@@ -101,6 +105,9 @@ pub struct ChatRequest {
     /// Extension of vLLM: keeps the KV apart from that of requests with other salts or none; 1 to 1024 bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache_salt: Option<String>,
+    /// Extension: parts of the prompt whose KV may be used at any place.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kvik: Option<KvikFields>,
     /// How tokens are chosen.
     #[serde(flatten)]
     pub sampling_fields: SamplingFields,

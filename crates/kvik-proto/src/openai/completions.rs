@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::sampling::SamplingFields;
+use super::segments::KvikFields;
 use crate::worker::Sampling;
 
 /// What is completed: one text or several, as text or as tokens.
@@ -73,6 +74,9 @@ pub struct CompletionRequest {
     /// Extension of vLLM: keeps the KV apart from that of requests with other salts or none; 1 to 1024 bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cache_salt: Option<String>,
+    /// Extension: parts of the prompt whose KV may be used at any place.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kvik: Option<KvikFields>,
     /// How tokens are chosen.
     #[serde(flatten)]
     pub sampling_fields: SamplingFields,
@@ -131,7 +135,7 @@ pub struct CompletionLogprobs {
 }
 
 /// Tokens that a request used.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Usage {
     /// Tokens of the prompts.
     pub prompt_tokens: usize,
@@ -145,7 +149,7 @@ pub struct Usage {
 }
 
 /// What the tokens of prompts cost.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PromptTokensDetails {
     /// Tokens whose KV was there already.
     #[serde(default)]
@@ -153,6 +157,15 @@ pub struct PromptTokensDetails {
     /// The same by where the KV was; absent where there was none.
     #[serde(default, skip_serializing_if = "CachedTiers::is_empty")]
     pub cached_tokens_by_tier: CachedTiers,
+    /// Tokens whose KV is that of segments; absent where there were none.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub blended_tokens: usize,
+    /// Of these, tokens that were computed again.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub recomputed_tokens: usize,
+    /// The selector that chose them; absent where the prompt was computed as any other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub blend: Option<String>,
 }
 
 /// Cached tokens by where their KV was; absent where there were none.

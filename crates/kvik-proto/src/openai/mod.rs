@@ -8,6 +8,7 @@ mod completions;
 mod error;
 mod models;
 mod sampling;
+mod segments;
 mod tokenize;
 
 pub use chat::{
@@ -21,6 +22,7 @@ pub use completions::{
 pub use error::{ErrorBody, ErrorDetail};
 pub use models::{ModelCard, ModelList};
 pub use sampling::{SamplingFields, Stop};
+pub use segments::{BlendField, KvikFields, PromptPart};
 pub use tokenize::{DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse};
 
 #[cfg(test)]

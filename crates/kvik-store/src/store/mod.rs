@@ -159,6 +159,19 @@ impl Store {
         Ok(Space::new(state, format, options, &qualified))
     }
 
+    /// As [`Self::space`], with tails kept whatever the store's settings say: for sequences whose every token counts.
+    ///
+    /// # Errors
+    /// If the format is not allowed.
+    pub fn space_with_tails(&self, namespace: &Namespace, format: ChunkFormat) -> Result<Space> {
+        let core = self.core();
+        let options = StoreOptions { stores_tails: true, ..core.options.clone() };
+        format.validate(options.chunk_tokens)?;
+        let qualified = format.qualify(namespace, options.chunk_tokens);
+        let state = core.namespaces.intern(NamespaceId::from(namespace));
+        Ok(Space::new(state, format, &options, &qualified))
+    }
+
     /// The settings it was opened with.
     pub fn options(&self) -> &StoreOptions {
         &self.core().options

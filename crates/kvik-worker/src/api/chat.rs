@@ -6,15 +6,17 @@ use bytes::Bytes;
 use kvik_model::SamplingParams;
 use kvik_proto::openai::{
     ChatChoice, ChatChunk, ChatChunkChoice, ChatDelta, ChatMessage, ChatRequest, ChatResponse,
-    SamplingFields, Usage,
+    MessageContent, SamplingFields, Usage,
 };
+use kvik_tokens::AddSpecial;
 use serde_json::Value;
 
 use super::answer::{Head, push_end};
 use super::logprobs::chat_logprobs;
 use super::outcome::Outcome;
 use super::request::{cache_salt, chat_messages, refuse, sampling_params, unsupported};
-use super::stream::{Renderer, add_usage, push_error, push_json, total_usage};
+use super::segments::{PromptParts, blend_part, selectors};
+use super::stream::{Renderer, add_usage, no_usage, push_error, push_json, total_usage};
 use super::{parse_with, part};
 use crate::error::Refusal;
 use crate::events::{self, Event};
@@ -38,9 +40,25 @@ pub(super) async fn plan(loaded: &Arc<Loaded>, body: Bytes) -> Result<Plan, Refu
     let sampling = check(&request, loaded)?;
     let salt = cache_salt(request.cache_salt.as_deref())?;
     let form = Form::of(request.stream, request.stream_options)?;
+    let mut selectors = selectors(loaded, request.kvik.as_ref())?;
+    let reusable = if selectors.is_some() { reusable_parts(&request.messages) } else { Vec::new() };
     let messages = chat_messages(request.messages)?;
-    let prompt = loaded.encode_chat(&messages, request.add_generation_prompt.unwrap_or(true)).await?;
+    let add_generation_prompt = request.add_generation_prompt.unwrap_or(true);
+    let fields = request.kvik.unwrap_or_default();
+    let mut parts = None;
+    if selectors.is_some() {
+        let text = loaded.render_chat(&messages, add_generation_prompt)?;
+        parts = PromptParts::of(&text, &fields)?;
+        if parts.is_none() && !reusable.is_empty() {
+            parts = Some(PromptParts::of_messages(&text, reusable));
+        }
+    }
+    let (prompt, segments) = match parts {
+        Some(parts) => parts.encode(loaded, AddSpecial::No).await?,
+        None => (loaded.encode_chat(&messages, add_generation_prompt).await?, Vec::new()),
+    };
     loaded.check_prompt("messages", &prompt)?;
+    let blend = blend_part(selectors.take(), segments);
     Ok(Plan {
         path: GenerationPath::Chat,
         body,
@@ -48,21 +66,31 @@ pub(super) async fn plan(loaded: &Arc<Loaded>, body: Bytes) -> Result<Plan, Refu
         sampling,
         seq_id: request.seq_id,
         salt,
+        blend,
         form,
         returns_tokens: request.return_token_ids.unwrap_or(false),
         echoes: Vec::new(),
     })
 }
 
+/// The texts of the parts that are marked as reusable, in order.
+fn reusable_parts(messages: &[ChatMessage]) -> Vec<String> {
+    let parts = messages.iter().filter_map(|message| match &message.content {
+        Some(MessageContent::Parts(parts)) => Some(parts),
+        _ => None,
+    });
+    parts.flatten().filter(|part| part.reusable).filter_map(|part| part.text.clone()).collect()
+}
+
 /// Writes the chunks of a stream.
 pub(super) fn renderer(plan: &Plan, head: Head, includes_usage: bool) -> impl Renderer + use<> {
     let has_role = vec![false; plan.sampling.n as usize];
-    ChunkRenderer { head, includes_usage, usage: Usage::default(), has_role }
+    ChunkRenderer { head, includes_usage, usage: no_usage(plan), has_role }
 }
 
 /// The whole answer.
-pub(super) fn whole(head: Head, outcomes: Vec<Vec<Outcome>>) -> ChatResponse {
-    let usage = total_usage(&outcomes);
+pub(super) fn whole(plan: &Plan, head: Head, outcomes: Vec<Vec<Outcome>>) -> ChatResponse {
+    let usage = total_usage(plan, &outcomes);
     let choices = outcomes.into_iter().flatten().enumerate();
     ChatResponse {
         object: "chat.completion".to_owned(),
@@ -183,6 +211,6 @@ impl Renderer for ChunkRenderer {
 
     fn end(&mut self, out: &mut Vec<u8>) {
         let last = |usage| ChatChunk { usage: Some(usage), ..chunk(&self.head, Vec::new()) };
-        push_end(self.includes_usage.then_some(self.usage), last, out);
+        push_end(self.includes_usage.then(|| std::mem::take(&mut self.usage)), last, out);
     }
 }

@@ -14,11 +14,12 @@ use super::answer::{Head, push_end};
 use super::logprobs::completion_logprobs;
 use super::outcome::Outcome;
 use super::request::{cache_salt, refuse, sampling_params, unsupported};
-use super::stream::{Renderer, add_usage, push_error, push_json, total_usage};
+use super::segments::{PromptParts, blend_part, selectors};
+use super::stream::{Renderer, add_usage, no_usage, push_error, push_json, total_usage};
 use super::{parse_with, part};
 use crate::error::Refusal;
 use crate::events::{self, Event};
-use crate::plan::{Form, GenerationPath, Plan};
+use crate::plan::{BlendPart, Form, GenerationPath, Plan};
 use crate::state::Loaded;
 
 /// Most tokens of an output where the request says nothing.
@@ -53,7 +54,10 @@ pub(super) async fn plan(loaded: &Arc<Loaded>, body: Bytes) -> Result<Plan, Refu
     let sampling = check(&request)?;
     let salt = cache_salt(request.cache_salt.as_deref())?;
     let form = Form::of(request.stream, request.stream_options)?;
-    let (prompts, texts) = prompts(loaded, &request).await?;
+    let (blend, (prompts, texts)) = match parts(loaded, &request).await? {
+        Some((blend, prompt, text)) => (blend, (vec![prompt], vec![text])),
+        None => (None, prompts(loaded, &request).await?),
+    };
     let echoes = if request.echo.unwrap_or(false) { texts } else { vec![String::new(); prompts.len()] };
     Ok(Plan {
         path: GenerationPath::Completions,
@@ -62,6 +66,7 @@ pub(super) async fn plan(loaded: &Arc<Loaded>, body: Bytes) -> Result<Plan, Refu
         sampling,
         seq_id: request.seq_id,
         salt,
+        blend,
         form,
         returns_tokens: request.return_token_ids.unwrap_or(false),
         echoes,
@@ -71,14 +76,14 @@ pub(super) async fn plan(loaded: &Arc<Loaded>, body: Bytes) -> Result<Plan, Refu
 /// Writes the chunks of a stream.
 pub(super) fn renderer(plan: &Plan, head: Head, includes_usage: bool) -> impl Renderer + use<> {
     let offsets = vec![None; plan.n_outputs()];
-    ChunkRenderer { outputs: Outputs::new(plan, head), includes_usage, usage: Usage::default(), offsets }
+    ChunkRenderer { outputs: Outputs::new(plan, head), includes_usage, usage: no_usage(plan), offsets }
 }
 
 /// The whole answer.
 pub(super) fn whole(plan: &Plan, head: Head, outcomes: Vec<Vec<Outcome>>) -> CompletionResponse {
     let outputs = Outputs::new(plan, head);
     let mut response = outputs.response(Vec::new());
-    response.usage = Some(total_usage(&outcomes));
+    response.usage = Some(total_usage(plan, &outcomes));
     for (part_idx, part) in outcomes.into_iter().enumerate() {
         for (choice, outcome) in part.into_iter().enumerate() {
             response.choices.push(outputs.whole_choice(part_idx, choice as u32, outcome));
@@ -102,13 +107,35 @@ fn check(request: &CompletionRequest) -> Result<SamplingParams, Refusal> {
     sampling_params(&request.sampling(), DEFAULT_MAX_TOKENS, "logprobs")
 }
 
+/// The tokens and the text of a prompt in parts; `None` if the request names none.
+async fn parts(
+    loaded: &Arc<Loaded>,
+    request: &CompletionRequest,
+) -> Result<Option<(Option<BlendPart>, Vec<u32>, String)>, Refusal> {
+    let Some(fields) = &request.kvik else { return Ok(None) };
+    let selectors = selectors(loaded, Some(fields))?;
+    let text = match &request.prompt {
+        Prompt::Text(text) => text,
+        _ if fields.segments.is_empty() && fields.separator.is_none() => return Ok(None),
+        _ => return Err(Refusal::field("prompt", "a list or tokens, given with `kvik`", "one text")),
+    };
+    let Some(parts) = PromptParts::of(text, fields)? else { return Ok(None) };
+    let (tokens, segments) = parts.encode(loaded, add_special(request)).await?;
+    loaded.check_prompt("kvik.segments", &tokens)?;
+    let text = loaded.tokenizer.decode(&tokens, true)?;
+    Ok(Some((blend_part(selectors, segments), tokens, text)))
+}
+
+fn add_special(request: &CompletionRequest) -> AddSpecial {
+    if request.add_special_tokens.unwrap_or(true) { AddSpecial::Yes } else { AddSpecial::No }
+}
+
 /// The tokens of all prompts, and their texts if they are echoed.
 async fn prompts(
     loaded: &Arc<Loaded>,
     request: &CompletionRequest,
 ) -> Result<(Vec<Vec<u32>>, Vec<String>), Refusal> {
-    let add_special =
-        if request.add_special_tokens.unwrap_or(true) { AddSpecial::Yes } else { AddSpecial::No };
+    let add_special = add_special(request);
     let (token_lists, mut texts) = match request.prompt.clone() {
         Prompt::Text(text) => (Vec::new(), vec![text]),
         Prompt::Texts(texts) => (Vec::new(), texts),
@@ -227,6 +254,6 @@ impl Renderer for ChunkRenderer {
 
     fn end(&mut self, out: &mut Vec<u8>) {
         let last = |usage| CompletionResponse { usage: Some(usage), ..self.outputs.response(Vec::new()) };
-        push_end(self.includes_usage.then_some(self.usage), last, out);
+        push_end(self.includes_usage.then(|| std::mem::take(&mut self.usage)), last, out);
     }
 }

@@ -17,6 +17,7 @@ use serde::Deserialize as _;
 
 use super::request::{admit, check_seq_id, read_input, sampling_params, unsupported};
 use super::resume::Resumed;
+use super::segments::{blend_part, selectors};
 use super::stream::{Renderer, push_json};
 use super::{Answer, Part, Shared, json, parse_with, part, read_body, read_json};
 use crate::error::Refusal;
@@ -161,7 +162,7 @@ pub(super) async fn plan_init(loaded: &Arc<Loaded>, body: Bytes) -> Result<Plan,
     if sampling.n != 1 {
         return Err(Refusal::field("n", sampling.n, "1; only /inference/generate takes more"));
     }
-    let Prompt { tokens, salt } = read_input(loaded, request.input).await?;
+    let Prompt { tokens, salt, .. } = read_input(loaded, request.input).await?;
     Ok(Plan {
         path: GenerationPath::Init,
         body,
@@ -169,6 +170,7 @@ pub(super) async fn plan_init(loaded: &Arc<Loaded>, body: Bytes) -> Result<Plan,
         sampling,
         seq_id: Some(request.seq_id),
         salt,
+        blend: None,
         form: Form::Whole,
         returns_tokens: false,
         echoes: Vec::new(),
@@ -179,7 +181,8 @@ pub(super) async fn plan_init(loaded: &Arc<Loaded>, body: Bytes) -> Result<Plan,
 pub(super) async fn plan(loaded: &Arc<Loaded>, body: Bytes) -> Result<Plan, Refusal> {
     let request: WireGenerateRequest = parse_with(&body, PARTS)?;
     let sampling = check(request.sampling)?;
-    let Prompt { tokens, salt } = read_input(loaded, request.input).await?;
+    let selectors = selectors(loaded, request.input.kvik.as_ref())?;
+    let Prompt { tokens, salt, segments } = read_input(loaded, request.input).await?;
     Ok(Plan {
         path: GenerationPath::Generate,
         body,
@@ -187,6 +190,7 @@ pub(super) async fn plan(loaded: &Arc<Loaded>, body: Bytes) -> Result<Plan, Refu
         sampling,
         seq_id: request.seq_id,
         salt,
+        blend: blend_part(selectors, segments),
         form: Form::Stream { includes_usage: false },
         returns_tokens: false,
         echoes: Vec::new(),

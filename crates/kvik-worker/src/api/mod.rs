@@ -27,6 +27,7 @@ mod logprobs;
 mod outcome;
 mod request;
 mod resume;
+mod segments;
 mod sequences;
 mod stream;
 mod tokenize;

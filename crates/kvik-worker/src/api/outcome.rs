@@ -1,6 +1,6 @@
 //! Outputs that are told when all of them have ended.
 
-use kvik_model::TokenLogprobs;
+use kvik_model::{BlendUsage, TokenLogprobs};
 use kvik_proto::journal::MoveNotice;
 use kvik_proto::openai::CachedTiers;
 use serde::{Deserialize, Serialize};
@@ -157,6 +157,7 @@ pub(super) fn read_partial(
             cached_tokens: partial.cached_tokens,
             tiers: partial.tiers,
             completion_tokens: outcome.tokens.len(),
+            blend: BlendUsage::default(),
         };
     }
     Ok(outcomes)

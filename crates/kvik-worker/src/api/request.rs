@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use std::sync::Arc;
 
+use super::segments::PromptParts;
 use crate::admission::Permit;
 use crate::engine_thread::BegunPart;
 use crate::error::Refusal;
@@ -55,6 +56,16 @@ pub(super) fn sampling_params(
 /// What a sequence of the worker's own API starts from.
 pub(super) async fn read_input(loaded: &Arc<Loaded>, input: PromptInput) -> Result<Prompt, Refusal> {
     let salt = cache_salt(input.cache_salt.as_deref())?;
+    let fields = input.kvik.unwrap_or_default();
+    let text = input.prompt.clone().unwrap_or_default();
+    if input.token_ids.is_none()
+        && input.messages.is_none()
+        && let Some(parts) = PromptParts::of(&text, &fields)?
+    {
+        let (tokens, segments) = parts.encode(loaded, AddSpecial::Yes).await?;
+        loaded.check_prompt("kvik.segments", &tokens)?;
+        return Ok(Prompt { tokens, salt, segments });
+    }
     let (field, tokens) = match (input.prompt, input.token_ids, input.messages) {
         (Some(text), None, None) => ("prompt", loaded.encode(text, AddSpecial::Yes).await?),
         (None, Some(tokens), None) => ("token_ids", tokens),
@@ -69,7 +80,7 @@ pub(super) async fn read_input(loaded: &Arc<Loaded>, input: PromptInput) -> Resu
         }
     };
     loaded.check_prompt(field, &tokens)?;
-    Ok(Prompt { tokens, salt })
+    Ok(Prompt { tokens, salt, segments: Vec::new() })
 }
 
 /// The salt of a request.
@@ -134,8 +145,8 @@ pub(super) async fn start(
         GenerateRequest { prompt: prompt.clone(), sampling }
     };
     let requests = plan.prompts.iter().enumerate().map(request).collect();
-    let (name, salt) = (plan.seq_id.as_deref(), plan.salt.clone());
-    Generation::start(&loaded.engine, Start { requests, name, salt, permit, begun, stages }).await
+    let (name, salt, blend) = (plan.seq_id.as_deref(), plan.salt.clone(), plan.blend.clone());
+    Generation::start(&loaded.engine, Start { requests, name, salt, permit, begun, stages, blend }).await
 }
 
 /// Takes places for `n` outputs.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use kvik_model::{Begun, BegunOutput};
+use kvik_model::{Begun, BegunOutput, BlendUsage};
 use kvik_proto::journal::{JournalHead, OutputProgress, Progress};
 use kvik_proto::moves::ResumeHead;
 use kvik_proto::openai::CachedTiers;
@@ -104,6 +104,7 @@ impl Resumed {
                         cached_tokens: cached.n_tokens,
                         tiers: cached.tiers,
                         completion_tokens: output.tokens.len(),
+                        blend: BlendUsage::default(),
                     };
                     renderer.skip_end(choice, usage);
                 }

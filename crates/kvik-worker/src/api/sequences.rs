@@ -233,7 +233,7 @@ fn stream<R: Renderer>(
 
 fn whole(plan: &Plan, head: Head, outcomes: Outcomes) -> Response {
     match plan.path {
-        GenerationPath::Chat => json(StatusCode::OK, &chat::whole(head, outcomes)),
+        GenerationPath::Chat => json(StatusCode::OK, &chat::whole(plan, head, outcomes)),
         _ => json(StatusCode::OK, &completions::whole(plan, head, outcomes)),
     }
 }

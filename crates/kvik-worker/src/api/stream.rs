@@ -18,6 +18,7 @@ use super::outcome::Outcome;
 use super::typed;
 use crate::events::{Event, STOPPED, Usage};
 use crate::generation::Generation;
+use crate::plan::Plan;
 use crate::running::{End, RunningGuard};
 
 /// Size from which a frame is sent although more events wait.
@@ -77,8 +78,8 @@ pub(super) fn push_json(value: &impl Serialize, out: &mut Vec<u8>) {
 }
 
 /// The tokens used by all outputs; a prompt counts once.
-pub(super) fn total_usage(outcomes: &[Vec<Outcome>]) -> openai::Usage {
-    let mut total = openai::Usage::default();
+pub(super) fn total_usage(plan: &Plan, outcomes: &[Vec<Outcome>]) -> openai::Usage {
+    let mut total = no_usage(plan);
     for outcome in outcomes {
         for (choice, outcome) in outcome.iter().enumerate() {
             add_usage(&mut total, choice as u32, outcome.usage);
@@ -87,10 +88,20 @@ pub(super) fn total_usage(outcomes: &[Vec<Outcome>]) -> openai::Usage {
     total
 }
 
+/// The usage of an answer that has not begun.
+pub(super) fn no_usage(plan: &Plan) -> openai::Usage {
+    let mut usage = openai::Usage::default();
+    usage.prompt_tokens_details.blend = plan.blend.as_ref().map(|blend| blend.selectors.to_string());
+    usage
+}
+
 pub(super) fn add_usage(total: &mut openai::Usage, choice: u32, usage: Usage) {
     if choice == 0 {
         total.add(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens);
-        total.prompt_tokens_details.cached_tokens_by_tier.add(usage.tiers);
+        let details = &mut total.prompt_tokens_details;
+        details.cached_tokens_by_tier.add(usage.tiers);
+        details.blended_tokens += usage.blend.blended_tokens;
+        details.recomputed_tokens += usage.blend.recomputed_tokens;
     } else {
         total.add(0, 0, usage.completion_tokens);
     }

@@ -8,6 +8,7 @@
 //! If the thread panics, everything that it owns is dropped: requests see their events end, commands
 //! see their channel closed, and [`EngineHandle::is_alive`] turns false.
 
+mod blends;
 mod entries;
 mod lends;
 mod loads;
@@ -38,9 +39,11 @@ use crate::error::{Refusal, Result, WorkerError};
 use crate::events::EventSender;
 use crate::key_page::KeyPage;
 use crate::metrics::WorkerMetrics;
+use crate::plan::BlendPart;
 use crate::snapshot::Snapshot;
 use crate::store::KvStore;
 
+use blends::SegmentKey;
 pub(crate) use lends::{LendRequest, LendWait};
 pub(crate) use moves::{StageBlocks, StageOutcome};
 use run::EngineThread;
@@ -52,6 +55,8 @@ pub(crate) struct Submission {
     pub(crate) request: GenerateRequest,
     /// How far it has come on another worker.
     pub(crate) begun: Option<BegunPart>,
+    /// How its prompt is put together.
+    pub(crate) blend: Option<BlendPart>,
 }
 
 /// How far a prompt's outputs have come on another worker.
@@ -144,6 +149,10 @@ pub(crate) enum Command {
     Loaded {
         ticket: u64,
     },
+    /// A segment has come from the store, or will not come.
+    SegmentLoaded {
+        key: Box<SegmentKey>,
+    },
     /// Other engines ask for memory.
     GiveBack,
     /// An ended sequence was copied.
@@ -194,6 +203,7 @@ impl std::fmt::Debug for Command {
             Self::Stage { .. } => "Stage",
             Self::Unstage { .. } => "Unstage",
             Self::Loaded { .. } => "Loaded",
+            Self::SegmentLoaded { .. } => "SegmentLoaded",
             Self::GiveBack => "GiveBack",
             Self::BlocksReturned => "BlocksReturned",
             Self::Stop => "Stop",

@@ -38,7 +38,8 @@ pub(crate) struct StageOutcome {
 impl EngineThread {
     /// Freezes the requests that have not ended; false if there are none, or the KV of one is on its way from the store.
     pub(super) fn freeze(&mut self, tickets: &[u64], notice: Option<MoveNotice>) -> bool {
-        if tickets.iter().any(|ticket| self.loads.contains(*ticket)) {
+        let is_coming = |ticket: u64| self.loads.contains(ticket) || self.blends.contains(ticket);
+        if tickets.iter().any(|ticket| is_coming(*ticket)) {
             return false;
         }
         let now = Instant::now();
@@ -97,7 +98,7 @@ impl EngineThread {
             (LendWait::No, _) => false,
             (LendWait::Block, entry) => entry.is_some_and(|entry| self.engine.is_advancing(entry.id, choice)),
             (LendWait::Prompt, Some(entry)) => !entry.has_tokens(),
-            (LendWait::Prompt, None) => self.loads.contains(ticket),
+            (LendWait::Prompt, None) => self.loads.contains(ticket) || self.blends.contains(ticket),
         }
     }
 

@@ -9,10 +9,11 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use kvik_model::{BlockChange, Engine, EngineEvent, PrefixKv, SubmitOptions};
+use kvik_model::{Blend, BlockChange, Engine, EngineEvent, PrefixKv, SubmitOptions};
 use kvik_node::{HeldChange, KvLog};
 use kvik_proto::kv_stream::{KvKey, KvTier};
 
+use super::blends::Blends;
 use super::entries::{Entries, Entry, TokenTime};
 use super::lends::WaitingLend;
 use super::loads::{Arrival, Loads};
@@ -37,9 +38,10 @@ pub(super) struct EngineThread {
     pub(super) engine: Engine,
     /// The store and how it wakes this thread. Weak: the thread must still see when the last sender of
     /// commands is gone.
-    store: Option<StoreLink>,
+    pub(super) store: Option<StoreLink>,
     kv_log: Arc<KvLog>,
     pub(super) loads: Loads,
+    pub(super) blends: Blends,
     commands: Receiver<Command>,
     shared: Arc<Shared>,
     metrics: WorkerMetrics,
@@ -81,6 +83,7 @@ impl EngineThread {
             store,
             kv_log,
             loads: Loads::default(),
+            blends: Blends::default(),
             commands,
             shared,
             metrics,
@@ -101,6 +104,7 @@ impl EngineThread {
         let _guard = EndGuard(Arc::clone(&self.shared));
         while self.take_commands() {
             self.end_late_loads();
+            self.end_late_segments();
             if self.engine.has_work() {
                 self.step();
                 self.end_starved();
@@ -113,7 +117,8 @@ impl EngineThread {
         for entry in self.entries.drain() {
             entry.send_last(Event::Stopped);
         }
-        for arrival in self.loads.drain() {
+        let (gathering, _) = self.blends.drain();
+        for arrival in self.loads.drain().chain(gathering) {
             let Origin { part_idx, events, permit, .. } = arrival.origin;
             drop(permit);
             let _ = events.send((part_idx, Event::Stopped));
@@ -130,7 +135,9 @@ impl EngineThread {
         }
         let is_starved = self.engine.is_starved();
         if is_starved || !self.engine.has_work() {
-            let late = self.loads.next_deadline().map(|at| at.saturating_duration_since(Instant::now()));
+            let deadlines = [self.loads.next_deadline(), self.blends.next_deadline()];
+            let late =
+                deadlines.into_iter().flatten().min().map(|at| at.saturating_duration_since(Instant::now()));
             let command = if is_starved {
                 self.commands.recv_timeout(STARVED_INTERVAL)
             } else if self.entries.is_empty() && late.is_none() {
@@ -164,9 +171,10 @@ impl EngineThread {
             Command::Loaded { ticket } => {
                 // One that was waited for no longer is in the engine already.
                 if let Some((arrival, prefix)) = self.loads.finish(ticket) {
-                    self.submit(arrival, prefix);
+                    self.submit(arrival, prefix, None);
                 }
             }
+            Command::SegmentLoaded { key } => self.take_loaded_segment(&key),
             Command::Grant { ticket, n } => {
                 if let Some(entry) = self.entries.get_mut(ticket) {
                     entry.grant(n, Instant::now());
@@ -174,13 +182,14 @@ impl EngineThread {
                 }
             }
             Command::Abandon { ticket } => {
-                if self.loads.remove(ticket).is_some() || self.end(ticket).is_some() {
+                let is_coming = self.loads.remove(ticket).or_else(|| self.blends.remove(ticket)).is_some();
+                if is_coming || self.end(ticket).is_some() {
                     self.metrics.cancelled("client");
                 }
             }
             Command::Finish { ticket, name, forgets, reply } => {
                 if let Some(ticket) = ticket
-                    && self.loads.remove(ticket).is_none()
+                    && self.loads.remove(ticket).or_else(|| self.blends.remove(ticket)).is_none()
                 {
                     self.end(ticket);
                 }
@@ -237,27 +246,30 @@ impl EngineThread {
 
     /// Has the KV of a request's prompt come from the store, then takes the request.
     fn load(&mut self, submission: Submission) {
-        let Submission { origin, request, begun } = submission;
+        let Submission { origin, request, begun, blend } = submission;
         let options = SubmitOptions {
             name: origin.name.clone(),
             credits: Some(origin.credits),
             salt: origin.salt.clone(),
         };
         let mut prepared = self.engine.prepare(request, options);
+        if let Some(blend) = blend {
+            return self.gather(Arrival { origin, prepared, begun }, blend);
+        }
         let Some((store, waker)) = &self.store else {
-            return self.submit(Arrival { origin, prepared, begun }, None);
+            return self.submit(Arrival { origin, prepared, begun }, None, None);
         };
         let chain = store.loadable(&prepared.request().prompt, prepared.options().salt.as_ref());
         let Some(chain) = chain else {
-            return self.submit(Arrival { origin, prepared, begun }, None);
+            return self.submit(Arrival { origin, prepared, begun }, None, None);
         };
         let loading = store.load(&chain, self.engine.matched_tokens(&prepared));
         // For the end of its sequences, whose first chunks have the same names.
         prepared.attach(Arc::new(chain));
         let arrival = Arrival { origin, prepared, begun };
         match loading {
-            Loading::Nothing => self.submit(arrival, None),
-            Loading::Ready(prefix) => self.submit(arrival, Some(prefix)),
+            Loading::Nothing => self.submit(arrival, None, None),
+            Loading::Ready(prefix) => self.submit(arrival, Some(prefix), None),
             Loading::Pending(load) => {
                 let (ticket, waker) = (arrival.origin.ticket, Weak::clone(waker));
                 load.on_done(move || {
@@ -278,20 +290,23 @@ impl EngineThread {
         }
         for ticket in self.loads.late(Instant::now()) {
             if let Some((arrival, prefix)) = self.loads.finish(ticket) {
-                self.submit(arrival, prefix);
+                self.submit(arrival, prefix, None);
             }
         }
     }
 
-    fn submit(&mut self, arrival: Arrival, prefix: Option<LoadedPrefix>) {
+    /// Hands a request to the engine.
+    pub(super) fn submit(&mut self, arrival: Arrival, prefix: Option<LoadedPrefix>, blend: Option<Blend>) {
         let Arrival { origin, prepared, begun } = arrival;
         let request = prepared.request();
         let (n_prompt_tokens, n_choices) = (request.prompt.len(), request.sampling.n as usize);
         let chunks = prefix.as_ref().map(|prefix| prefix.chunks().to_vec()).unwrap_or_default();
         let prefix = prefix.map(|prefix| Box::new(prefix) as Box<dyn PrefixKv>);
-        let submitted = match &begun {
-            None => self.engine.submit_prepared(prepared, prefix),
-            Some(begun) => self.engine.submit_begun(prepared, &begun.outputs, prefix),
+        let outputs = begun.as_ref().map(|begun| &begun.outputs);
+        let submitted = match (blend, outputs) {
+            (Some(blend), outputs) => self.engine.submit_blended(prepared, outputs, blend),
+            (None, None) => self.engine.submit_prepared(prepared, prefix),
+            (None, Some(outputs)) => self.engine.submit_begun(prepared, outputs, prefix),
         };
         match submitted {
             Ok(id) => {
@@ -332,6 +347,15 @@ impl EngineThread {
         if let Err(error) = outcome {
             // The batch is poisoned: without this it would be tried again for ever.
             tracing::error!(%error, "the engine refused its own batch; all its requests fail");
+            let (gathering, computing) = self.blends.drain();
+            for id in computing {
+                self.engine.cancel(id);
+            }
+            for Arrival { origin, .. } in gathering {
+                let _ = origin
+                    .events
+                    .send((origin.part_idx, Event::Failed(format!("the engine failed: {error}"))));
+            }
             let ended: Vec<Entry> = self.entries.drain().collect();
             for entry in ended {
                 self.engine.cancel(entry.id);
@@ -383,7 +407,11 @@ impl EngineThread {
                     }
                 }
             }
+            EngineEvent::Segment { request, segment } => self.take_computed_segment(request, *segment),
             EngineEvent::Failed { request, error } => {
+                if self.lose_segment(request) {
+                    return;
+                }
                 let Some((ticket, _)) = self.entries.of_request(request) else { return };
                 tracing::warn!(%error, "a request failed");
                 self.metrics.cancelled("failure");
@@ -447,7 +475,7 @@ impl EngineThread {
         let busy = self.busy.as_secs_f64();
         Snapshot {
             n_running: self.engine.n_running(),
-            n_waiting: self.engine.n_waiting() + self.loads.len(),
+            n_waiting: self.engine.n_waiting() + self.loads.len() + self.blends.len(),
             n_residents: self.engine.n_residents(),
             n_resident_blocks: self.engine.n_resident_blocks(),
             outstanding_tokens: self.engine.outstanding_tokens(),

@@ -132,7 +132,8 @@ fn request(prompt: &[u32], max_tokens: u32) -> GenerateRequest {
 async fn begin(engine: &EngineHandle, requests: Vec<GenerateRequest>) -> Result<Generation, Refusal> {
     let permit = Admission::new(1).try_take(1).unwrap();
     let (begun, stages) = (Vec::new(), Vec::new());
-    Generation::start(engine, Start { requests, name: None, salt: None, permit, begun, stages }).await
+    Generation::start(engine, Start { requests, name: None, salt: None, permit, begun, stages, blend: None })
+        .await
 }
 
 async fn last_event(mut generation: Generation) -> Event {

@@ -11,6 +11,7 @@ use kvik_tier::TierKind;
 use kvik_types::{BlockHash, CacheSalt, Namespace, TokenId};
 
 use super::loader::{LoadJob, Loader, Read};
+use super::segments::SegmentStore;
 use super::transfer::{SinkCounts, StoreSink};
 use super::{KvStore, LoadedPrefix, Loading, PanicGuard, load, loadable_tokens, refused};
 use crate::config::StoreConfig;
@@ -26,6 +27,7 @@ pub(crate) struct LocalStore {
     /// Reads layer by layer where that is wanted.
     layer_loader: Option<Arc<Loader>>,
     panic_guard: PanicGuard,
+    segments: Arc<SegmentStore>,
     sink_counts: Arc<SinkCounts>,
 }
 
@@ -51,13 +53,17 @@ impl LocalStore {
         } else {
             None
         };
+        let panic_guard = PanicGuard::default();
+        let segments =
+            SegmentStore::open(&store, &namespace, format, plan.load_timeout, panic_guard.clone())?;
         Ok(Some(Self {
             store,
             space,
             namespace,
             load_timeout: plan.load_timeout,
             layer_loader,
-            panic_guard: PanicGuard::default(),
+            panic_guard,
+            segments: Arc::new(segments),
             sink_counts: Arc::default(),
         }))
     }
@@ -163,7 +169,12 @@ impl KvStore for LocalStore {
         Ok(Box::new(StoreSink::start(Box::new(copy), Arc::clone(&self.sink_counts))?))
     }
 
+    fn segments(&self) -> Option<&SegmentStore> {
+        Some(&self.segments)
+    }
+
     fn close(&self) {
+        self.segments.close();
         self.store.close();
     }
 }

@@ -12,6 +12,7 @@ mod job;
 mod load;
 mod loader;
 mod local;
+mod segments;
 mod transfer;
 
 use std::fmt;
@@ -30,6 +31,7 @@ use crate::error::{Result, WorkerError};
 pub(crate) use daemon::DaemonStore;
 pub(crate) use load::{Load, LoadedPrefix, Loading};
 pub(crate) use local::LocalStore;
+pub(crate) use segments::{SegmentLoad, SegmentLoading, SegmentStore};
 pub(crate) use transfer::SinkCounts;
 
 /// A store as the engine's thread uses it. No method but [`Self::close`] waits for disks, servers or other processes.
@@ -45,6 +47,11 @@ pub(crate) trait KvStore: fmt::Debug + Send + Sync {
     /// # Errors
     /// If the operating system gives no thread.
     fn sink(&self) -> Result<Box<dyn KvSink>>;
+
+    /// Where segments are kept; `None` where they are not.
+    fn segments(&self) -> Option<&SegmentStore> {
+        None
+    }
 
     /// Where other nodes read the chunks of the store, `host:port`; `None` where they do not.
     fn peer_address(&self) -> Option<String> {

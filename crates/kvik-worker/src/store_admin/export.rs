@@ -30,7 +30,7 @@ pub(super) fn write(
     layer: Option<usize>,
     tier: Option<&TierName>,
 ) -> Result<Vec<u8>, Refusal> {
-    let Prompt { tokens, salt } = prompt;
+    let Prompt { tokens, salt, .. } = prompt;
     let chain = store.space()?.salted_chain(tokens, salt.as_ref());
     let n_layers = chain.space().format().n_layers as usize;
     let layers = match layer {

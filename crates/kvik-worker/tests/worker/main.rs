@@ -11,6 +11,7 @@ mod lifecycle;
 mod moves;
 mod registration;
 mod salts;
+mod segments;
 mod sequences;
 mod store;
 mod support;

@@ -1,0 +1,266 @@
+//! Requests whose prompts are put together, while their segments come.
+//!
+//! A segment comes from the store, or else from the engine, which computes it once for all requests that wait for it. A request
+//! is in the engine when all its segments are there; one that could not be had is computed as part of the prompt.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use kvik_model::{Blend, BlendSegment, ComputedSegment, RequestId, SegmentKv, Selectors};
+use kvik_types::{CacheSalt, TokenId};
+
+use super::Command;
+use super::loads::Arrival;
+use super::run::EngineThread;
+use crate::plan::BlendPart;
+use crate::store::{SegmentLoad, SegmentLoading};
+
+/// What a segment is found by.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct SegmentKey {
+    tokens: Vec<TokenId>,
+    salt: Option<CacheSalt>,
+}
+
+/// A request whose segments come.
+#[derive(Debug)]
+struct Gathering {
+    arrival: Arrival,
+    selectors: Selectors,
+    segments: Vec<WantedSegment>,
+    n_missing: usize,
+}
+
+/// A segment of a prompt.
+#[derive(Debug)]
+struct WantedSegment {
+    first_token: usize,
+    kv: Option<Arc<dyn SegmentKv>>,
+}
+
+/// What is known of a segment when it is asked for.
+#[derive(Debug)]
+enum Found {
+    Here(Arc<dyn SegmentKv>),
+    /// From the store or the engine.
+    Coming,
+    /// It can be had from neither.
+    Nowhere,
+}
+
+/// A segment on its way.
+#[derive(Debug)]
+struct Coming {
+    source: Source,
+    /// The requests that wait for it, and which of their segments it is.
+    waiters: Vec<(u64, usize)>,
+}
+
+#[derive(Debug)]
+enum Source {
+    Store(SegmentLoad),
+    Engine(RequestId),
+}
+
+/// All of them.
+#[derive(Debug, Default)]
+pub(super) struct Blends {
+    by_ticket: BTreeMap<u64, Gathering>,
+    coming: HashMap<SegmentKey, Coming>,
+}
+
+impl Blends {
+    pub(super) fn len(&self) -> usize {
+        self.by_ticket.len()
+    }
+
+    pub(super) fn contains(&self, ticket: u64) -> bool {
+        self.by_ticket.contains_key(&ticket)
+    }
+
+    /// When the first segment is waited for no longer.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        let loads = self.coming.values().filter_map(|coming| match &coming.source {
+            Source::Store(load) => Some(load.deadline()),
+            Source::Engine(_) => None,
+        });
+        loads.min()
+    }
+
+    /// Takes a request out; its segments come all the same, for others.
+    pub(super) fn remove(&mut self, ticket: u64) -> Option<Arrival> {
+        self.by_ticket.remove(&ticket).map(|gathering| gathering.arrival)
+    }
+
+    /// Forgets everything.
+    pub(super) fn drain(&mut self) -> (Vec<Arrival>, Vec<RequestId>) {
+        let computing = self.coming.drain().filter_map(|(_, coming)| match coming.source {
+            Source::Engine(id) => Some(id),
+            Source::Store(_) => None,
+        });
+        let computing = computing.collect();
+        let gathering = std::mem::take(&mut self.by_ticket).into_values();
+        (gathering.map(|gathering| gathering.arrival).collect(), computing)
+    }
+
+    fn late(&self, now: Instant) -> Vec<SegmentKey> {
+        let is_late =
+            |coming: &Coming| matches!(&coming.source, Source::Store(load) if load.deadline() <= now);
+        let late = self.coming.iter().filter(|(_, coming)| is_late(coming));
+        late.map(|(key, _)| key.clone()).collect()
+    }
+
+    fn key_of(&self, id: RequestId) -> Option<SegmentKey> {
+        let is_it = |coming: &Coming| matches!(coming.source, Source::Engine(computed) if computed == id);
+        self.coming.iter().find(|(_, coming)| is_it(coming)).map(|(key, _)| key.clone())
+    }
+}
+
+impl EngineThread {
+    /// Has the segments of a request's prompt come, then takes the request.
+    pub(super) fn gather(&mut self, arrival: Arrival, part: BlendPart) {
+        let BlendPart { segments, selectors } = part;
+        let ticket = arrival.origin.ticket;
+        let (prompt, salt) = (&arrival.prepared.request().prompt, &arrival.prepared.options().salt);
+        let key_of = |range: &Range<usize>| prompt.get(range.clone()).map(<[TokenId]>::to_vec);
+        let keys: Vec<Option<SegmentKey>> = segments
+            .iter()
+            .map(|range| key_of(range).map(|tokens| SegmentKey { tokens, salt: salt.clone() }))
+            .collect();
+        let n_missing = keys.len();
+        let wanted = |range: Range<usize>| WantedSegment { first_token: range.start, kv: None };
+        let segments = segments.into_iter().map(wanted).collect();
+        self.blends.by_ticket.insert(ticket, Gathering { arrival, selectors, segments, n_missing });
+        for (idx, key) in keys.into_iter().enumerate() {
+            match key.map_or(Found::Nowhere, |key| self.find_segment(key, (ticket, idx))) {
+                Found::Here(kv) => self.fill(ticket, idx, Some(kv)),
+                Found::Nowhere => self.fill(ticket, idx, None),
+                Found::Coming => {}
+            }
+        }
+        self.submit_if_gathered(ticket);
+    }
+
+    fn find_segment(&mut self, key: SegmentKey, waiter: (u64, usize)) -> Found {
+        if let Some(coming) = self.blends.coming.get_mut(&key) {
+            coming.waiters.push(waiter);
+            return Found::Coming;
+        }
+        let segments = self.store.as_ref().and_then(|(store, waker)| Some((store.segments()?, waker)));
+        let Some((segments, waker)) = segments else {
+            return self.compute_segment(key, vec![waiter]);
+        };
+        match segments.load(&key.tokens, key.salt.as_ref()) {
+            SegmentLoading::Ready(kv) => Found::Here(kv),
+            SegmentLoading::Nothing => self.compute_segment(key, vec![waiter]),
+            SegmentLoading::Pending(load) => {
+                let (waker, loaded) = (Weak::clone(waker), key.clone());
+                load.on_done(move || {
+                    if let Some(sender) = waker.upgrade() {
+                        // A thread that has ended waits for nothing.
+                        let _ = sender.send(Command::SegmentLoaded { key: Box::new(loaded) });
+                    }
+                });
+                self.blends.coming.insert(key, Coming { source: Source::Store(load), waiters: vec![waiter] });
+                Found::Coming
+            }
+        }
+    }
+
+    /// Has the engine compute a segment, which it may refuse.
+    fn compute_segment(&mut self, key: SegmentKey, waiters: Vec<(u64, usize)>) -> Found {
+        match self.engine.submit_segment(key.tokens.clone()) {
+            Ok(id) => {
+                self.blends.coming.insert(key, Coming { source: Source::Engine(id), waiters });
+                Found::Coming
+            }
+            Err(error) => {
+                tracing::debug!(%error, "a segment is computed as part of its prompt");
+                Found::Nowhere
+            }
+        }
+    }
+
+    /// Takes a segment that has come from the store, or has it computed.
+    pub(super) fn take_loaded_segment(&mut self, key: &SegmentKey) {
+        // One that was waited for no longer is in the engine already.
+        let is_loading = |coming: &Coming| matches!(coming.source, Source::Store(_));
+        if !self.blends.coming.get(key).is_some_and(is_loading) {
+            return;
+        }
+        let Some(Coming { source: Source::Store(load), waiters }) = self.blends.coming.remove(key) else {
+            return;
+        };
+        match load.finish() {
+            Some(kv) => self.hand_out(waiters, Some(&kv)),
+            None => {
+                if matches!(self.compute_segment(key.clone(), waiters.clone()), Found::Nowhere) {
+                    self.hand_out(waiters, None);
+                }
+            }
+        }
+    }
+
+    /// Has those segments computed that did not come in time.
+    pub(super) fn end_late_segments(&mut self) {
+        if self.blends.coming.is_empty() {
+            return;
+        }
+        for key in self.blends.late(Instant::now()) {
+            self.take_loaded_segment(&key);
+        }
+    }
+
+    /// Takes a segment that the engine has computed.
+    pub(super) fn take_computed_segment(&mut self, id: RequestId, segment: ComputedSegment) {
+        let Some(key) = self.blends.key_of(id) else { return };
+        let Some(coming) = self.blends.coming.remove(&key) else { return };
+        let segment = Arc::new(segment);
+        if let Some(segments) = self.store.as_ref().and_then(|(store, _)| store.segments()) {
+            segments.keep(&segment, key.salt);
+        }
+        self.hand_out(coming.waiters, Some(&(segment as Arc<dyn SegmentKv>)));
+    }
+
+    /// Lets the requests that wait for a segment go on without it; false if it is not a segment.
+    pub(super) fn lose_segment(&mut self, id: RequestId) -> bool {
+        let Some(key) = self.blends.key_of(id) else { return false };
+        if let Some(coming) = self.blends.coming.remove(&key) {
+            self.hand_out(coming.waiters, None);
+        }
+        true
+    }
+
+    fn hand_out(&mut self, waiters: Vec<(u64, usize)>, kv: Option<&Arc<dyn SegmentKv>>) {
+        for (ticket, idx) in waiters {
+            self.fill(ticket, idx, kv.cloned());
+            self.submit_if_gathered(ticket);
+        }
+    }
+
+    fn fill(&mut self, ticket: u64, idx: usize, kv: Option<Arc<dyn SegmentKv>>) {
+        if let Some(gathering) = self.blends.by_ticket.get_mut(&ticket)
+            && let Some(segment) = gathering.segments.get_mut(idx)
+        {
+            segment.kv = kv;
+            gathering.n_missing -= 1;
+        }
+    }
+
+    fn submit_if_gathered(&mut self, ticket: u64) {
+        if self.blends.by_ticket.get(&ticket).is_none_or(|gathering| 0 < gathering.n_missing) {
+            return;
+        }
+        let Some(Gathering { arrival, selectors, segments, .. }) = self.blends.by_ticket.remove(&ticket)
+        else {
+            return;
+        };
+        let segments = segments
+            .into_iter()
+            .filter_map(|WantedSegment { first_token, kv }| Some(BlendSegment { first_token, kv: kv? }))
+            .collect();
+        self.submit(arrival, None, Some(Blend { segments, selectors }));
+    }
+}
