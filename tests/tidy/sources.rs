@@ -12,6 +12,7 @@ const MAX_LINES: usize = 800;
 /// asynchronous I/O need, and what other languages call.
 const UNSAFE_PLACES: &[&str] = &[
     "bindings",
+    "crates/kvik-codec/src/simd",
     "crates/kvik-index/src/kernels",
     "crates/kvik-memory",
     "crates/kvik-model/src/kernels",
