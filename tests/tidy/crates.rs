@@ -59,6 +59,7 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
         BENCH,
         &[
             "kvik-types",
+            "kvik-codec",
             "kvik-memory",
             "kvik-tier",
             "kvik-index",

@@ -1,5 +1,6 @@
 //! What reuse costs in answers: questions over notes, with the notes' KV computed in full, blended or coded.
 
+mod coded;
 mod flops;
 mod question;
 
@@ -11,6 +12,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvik_codec::{Codec, CodecError};
 use kvik_model::{
     Blend, BlendSegment, BlendUsage, ComputedSegment, Engine, EngineEvent, GenerateRequest, Model,
     ModelError, SamplingParams, Selector, Selectors, SubmitOptions,
@@ -19,6 +21,7 @@ use kvik_tokens::AddSpecial;
 use kvik_types::TokenId;
 use serde::Serialize;
 
+use coded::coded;
 use flops::Flops;
 
 /// Tokens that an answer may take beyond those of the right one: another may be longer before it differs.
@@ -31,6 +34,9 @@ pub enum EvalError {
     /// The model refused something.
     #[error(transparent)]
     Model(#[from] ModelError),
+    /// The codec refused something.
+    #[error(transparent)]
+    Codec(#[from] CodecError),
     /// The tokenizer refused something.
     #[error(transparent)]
     Tokens(#[from] kvik_tokens::TokensError),
@@ -51,10 +57,13 @@ pub enum EvalError {
 }
 
 /// How the notes of a prompt are computed.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Default)]
 pub struct NotesOptions {
     /// Every note alone, with the tokens computed again that these choose; `None`: the prompt as a whole.
     pub blend: Option<Selectors>,
+    /// What the KV of notes has been coded by before it is used. Without `blend`, all that stands before the question is
+    /// computed as a whole, coded, and used as its prefix.
+    pub codec: Option<Box<dyn Codec>>,
 }
 
 /// What came of it.
@@ -99,6 +108,16 @@ struct Answer {
     blend: BlendUsage,
 }
 
+impl NotesOptions {
+    /// With the codec of this name.
+    ///
+    /// # Errors
+    /// If there is no such codec.
+    pub fn new(blend: Option<Selectors>, codec: Option<&str>) -> Result<Self, EvalError> {
+        Ok(Self { blend, codec: codec.map(kvik_codec::by_name).transpose()? })
+    }
+}
+
 impl NotesEval {
     /// Begins an evaluation on an engine of `model` without prefix reuse.
     pub fn new(model: Model, engine: Engine, options: NotesOptions) -> Self {
@@ -113,7 +132,8 @@ impl NotesEval {
     pub fn ask(&mut self, question: &Question) -> Result<bool, EvalError> {
         let prompt = self.tokenize(question)?;
         let blend = match self.options.blend.clone() {
-            None => None,
+            None if self.options.codec.is_none() => None,
+            None => Some(Blend { segments: self.prefix_of(&prompt)?, selectors: Selectors::default() }),
             Some(selectors) => Some(Blend { segments: self.segments_of(&prompt)?, selectors }),
         };
         let n_answer = self.model.tokenizer().encode(&question.answer, AddSpecial::No)?.len() as u32;
@@ -174,6 +194,12 @@ impl NotesEval {
             .collect()
     }
 
+    /// All that stands before the question, as one segment at the start: exact but for the codec.
+    fn prefix_of(&mut self, prompt: &Prompt) -> Result<Vec<BlendSegment>, EvalError> {
+        let Some(end) = prompt.notes.last().map(|note| note.end) else { return Ok(Vec::new()) };
+        Ok(vec![BlendSegment { first_token: 0, kv: self.segment(&prompt.tokens[..end])? }])
+    }
+
     /// The KV of a segment, computed once.
     fn segment(&mut self, tokens: &[TokenId]) -> Result<Arc<ComputedSegment>, EvalError> {
         if let Some(segment) = self.segments.get(tokens) {
@@ -187,6 +213,9 @@ impl NotesEval {
                 EngineEvent::Failed { error, .. } => return Err(error.into()),
                 _ => {}
             }
+        }
+        if let Some(codec) = &self.options.codec {
+            computed = coded(codec.as_ref(), self.model.config(), self.engine.kv_dtype(), &computed)?;
         }
         let computed = Arc::new(computed);
         self.segments.insert(tokens.to_vec(), Arc::clone(&computed));
@@ -232,7 +261,10 @@ impl NotesEval {
 
     /// The shares of tokens and of operations that were computed.
     fn shares_of(&self, prompt: &Prompt, usage: BlendUsage) -> (f64, f64) {
-        let Some(selectors) = &self.options.blend else { return (1.0, 1.0) };
+        if self.options.blend.is_none() && self.options.codec.is_none() {
+            return (1.0, 1.0);
+        }
+        let selectors = self.options.blend.clone().unwrap_or_default();
         let flops = Flops::of(self.model.config());
         let n_tokens = prompt.tokens.len();
         let is_note = |position: usize| prompt.notes.iter().any(|note| note.contains(&position));

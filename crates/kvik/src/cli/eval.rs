@@ -30,6 +30,11 @@ pub(crate) struct EvalNotesArguments {
     #[arg(long, value_name = "SELECTOR:RATIO")]
     pub(crate) blend: Option<Selectors>,
 
+    /// Code the KV of the notes, and decode it again before it is used: none, lossless, fp8, int8, int4, cachegen
+    /// [default: not coded]
+    #[arg(long, value_name = "NAME")]
+    pub(crate) codec: Option<String>,
+
     /// Type in which keys and values are kept
     #[arg(long, value_name = "TYPE", value_enum, default_value_t = KvDtype::F32)]
     pub(crate) kv_dtype: KvDtype,

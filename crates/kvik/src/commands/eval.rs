@@ -23,7 +23,8 @@ pub(crate) fn notes(arguments: &EvalNotesArguments) -> anyhow::Result<()> {
     let mut options = EngineOptions::default();
     options.reuses_prefixes = false;
     let engine = model.cpu_engine(&backend, options).context("load the model")?;
-    let mut eval = NotesEval::new(model, engine, NotesOptions { blend: arguments.blend.clone() });
+    let options = NotesOptions::new(arguments.blend.clone(), arguments.codec.as_deref());
+    let mut eval = NotesEval::new(model, engine, options.context("read the options")?);
     let progress = progress_bar(questions.len());
     for (idx, question) in questions.iter().enumerate() {
         eval.ask(question).with_context(|| format!("ask question {}", idx + 1))?;
