@@ -11,6 +11,7 @@
 //! | `POST /cache/clear` | [`ClearRequest`] | [`ClearResponse`] |
 //! | `POST /cache/retrieve[?layer=..&tier=..]` | [`PromptInput`] | safetensors: `token_ids`, `chunk.N.layer.N` |
 //! | `POST /cache/store[?tier=..]` | safetensors as `retrieve` gives them, all layers | [`StoreResponse`] |
+//! | `POST /cache/segments` | [`SegmentsRequest`] | [`SegmentsResponse`] |
 //! | `GET /cache/health` | none | [`CacheHealth`] |
 //! | `GET /cache/stats` | none | [`CacheStats`] |
 //!
@@ -23,6 +24,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::openai::PromptPart;
 use crate::worker::PromptInput;
 
 /// How much of a prompt is in the store.
@@ -188,4 +190,28 @@ pub struct CacheStats {
     /// Names the memory of the store: workers that say the same have one store. Empty where it is not known.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub store_id: String,
+}
+
+/// Has segments computed and kept, for prompts that will name them.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SegmentsRequest {
+    /// The segments, each a text or tokens; `reusable` means nothing here.
+    pub segments: Vec<PromptPart>,
+    /// Keeps them apart from those of requests with other salts or none; 1 to 1024 bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache_salt: Option<String>,
+}
+
+/// What became of segments.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SegmentsResponse {
+    /// Segments that were computed.
+    pub computed_segments: usize,
+    /// Segments that were there.
+    pub present_segments: usize,
+    /// Segments that the model cannot compute, such as ones longer than its context.
+    pub refused_segments: usize,
+    /// Tokens of all.
+    pub tokens: usize,
 }

@@ -10,7 +10,7 @@ use super::calls::{Calls, json_body, parse, percent_encoded};
 use super::{ClientError, HttpClient};
 use crate::cache::{
     CacheHealth, CacheStats, ClearRequest, ClearResponse, LookupResponse, MoveRequest, MoveResponse,
-    PinResponse, PrefetchStatus, StoreResponse,
+    PinResponse, PrefetchStatus, SegmentsRequest, SegmentsResponse, StoreResponse,
 };
 use crate::worker::PromptInput;
 
@@ -101,6 +101,11 @@ impl CacheClient {
         let path = format!("/cache/store{}", query([tier_of(tier)]));
         let (url, response) = self.calls.send(&path, Method::POST, safetensors).await?;
         parse(&url, &self.calls.read(&url, response).await?)
+    }
+
+    /// Has segments computed and kept.
+    pub async fn add_segments(&self, request: &SegmentsRequest) -> Result<SegmentsResponse, ClientError> {
+        self.calls.post("/cache/segments", request).await
     }
 
     /// The state of every tier.

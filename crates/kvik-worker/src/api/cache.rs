@@ -5,13 +5,15 @@ use std::sync::Arc;
 use axum::body::Body;
 use axum::extract::{Path, Request, State};
 use http::StatusCode;
-use kvik_proto::cache::{CacheHealth, ClearRequest, MoveRequest};
+use kvik_proto::cache::{CacheHealth, ClearRequest, MoveRequest, SegmentsRequest, SegmentsResponse};
 use kvik_proto::worker::PromptInput;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::request::read_input;
+use super::request::{cache_salt, read_input};
+use super::segments::segment_tokens;
 use super::{Answer, Shared, json, part, read_body, read_json, read_json_with, typed};
+use crate::engine_thread::{AddedSegment, SegmentKey};
 use crate::error::Refusal;
 use crate::prompt::Prompt;
 use crate::state::{Loaded, WorkerState};
@@ -97,6 +99,31 @@ pub(super) async fn store(State(state): Shared, request: Request) -> Answer {
     let TierQuery { tier } = read_query(&request, "tier")?;
     let body = read_body(&state, request).await?;
     answer(&loaded, move |admin| admin.store(&body, tier.as_deref())).await
+}
+
+/// `POST /cache/segments`: has segments computed and kept.
+pub(super) async fn segments(State(state): Shared, request: Request) -> Answer {
+    let request: SegmentsRequest = read_json(&state, request).await?;
+    let loaded = state.ready()?;
+    if loaded.store.as_ref().is_none_or(|store| store.segments().is_none()) {
+        let message =
+            "this worker keeps no segments: it has no KV store of its own; see `store` in its configuration";
+        return Err(Refusal::not_found(message, None));
+    }
+    let salt = cache_salt(request.cache_salt.as_deref())?;
+    let mut added = SegmentsResponse::default();
+    for (idx, part) in request.segments.into_iter().enumerate() {
+        let field = format!("segments[{idx}]");
+        let tokens = segment_tokens(loaded, &field, part).await?;
+        added.tokens += tokens.len();
+        let count = match loaded.engine.add_segment(SegmentKey::new(tokens, salt.clone())).await? {
+            AddedSegment::Computed => &mut added.computed_segments,
+            AddedSegment::Present => &mut added.present_segments,
+            AddedSegment::Refused => &mut added.refused_segments,
+        };
+        *count += 1;
+    }
+    Ok(json(StatusCode::OK, &added))
 }
 
 /// `GET /cache/health`; also answers where there is no store.

@@ -112,6 +112,7 @@ fn admin_router() -> Router<Arc<WorkerState>> {
         .route("/cache/clear", post(cache::clear))
         .route("/cache/retrieve", post(cache::retrieve))
         .route("/cache/store", post(cache::store))
+        .route("/cache/segments", post(cache::segments))
         .route("/cache/health", get(cache::health))
         .route("/cache/stats", get(cache::stats))
         .route("/drain", post(admin::drain))

@@ -148,6 +148,21 @@ impl PromptParts {
     }
 }
 
+/// The tokens of a segment that the request calls `field`.
+pub(super) async fn segment_tokens(
+    loaded: &Arc<Loaded>,
+    field: &str,
+    part: PromptPart,
+) -> Result<Vec<u32>, Refusal> {
+    let tokens = match (part.text, part.token_ids) {
+        (Some(text), None) => loaded.encode(text, AddSpecial::No).await?,
+        (None, Some(tokens)) => tokens,
+        _ => return Err(Refusal::field(field, "neither or both", "one of `text` and `token_ids`")),
+    };
+    loaded.check_prompt(field, &tokens)?;
+    Ok(tokens)
+}
+
 /// What the engine is told of a prompt; `None` if there is nothing to put together.
 pub(super) fn blend_part(selectors: Option<Selectors>, segments: Vec<Range<usize>>) -> Option<BlendPart> {
     let selectors = selectors.filter(|_| !segments.is_empty())?;

@@ -10,10 +10,12 @@ use std::time::Instant;
 
 use kvik_model::{Blend, BlendSegment, ComputedSegment, RequestId, SegmentKv, Selectors};
 use kvik_types::{CacheSalt, TokenId};
+use tokio::sync::oneshot;
 
-use super::Command;
 use super::loads::Arrival;
 use super::run::EngineThread;
+use super::{Command, EngineHandle};
+use crate::error::Refusal;
 use crate::plan::BlendPart;
 use crate::store::{SegmentLoad, SegmentLoading};
 
@@ -40,22 +42,30 @@ struct WantedSegment {
     kv: Option<Arc<dyn SegmentKv>>,
 }
 
-/// What is known of a segment when it is asked for.
-#[derive(Debug)]
-enum Found {
-    Here(Arc<dyn SegmentKv>),
-    /// From the store or the engine.
-    Coming,
-    /// It can be had from neither.
-    Nowhere,
-}
-
 /// A segment on its way.
 #[derive(Debug)]
 struct Coming {
     source: Source,
-    /// The requests that wait for it, and which of their segments it is.
-    waiters: Vec<(u64, usize)>,
+    waiters: Vec<Waiter>,
+}
+
+/// What waits for a segment.
+#[derive(Debug)]
+enum Waiter {
+    /// A request, and which of its segments it is.
+    Request(u64, usize),
+    /// A client that wants it kept.
+    Client(oneshot::Sender<AddedSegment>),
+}
+
+/// What became of a segment that a client wants kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum AddedSegment {
+    Computed,
+    /// It was there.
+    Present,
+    /// The engine cannot compute it.
+    Refused,
 }
 
 #[derive(Debug)]
@@ -69,6 +79,12 @@ enum Source {
 pub(super) struct Blends {
     by_ticket: BTreeMap<u64, Gathering>,
     coming: HashMap<SegmentKey, Coming>,
+}
+
+impl SegmentKey {
+    pub(crate) fn new(tokens: Vec<TokenId>, salt: Option<CacheSalt>) -> Self {
+        Self { tokens, salt }
+    }
 }
 
 impl Blends {
@@ -134,26 +150,31 @@ impl EngineThread {
         let segments = segments.into_iter().map(wanted).collect();
         self.blends.by_ticket.insert(ticket, Gathering { arrival, selectors, segments, n_missing });
         for (idx, key) in keys.into_iter().enumerate() {
-            match key.map_or(Found::Nowhere, |key| self.find_segment(key, (ticket, idx))) {
-                Found::Here(kv) => self.fill(ticket, idx, Some(kv)),
-                Found::Nowhere => self.fill(ticket, idx, None),
-                Found::Coming => {}
+            match key {
+                Some(key) => self.find_segment(key, Waiter::Request(ticket, idx)),
+                None => self.fill(ticket, idx, None),
             }
         }
         self.submit_if_gathered(ticket);
     }
 
-    fn find_segment(&mut self, key: SegmentKey, waiter: (u64, usize)) -> Found {
+    /// Has a segment computed and kept, unless the store has it.
+    pub(super) fn add_segment(&mut self, key: SegmentKey, reply: oneshot::Sender<AddedSegment>) {
+        self.find_segment(key, Waiter::Client(reply));
+    }
+
+    /// Hands a segment out, now or when it has come.
+    fn find_segment(&mut self, key: SegmentKey, waiter: Waiter) {
         if let Some(coming) = self.blends.coming.get_mut(&key) {
             coming.waiters.push(waiter);
-            return Found::Coming;
+            return;
         }
         let segments = self.store.as_ref().and_then(|(store, waker)| Some((store.segments()?, waker)));
         let Some((segments, waker)) = segments else {
             return self.compute_segment(key, vec![waiter]);
         };
         match segments.load(&key.tokens, key.salt.as_ref()) {
-            SegmentLoading::Ready(kv) => Found::Here(kv),
+            SegmentLoading::Ready(kv) => self.hand_out(vec![waiter], Some(&kv), AddedSegment::Present),
             SegmentLoading::Nothing => self.compute_segment(key, vec![waiter]),
             SegmentLoading::Pending(load) => {
                 let (waker, loaded) = (Weak::clone(waker), key.clone());
@@ -164,21 +185,19 @@ impl EngineThread {
                     }
                 });
                 self.blends.coming.insert(key, Coming { source: Source::Store(load), waiters: vec![waiter] });
-                Found::Coming
             }
         }
     }
 
     /// Has the engine compute a segment, which it may refuse.
-    fn compute_segment(&mut self, key: SegmentKey, waiters: Vec<(u64, usize)>) -> Found {
+    fn compute_segment(&mut self, key: SegmentKey, waiters: Vec<Waiter>) {
         match self.engine.submit_segment(key.tokens.clone()) {
             Ok(id) => {
                 self.blends.coming.insert(key, Coming { source: Source::Engine(id), waiters });
-                Found::Coming
             }
             Err(error) => {
                 tracing::debug!(%error, "a segment is computed as part of its prompt");
-                Found::Nowhere
+                self.hand_out(waiters, None, AddedSegment::Refused);
             }
         }
     }
@@ -194,12 +213,8 @@ impl EngineThread {
             return;
         };
         match load.finish() {
-            Some(kv) => self.hand_out(waiters, Some(&kv)),
-            None => {
-                if matches!(self.compute_segment(key.clone(), waiters.clone()), Found::Nowhere) {
-                    self.hand_out(waiters, None);
-                }
-            }
+            Some(kv) => self.hand_out(waiters, Some(&kv), AddedSegment::Present),
+            None => self.compute_segment(key.clone(), waiters),
         }
     }
 
@@ -221,22 +236,28 @@ impl EngineThread {
         if let Some(segments) = self.store.as_ref().and_then(|(store, _)| store.segments()) {
             segments.keep(&segment, key.salt);
         }
-        self.hand_out(coming.waiters, Some(&(segment as Arc<dyn SegmentKv>)));
+        self.hand_out(coming.waiters, Some(&(segment as Arc<dyn SegmentKv>)), AddedSegment::Computed);
     }
 
     /// Lets the requests that wait for a segment go on without it; false if it is not a segment.
     pub(super) fn lose_segment(&mut self, id: RequestId) -> bool {
         let Some(key) = self.blends.key_of(id) else { return false };
         if let Some(coming) = self.blends.coming.remove(&key) {
-            self.hand_out(coming.waiters, None);
+            self.hand_out(coming.waiters, None, AddedSegment::Refused);
         }
         true
     }
 
-    fn hand_out(&mut self, waiters: Vec<(u64, usize)>, kv: Option<&Arc<dyn SegmentKv>>) {
-        for (ticket, idx) in waiters {
-            self.fill(ticket, idx, kv.cloned());
-            self.submit_if_gathered(ticket);
+    fn hand_out(&mut self, waiters: Vec<Waiter>, kv: Option<&Arc<dyn SegmentKv>>, added: AddedSegment) {
+        for waiter in waiters {
+            match waiter {
+                Waiter::Request(ticket, idx) => {
+                    self.fill(ticket, idx, kv.cloned());
+                    self.submit_if_gathered(ticket);
+                }
+                // A client that is gone wants no answer.
+                Waiter::Client(reply) => drop(reply.send(added)),
+            }
         }
     }
 
@@ -262,5 +283,12 @@ impl EngineThread {
             .filter_map(|WantedSegment { first_token, kv }| Some(BlendSegment { first_token, kv: kv? }))
             .collect();
         self.submit(arrival, None, Some(Blend { segments, selectors }));
+    }
+}
+
+impl EngineHandle {
+    /// Has a segment computed and kept, unless the store has it.
+    pub(crate) async fn add_segment(&self, key: SegmentKey) -> Result<AddedSegment, Refusal> {
+        self.ask(|reply| Command::AddSegment { key: Box::new(key), reply }).await
     }
 }

@@ -43,7 +43,7 @@ use crate::plan::BlendPart;
 use crate::snapshot::Snapshot;
 use crate::store::KvStore;
 
-use blends::SegmentKey;
+pub(crate) use blends::{AddedSegment, SegmentKey};
 pub(crate) use lends::{LendRequest, LendWait};
 pub(crate) use moves::{StageBlocks, StageOutcome};
 use run::EngineThread;
@@ -153,6 +153,10 @@ pub(crate) enum Command {
     SegmentLoaded {
         key: Box<SegmentKey>,
     },
+    AddSegment {
+        key: Box<SegmentKey>,
+        reply: oneshot::Sender<AddedSegment>,
+    },
     /// Other engines ask for memory.
     GiveBack,
     /// An ended sequence was copied.
@@ -204,6 +208,7 @@ impl std::fmt::Debug for Command {
             Self::Unstage { .. } => "Unstage",
             Self::Loaded { .. } => "Loaded",
             Self::SegmentLoaded { .. } => "SegmentLoaded",
+            Self::AddSegment { .. } => "AddSegment",
             Self::GiveBack => "GiveBack",
             Self::BlocksReturned => "BlocksReturned",
             Self::Stop => "Stop",

@@ -174,6 +174,7 @@ impl EngineThread {
                     self.submit(arrival, prefix, None);
                 }
             }
+            Command::AddSegment { key, reply } => self.add_segment(*key, reply),
             Command::SegmentLoaded { key } => self.take_loaded_segment(&key),
             Command::Grant { ticket, n } => {
                 if let Some(entry) = self.entries.get_mut(ticket) {

@@ -169,3 +169,28 @@ async fn requests_that_name_segments_wrongly_are_refused_by_field() {
     );
     worker.end().await;
 }
+
+#[tokio::test]
+async fn segments_are_computed_ahead_and_once() {
+    let worker = start_with(with_ram()).await;
+    let texts: Vec<Value> = NOTES.iter().map(|note| json!({"text": note})).collect();
+    let added = worker.client.ask("/cache/segments", &json!({"segments": texts})).await;
+    assert_eq!((&added["computed_segments"], &added["present_segments"]), (&json!(3), &json!(0)));
+    // The same segment twice in one prompt, and beside another that is new.
+    let kvik = json!({"segments": parts(&[1, 0, 1]), "blend": "none"});
+    let (_, details) = complete(&worker, "", kvik).await;
+    let again = worker.client.ask("/cache/segments", &json!({"segments": texts})).await;
+    assert_eq!((&again["computed_segments"], &again["present_segments"]), (&json!(0), &json!(3)));
+    assert_eq!(again["tokens"], added["tokens"]);
+    assert!(details["blended_tokens"].as_u64().unwrap() > 60, "{details}");
+    // Another salt has none of them.
+    let salted = json!({"segments": texts, "cache_salt": "other"});
+    assert_eq!(worker.client.ask("/cache/segments", &salted).await["computed_segments"], 3);
+    let long = json!({"segments": [{"token_ids": vec![7; 100_000]}]});
+    assert_eq!(worker.client.post("/cache/segments", &long).await.status, StatusCode::BAD_REQUEST);
+    worker.end().await;
+    let worker = start_with(config()).await;
+    let answer = worker.client.post("/cache/segments", &json!({"segments": texts})).await;
+    assert!(answer.status == StatusCode::NOT_FOUND && answer.text().contains("store"), "{}", answer.text());
+    worker.end().await;
+}

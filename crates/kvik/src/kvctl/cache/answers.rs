@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use anstyle::{AnsiColor, Style};
 use kvik_proto::cache::{
     CacheHealth, CacheStats, ClearResponse, LookupResponse, MoveResponse, PinResponse, PrefetchState,
-    PrefetchStatus, StoreResponse, TierOperation, TierReport,
+    PrefetchStatus, SegmentsResponse, StoreResponse, TierOperation, TierReport,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -103,6 +103,20 @@ impl Answer for Shown<ClearResponse> {
 impl Answer for Shown<StoreResponse> {
     fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
         writeln!(output, "{} chunks stored, {} were there", self.0.stored_chunks, self.0.present_chunks)
+    }
+}
+
+impl Answer for Shown<SegmentsResponse> {
+    fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
+        let SegmentsResponse { computed_segments, present_segments, refused_segments, tokens } = self.0;
+        writeln!(
+            output,
+            "{computed_segments} segments computed, {present_segments} were there; {tokens} tokens"
+        )?;
+        if refused_segments > 0 {
+            writeln!(output, "{refused_segments} segments refused: longer than the model's context")?;
+        }
+        Ok(())
     }
 }
 

@@ -14,6 +14,7 @@ Examples:
   kvctl cache move --prompt-file question.txt --from ram --to nvme
   kvctl cache move --prompt-file question.txt --to-worker http://node-2:8082
   kvctl cache clear --all --tier redis
+  kvctl cache add manual.txt faq.txt
   kvctl cache --all-nodes --dry-run clear --prompt-file question.txt
   kvctl --json cache stats";
 
@@ -82,6 +83,8 @@ pub(crate) enum CacheVerb {
     Retrieve(RetrieveArguments),
     /// Store what `retrieve` has written, also of another worker with the same model
     Store(StoreArguments),
+    /// Compute texts as segments and keep them, for prompts that name them
+    Add(AddArguments),
     /// Print the state of every tier
     Health,
     /// Print the counts of the store since the worker's start
@@ -172,4 +175,19 @@ pub(crate) struct StoreArguments {
     /// Only into this tier [default: memory, and below as usual]
     #[arg(long, value_name = "TIER")]
     pub(crate) tier: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct AddArguments {
+    /// Text files, each of them one segment; `-` is standard input
+    #[arg(value_name = "FILE", required = true)]
+    pub(crate) files: Vec<PathBuf>,
+
+    /// Cut each file where a line is empty: every part is a segment of its own, with the line breaks behind it
+    #[arg(long)]
+    pub(crate) paragraphs: bool,
+
+    /// Salt of the requests that will use them [default: none]
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) cache_salt: Option<String>,
 }

@@ -1,5 +1,6 @@
 //! `kvctl cache`: the KV store of a worker, or of all workers, over their admin API.
 
+mod add;
 mod answers;
 mod arguments;
 mod nodes;
@@ -71,6 +72,7 @@ async fn run_verb(verb: &CacheVerb, connector: &Connector, worker: &str) -> anyh
             let bytes = fs::read(&store.file).with_context(|| format!("read {}", store.file.display()))?;
             Rendered::of(&Shown(client.store(bytes.into(), store.tier.as_deref()).await?))
         }
+        CacheVerb::Add(arguments) => add::run(arguments, &client).await,
         CacheVerb::Health => Rendered::of(&Shown(client.health().await?)),
         CacheVerb::Stats => Rendered::of(&Shown(client.stats().await?)),
     }

@@ -107,6 +107,7 @@ fn check_verb(verb: &CacheVerb) -> anyhow::Result<()> {
         CacheVerb::Cancel(_) => "cancel",
         CacheVerb::Retrieve(_) => "retrieve",
         CacheVerb::Store(_) => "store",
+        CacheVerb::Add(_) => "add",
         CacheVerb::Move(relocation) if relocation.to_worker.is_some() => "move --to-worker",
         _ => return Ok(()),
     };
