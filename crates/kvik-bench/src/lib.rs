@@ -1,6 +1,6 @@
 //! What measures kvik: benches, simulators, workloads and plots.
 //!
-//! - [`edges`], [`engine`], [`gateway`], [`index`], [`memory`], [`moving`], [`node`], [`store`] and [`routing`] are the benches of
+//! - [`blend`], [`edges`], [`engine`], [`gateway`], [`index`], [`memory`], [`moving`], [`node`], [`store`] and [`routing`] are the benches of
 //!   `kvik bench`, one a subject. [`report`] is what they find, as a table and as JSON, with the [`machine`] it was found on.
 //! - [`sim`] replays request traces through the eviction policies of the store, [`replay`] through the placement of
 //!   requests, both in virtual time: equal arguments give equal figures.
@@ -23,6 +23,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod blend;
 pub mod demo;
 pub mod edges;
 pub mod engine;
@@ -30,6 +31,7 @@ pub mod eval;
 pub mod gateway;
 pub mod index;
 pub mod interrupt;
+mod local_worker;
 pub mod machine;
 pub mod memory;
 pub mod moving;

@@ -71,6 +71,8 @@ pub enum Goal {
     AtLeast(f64),
     /// The smallest ratio.
     RatioAtLeast(f64),
+    /// The largest ratio.
+    RatioAtMost(f64),
 }
 
 impl Measurement {
@@ -99,6 +101,7 @@ impl Measurement {
             Goal::AtMost(largest) => self.value <= largest,
             Goal::AtLeast(smallest) => smallest <= self.value,
             Goal::RatioAtLeast(smallest) => smallest <= ratio,
+            Goal::RatioAtMost(largest) => ratio <= largest,
         });
         self.ratio = ratio.is_finite().then_some((ratio * 1e4).round() / 1e4);
         self.baseline = Some(baseline);
@@ -115,7 +118,7 @@ impl Measurement {
             Goal::AtMost(largest) => Some(self.value <= largest),
             Goal::AtLeast(smallest) => Some(smallest <= self.value),
             // There is nothing that it would be a ratio of.
-            Goal::RatioAtLeast(_) => None,
+            Goal::RatioAtLeast(_) | Goal::RatioAtMost(_) => None,
         };
         self.goal = Some(goal);
         self
@@ -184,6 +187,7 @@ impl Report {
                 Goal::AtMost(largest) => format!("at most {}", shown(largest, result.unit)),
                 Goal::AtLeast(smallest) => format!("at least {}", shown(smallest, result.unit)),
                 Goal::RatioAtLeast(smallest) => format!("ratio at least {smallest:.2}"),
+                Goal::RatioAtMost(largest) => format!("ratio at most {largest:.2}"),
             });
             let word = if result.is_reached == Some(true) { "reached" } else { "missed" };
             table.push([

@@ -63,6 +63,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Generate(arguments) => commands::generate::run(arguments),
         Command::Models(ModelsCommand::Inspect(arguments)) => commands::models::inspect(arguments),
         Command::Bench(BenchCommand::Engine(arguments)) => commands::bench::engine(arguments),
+        Command::Bench(BenchCommand::Blend(arguments)) => commands::bench::blend(arguments),
         Command::Bench(BenchCommand::Gateway(arguments)) => commands::bench::gateway(arguments),
         Command::Bench(BenchCommand::Edges(arguments)) => commands::bench::edges(arguments),
         Command::Bench(BenchCommand::Moving(arguments)) => commands::bench::moving(arguments),

@@ -24,7 +24,11 @@ impl ScratchFolder {
         Self::create_in(&std::env::temp_dir(), purpose, is_kept)
     }
 
-    fn create_in(parent: &Path, purpose: &str, is_kept: bool) -> io::Result<Self> {
+    /// As [`Self::create`], in another folder.
+    ///
+    /// # Errors
+    /// As [`Self::create`].
+    pub(crate) fn create_in(parent: &Path, purpose: &str, is_kept: bool) -> io::Result<Self> {
         let prefix = format!("kvik-{purpose}-");
         remove_abandoned(parent, &prefix);
         // A kept folder does not have the form of name that the next process removes.

@@ -3,15 +3,11 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, ensure};
-use bytes::Bytes;
-use http_body_util::{BodyExt as _, Full};
-use hyper::Request;
-use kvik_proto::client::{HttpClient, TlsClientConfig, http_client, send};
-use kvik_runtime::shutdown::Shutdown;
-use kvik_worker::{StoreConfig, Worker, WorkerConfig};
-use serde_json::{Value, json};
+use anyhow::ensure;
+use kvik_worker::{StoreConfig, WorkerConfig};
+use serde_json::json;
 
+use crate::local_worker::LocalWorker;
 use crate::report::{Baseline, Measurement};
 
 const PROMPT_TOKENS: u32 = 2000;
@@ -38,7 +34,6 @@ pub(super) fn measure(folder: &Path, is_quick: bool) -> anyhow::Result<Vec<Measu
 /// The times of a computed prompt, of one from memory and of one from the disk, in milliseconds.
 async fn run(folder: &Path, n_repeats: u32) -> anyhow::Result<[Vec<f64>; 3]> {
     let config = WorkerConfig {
-        listen: "127.0.0.1:0".to_owned(),
         kv_blocks: KV_BLOCKS,
         store: StoreConfig {
             ram: "256MiB".to_owned(),
@@ -47,12 +42,7 @@ async fn run(folder: &Path, n_repeats: u32) -> anyhow::Result<[Vec<f64>; 3]> {
         },
         ..WorkerConfig::default()
     };
-    let shutdown = Shutdown::new();
-    let worker = Worker::start(config, &shutdown).await.context("start a worker")?;
-    let client = Client {
-        http: http_client(&TlsClientConfig::default())?,
-        base: format!("http://{}", worker.address()),
-    };
+    let client = Client { worker: LocalWorker::start(config).await? };
     let mut times = [Vec::new(), Vec::new(), Vec::new()];
     for repeat in 0..n_repeats {
         let prompt = prompt(2 * repeat);
@@ -60,13 +50,12 @@ async fn run(folder: &Path, n_repeats: u32) -> anyhow::Result<[Vec<f64>; 3]> {
         client.time(&self::prompt(2 * repeat + 1), None).await?;
         times[1].push(client.time(&prompt, Some("ram")).await?);
         client.wait_until_on_disk(&prompt).await?;
-        client.post("/cache/clear", &json!({"tiers": ["ram"]})).await?;
+        client.worker.post("/cache/clear", &json!({"tiers": ["ram"]})).await?;
         client.time(&self::prompt(1_000_000 + repeat), None).await?;
-        client.post("/cache/clear", &json!({"tiers": ["ram"]})).await?;
+        client.worker.post("/cache/clear", &json!({"tiers": ["ram"]})).await?;
         times[2].push(client.time(&prompt, Some("nvme")).await?);
     }
-    shutdown.finish().await;
-    worker.closed().await;
+    client.worker.end().await;
     Ok(times)
 }
 
@@ -76,9 +65,9 @@ fn prompt(seed: u32) -> Vec<u32> {
         .collect()
 }
 
+/// Asks the worker.
 struct Client {
-    http: HttpClient,
-    base: String,
+    worker: LocalWorker,
 }
 
 impl Client {
@@ -86,7 +75,7 @@ impl Client {
     async fn time(&self, prompt: &[u32], tier: Option<&str>) -> anyhow::Result<f64> {
         let body = json!({"prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": true});
         let begin = Instant::now();
-        let answer = self.post("/v1/completions", &body).await?;
+        let answer = self.worker.post("/v1/completions", &body).await?;
         let time_ms = begin.elapsed().as_secs_f64() * 1e3;
         let found = &answer["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"];
         let is_right = match tier {
@@ -101,22 +90,11 @@ impl Client {
         let begin = Instant::now();
         loop {
             let request = json!({"token_ids": prompt, "from": "ram", "to": "nvme", "copy": true});
-            let moved = self.post("/cache/move", &request).await?;
+            let moved = self.worker.post("/cache/move", &request).await?;
             if moved["chunks"].as_u64() == Some(u64::from(PROMPT_TOKENS) / 256) {
                 return Ok(());
             }
             ensure!(begin.elapsed() < Duration::from_secs(10), "the chunks do not get to the disk: {moved}");
         }
-    }
-
-    async fn post(&self, path: &str, body: &Value) -> anyhow::Result<Value> {
-        let request = Request::post(format!("{}{path}", self.base))
-            .header("content-type", "application/json")
-            .body(Full::new(Bytes::from(body.to_string())))?;
-        let response = send(&self.http, request).await.context("ask the worker")?;
-        let status = response.status();
-        let body = response.into_body().collect().await.context("read the answer")?.to_bytes();
-        ensure!(status.is_success(), "{path} answered {status}: {}", String::from_utf8_lossy(&body));
-        Ok(serde_json::from_slice(&body)?)
     }
 }

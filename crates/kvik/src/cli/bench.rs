@@ -21,6 +21,8 @@ pub(crate) enum BenchCommand {
     Memory(BenchMemoryArguments),
     /// Measure the KV store: each tier beside what its medium gives without it, lookups, and what a hit saves
     Store(BenchStoreArguments),
+    /// Measure what segments save: the first token of a prompt of documents, put together and computed
+    Blend(BenchBlendArguments),
     /// Measure the store daemon: bytes in and out of it by several client processes, lookups, attaching, other nodes
     Node(BenchNodeArguments),
     /// Measure the global KV index: events, lookups, bytes, its snapshot, and whether it is exact
@@ -154,6 +156,24 @@ pub(crate) struct BenchStoreArguments {
     pub(crate) dir: PathBuf,
 
     /// Measure one round of less, less precisely
+    #[arg(long)]
+    pub(crate) quick: bool,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Two models: the bundled one, and one of 80 million parameters with random weights. Takes a few minutes and 5 GiB of the
+/// disk; with --quick one minute.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct BenchBlendArguments {
+    /// Folder on the disk to read segments from; a folder of its own in there is removed at the end
+    #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
+    pub(crate) dir: PathBuf,
+
+    /// Measure two prompts of each kind, less precisely
     #[arg(long)]
     pub(crate) quick: bool,
 

@@ -12,11 +12,12 @@ use kvik_bench::sim::{Trace, synthetic::Chats};
 
 use super::{check_kv_blocks, open_model, print_json};
 use crate::cli::bench::{
-    BenchEdgesArguments, BenchEngineArguments, BenchGatewayArguments, BenchIndexArguments,
-    BenchMemoryArguments, BenchMemoryPeerArguments, BenchMovingArguments, BenchNodeArguments,
-    BenchNodeClientArguments, BenchRoutingArguments, BenchStoreArguments,
+    BenchBlendArguments, BenchEdgesArguments, BenchEngineArguments, BenchGatewayArguments,
+    BenchIndexArguments, BenchMemoryArguments, BenchMemoryPeerArguments, BenchMovingArguments,
+    BenchNodeArguments, BenchNodeClientArguments, BenchRoutingArguments, BenchStoreArguments,
 };
 use crate::scratch::ScratchFolder;
+use kvik_bench::blend::{self, BlendBench};
 use kvik_bench::edges::{Attack, EdgesBench, EdgesBenchOptions};
 use kvik_bench::engine::{EngineBench, EngineBenchOptions};
 use kvik_bench::gateway::{GatewayBench, GatewayBenchOptions, Kind};
@@ -215,6 +216,30 @@ pub(crate) fn store(arguments: &BenchStoreArguments) -> anyhow::Result<()> {
 
     let report = Report {
         bench: "store",
+        machine: Machine::detect(),
+        settings: bench.settings(),
+        description: bench.description(),
+        results,
+    };
+    print(&report, arguments.json)
+}
+
+/// Runs `kvik bench blend`.
+pub(crate) fn blend(arguments: &BenchBlendArguments) -> anyhow::Result<()> {
+    let folder =
+        ScratchFolder::create_in(&arguments.dir, "blend", false).context("make a folder for the bench")?;
+    let bench = BlendBench { dir: folder.path().to_owned(), is_quick: arguments.quick };
+    let progress = progress_bar(blend::Kind::ALL.len());
+    let mut results = Vec::new();
+    for kind in blend::Kind::ALL {
+        progress.set_message(kind.name());
+        results.extend(bench.measure(kind).with_context(|| format!("measure {}", kind.name()))?);
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+
+    let report = Report {
+        bench: "blend",
         machine: Machine::detect(),
         settings: bench.settings(),
         description: bench.description(),
