@@ -37,8 +37,15 @@ const OFFSET_BITS: u32 = 56;
 const OFFSET_MASK: u64 = (1 << OFFSET_BITS) - 1;
 
 /// The tiers by their number in answers.
-const TIERS: [TierKind; 5] =
-    [TierKind::Ram, TierKind::Nvme, TierKind::Peer, TierKind::Redis, TierKind::Object];
+const TIERS: [TierKind; 7] = [
+    TierKind::Ram,
+    TierKind::Nvme,
+    TierKind::Peer,
+    TierKind::Redis,
+    TierKind::Object,
+    TierKind::Lm,
+    TierKind::Plugin,
+];
 
 /// The code of a write with the default retention, and of one with another.
 const WRITE: u32 = 3;

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use kvik_runtime::config::cloud_environment;
 use kvik_store::{DigestKey, KeptMemory, LowerTier, Store, StoreOptions, WriteBack};
 use kvik_tier::{
-    Absent, Arena, ArenaOptions, Breaker, BreakerOptions, Checksummed, Encrypted, EncryptionKeys, Metered,
-    NvmeOptions, NvmeTier, ObjectOptions, RamTier, RedisOptions, RemoteOptions, Retry, RetryOptions,
+    Absent, Arena, ArenaOptions, Breaker, BreakerOptions, Checksummed, Encrypted, EncryptionKeys, LmOptions,
+    Metered, NvmeOptions, NvmeTier, ObjectOptions, RamTier, RedisOptions, RemoteOptions, Retry, RetryOptions,
     Throttled, ThrottledOptions, Tier, open_remote,
 };
 use kvik_types::BlockSize;
@@ -212,6 +212,7 @@ fn remote_options(remote: &RemotePlan) -> RemoteOptions {
             ca_file: ca_file.clone(),
             ..ObjectOptions::default()
         },
+        lm: LmOptions { connect_timeout: *timeout, response_timeout: *timeout, ..LmOptions::default() },
     }
 }
 

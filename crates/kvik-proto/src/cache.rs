@@ -136,7 +136,7 @@ pub struct CacheHealth {
 pub struct TierReport {
     /// Its name: `ram` for memory, and what it was called, or its kind, for the others.
     pub tier: String,
-    /// What it is made of: `ram`, `nvme`, `peer`, `redis` or `object`.
+    /// What it is made of: `ram`, `nvme`, `peer`, `redis`, `object`, `lm` or `plugin`.
     #[serde(default)]
     pub kind: String,
     /// `up`, `read_only` or `down`.

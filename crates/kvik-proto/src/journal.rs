@@ -164,9 +164,14 @@ impl ProgressLine {
 
     /// Notes the cached tokens of a prompt.
     pub fn cached(&mut self, prompt: u32, cached: CachedTokens) {
-        let CachedTiers { engine, ram, nvme, peer, redis, object } = cached.tiers;
+        let CachedTiers { engine, ram, nvme, peer, redis, object, lm, plugin } = cached.tiers;
         let n_tokens = cached.n_tokens;
-        let _ = write!(self.0, "{prompt}@{n_tokens},{engine},{ram},{nvme},{peer},{redis},{object} ");
+        let _ = write!(self.0, "{prompt}@{n_tokens},{engine},{ram},{nvme},{peer},{redis},{object}");
+        // A reader that knows neither can read all others.
+        if lm > 0 || plugin > 0 {
+            let _ = write!(self.0, ",{lm},{plugin}");
+        }
+        self.0.push(' ');
     }
 
     /// The items alone.
@@ -203,10 +208,14 @@ impl Progress {
     fn read(&mut self, item: &str) -> Option<()> {
         if let Some((prompt, counts)) = item.split_once('@') {
             let prompt = number(prompt)?;
-            let counts: Vec<usize> =
+            let mut counts: Vec<usize> =
                 counts.split(',').map(|count| count.parse().ok()).collect::<Option<_>>()?;
-            let [n_tokens, engine, ram, nvme, peer, redis, object] = <[usize; 7]>::try_from(counts).ok()?;
-            let tiers = CachedTiers { engine, ram, nvme, peer, redis, object };
+            if counts.len() == 7 {
+                counts.extend([0, 0]);
+            }
+            let [n_tokens, engine, ram, nvme, peer, redis, object, lm, plugin] =
+                <[usize; 9]>::try_from(counts).ok()?;
+            let tiers = CachedTiers { engine, ram, nvme, peer, redis, object, lm, plugin };
             self.cached.insert(prompt, CachedTokens { n_tokens, tiers });
             return Some(());
         }

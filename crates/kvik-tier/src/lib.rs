@@ -23,10 +23,13 @@ mod envelope;
 mod error;
 mod histogram;
 mod key;
+mod lanes;
+mod lm;
 pub mod nvme;
 mod object;
 mod operations;
 pub mod peer;
+mod pool;
 mod ram;
 mod random;
 mod redis;
@@ -51,6 +54,10 @@ pub use envelope::{ENVELOPE_BYTES, Envelope, seal};
 pub use error::{Result, TierError};
 pub use histogram::Latencies;
 pub use key::{ChunkKey, NamespaceId, TokenDigest};
+pub use lm::{
+    LM_KEY_BYTES, LM_MAX_VALUE_BYTES, LM_REPLY_BYTES, LM_REQUEST_BYTES, LmCommand, LmForm, LmKey, LmOptions,
+    LmReply, LmRequest, LmTier, LmUrl,
+};
 pub use nvme::{IoKind, NvmeOptions, NvmeTier, format_device};
 pub use object::{ObjectOptions, ObjectTier, ObjectUrl};
 pub use operations::OperationMetrics;

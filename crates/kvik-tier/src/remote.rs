@@ -6,6 +6,7 @@ use std::str::FromStr;
 use kvik_types::{HIDDEN, RedisUrl, RedisUrlError};
 
 use crate::error::{Result, TierError};
+use crate::lm::{LmOptions, LmTier, LmUrl};
 use crate::object::{ObjectOptions, ObjectTier, ObjectUrl};
 use crate::redis::{RedisOptions, RedisTier};
 use crate::tier::{Tier, TierKind};
@@ -18,6 +19,8 @@ pub enum RemoteUrl {
     Redis(RedisUrl),
     /// `s3://`, `gs://`, `az://`, `file://`.
     Object(ObjectUrl),
+    /// `lm://`.
+    Lm(LmUrl),
 }
 
 /// How remote tiers work; those of one kind read their own part.
@@ -27,6 +30,8 @@ pub struct RemoteOptions {
     pub redis: RedisOptions,
     /// For object stores.
     pub object: ObjectOptions,
+    /// For servers of LMCache's protocol.
+    pub lm: LmOptions,
 }
 
 /// Opens the tier at `url`.
@@ -47,6 +52,7 @@ pub fn open_remote(url: &RemoteUrl, options: &RemoteOptions) -> Result<Box<dyn T
     Ok(match url {
         RemoteUrl::Redis(url) => Box::new(RedisTier::open(url, &options.redis)?),
         RemoteUrl::Object(url) => Box::new(ObjectTier::open(url, &options.object)?),
+        RemoteUrl::Lm(url) => Box::new(LmTier::open(url, &options.lm)?),
     })
 }
 
@@ -56,6 +62,7 @@ impl RemoteUrl {
         match self {
             Self::Redis(_) => TierKind::Redis,
             Self::Object(_) => TierKind::Object,
+            Self::Lm(_) => TierKind::Lm,
         }
     }
 }
@@ -74,7 +81,10 @@ impl FromStr for RemoteUrl {
         if ObjectUrl::has_scheme(scheme) {
             return text.parse().map(Self::Object);
         }
-        let allowed = "redis, rediss, valkey, valkeys, each also with +cluster, unix, s3, gs, az, file";
+        if scheme == LmUrl::SCHEME {
+            return text.parse().map(Self::Lm);
+        }
+        let allowed = "redis, rediss, valkey, valkeys, each also with +cluster, unix, s3, gs, az, file, lm";
         // A password may have `://` in it; what stands before that is no scheme.
         let is_scheme =
             scheme.len() <= 32 && scheme.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'+');
@@ -88,6 +98,7 @@ impl fmt::Display for RemoteUrl {
         match self {
             Self::Redis(url) => url.fmt(formatter),
             Self::Object(url) => url.fmt(formatter),
+            Self::Lm(url) => url.fmt(formatter),
         }
     }
 }

@@ -100,6 +100,19 @@ pub trait Heads: Sync {
     fn head_of(&self, item_idx: usize) -> &[u8];
 }
 
+/// Nothing before any chunk.
+pub(crate) struct NoHeads;
+
+impl Heads for NoHeads {
+    fn n_bytes(&self) -> usize {
+        0
+    }
+
+    fn head_of(&self, _item_idx: usize) -> &[u8] {
+        &[]
+    }
+}
+
 /// The callback for each item that was read, with its index in the batch.
 pub type Arrived<'a> = &'a (dyn Fn(usize, &GetItem<'_>) + Sync);
 
@@ -116,6 +129,10 @@ pub enum TierKind {
     Redis,
     /// An object store.
     Object,
+    /// A server of LMCache's plain remote protocol.
+    Lm,
+    /// A library that was loaded at run time.
+    Plugin,
 }
 
 /// A chunk to be stored.
@@ -264,6 +281,8 @@ impl TierKind {
             Self::Peer => "peer",
             Self::Redis => "redis",
             Self::Object => "object",
+            Self::Lm => "lm",
+            Self::Plugin => "plugin",
         }
     }
 }

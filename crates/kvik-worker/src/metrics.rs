@@ -27,7 +27,7 @@
 //! | `kvik_worker_kv_blocks_limit` | gauge | the most that it could have; more where memory is shared |
 //! | `kvik_worker_kv_blocks_given_back_total` | counter | blocks given back because other workers needed memory |
 //! | `kvik_worker_computed_tokens_total` | counter | token rows computed |
-//! | `kvik_worker_cached_tokens_total{tier}` | counter | prompt tokens whose KV was there: `engine`, `ram`, `nvme`, `redis`, `object` |
+//! | `kvik_worker_cached_tokens_total{tier}` | counter | prompt tokens whose KV was there: `engine`, `ram`, `nvme`, `peer`, `redis`, `object`, `lm`, `plugin` |
 //! | `kvik_worker_steps_total` | counter | forward passes |
 //! | `kvik_worker_cancelled_total{reason}` | counter | requests ended early: `client`, `slow_client`, `failure` |
 //! | `kvik_worker_moves_total{outcome}` | counter | requests that were to go to another worker: `moved`, `stayed` |
@@ -167,7 +167,7 @@ impl WorkerMetrics {
 
     /// The prompt of a request was admitted with cached tokens.
     pub(crate) fn cached(&self, tiers: CachedTiers) {
-        let CachedTiers { engine, ram, nvme, peer, redis, object } = tiers;
+        let CachedTiers { engine, ram, nvme, peer, redis, object, lm, plugin } = tiers;
         let tiers = [
             ("engine", engine),
             ("ram", ram),
@@ -175,6 +175,8 @@ impl WorkerMetrics {
             ("peer", peer),
             ("redis", redis),
             ("object", object),
+            ("lm", lm),
+            ("plugin", plugin),
         ];
         for (tier, n_tokens) in tiers.into_iter().filter(|(_, n_tokens)| 0 < *n_tokens) {
             self.add("kvik_worker_cached_tokens_total", "tier", tier.to_owned(), n_tokens as u64);

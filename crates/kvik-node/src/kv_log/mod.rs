@@ -230,7 +230,9 @@ pub fn kv_tier(tier: TierKind) -> KvTier {
     match tier {
         TierKind::Ram => KvTier::Cpu,
         TierKind::Nvme => KvTier::Disk,
-        TierKind::Peer | TierKind::Redis | TierKind::Object => KvTier::Remote,
+        TierKind::Peer | TierKind::Redis | TierKind::Object | TierKind::Lm | TierKind::Plugin => {
+            KvTier::Remote
+        }
     }
 }
 

@@ -190,6 +190,12 @@ pub struct CachedTiers {
     /// In an object store.
     #[serde(skip_serializing_if = "is_zero")]
     pub object: usize,
+    /// On a server of LMCache's protocol.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub lm: usize,
+    /// In a library that was loaded at run time.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub plugin: usize,
 }
 
 impl CompletionRequest {
@@ -203,13 +209,15 @@ impl CachedTiers {
     /// Adds the counts of another prompt.
     pub fn add(&mut self, other: Self) {
         // By name, so that a new tier is not left out.
-        let Self { engine, ram, nvme, peer, redis, object } = other;
+        let Self { engine, ram, nvme, peer, redis, object, lm, plugin } = other;
         self.engine += engine;
         self.ram += ram;
         self.nvme += nvme;
         self.peer += peer;
         self.redis += redis;
         self.object += object;
+        self.lm += lm;
+        self.plugin += plugin;
     }
 
     fn is_empty(&self) -> bool {

@@ -11,6 +11,7 @@ use super::resp::{Reply, ReplyReader, push_argument, push_command};
 use super::server_error::ServerError;
 use crate::channel::{Channel, Resolver, TimedSocket, write_all_slices};
 use crate::error::{Result, TierError};
+use crate::pool::Dial;
 
 /// Small commands are gathered up to so many bytes before they are written.
 const GATHER_BYTES: usize = 64 << 10;
@@ -42,12 +43,15 @@ pub(super) struct Connection {
 
 // === impl Dialer ===
 
-impl Dialer {
+impl Dial for Dialer {
+    type Endpoint = Endpoint;
+    type Connection = Connection;
+
     /// Connects and logs in, until `deadline` at the latest.
     ///
     /// # Errors
     /// [`TierError::Remote`]; it is not transient where the login is refused.
-    pub(super) fn connect(&self, endpoint: &Endpoint, deadline: Instant) -> Result<Connection> {
+    fn connect(&self, endpoint: &Endpoint, deadline: Instant) -> Result<Connection> {
         let connect_deadline = deadline.min(Instant::now() + self.connect_timeout);
         let failed = |error: io::Error| TierError::remote(format!("connect to {endpoint}"), &error, true);
         let silence = self.response_timeout;
@@ -75,6 +79,11 @@ impl Dialer {
         }
         Ok(connection)
     }
+
+    /// A server that sent bytes without a request would have its next replies taken for others.
+    fn is_reusable(connection: &Connection) -> bool {
+        !connection.reader.has_leftover()
+    }
 }
 
 impl std::fmt::Debug for Login {
@@ -89,11 +98,6 @@ impl Connection {
     /// Sets the time at which every read and write gives up.
     pub(super) fn set_deadline(&mut self, deadline: Instant) {
         self.reader.stream_mut().set_deadline(deadline);
-    }
-
-    /// Whether the server sent bytes without a request, so that replies would be taken for others.
-    pub(super) fn has_leftover(&self) -> bool {
-        self.reader.has_leftover()
     }
 
     /// Sends a command of small arguments, at the latest when a reply is read.

@@ -10,12 +10,12 @@ use kvik_types::RedisEndpoint as Endpoint;
 use parking_lot::{Mutex, RwLock};
 
 use super::connection::{Connection, Dialer};
-use super::lanes::LaneThreads;
-use super::node::Node;
 use super::request::Request;
 use super::slots::{SlotRange, parse_slots, slot_of_tag};
 use crate::error::{Result, TierError};
 use crate::key::ChunkKey;
+use crate::lanes::{LaneThreads, split};
+use crate::pool;
 
 /// A call with more bytes than this for one server uses several connections: below it, waking a thread costs
 /// more than it brings.
@@ -34,6 +34,9 @@ const MAX_THREADS: usize = 64;
 const MAX_REDIRECTIONS: usize = 5;
 /// Slots are asked for at most so often: while servers are lost, every call would ask.
 const MIN_REFRESH_INTERVAL: Duration = Duration::from_millis(200);
+
+/// A server of Redis and the connections to it.
+type Node = pool::Node<Dialer>;
 
 /// A server or a cluster of them.
 #[derive(Debug)]
@@ -83,7 +86,7 @@ impl Dispatcher {
             is_stale: AtomicBool::new(is_cluster),
             last_refresh: Mutex::new(None),
             n_redirections: AtomicU64::new(0),
-            lane_threads: LaneThreads::new(n_threads.min(MAX_THREADS)),
+            lane_threads: LaneThreads::new("kvik-redis", n_threads.min(MAX_THREADS)),
         }
     }
 
@@ -183,7 +186,8 @@ impl Dispatcher {
             let node = self.node(&endpoint);
             let n_bytes: usize = routed.iter().map(|routed| routed.request.n_bytes()).sum();
             let n_lanes = (n_bytes / LANE_BYTES).clamp(1, node.n_free()).min(routed.len());
-            let split = split(routed, n_lanes).into_iter();
+            let weigh = |routed: &Routed<'_, R>| (routed.request.key(), routed.request.n_bytes());
+            let split = split(routed, n_lanes, weigh).into_iter();
             lanes.extend(split.map(|routed| Lane { node: Arc::clone(&node), routed }));
         }
         // What a server that failed last holds up comes after the others, where one thread does several.
@@ -375,23 +379,6 @@ fn ask_slots(node: &Node, deadline: Instant) -> Result<Vec<SlotRange>> {
             }
         }
     }
-}
-
-/// Divides requests into so many lanes of about the same bytes. Equal keys stay in one lane, in their order.
-fn split<R: Request>(routed: Vec<Routed<'_, R>>, n_lanes: usize) -> Vec<Vec<Routed<'_, R>>> {
-    if n_lanes < 2 {
-        return vec![routed];
-    }
-    let mut lanes: Vec<(usize, Vec<Routed<'_, R>>)> = (0..n_lanes).map(|_| (0, Vec::new())).collect();
-    let mut lane_of_key: HashMap<ChunkKey, usize> = HashMap::new();
-    for routed in routed {
-        let least_loaded = || (0..n_lanes).min_by_key(|lane_idx| lanes[*lane_idx].0).unwrap_or_default();
-        let lane_idx = *lane_of_key.entry(routed.request.key()).or_insert_with(least_loaded);
-        let (lane_bytes, lane) = &mut lanes[lane_idx];
-        *lane_bytes += routed.request.n_bytes();
-        lane.push(routed);
-    }
-    lanes.into_iter().map(|(_, lane)| lane).filter(|lane| !lane.is_empty()).collect()
 }
 
 /// What stands between the braces of a key: all ranks of a chunk have one tag, so they are in one slot.

@@ -2,8 +2,7 @@
 //!
 //! The client is kvik's own, because the bytes of a chunk should go from the socket to where they are wanted
 //! and nowhere else: a client that builds values of its own reads at half the speed. `connection.rs` is a
-//! socket with deadlines, `resp.rs` the protocol on it, `node.rs` the connections to one server,
-//! `request.rs` what is asked, and `dispatch.rs` brings a batch to the servers that have its keys.
+//! socket with deadlines, `resp.rs` the protocol on it, `request.rs` what is asked, and `dispatch.rs` brings a batch to the servers that have its keys.
 //!
 //! A chunk is a string under `<prefix>:{<namespace>:<chunk>}:<rank>`. A cluster places keys by what stands
 //! between the braces, so all ranks of a chunk are on one server: the loss of a server takes whole chunks
@@ -11,8 +10,6 @@
 
 mod connection;
 mod dispatch;
-mod lanes;
-mod node;
 mod request;
 mod resp;
 mod server_error;
@@ -34,7 +31,7 @@ use crate::channel::Resolver;
 use crate::error::{Result, TierError};
 use crate::key::ChunkKey;
 use crate::tally::Tally;
-use crate::tier::{Arrived, GetItem, Heads, PutItem, PutOutcome, Tier, TierKind, TierStat};
+use crate::tier::{Arrived, GetItem, Heads, NoHeads, PutItem, PutOutcome, Tier, TierKind, TierStat};
 use crate::tls;
 
 /// How a [`RedisTier`] works.
@@ -204,19 +201,6 @@ impl RedisOptions {
             }
         }
         Ok(())
-    }
-}
-
-/// Nothing before any chunk.
-struct NoHeads;
-
-impl Heads for NoHeads {
-    fn n_bytes(&self) -> usize {
-        0
-    }
-
-    fn head_of(&self, _item_idx: usize) -> &[u8] {
-        &[]
     }
 }
 

@@ -35,8 +35,9 @@ impl Resumed {
         }
         for (prompt, cached) in &progress.cached {
             let n_prompt = plan.prompts.get(*prompt as usize).map(Vec::len);
-            let CachedTiers { engine, ram, nvme, peer, redis, object } = cached.tiers;
-            let largest = [cached.n_tokens, engine, ram, nvme, peer, redis, object].into_iter().max();
+            let CachedTiers { engine, ram, nvme, peer, redis, object, lm, plugin } = cached.tiers;
+            let largest =
+                [cached.n_tokens, engine, ram, nvme, peer, redis, object, lm, plugin].into_iter().max();
             if n_prompt.is_none() || n_prompt < largest {
                 let given = format!("{} cached tokens of prompt {prompt}", largest.unwrap_or_default());
                 return Err(Refusal::field(

@@ -138,6 +138,8 @@ impl Entry {
                 TierKind::Peer => &mut tiers.peer,
                 TierKind::Redis => &mut tiers.redis,
                 TierKind::Object => &mut tiers.object,
+                TierKind::Lm => &mut tiers.lm,
+                TierKind::Plugin => &mut tiers.plugin,
             } += n_tokens;
         }
         self.cached_tiers = tiers;

@@ -1,74 +1,88 @@
-//! One server and the connections to it.
+//! One server and the connections to it, whichever protocol they speak.
 
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
-use kvik_types::RedisEndpoint as Endpoint;
 use parking_lot::{Condvar, Mutex};
 
-use super::connection::{Connection, Dialer};
 use crate::error::{Result, TierError};
 
+/// Makes connections to servers.
+pub(crate) trait Dial {
+    /// Names a server.
+    type Endpoint: fmt::Display;
+    /// A connection that requests can be sent over.
+    type Connection;
+
+    /// Connects, until `deadline` at the latest.
+    ///
+    /// # Errors
+    /// If the server cannot be reached or refuses.
+    fn connect(&self, endpoint: &Self::Endpoint, deadline: Instant) -> Result<Self::Connection>;
+
+    /// Whether a connection whose replies were all read can be used again.
+    fn is_reusable(connection: &Self::Connection) -> bool;
+}
+
 /// A server with a bounded number of connections, each lent to one caller at a time.
-pub(super) struct Node {
-    endpoint: Endpoint,
-    dialer: Arc<Dialer>,
+pub(crate) struct Node<D: Dial> {
+    endpoint: D::Endpoint,
+    dialer: Arc<D>,
     n_connections: usize,
-    pool: Mutex<Pool>,
+    pool: Mutex<Pool<D::Connection>>,
     returned: Condvar,
     is_suspect: AtomicBool,
     n_connects: AtomicU64,
 }
 
-#[derive(Default)]
-struct Pool {
-    idle: Vec<Connection>,
+struct Pool<C> {
+    idle: Vec<C>,
     n_lent: usize,
 }
 
 /// A connection in the hands of a caller. It is closed when dropped, unless it was given back.
-pub(super) struct Lent<'n> {
-    node: &'n Node,
-    connection: Option<Connection>,
+pub(crate) struct Lent<'n, D: Dial> {
+    node: &'n Node<D>,
+    connection: Option<D::Connection>,
     is_used: bool,
 }
 
-impl Node {
-    pub(super) fn new(endpoint: Endpoint, dialer: Arc<Dialer>, n_connections: usize) -> Self {
+impl<D: Dial> Node<D> {
+    pub(crate) fn new(endpoint: D::Endpoint, dialer: Arc<D>, n_connections: usize) -> Self {
         Self {
             endpoint,
             dialer,
             n_connections,
-            pool: Mutex::default(),
+            pool: Mutex::new(Pool { idle: Vec::new(), n_lent: 0 }),
             returned: Condvar::new(),
             is_suspect: AtomicBool::new(false),
             n_connects: AtomicU64::new(0),
         }
     }
 
-    pub(super) fn endpoint(&self) -> &Endpoint {
+    pub(crate) fn endpoint(&self) -> &D::Endpoint {
         &self.endpoint
     }
 
     /// Whether the last that was heard of the server is that it did not answer.
-    pub(super) fn is_suspect(&self) -> bool {
+    pub(crate) fn is_suspect(&self) -> bool {
         // Relaxed: it only decides which server is asked first.
         self.is_suspect.load(Ordering::Relaxed)
     }
 
-    pub(super) fn set_suspect(&self, is_suspect: bool) {
+    pub(crate) fn set_suspect(&self, is_suspect: bool) {
         self.is_suspect.store(is_suspect, Ordering::Relaxed);
     }
 
     /// Connections that were made since the start.
-    pub(super) fn n_connects(&self) -> u64 {
+    pub(crate) fn n_connects(&self) -> u64 {
         self.n_connects.load(Ordering::Relaxed)
     }
 
     /// Idle connections, open or not; at least one, for which a caller would wait.
-    pub(super) fn n_free(&self) -> usize {
+    pub(crate) fn n_free(&self) -> usize {
         self.n_connections.saturating_sub(self.pool.lock().n_lent).max(1)
     }
 
@@ -76,7 +90,7 @@ impl Node {
     ///
     /// # Errors
     /// If all are lent until `deadline`, or the server cannot be reached.
-    pub(super) fn lend(&self, deadline: Instant) -> Result<Lent<'_>> {
+    pub(crate) fn lend(&self, deadline: Instant) -> Result<Lent<'_, D>> {
         let mut pool = self.pool.lock();
         while pool.n_lent >= self.n_connections {
             if self.returned.wait_until(&mut pool, deadline).timed_out() {
@@ -94,15 +108,15 @@ impl Node {
         Ok(lent)
     }
 
-    fn connect(&self, deadline: Instant) -> Result<Connection> {
+    fn connect(&self, deadline: Instant) -> Result<D::Connection> {
         self.n_connects.fetch_add(1, Ordering::Relaxed);
         self.dialer.connect(&self.endpoint, deadline).inspect_err(|_| self.set_suspect(true))
     }
 }
 
-impl Lent<'_> {
+impl<D: Dial> Lent<'_, D> {
     /// Whether the connection was open before, so that its server may have closed it long ago.
-    pub(super) fn is_used(&self) -> bool {
+    pub(crate) fn is_used(&self) -> bool {
         self.is_used
     }
 
@@ -110,7 +124,7 @@ impl Lent<'_> {
     ///
     /// # Errors
     /// If the server cannot be reached.
-    pub(super) fn replace(&mut self, deadline: Instant) -> Result<()> {
+    pub(crate) fn replace(&mut self, deadline: Instant) -> Result<()> {
         self.connection = None;
         let closed = std::mem::take(&mut self.node.pool.lock().idle);
         drop(closed);
@@ -119,26 +133,26 @@ impl Lent<'_> {
         Ok(())
     }
 
-    pub(super) fn connection(&mut self) -> Option<&mut Connection> {
+    pub(crate) fn connection(&mut self) -> Option<&mut D::Connection> {
         self.connection.as_mut()
     }
 
     /// Gives the connection back: all its replies were read.
-    pub(super) fn give_back(mut self) {
+    pub(crate) fn give_back(mut self) {
         self.node.set_suspect(false);
-        let connection = self.connection.take().filter(|connection| !connection.has_leftover());
+        let connection = self.connection.take().filter(D::is_reusable);
         self.node.pool.lock().idle.extend(connection);
     }
 }
 
-impl Drop for Lent<'_> {
+impl<D: Dial> Drop for Lent<'_, D> {
     fn drop(&mut self) {
         self.node.pool.lock().n_lent -= 1;
         self.node.returned.notify_one();
     }
 }
 
-impl fmt::Debug for Node {
+impl<D: Dial> fmt::Debug for Node<D> {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "Node({})", self.endpoint)
     }

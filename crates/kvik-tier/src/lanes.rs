@@ -1,15 +1,20 @@
-//! Threads that send requests over several connections at a time.
+//! Requests over several connections at a time: how they are divided, and threads that send them.
 
+use std::collections::HashMap;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::JoinHandle;
+
+use crate::key::ChunkKey;
 
 /// A fixed number of threads, which are started when they are first needed; dropping it joins them.
 ///
 /// Work never waits for a thread: what finds none idle is done by the caller. So a server that does not answer holds up
 /// those that ask it, and no others.
 #[derive(Debug)]
-pub(super) struct LaneThreads {
+pub(crate) struct LaneThreads {
+    /// What the threads are called.
+    name: &'static str,
     n_threads: usize,
     n_idle: AtomicUsize,
     started: OnceLock<Option<Started>>,
@@ -25,14 +30,36 @@ struct Started {
 /// An idle thread that is meant for a piece of work; it is idle again when this is dropped.
 struct Claim<'a>(&'a AtomicUsize);
 
+/// Divides requests into so many lanes of about the same bytes. Equal keys stay in one lane, in their order.
+pub(crate) fn split<T>(
+    requests: impl IntoIterator<Item = T>,
+    n_lanes: usize,
+    key_and_bytes: impl Fn(&T) -> (ChunkKey, usize),
+) -> Vec<Vec<T>> {
+    if n_lanes < 2 {
+        return vec![requests.into_iter().collect()];
+    }
+    let mut lanes: Vec<(usize, Vec<T>)> = (0..n_lanes).map(|_| (0, Vec::new())).collect();
+    let mut lane_of_key: HashMap<ChunkKey, usize> = HashMap::new();
+    for request in requests {
+        let (key, n_bytes) = key_and_bytes(&request);
+        let least_loaded = || (0..n_lanes).min_by_key(|lane_idx| lanes[*lane_idx].0).unwrap_or_default();
+        let lane_idx = *lane_of_key.entry(key).or_insert_with(least_loaded);
+        let (lane_bytes, lane) = &mut lanes[lane_idx];
+        *lane_bytes += n_bytes;
+        lane.push(request);
+    }
+    lanes.into_iter().map(|(_, lane)| lane).filter(|lane| !lane.is_empty()).collect()
+}
+
 impl LaneThreads {
-    /// At most so many threads.
-    pub(super) fn new(n_threads: usize) -> Self {
-        Self { n_threads, n_idle: AtomicUsize::new(n_threads), started: OnceLock::new() }
+    /// At most so many threads of that name.
+    pub(crate) fn new(name: &'static str, n_threads: usize) -> Self {
+        Self { name, n_threads, n_idle: AtomicUsize::new(n_threads), started: OnceLock::new() }
     }
 
     /// Calls `run` once with each item, several at a time as far as threads are idle; the first ones first.
-    pub(super) fn run_all<T: Send>(&self, items: &mut [T], run: impl Fn(&mut T) + Sync) {
+    pub(crate) fn run_all<T: Send>(&self, items: &mut [T], run: impl Fn(&mut T) + Sync) {
         let Some((own, others)) = items.split_first_mut() else { return };
         let pool = if others.is_empty() { None } else { self.pool() };
         let Some(pool) = pool else {
@@ -61,7 +88,7 @@ impl LaneThreads {
 
     /// The threads; `None` where the operating system gives none.
     fn pool(&self) -> Option<&rayon::ThreadPool> {
-        self.started.get_or_init(|| Started::start(self.n_threads)).as_ref()?.pool.as_ref()
+        self.started.get_or_init(|| Started::start(self.name, self.n_threads)).as_ref()?.pool.as_ref()
     }
 
     fn claim(&self) -> Option<Claim<'_>> {
@@ -80,12 +107,12 @@ impl Drop for Claim<'_> {
 }
 
 impl Started {
-    fn start(n_threads: usize) -> Option<Self> {
+    fn start(name: &str, n_threads: usize) -> Option<Self> {
         let mut threads = Vec::with_capacity(n_threads);
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(n_threads)
             .spawn_handler(|thread| {
-                let builder = std::thread::Builder::new().name("kvik-redis".to_owned());
+                let builder = std::thread::Builder::new().name(name.to_owned());
                 threads.push(builder.spawn(|| thread.run())?);
                 Ok(())
             })
@@ -93,7 +120,7 @@ impl Started {
         match pool {
             Ok(pool) => Some(Self { pool: Some(pool), threads }),
             Err(error) => {
-                tracing::warn!(%error, "requests to Redis go over one connection at a time");
+                tracing::warn!(%error, threads = name, "requests go over one connection at a time");
                 // Those that were started have been told to end.
                 for thread in threads {
                     let _ = thread.join();
@@ -128,7 +155,7 @@ mod tests {
 
     #[test]
     fn every_item_is_done_once_by_a_few_threads_that_are_used_again() {
-        let lanes = LaneThreads::new(3);
+        let lanes = LaneThreads::new("lanes", 3);
         let threads: Mutex<HashSet<ThreadId>> = Mutex::default();
         for _ in 0..200 {
             let mut items = [0_u32; 7];
@@ -145,7 +172,7 @@ mod tests {
 
     #[test]
     fn items_are_done_at_a_time() {
-        let lanes = LaneThreads::new(3);
+        let lanes = LaneThreads::new("lanes", 3);
         let meeting = Barrier::new(4);
         // It would never end if fewer threads did them.
         lanes.run_all(&mut [(); 4], |()| {
@@ -155,7 +182,7 @@ mod tests {
 
     #[test]
     fn a_caller_does_its_own_work_while_all_threads_are_held_up_by_another() {
-        let lanes = Arc::new(LaneThreads::new(2));
+        let lanes = Arc::new(LaneThreads::new("lanes", 2));
         let (begun, may_end) = (Arc::new(Barrier::new(4)), Arc::new(Barrier::new(4)));
         let holding = std::thread::spawn({
             let (lanes, begun, may_end) = (Arc::clone(&lanes), Arc::clone(&begun), Arc::clone(&may_end));
@@ -177,7 +204,7 @@ mod tests {
     #[test]
     fn dropping_it_joins_its_threads() {
         let alive = Arc::new(());
-        let lanes = LaneThreads::new(2);
+        let lanes = LaneThreads::new("lanes", 2);
         thread_local! {
             static HELD: Mutex<Option<Arc<()>>> = const { Mutex::new(None) };
         }
