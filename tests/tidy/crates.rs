@@ -98,6 +98,7 @@ const TEST_EDGES: &[(&str, &[&str])] = &[
     // With the suite of behaviors that every tier runs.
     ("kvik-tier", &["kvik-tier"]),
     ("kvik-store", &["kvik-tier"]),
+    ("kvik-node", &["kvik-tier"]),
     // A real worker whose events are heard.
     ("kvik-indexer", &["kvik-worker"]),
 ];

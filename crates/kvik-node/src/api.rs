@@ -18,6 +18,7 @@ use serde::Deserialize;
 use serde_json::json;
 
 use crate::kv_streams::NotHeard;
+use crate::lm::LmServer;
 use crate::metrics::DaemonMetrics;
 use crate::peers::PeerServer;
 use crate::server::NodeServer;
@@ -46,11 +47,11 @@ struct EventsQuery {
 /// All routes. What the daemon holds is told to callers on loopback, and to those with the cluster's token.
 pub(crate) fn router(
     server: Arc<NodeServer>,
-    peers: Option<Arc<PeerServer>>,
+    (peers, lm): (Option<Arc<PeerServer>>, Option<Arc<LmServer>>),
     trust: &Arc<Trust>,
     shutdown: &Shutdown,
 ) -> Router {
-    let metrics = Arc::new(DaemonMetrics::new(Arc::clone(&server), peers));
+    let metrics = Arc::new(DaemonMetrics::new(Arc::clone(&server), peers, lm));
     let render = move || {
         metrics.update();
         std::future::ready(([(CONTENT_TYPE, "text/plain; version=0.0.4")], render_metrics()))

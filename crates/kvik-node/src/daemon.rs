@@ -20,6 +20,7 @@ use crate::api::router;
 use crate::bandwidth::NodeBandwidth;
 use crate::config::{DaemonConfig, PeerPlans, store_info};
 use crate::error::{NodeError, Result};
+use crate::lm::LmServer;
 use crate::peers::{Discovery, IndexHints, Listed, Listing, PeerServer};
 use crate::server::{NodeOptions, NodeServer, SUCCESSOR_TIMEOUT};
 use crate::take_over::{StoreParts, TakeOverOptions, TenantOpener};
@@ -41,7 +42,16 @@ pub struct RunningDaemon {
     socket: PathBuf,
     metrics_address: Option<SocketAddr>,
     server: Arc<NodeServer>,
+    remote: RemoteServers,
+}
+
+/// What serves clients on other machines.
+#[derive(Debug, Clone, Default)]
+struct RemoteServers {
+    /// Other nodes, which read chunks.
     peers: Option<Arc<PeerServer>>,
+    /// Clients of LMCache, which keep chunks of their own.
+    lm: Option<Arc<LmServer>>,
 }
 
 impl StoreDaemon {
@@ -60,6 +70,7 @@ impl StoreDaemon {
             None => None,
         };
         let peer_listener = config.peer.listen()?;
+        let lm_listener = config.lm.listen()?;
         let opener = Arc::new(ConfiguredOpener::try_new(&config, shutdown)?);
         let bound = peer_listener.as_ref().and_then(|(listener, _)| listener.local_addr().ok());
         *opener.peer_address.lock() = config.peer.advertised(bound)?;
@@ -78,11 +89,11 @@ impl StoreDaemon {
             NodeServer::start(options)
         });
         let server = server.await?;
-        let peers = opener.serve_peers(&server, peer_listener).await?;
+        let remote = opener.serve_remote(&server, peer_listener, lm_listener).await?;
         RunningDaemon::new(
             socket,
             server,
-            peers,
+            remote,
             metrics_listener.map(|listener| (listener, trust)),
             shutdown,
         )
@@ -98,9 +109,10 @@ impl StoreDaemon {
     pub async fn take_over(config: DaemonConfig, shutdown: &Shutdown) -> Result<RunningDaemon> {
         let (metrics, trust) = (config.metrics.clone(), config.trust()?);
         let opener = Arc::new(ConfiguredOpener::try_new(&config, shutdown)?);
-        let (socket, peer) = (config.socket.clone(), config.peer.clone());
+        let (socket, peer, lm) = (config.socket.clone(), config.peer.clone(), config.lm.clone());
         // What cannot work is refused before anything happens.
         config.check_cluster()?;
+        lm.check_listener()?;
         // A port that is not known yet is told to no engine: they attach before it is.
         let listening = peer.check_listener()?.filter(|address| address.port() != 0);
         *opener.peer_address.lock() = peer.advertised(listening)?;
@@ -121,11 +133,13 @@ impl StoreDaemon {
             None => None,
         };
         let peer_listener = after_another("no peers are served", async || peer.listen()).await.flatten();
-        let peers = opener.serve_peers(&server, peer_listener).await?;
+        let lm_listener =
+            after_another("no clients of LMCache are served", async || lm.listen()).await.flatten();
+        let remote = opener.serve_remote(&server, peer_listener, lm_listener).await?;
         RunningDaemon::new(
             socket,
             server,
-            peers,
+            remote,
             metrics_listener.map(|listener| (listener, trust)),
             shutdown,
         )
@@ -144,8 +158,10 @@ struct ConfiguredOpener {
     hints: Option<Arc<IndexHints>>,
     /// What engines are told: where other nodes read.
     peer_address: Mutex<Option<PeerAddress>>,
-    /// Gives the stores to other nodes, once it is started.
-    peer_server: Mutex<Option<Arc<PeerServer>>>,
+    /// In whose store clients of LMCache have their chunks; empty where none are served.
+    lm_tenant: String,
+    /// Gives the stores to others, once it is started.
+    remote: Mutex<RemoteServers>,
 }
 
 impl ConfiguredOpener {
@@ -155,23 +171,31 @@ impl ConfiguredOpener {
         let hints = client.map(|client| Arc::new(IndexHints::new(client, Handle::current())));
         let peers = config.peer_plans(hints.as_ref())?;
         let bandwidth = NodeBandwidth::default();
-        let (peer_address, peer_server) = (Mutex::default(), Mutex::default());
-        Ok(Self { config, shutdown, peers, bandwidth, hints, peer_address, peer_server })
+        let lm_tenant = if config.lm.listen.is_some() { config.lm_tenant()? } else { String::new() };
+        let (peer_address, remote) = (Mutex::default(), Mutex::default());
+        Ok(Self { config, shutdown, peers, bandwidth, hints, peer_address, lm_tenant, remote })
     }
 
-    /// Serves the stores to other nodes where there is a listener, and follows the nodes that are read from.
-    async fn serve_peers(
+    /// Serves the stores to other nodes and to clients of LMCache where there is a listener, and follows the nodes that
+    /// are read from.
+    async fn serve_remote(
         &self,
         server: &NodeServer,
         listener: Option<(std::net::TcpListener, PeerAdmission)>,
-    ) -> Result<Option<Arc<PeerServer>>> {
+        lm_listener: Option<std::net::TcpListener>,
+    ) -> Result<RemoteServers> {
+        let lm = match lm_listener {
+            Some(listener) => Some(Arc::new(LmServer::start(listener, &self.lm_tenant, &server.tenants())?)),
+            None => None,
+        };
         let peer_server = match listener {
             Some((listener, admission)) => {
                 Some(Arc::new(PeerServer::start(listener, &server.tenants(), admission)?))
             }
             None => None,
         };
-        self.peer_server.lock().clone_from(&peer_server);
+        let remote = RemoteServers { peers: peer_server.clone(), lm };
+        self.remote.lock().clone_from(&remote);
         let tiers: Vec<_> = self.peers.values().map(|peers| Arc::clone(&peers.tier)).collect();
         if !tiers.is_empty() {
             let own = peer_server.as_ref().map(|peers| peers.address());
@@ -181,7 +205,7 @@ impl ConfiguredOpener {
                 .start(&self.shutdown)
                 .await;
         }
-        Ok(peer_server)
+        Ok(remote)
     }
 }
 
@@ -216,16 +240,22 @@ impl TenantOpener for ConfiguredOpener {
     }
 
     fn pausing(&self) {
-        let peers = self.peer_server.lock().clone();
+        let RemoteServers { peers, lm } = self.remote.lock().clone();
         if let Some(peers) = peers {
             peers.pause();
+        }
+        if let Some(lm) = lm {
+            lm.pause();
         }
     }
 
     fn resumed(&self, tenants: &[Tenant]) {
-        let peers = self.peer_server.lock().clone();
+        let RemoteServers { peers, lm } = self.remote.lock().clone();
         if let Some(peers) = peers {
             peers.resume(tenants);
+        }
+        if let Some(lm) = lm {
+            lm.resume(tenants);
         }
     }
 
@@ -262,7 +292,7 @@ impl RunningDaemon {
     fn new(
         socket: PathBuf,
         server: Arc<NodeServer>,
-        peers: Option<Arc<PeerServer>>,
+        remote: RemoteServers,
         http: Option<(TcpListener, Trust)>,
         shutdown: &Shutdown,
     ) -> Result<Self> {
@@ -270,14 +300,19 @@ impl RunningDaemon {
         if let Some((listener, trust)) = http {
             let address = listener.local_addr().map_err(NodeError::io("listen for metrics"))?;
             metrics_address = Some(address);
-            let router = router(Arc::clone(&server), peers.clone(), &Arc::new(trust), shutdown);
+            let router = router(
+                Arc::clone(&server),
+                (remote.peers.clone(), remote.lm.clone()),
+                &Arc::new(trust),
+                shutdown,
+            );
             let connections = shutdown.clone();
             shutdown.spawn(async move {
                 let (closing, limits) = (connections.clone(), ListenLimits::default());
                 serve(listener, router, None, &limits, closing.draining(), &connections).await;
             });
         }
-        Ok(Self { socket, metrics_address, server, peers })
+        Ok(Self { socket, metrics_address, server, remote })
     }
 
     /// Where engines attach.
@@ -292,7 +327,12 @@ impl RunningDaemon {
 
     /// Where other nodes read chunks, if they do.
     pub fn peer_address(&self) -> Option<SocketAddr> {
-        self.peers.as_ref().map(|peers| peers.address())
+        self.remote.peers.as_ref().map(|peers| peers.address())
+    }
+
+    /// Where clients of LMCache have their chunks, if they do.
+    pub fn lm_address(&self) -> Option<SocketAddr> {
+        self.remote.lm.as_ref().map(|lm| lm.address())
     }
 
     /// The part that engines talk to.
@@ -302,11 +342,14 @@ impl RunningDaemon {
 
     /// Ends all sessions, writes what waits for lower tiers, and closes the stores.
     pub async fn finish(self) {
-        let Self { server, peers, .. } = self;
+        let Self { server, remote, .. } = self;
         // A thread that panicked has said so.
         let _ = tokio::task::spawn_blocking(move || {
-            if let Some(peers) = peers {
+            if let Some(peers) = remote.peers {
                 peers.end();
+            }
+            if let Some(lm) = remote.lm {
+                lm.end();
             }
             server.end();
             for tenant in &*server.tenants() {

@@ -15,6 +15,7 @@
 
 #![forbid(unsafe_code)]
 
+mod acceptor;
 mod api;
 mod audit;
 mod bandwidth;
@@ -26,6 +27,7 @@ mod error;
 mod frame;
 mod kv_log;
 mod kv_streams;
+mod lm;
 mod manage;
 mod metrics;
 mod operation;
@@ -44,8 +46,8 @@ pub use client::{
     RemotePrefetch, RemoteWrite, survey,
 };
 pub use config::{
-    DaemonConfig, DaemonPlan, PeerConfig, PeerPlan, PeerTlsConfig, StoreConfig, StorePlan, TenantConfig,
-    TierConfig,
+    DaemonConfig, DaemonPlan, LmConfig, PeerConfig, PeerPlan, PeerTlsConfig, StoreConfig, StorePlan,
+    TenantConfig, TierConfig,
 };
 pub use daemon::{RunningDaemon, StoreDaemon};
 pub use error::{NodeError, Result};

@@ -20,6 +20,8 @@
 //! | `kvik_node_requests_total` | counter | requests that were answered |
 //! | `kvik_node_peer_connections` | gauge | connections of other nodes |
 //! | `kvik_node_refused_peers_total` | counter | connections of other nodes that were refused, or ended by a mistake |
+//! | `kvik_node_lm_connections` | gauge | connections of LMCache's clients |
+//! | `kvik_node_refused_lm_clients_total` | counter | connections of LMCache's clients that were refused, or ended by a mistake |
 //! | `kvik_node_peer_hints_total{outcome}` | counter | lookups that asked the nodes which the index named: `right` where one had something, `wrong` where none had |
 //! | `kvik_node_corrupt_chunks_total` | counter | chunks whose bytes were not those of their checksum |
 //! | `kvik_node_audit_lost_total` | counter | lines that the audit log has lost |
@@ -30,6 +32,8 @@ use kvik_proto::cache::{CacheStats, TierOperation};
 use kvik_tier::TierKind;
 use metrics::{counter, gauge};
 
+use crate::acceptor::ConnectionCounts;
+use crate::lm::LmServer;
 use crate::peers::{PeerServer, PeerStats};
 use crate::report::cache_stats;
 use crate::server::{NodeServer, NodeStats};
@@ -108,11 +112,16 @@ fn with<const N: usize>(labels: &[Label], more: [Label; N]) -> Vec<Label> {
 pub(crate) struct DaemonMetrics {
     server: Arc<NodeServer>,
     peers: Option<Arc<PeerServer>>,
+    lm: Option<Arc<LmServer>>,
 }
 
 impl DaemonMetrics {
-    pub(crate) fn new(server: Arc<NodeServer>, peers: Option<Arc<PeerServer>>) -> Self {
-        Self { server, peers }
+    pub(crate) fn new(
+        server: Arc<NodeServer>,
+        peers: Option<Arc<PeerServer>>,
+        lm: Option<Arc<LmServer>>,
+    ) -> Self {
+        Self { server, peers, lm }
     }
 
     /// Takes over the present state.
@@ -148,6 +157,11 @@ impl DaemonMetrics {
             let PeerStats { n_connections, n_refused } = peers.stats();
             gauge!("kvik_node_peer_connections").set(n_connections as f64);
             counter!("kvik_node_refused_peers_total").absolute(n_refused);
+        }
+        if let Some(lm) = &self.lm {
+            let ConnectionCounts { n_connections, n_refused } = lm.counts();
+            gauge!("kvik_node_lm_connections").set(n_connections as f64);
+            counter!("kvik_node_refused_lm_clients_total").absolute(n_refused);
         }
     }
 }

@@ -29,6 +29,7 @@ pub mod nvme;
 mod object;
 mod operations;
 pub mod peer;
+mod plugin;
 mod pool;
 mod ram;
 mod random;
@@ -56,12 +57,13 @@ pub use histogram::Latencies;
 pub use key::{ChunkKey, NamespaceId, TokenDigest};
 pub use lm::{
     LM_KEY_BYTES, LM_MAX_VALUE_BYTES, LM_REPLY_BYTES, LM_REQUEST_BYTES, LmCommand, LmForm, LmKey, LmOptions,
-    LmReply, LmRequest, LmTier, LmUrl,
+    LmReply, LmRequest, LmSource, LmTier, LmUrl, LmWriter, serve_lm,
 };
 pub use nvme::{IoKind, NvmeOptions, NvmeTier, format_device};
 pub use object::{ObjectOptions, ObjectTier, ObjectUrl};
 pub use operations::OperationMetrics;
 pub use peer::{PeerAddress, PeerOptions, PeerTier};
+pub use plugin::{PluginTier, PluginUrl};
 pub use ram::{PlacedChunk, RamTier};
 pub use redis::{RedisOptions, RedisTier, RedisUrl, Reply, ReplyReader, ValueReply};
 pub use remote::{RemoteOptions, RemoteUrl, open_remote};

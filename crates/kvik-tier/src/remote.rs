@@ -8,6 +8,7 @@ use kvik_types::{HIDDEN, RedisUrl, RedisUrlError};
 use crate::error::{Result, TierError};
 use crate::lm::{LmOptions, LmTier, LmUrl};
 use crate::object::{ObjectOptions, ObjectTier, ObjectUrl};
+use crate::plugin::{PluginTier, PluginUrl};
 use crate::redis::{RedisOptions, RedisTier};
 use crate::tier::{Tier, TierKind};
 
@@ -21,6 +22,8 @@ pub enum RemoteUrl {
     Object(ObjectUrl),
     /// `lm://`.
     Lm(LmUrl),
+    /// `plugin://`.
+    Plugin(PluginUrl),
 }
 
 /// How remote tiers work; those of one kind read their own part.
@@ -36,10 +39,11 @@ pub struct RemoteOptions {
 
 /// Opens the tier at `url`.
 ///
-/// No server is asked, so one that is down is found at the first call and not here.
+/// No server is asked, so one that is down is found at the first call and not here. A plugin is loaded.
 ///
 /// # Errors
-/// [`TierError::Invalid`] if the URL or an option is, [`TierError::Io`] if this machine refuses.
+/// [`TierError::Invalid`] if the URL or an option is, [`TierError::Io`] if this machine refuses, [`TierError::Remote`] if a
+/// plugin does.
 ///
 /// ```
 /// use kvik_tier::{RemoteOptions, TierKind, open_remote};
@@ -53,6 +57,7 @@ pub fn open_remote(url: &RemoteUrl, options: &RemoteOptions) -> Result<Box<dyn T
         RemoteUrl::Redis(url) => Box::new(RedisTier::open(url, &options.redis)?),
         RemoteUrl::Object(url) => Box::new(ObjectTier::open(url, &options.object)?),
         RemoteUrl::Lm(url) => Box::new(LmTier::open(url, &options.lm)?),
+        RemoteUrl::Plugin(url) => Box::new(PluginTier::open(url)?),
     })
 }
 
@@ -63,6 +68,7 @@ impl RemoteUrl {
             Self::Redis(_) => TierKind::Redis,
             Self::Object(_) => TierKind::Object,
             Self::Lm(_) => TierKind::Lm,
+            Self::Plugin(_) => TierKind::Plugin,
         }
     }
 }
@@ -84,7 +90,11 @@ impl FromStr for RemoteUrl {
         if scheme == LmUrl::SCHEME {
             return text.parse().map(Self::Lm);
         }
-        let allowed = "redis, rediss, valkey, valkeys, each also with +cluster, unix, s3, gs, az, file, lm";
+        if scheme == PluginUrl::SCHEME {
+            return text.parse().map(Self::Plugin);
+        }
+        let allowed =
+            "redis, rediss, valkey, valkeys, each also with +cluster, unix, s3, gs, az, file, lm, plugin";
         // A password may have `://` in it; what stands before that is no scheme.
         let is_scheme =
             scheme.len() <= 32 && scheme.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'+');
@@ -99,6 +109,7 @@ impl fmt::Display for RemoteUrl {
             Self::Redis(url) => url.fmt(formatter),
             Self::Object(url) => url.fmt(formatter),
             Self::Lm(url) => url.fmt(formatter),
+            Self::Plugin(url) => url.fmt(formatter),
         }
     }
 }

@@ -10,7 +10,7 @@ use kvik_runtime::secret::Secret;
 use kvik_store::Store;
 use serde::{Deserialize, Serialize};
 
-use super::{PeerConfig, PeerPlan, StoreConfig, StorePlan, TierConfig, check, refuse};
+use super::{LmConfig, PeerConfig, PeerPlan, StoreConfig, StorePlan, TierConfig, check, refuse};
 use crate::bandwidth::{NodeBandwidth, TenantBandwidth};
 use crate::error::{NodeError, Result};
 use crate::peers::IndexHints;
@@ -46,6 +46,8 @@ pub struct DaemonConfig {
     pub tenants: Vec<TenantConfig>,
     /// Other nodes, whose chunks are read and that read those of this one.
     pub peer: PeerConfig,
+    /// Clients of LMCache's plain remote protocol, which keep their own chunks here.
+    pub lm: LmConfig,
     /// File to which is appended which engine attached, stored and read which chunks, one JSON object a line, with mode
     /// 0600 where it is new; it is opened again after it was renamed. Default: none.
     pub audit_log: Option<PathBuf>,
@@ -107,6 +109,7 @@ impl Default for DaemonConfig {
             tiers: StoreConfig::default(),
             tenants: Vec::new(),
             peer: PeerConfig::default(),
+            lm: LmConfig::default(),
             audit_log: None,
             drain_grace_s: 20,
             take_over_grace_s: 10,
@@ -171,6 +174,22 @@ impl DaemonConfig {
             })
         };
         self.configured_tenants()?.into_iter().map(terms).collect()
+    }
+
+    /// The name of the tenant in whose store chunks of LMCache's clients are.
+    ///
+    /// # Errors
+    /// [`NodeError::Invalid`] if it is no tenant, or if there are several and none is named.
+    pub(crate) fn lm_tenant(&self) -> Result<String> {
+        let names: Vec<String> = self.configured_tenants()?.into_iter().map(|tenant| tenant.name).collect();
+        match (&self.lm.tenant, &names[..]) {
+            (Some(name), _) if names.contains(name) => Ok(name.clone()),
+            (None, [only]) => Ok(only.clone()),
+            (given, _) => {
+                let given = given.as_deref().unwrap_or("not set");
+                refuse("lm.tenant", given, "the name of one of `tenants`, or of `tiers.tenant` without any")
+            }
+        }
     }
 
     /// Opens the tiers below the memory of a tenant.

@@ -4,6 +4,7 @@
 
 mod cluster;
 mod daemon;
+mod lm;
 mod lmcache;
 mod peer;
 #[cfg(test)]
@@ -29,6 +30,7 @@ use crate::tenant::ClientToken;
 pub(crate) use cluster::store_info;
 pub use daemon::{DaemonConfig, TenantConfig};
 pub(crate) use daemon::{PeerPlans, read_token};
+pub use lm::LmConfig;
 pub use peer::{PeerConfig, PeerPlan, PeerTlsConfig};
 pub use tiers::TierConfig;
 use tiers::TierDefaults;

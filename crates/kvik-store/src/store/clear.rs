@@ -1,7 +1,7 @@
 //! Chunks that are removed on request.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvik_tier::{ChunkKey, NamespaceId};
 use kvik_types::Namespace;
@@ -71,6 +71,20 @@ impl Store {
             }
         }
         cleared
+    }
+
+    /// Removes a chain from all tiers and disturbs nothing else in its namespace, unlike [`Self::clear`]. Lower tiers
+    /// remove it after what is queued for them; that is waited for, at most `timeout` in all.
+    ///
+    /// A read of it that is under way may bring it back into memory. A writer that has to be sure looks whether what it
+    /// begins to write is present.
+    pub fn forget(&self, chain: &Chain, timeout: Duration) {
+        let core = self.core();
+        let now = Instant::now();
+        let deadline = now.checked_add(timeout).unwrap_or(now);
+        for tier in (0..core.labels.len()).rev() {
+            core.remove_chunks(tier, chain, core.n_chunks(chain), deadline);
+        }
     }
 }
 

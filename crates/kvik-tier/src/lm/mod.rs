@@ -4,7 +4,8 @@
 //! reply to a store. So a value is stored only where the server says that it has none, and the server is asked
 //! again behind it; a range is read by reading past the rest; and a chunk is deleted by a value without bytes in its
 //! place. A server goes on saying that such a value is there, so this tier remembers what it deleted and what it found
-//! deleted (`absent.rs`). `frame.rs` is the protocol, `connection.rs` a connection that speaks it.
+//! deleted (`absent.rs`). `frame.rs` is the protocol, `connection.rs` a connection that speaks it,
+//! and `serve.rs` the answering side, for kvik's own server.
 //!
 //! A chunk is the value of `<prefix>@0@<rank>@<namespace><chunk>@uint8`. LMCache's keys have the number of an
 //! engine's ranks in the place of the 0, so that no key of one is a key of the other.
@@ -12,6 +13,7 @@
 mod absent;
 mod connection;
 mod frame;
+mod serve;
 mod url;
 
 use std::collections::HashSet;
@@ -23,6 +25,7 @@ pub use frame::{
     LM_KEY_BYTES, LM_MAX_VALUE_BYTES, LM_REPLY_BYTES, LM_REQUEST_BYTES, LmCommand, LmForm, LmKey, LmReply,
     LmRequest,
 };
+pub use serve::{LmSource, LmWriter, serve_lm};
 pub use url::LmUrl;
 
 use self::absent::AbsentKeys;

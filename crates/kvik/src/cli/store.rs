@@ -61,6 +61,12 @@ pub(crate) struct StoreServeArguments {
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) advertise: Option<String>,
 
+    /// Address at which LMCache's clients (`remote_url: lm://HOST:PORT`) keep their own chunks; port 0 takes a free one. One
+    /// that other machines can reach needs `--set lm.insecure=true`, because the protocol knows no credentials
+    /// [default: none]
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) lm_listen: Option<String>,
+
     /// Take over from the daemon that serves at the socket, with all chunks in its memory; engines see a pause. The
     /// running daemon goes on if this one cannot serve, and ends otherwise. Memory, chunk length, keys, tenants and tokens
     /// must be those of the running daemon; disk and remote may differ

@@ -28,6 +28,7 @@ pub(crate) fn serve(arguments: &StoreServeArguments) -> anyhow::Result<()> {
                 .with("advertise", arguments.advertise.clone())
                 .into_value(),
         )
+        .with("lm", Flags::default().with("listen", arguments.lm_listen.clone()).into_value())
         .with("tiers", service::store_flags(&arguments.store));
     let common = &arguments.service;
     let mut config =
@@ -52,7 +53,8 @@ pub(crate) fn serve(arguments: &StoreServeArguments) -> anyhow::Result<()> {
         let socket = daemon.socket().display();
         let metrics = daemon.metrics_address().map(tracing::field::display);
         let peers = daemon.peer_address().map(tracing::field::display);
-        tracing::info!(%socket, metrics, peers, "store daemon is ready");
+        let lm = daemon.lm_address().map(tracing::field::display);
+        tracing::info!(%socket, metrics, peers, lm, "store daemon is ready");
         shutdown.draining().await;
         daemon.finish().await;
         Ok(())
