@@ -32,6 +32,20 @@ fn a_namespace_is_cleared_in_every_tier_and_others_are_not() {
 }
 
 #[test]
+fn a_chain_that_is_forgotten_leaves_every_tier_and_disturbs_no_other() {
+    let (nvme, redis) = (TestTier::new(TierKind::Nvme), TestTier::new(TierKind::Redis));
+    let store = Setup::new(32).local(&nvme).remote(&redis).open();
+    let (gone, kept) = (chain_of(&store, 1, 3), chain_of(&store, 2, 3));
+    assert_eq!(store_chain(&store, &gone), 3);
+    let Write::Slot(under_way) = store.begin_write(&kept, 0, 0) else { panic!("no slot") };
+    flush(&store);
+    store.forget(&gone, std::time::Duration::from_mins(1));
+    assert_eq!((nvme.stat_chunks(), redis.stat_chunks(), store.lookup(&gone).n_tokens), (0, 0, 0));
+    assert_eq!(under_way.commit(), Commit::Stored, "a clear would have dropped it");
+    assert_eq!(store_chain(&store, &gone), 3);
+}
+
+#[test]
 fn what_local_tiers_know_is_cleared_in_a_remote_tier_too() {
     let (nvme, redis) = (TestTier::new(TierKind::Nvme), TestTier::new(TierKind::Redis));
     let store = Setup::new(32).local(&nvme).remote(&redis).open();
