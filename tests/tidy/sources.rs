@@ -18,6 +18,7 @@ const UNSAFE_PLACES: &[&str] = &[
     "crates/kvik-model/src/kernels",
     "crates/kvik-tier/src/arena",
     "crates/kvik-tier/src/nvme/io",
+    "crates/kvik-tier/src/plugin",
 ];
 
 /// Crates that are a function of their inputs.

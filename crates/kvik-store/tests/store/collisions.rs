@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use kvik_store::{ChunkFormat, Clear, Commit, DigestKey, Store, StoreOptions, Write};
 use kvik_tier::{
-    Arena, ArenaOptions, Checksummed, NvmeOptions, NvmeTier, ObjectOptions, RamTier, RedisOptions,
-    RemoteOptions, Tier, TierKind, open_remote,
+    Arena, ArenaOptions, Checksummed, NvmeOptions, NvmeTier, RamTier, RemoteOptions, Tier, TierKind,
+    open_remote,
 };
 use kvik_types::BlockSize;
 
@@ -181,7 +181,7 @@ fn a_collision_on_disk_is_a_miss() {
 fn a_collision_in_an_object_store_is_a_miss() {
     let dir = tempfile::tempdir().unwrap();
     let url = format!("file://{}", dir.path().display()).parse().unwrap();
-    let options = RemoteOptions { redis: RedisOptions::default(), object: ObjectOptions::default() };
+    let options = RemoteOptions::default();
     let tier = open_remote(&url, &options).unwrap();
     a_lower_tier_misses(&Pair::new(None, Some(Arc::new(Checksummed::new(tier)))), TierKind::Object);
 }
