@@ -23,6 +23,7 @@ const FORM: LmForm = LmForm { format: 1, dtype: 3, shape: [2, 4, 16, 32] };
 /// A daemon in a runtime of its own.
 struct Node {
     daemon: Option<RunningDaemon>,
+    config: DaemonConfig,
     shutdown: Shutdown,
     runtime: Runtime,
 }
@@ -35,8 +36,8 @@ impl Node {
         change(&mut config);
         let runtime = Runtime::new().unwrap();
         let shutdown = Shutdown::new();
-        let daemon = runtime.block_on(StoreDaemon::start(config, &shutdown)).unwrap();
-        Self { daemon: Some(daemon), shutdown, runtime }
+        let daemon = runtime.block_on(StoreDaemon::start(config.clone(), &shutdown)).unwrap();
+        Self { daemon: Some(daemon), config, shutdown, runtime }
     }
 
     fn address(&self) -> SocketAddr {
@@ -326,6 +327,43 @@ fn the_end_of_a_daemon_ends_its_connections() {
     let begin = Instant::now();
     drop(node);
     assert!(begin.elapsed() < PATIENCE && client.is_ended());
+}
+
+#[test]
+fn a_daemon_that_takes_over_has_the_values_of_the_one_before() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut first = Node::start(folder.path(), "64MiB", |_| {});
+    let address = first.address();
+    let mut client = first.client();
+    for number in 0..10 {
+        client.put(&name(number), FORM, &value(number, 100_000));
+    }
+    assert!(client.exists(&name(9)));
+    let mut config = first.config.clone();
+    config.lm.listen = Some(address.to_string());
+    let runtime = Runtime::new().unwrap();
+    let shutdown = Shutdown::new();
+    let taking_over = StoreDaemon::take_over(config.clone(), &shutdown);
+    let daemon = thread::scope(|scope| {
+        // The old daemon ends when it is told that the other one serves, and gives its addresses back.
+        let ending = scope.spawn(|| {
+            let (draining, daemon) = (first.shutdown.clone(), first.daemon.take().unwrap());
+            first.runtime.block_on(async {
+                draining.draining().await;
+                daemon.finish().await;
+            });
+        });
+        let daemon = runtime.block_on(taking_over).unwrap();
+        ending.join().unwrap();
+        daemon
+    });
+    let second = Node { daemon: Some(daemon), config, shutdown, runtime };
+    assert!(client.is_ended(), "the connection was to the old daemon");
+    assert_eq!(second.address(), address);
+    let mut client = second.client();
+    for number in 0..10 {
+        assert!(client.get(&name(number)) == Some((FORM, value(number, 100_000))), "{number}");
+    }
 }
 
 #[test]

@@ -150,6 +150,18 @@ fn tiers_without_names_get_that_of_their_kind_and_other_nodes_come_before_remote
 }
 
 #[test]
+fn servers_of_lmcache_and_libraries_are_remotes_under_both_names() {
+    for (url, name) in [("lm://cache:65432", "lm"), ("plugin:///usr/lib/kvik/map_tier.so?a=b", "plugin")] {
+        for field in ["remote", "remote_url"] {
+            let plan = plan(&format!(r#"{{"{field}": "{url}"}}"#)).unwrap().unwrap();
+            assert_eq!(names(&plan), ["peer", name]);
+        }
+    }
+    let text = message(r#"{"remote": "mooncake://cache:1"}"#);
+    assert!(text.contains("lm, plugin") && text.contains("redis"), "{text}");
+}
+
+#[test]
 fn a_block_device_needs_no_size() {
     let plan = plan(r#"{"tiers": [{"nvme": "/dev/nvme1n1"}, {"nvme": "/dev/sdb:1GiB"}]}"#).unwrap().unwrap();
     let device = |name: &str, path: &str, size| (name.to_owned(), PathBuf::from(path), size);

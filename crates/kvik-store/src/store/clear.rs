@@ -74,7 +74,8 @@ impl Store {
     }
 
     /// Removes a chain from all tiers and disturbs nothing else in its namespace, unlike [`Self::clear`]. Lower tiers
-    /// remove it after what is queued for them; that is waited for, at most `timeout` in all.
+    /// remove it after what is queued for them, also where it is the chain itself that is queued; that is waited for, at most
+    /// `timeout` in all.
     ///
     /// A read of it that is under way may bring it back into memory. A writer that has to be sure looks whether what it
     /// begins to write is present.
@@ -82,8 +83,29 @@ impl Store {
         let core = self.core();
         let now = Instant::now();
         let deadline = now.checked_add(timeout).unwrap_or(now);
+        let n_chunks = core.n_chunks(chain);
+        // Now, so that no reader finds it, and again after what is queued.
         for tier in (0..core.labels.len()).rev() {
-            core.remove_chunks(tier, chain, core.n_chunks(chain), deadline);
+            core.take_out_chunks(tier, chain, n_chunks);
+        }
+        let keys = |chunk_idx| (0..chain.n_ranks()).map(move |rank| chain.key_of(chunk_idx, rank));
+        let keys: Vec<ChunkKey> = (0..n_chunks).flat_map(keys).collect();
+        let mut answers = Vec::new();
+        for lower in &core.lowers {
+            let (promise, answer) = promise();
+            let (core, chain, keys) = (Arc::clone(core), chain.clone(), keys.clone());
+            let task = move |lower: &Lower| {
+                core.take_out_chunks(lower.tier_idx, &chain, n_chunks);
+                // What cannot be deleted is unknown here, and found again by the next start at the earliest.
+                let _ = lower.tier.delete(&keys);
+                promise.keep(());
+            };
+            if lower.writes.push(0, WriteJob::Task(Box::new(task))).is_ok() {
+                answers.push(answer);
+            }
+        }
+        for answer in answers {
+            let _ = answer.wait(deadline);
         }
     }
 }
@@ -110,6 +132,14 @@ impl Core {
         n_chunks: usize,
         deadline: Instant,
     ) -> usize {
+        let (keys, n_removed) = self.take_out_chunks(tier, chain, n_chunks);
+        self.delete_from(tier, keys, deadline);
+        n_removed
+    }
+
+    /// Forgets the first `n_chunks` chunks of a chain in a tier, as [`Self::remove_chunks`] does; the keys that are to be
+    /// deleted there, and how many chunks were there.
+    fn take_out_chunks(&self, tier: TierIdx, chain: &Chain, n_chunks: usize) -> (Vec<ChunkKey>, usize) {
         let mut keys = Vec::new();
         let mut n_removed = 0;
         if let Some(residents) = self.residents(tier) {
@@ -134,8 +164,7 @@ impl Core {
                 keys.extend((0..chain.n_ranks()).map(|rank| chain.key_of(chunk_idx, rank)));
             }
         }
-        self.delete_from(tier, keys, deadline);
-        n_removed
+        (keys, n_removed)
     }
 
     /// Removes all chunks, or those of a namespace, from a tier; returns how many were there.

@@ -43,6 +43,10 @@ fn a_chain_that_is_forgotten_leaves_every_tier_and_disturbs_no_other() {
     assert_eq!((nvme.stat_chunks(), redis.stat_chunks(), store.lookup(&gone).n_tokens), (0, 0, 0));
     assert_eq!(under_way.commit(), Commit::Stored, "a clear would have dropped it");
     assert_eq!(store_chain(&store, &gone), 3);
+    // What waits to be written is removed after it was.
+    store.forget(&gone, std::time::Duration::from_mins(1));
+    flush(&store);
+    assert_eq!((nvme.stat_chunks(), redis.stat_chunks(), store.lookup(&gone).n_tokens), (1, 1, 0));
 }
 
 #[test]
