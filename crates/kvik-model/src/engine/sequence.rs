@@ -397,8 +397,10 @@ impl Sequence {
         if self.n_cached.is_some() {
             return None;
         }
-        self.n_cached = Some(self.n_computed);
-        Some((self.n_computed, self.n_loaded))
+        // What was placed is told apart from what is exact.
+        let n_cached = if self.is_exact() { self.n_computed } else { 0 };
+        self.n_cached = Some(n_cached);
+        Some((n_cached, self.n_loaded))
     }
 
     /// Number of its full blocks that may be kept when it has ended: none if some of its KV came from outside

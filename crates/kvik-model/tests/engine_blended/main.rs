@@ -115,7 +115,9 @@ fn a_segment_at_the_start_of_a_prompt_is_exact() {
     let expected = plain(&mut engine, &prompt);
     for n_tokens in [1, 16, 31, 44, 45] {
         let placed = segments(&mut engine, &prompt, &[(0, n_tokens)]);
-        assert_same(&blended(&mut engine, &prompt, placed, "none"), &expected);
+        let actual = blended(&mut engine, &prompt, placed, "none");
+        assert_same(&actual, &expected);
+        assert_eq!((actual.usage.cached_tokens, actual.usage.blend.blended_tokens), (0, n_tokens));
     }
 }
 
