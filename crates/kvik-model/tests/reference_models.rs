@@ -7,7 +7,8 @@
 use std::path::{Path, PathBuf};
 
 use kvik_model::{
-    Backend, BlockId, Checkpoint, CpuBackend, CpuBackendOptions, Isa, Logits, ModelConfig, SequenceRows,
+    Backend, BlockId, Checkpoint, CpuBackend, CpuBackendOptions, Isa, Logits, ModelConfig, RowPositions,
+    SequenceRows,
 };
 use safetensors::SafeTensors;
 
