@@ -1,6 +1,6 @@
 //! Keys whose values are known to be gone although a server says that they are there.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 
 use parking_lot::Mutex;
 
@@ -17,21 +17,28 @@ pub(super) struct AbsentKeys {
 
 #[derive(Debug, Default)]
 struct Keys {
-    known: HashSet<ChunkKey>,
+    /// With the number under which each came last.
+    known: HashMap<ChunkKey, u64>,
     /// In the order in which they came, also those that left meanwhile.
-    order: VecDeque<ChunkKey>,
+    order: VecDeque<(u64, ChunkKey)>,
+    next_number: u64,
 }
 
 impl AbsentKeys {
     pub(super) fn insert(&self, key: ChunkKey) {
         let mut keys = self.keys.lock();
-        if !keys.known.insert(key) {
+        let Keys { known, order, next_number } = &mut *keys;
+        if known.contains_key(&key) {
             return;
         }
-        keys.order.push_back(key);
-        while keys.order.len() > MAX_KEYS {
-            if let Some(oldest) = keys.order.pop_front() {
-                keys.known.remove(&oldest);
+        known.insert(key, *next_number);
+        order.push_back((*next_number, key));
+        *next_number += 1;
+        while order.len() > MAX_KEYS {
+            if let Some((number, oldest)) = order.pop_front()
+                && known.get(&oldest) == Some(&number)
+            {
+                known.remove(&oldest);
             }
         }
     }
@@ -41,7 +48,7 @@ impl AbsentKeys {
     }
 
     pub(super) fn contains(&self, key: &ChunkKey) -> bool {
-        self.keys.lock().known.contains(key)
+        self.keys.lock().known.contains_key(key)
     }
 }
 
