@@ -22,7 +22,7 @@ pub enum RemoteUrl {
     Object(ObjectUrl),
     /// `lm://`.
     Lm(LmUrl),
-    /// `plugin://`.
+    /// `plugin://`, `mooncakestore://`.
     Plugin(PluginUrl),
 }
 
@@ -93,8 +93,10 @@ impl FromStr for RemoteUrl {
         if scheme == PluginUrl::SCHEME {
             return text.parse().map(Self::Plugin);
         }
-        let allowed =
-            "redis, rediss, valkey, valkeys, each also with +cluster, unix, s3, gs, az, file, lm, plugin";
+        if scheme == PluginUrl::MOONCAKE_SCHEME {
+            return PluginUrl::of_mooncake(text).map(Self::Plugin);
+        }
+        let allowed = "redis, rediss, valkey, valkeys, each also with +cluster, unix, s3, gs, az, file, lm, plugin, mooncakestore";
         // A password may have `://` in it; what stands before that is no scheme.
         let is_scheme =
             scheme.len() <= 32 && scheme.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'+');

@@ -319,8 +319,8 @@ pub(crate) struct StoreArguments {
     #[arg(long, value_name = "DIR:SIZE")]
     pub(crate) nvme: Option<String>,
 
-    /// Remote store for KV: redis://, rediss://, redis+cluster://, s3://, gs://, az://, file://, lm:// or plugin://
-    /// [default: none]
+    /// Remote store for KV: redis://, rediss://, redis+cluster://, s3://, gs://, az://, file://, lm://, plugin:// or
+    /// mooncakestore:// [default: none]
     #[arg(long, value_name = "URL")]
     pub(crate) remote: Option<String>,
 }

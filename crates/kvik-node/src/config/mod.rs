@@ -60,8 +60,8 @@ pub struct StoreConfig {
     pub ram: String,
     /// Folder and size on a local disk, such as `/var/cache/kvik:20GiB`, or a block device. Default: none.
     pub nvme: Option<String>,
-    /// A remote tier: `redis://`, `rediss://`, `redis+cluster://`, `s3://`, `gs://`, `az://`, `file://`, `lm://` or
-    /// `plugin://`.
+    /// A remote tier: `redis://`, `rediss://`, `redis+cluster://`, `s3://`, `gs://`, `az://`, `file://`, `lm://`,
+    /// `plugin://` or `mooncakestore://`.
     /// Default: none.
     pub remote: Option<SecretUrl>,
     /// All tiers below memory, fastest first, in the place of `nvme` and `remote`: objects such as

@@ -151,14 +151,18 @@ fn tiers_without_names_get_that_of_their_kind_and_other_nodes_come_before_remote
 
 #[test]
 fn servers_of_lmcache_and_libraries_are_remotes_under_both_names() {
-    for (url, name) in [("lm://cache:65432", "lm"), ("plugin:///usr/lib/kvik/map_tier.so?a=b", "plugin")] {
+    for (url, name) in [
+        ("lm://cache:65432", "lm"),
+        ("plugin:///usr/lib/kvik/map_tier.so?a=b", "plugin"),
+        ("mooncakestore://h:50051/", "plugin"),
+    ] {
         for field in ["remote", "remote_url"] {
             let plan = plan(&format!(r#"{{"{field}": "{url}"}}"#)).unwrap().unwrap();
             assert_eq!(names(&plan), ["peer", name]);
         }
     }
-    let text = message(r#"{"remote": "mooncake://cache:1"}"#);
-    assert!(text.contains("lm, plugin") && text.contains("redis"), "{text}");
+    let text = message(r#"{"remote": "infinistore://cache:1"}"#);
+    assert!(text.contains("lm, plugin, mooncakestore") && text.contains("redis"), "{text}");
 }
 
 #[test]

@@ -19,8 +19,43 @@ pub struct PluginUrl {
 }
 
 impl PluginUrl {
-    /// The only scheme.
+    /// The scheme of any library.
     pub const SCHEME: &'static str = "plugin";
+
+    /// The scheme of the library for Mooncake's store.
+    pub const MOONCAKE_SCHEME: &'static str = "mooncakestore";
+
+    /// Where the library for Mooncake's store is unless `library=` says so.
+    pub const MOONCAKE_LIBRARY: &'static str = "/usr/lib/kvik/mooncake_tier.so";
+
+    /// Reads `mooncakestore://master:port?options`: the library for Mooncake's store, which is told where the master is.
+    ///
+    /// # Errors
+    /// [`TierError::Invalid`] if it has another form.
+    pub fn of_mooncake(text: &str) -> Result<Self> {
+        const ALLOWED: &str =
+            "mooncakestore://host:port of Mooncake's master, and options behind a question mark";
+        let refuse = || TierError::invalid("url", &"a mooncakestore:// address of another form", ALLOWED);
+        let rest = text.strip_prefix("mooncakestore://").ok_or_else(refuse)?;
+        let (master, options) = rest.split_once('?').unwrap_or((rest, ""));
+        let master = master.strip_suffix('/').unwrap_or(master);
+        let (host, port) = master.rsplit_once(':').ok_or_else(refuse)?;
+        let is_host = !host.is_empty()
+            && !host.contains(['/', '@', '&', '=', '\0'])
+            && !host.contains(char::is_whitespace);
+        if !is_host || port.parse::<u16>().is_err() || options.contains('\0') {
+            return Err(refuse());
+        }
+        let mut library = Self::MOONCAKE_LIBRARY;
+        let mut told = format!("master={master}");
+        for option in options.split('&').filter(|option| !option.is_empty()) {
+            match option.strip_prefix("library=") {
+                Some(path) => library = path,
+                None => told.extend(["&", option]),
+            }
+        }
+        format!("plugin://{library}?{told}").parse()
+    }
 }
 
 impl FromStr for PluginUrl {
@@ -58,6 +93,32 @@ impl fmt::Debug for PluginUrl {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_address_of_mooncakes_master_is_its_library_and_what_that_is_told() {
+        for (text, path, options) in [
+            ("mooncakestore://10.0.0.7:50051", PluginUrl::MOONCAKE_LIBRARY, "master=10.0.0.7:50051"),
+            ("mooncakestore://[::1]:50051/", PluginUrl::MOONCAKE_LIBRARY, "master=[::1]:50051"),
+            (
+                "mooncakestore://h:1/?local=a&library=/opt/m.so&protocol=rdma",
+                "/opt/m.so",
+                "master=h:1&local=a&protocol=rdma",
+            ),
+        ] {
+            let url = PluginUrl::of_mooncake(text).unwrap();
+            assert_eq!((url.path.to_str(), url.options.as_str()), (Some(path), options), "{text}");
+        }
+        for text in [
+            "mooncakestore://",
+            "mooncakestore://h",
+            "mooncakestore://:1",
+            "mooncakestore://h:x",
+            "mooncakestore://a@h:1",
+            "mooncakestore://h:1?library=m.so",
+        ] {
+            assert!(PluginUrl::of_mooncake(text).is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn a_url_has_a_path_and_options_that_are_not_shown() {
