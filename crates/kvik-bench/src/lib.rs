@@ -24,6 +24,7 @@
 #![forbid(unsafe_code)]
 
 pub mod blend;
+pub mod codec;
 pub mod demo;
 pub mod edges;
 pub mod engine;

@@ -34,6 +34,8 @@ pub(crate) struct Int4;
 struct Group {
     lowest: f32,
     step: f32,
+    /// 1 / `step`.
+    inverse: f32,
 }
 
 impl Quantizer for Int4 {
@@ -115,19 +117,24 @@ impl Quantizer for Int4 {
 
 impl Group {
     #[inline(always)]
+    fn new(lowest: f32, step: f32) -> Self {
+        Self { lowest, step, inverse: 1.0 / step }
+    }
+
+    #[inline(always)]
     fn of((low, high): (f32, f32)) -> Self {
         let lowest = widen_bf16(bf16_at_most(low));
-        Self { lowest, step: widen_bf16(step_bits((high - lowest) / LARGEST)) }
+        Self::new(lowest, widen_bf16(step_bits((high - lowest) / LARGEST)))
     }
 
     #[inline(always)]
     fn read([lowest_0, lowest_1, step_0, step_1]: [u8; 4]) -> Result<Self> {
-        Ok(Self { lowest: scale_of([lowest_0, lowest_1])?, step: scale_of([step_0, step_1])? })
+        Ok(Self::new(scale_of([lowest_0, lowest_1])?, scale_of([step_0, step_1])?))
     }
 
     #[inline(always)]
     fn code(self, value: f32) -> u8 {
-        let code = (value - self.lowest) / self.step;
+        let code = (value - self.lowest) * self.inverse;
         quantized(if code < LARGEST { code } else { LARGEST }) as u8 & 0xf
     }
 

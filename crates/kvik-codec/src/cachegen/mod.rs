@@ -35,7 +35,7 @@ pub(crate) struct Cachegen {
 
 impl Default for Cachegen {
     fn default() -> Self {
-        Self { key_levels: [8.0, 6.0, 5.0], value_levels: [6.0, 5.0, 4.0] }
+        Self { key_levels: [7.0, 6.0, 6.0], value_levels: [6.0, 5.0, 5.0] }
     }
 }
 

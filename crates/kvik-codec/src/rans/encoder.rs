@@ -10,26 +10,33 @@ use crate::simd::{LOWER_BOUND, PROBABILITY_BITS};
 pub(crate) fn encode(symbols: &[u8], classes: &[u8], ranges: &[[(u16, u16); N_SYMBOLS]], out: &mut Vec<u8>) {
     let (units, _) = symbols.as_chunks::<LANES>();
     let mut states = [[LOWER_BOUND; LANES]; N_CHAINS];
-    let mut words: [Vec<u16>; N_CHAINS] = [const { Vec::new() }; N_CHAINS];
-    // Decoders are last in, first out: what they read first is written last.
+    // Decoders are last in, first out: the buffers are filled from their ends.
+    let mut words = [0, 1].map(|chain| vec![0_u16; (units.len() + 1 - chain) / N_CHAINS * LANES]);
+    let mut starts = [words[0].len(), words[1].len()];
     for (unit_idx, (unit, class)) in units.iter().zip(classes).enumerate().rev() {
         let chain = unit_idx % N_CHAINS;
         let ranges = &ranges[usize::from(*class)];
+        let (words, start) = (&mut words[chain], &mut starts[chain]);
         for (state, symbol) in states[chain].iter_mut().zip(unit).rev() {
-            let (start, share) = ranges[usize::from(*symbol)];
-            let (start, share) = (u32::from(start), u32::from(share).max(1));
-            if *state >= share << (32 - PROBABILITY_BITS) {
-                words[chain].push(*state as u16);
-                *state >>= 16;
+            let (first_slot, share) = ranges[usize::from(*symbol)];
+            let (first_slot, share) = (u32::from(first_slot), u32::from(share).max(1));
+            // Written in any case and kept if it is needed: which is as good as random, and a branch would be mispredicted.
+            if let Some(word) = words.get_mut(start.wrapping_sub(1)) {
+                *word = *state as u16;
             }
-            *state = ((*state / share) << PROBABILITY_BITS) + *state % share + start;
+            let gives = *state >= share << (32 - PROBABILITY_BITS);
+            *start -= usize::from(gives);
+            let reduced = if gives { *state >> 16 } else { *state };
+            *state = ((reduced / share) << PROBABILITY_BITS) + reduced % share + first_slot;
         }
     }
-    for chain_words in &words {
+    let words = [&words[0][starts[0]..], &words[1][starts[1]..]];
+    for chain_words in words {
         out.extend((chain_words.len() as u32).to_le_bytes());
     }
     out.extend(states.as_flattened().iter().flat_map(|state| state.to_le_bytes()));
-    for chain_words in &words {
-        out.extend(chain_words.iter().rev().flat_map(|word| word.to_le_bytes()));
+    for chain_words in words {
+        out.reserve(2 * chain_words.len());
+        out.extend(chain_words.iter().flat_map(|word| word.to_le_bytes()));
     }
 }

@@ -12,12 +12,14 @@ use kvik_bench::sim::{Trace, synthetic::Chats};
 
 use super::{check_kv_blocks, open_model, print_json};
 use crate::cli::bench::{
-    BenchBlendArguments, BenchEdgesArguments, BenchEngineArguments, BenchGatewayArguments,
-    BenchIndexArguments, BenchMemoryArguments, BenchMemoryPeerArguments, BenchMovingArguments,
-    BenchNodeArguments, BenchNodeClientArguments, BenchRoutingArguments, BenchStoreArguments,
+    BenchBlendArguments, BenchCodecArguments, BenchEdgesArguments, BenchEngineArguments,
+    BenchGatewayArguments, BenchIndexArguments, BenchMemoryArguments, BenchMemoryPeerArguments,
+    BenchMovingArguments, BenchNodeArguments, BenchNodeClientArguments, BenchRoutingArguments,
+    BenchStoreArguments,
 };
 use crate::scratch::ScratchFolder;
 use kvik_bench::blend::{self, BlendBench};
+use kvik_bench::codec::{self, CodecBench};
 use kvik_bench::edges::{Attack, EdgesBench, EdgesBenchOptions};
 use kvik_bench::engine::{EngineBench, EngineBenchOptions};
 use kvik_bench::gateway::{GatewayBench, GatewayBenchOptions, Kind};
@@ -240,6 +242,28 @@ pub(crate) fn blend(arguments: &BenchBlendArguments) -> anyhow::Result<()> {
 
     let report = Report {
         bench: "blend",
+        machine: Machine::detect(),
+        settings: bench.settings(),
+        description: bench.description(),
+        results,
+    };
+    print(&report, arguments.json)
+}
+
+/// Runs `kvik bench codec`.
+pub(crate) fn codec(arguments: &BenchCodecArguments) -> anyhow::Result<()> {
+    let bench = CodecBench { is_quick: arguments.quick };
+    let progress = progress_bar(codec::Subject::ALL.len());
+    let mut results = Vec::new();
+    for subject in codec::Subject::ALL {
+        progress.set_message(subject.name());
+        results.extend(bench.measure(subject).with_context(|| format!("measure {}", subject.name()))?);
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+
+    let report = Report {
+        bench: "codec",
         machine: Machine::detect(),
         settings: bench.settings(),
         description: bench.description(),

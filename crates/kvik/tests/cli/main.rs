@@ -4,6 +4,7 @@
 
 mod bad_input;
 mod bad_models;
+mod bench_codec;
 mod bench_edges;
 mod bench_engine;
 mod bench_gateway;
