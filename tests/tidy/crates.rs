@@ -27,7 +27,7 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
     ("kvik-types", &[]),
     ("kvik-codec", &["kvik-types"]),
     ("kvik-memory", &["kvik-types"]),
-    ("kvik-tier", &["kvik-types"]),
+    ("kvik-tier", &["kvik-types", "kvik-codec"]),
     ("kvik-index", &[]),
     ("kvik-proto", &["kvik-types"]),
     ("kvik-runtime", &["kvik-types"]),

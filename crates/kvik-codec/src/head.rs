@@ -47,7 +47,7 @@ pub const fn coded_head_bytes(n_layers: usize) -> usize {
 
 impl CodedHead {
     /// Appends the head.
-    pub(crate) fn write(&self, out: &mut Vec<u8>) {
+    pub fn write(&self, out: &mut Vec<u8>) {
         let (dtype_code, layout_code) = codes_of(&self.shape);
         let (n_heads, head_dim) = self.shape.layout.numbers();
         out.extend(MAGIC);

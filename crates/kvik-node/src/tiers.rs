@@ -8,9 +8,9 @@ use std::sync::Arc;
 use kvik_runtime::config::cloud_environment;
 use kvik_store::{DigestKey, KeptMemory, LowerTier, Store, StoreOptions, WriteBack};
 use kvik_tier::{
-    Absent, Arena, ArenaOptions, Breaker, BreakerOptions, Checksummed, Encrypted, EncryptionKeys, LmOptions,
-    Metered, NvmeOptions, NvmeTier, ObjectOptions, RamTier, RedisOptions, RemoteOptions, Retry, RetryOptions,
-    Throttled, ThrottledOptions, Tier, open_remote,
+    Absent, Arena, ArenaOptions, Breaker, BreakerOptions, Checksummed, Coded, CodedSpaces, Encrypted,
+    EncryptionKeys, LmOptions, Metered, NvmeOptions, NvmeTier, ObjectOptions, RamTier, RedisOptions,
+    RemoteOptions, Retry, RetryOptions, Throttled, ThrottledOptions, Tier, open_remote,
 };
 use kvik_types::BlockSize;
 
@@ -63,6 +63,8 @@ pub(crate) fn store_options(config: &StoreConfig, plan: &StorePlan) -> Result<St
         write_back: if plan.writes_on_reuse { WriteBack::OnReuse } else { WriteBack::OnStore },
         retrieve_timeout: plan.load_timeout,
         digest_key: config.digest_key_file.as_deref().map(read_digest_key).transpose()?,
+        coded_spaces: plan.tiers.iter().any(|tier| tier.codec.is_some()).then(Arc::default),
+        lossy_codecs: plan.allow_lossy.clone(),
         ..StoreOptions::default()
     })
 }
@@ -92,8 +94,8 @@ pub(crate) fn store_parts(
                 options.lookup_timeout = options.lookup_timeout.max(peers.lookup_timeout);
                 open_peers(tier_plan, peers, bandwidth)
             }
-            (TierPlace::Nvme(disk), _) => open_disk(tier_plan, disk, &mut keys, bandwidth),
-            (TierPlace::Remote(remote), _) => open_far(tier_plan, remote, &mut keys, bandwidth),
+            (TierPlace::Nvme(disk), _) => open_disk(tier_plan, disk, &options, &mut keys, bandwidth),
+            (TierPlace::Remote(remote), _) => open_far(tier_plan, remote, &options, &mut keys, bandwidth),
         };
         let opened = match opened {
             Err(error) if tier_plan.is_optional => {
@@ -114,15 +116,16 @@ pub(crate) fn store_parts(
 fn open_disk(
     plan: &TierPlan,
     disk: &NvmePlan,
+    options: &StoreOptions,
     keys: &mut KeyFiles,
     bandwidth: Option<TenantBandwidth<'_>>,
 ) -> Result<LowerTier> {
     let capacity_bytes = disk.capacity_bytes.unwrap_or(NvmeOptions::WHOLE_DEVICE);
     let NvmePlan { io, formats_device, .. } = *disk;
-    let options = NvmeOptions { io, formats_device, ..NvmeOptions::new(&disk.path, capacity_bytes) };
-    let tier = NvmeTier::open(&options).map_err(NodeError::opening)?;
+    let disk = NvmeOptions { io, formats_device, ..NvmeOptions::new(&disk.path, capacity_bytes) };
+    let tier = NvmeTier::open(&disk).map_err(NodeError::opening)?;
     let tier = throttled(proven(tier, plan, keys)?, plan, &plan.bounds, bandwidth)?;
-    Ok(LowerTier::local(guarded(tier)))
+    Ok(LowerTier::local(coded(tier, plan, options)?))
 }
 
 fn open_peers(
@@ -139,6 +142,7 @@ fn open_peers(
 fn open_far(
     plan: &TierPlan,
     remote: &RemotePlan,
+    options: &StoreOptions,
     keys: &mut KeyFiles,
     bandwidth: Option<TenantBandwidth<'_>>,
 ) -> Result<LowerTier> {
@@ -147,7 +151,8 @@ fn open_far(
     // that is gone must not block a caller.
     let retry = RetryOptions { max_attempts: 2, budget: remote.timeout, ..RetryOptions::default() };
     let tier = Retry::new(proven(tier, plan, keys)?, retry);
-    Ok(LowerTier::remote(guarded(throttled(tier, plan, &plan.bounds, bandwidth)?)))
+    let tier = throttled(tier, plan, &plan.bounds, bandwidth)?;
+    Ok(LowerTier::remote(coded(tier, plan, options)?))
 }
 
 /// A tier within its bounds, which it may share with those of other tenants.
@@ -222,6 +227,16 @@ fn proven(tier: impl Tier + 'static, plan: &TierPlan, keys: &mut KeyFiles) -> Re
         Some(file) => Box::new(Encrypted::new(tier, keys.read(file)?)),
         None => Box::new(Checksummed::new(tier)),
     })
+}
+
+/// A guarded tier whose chunks are coded as its plan says. Its bounds are for what moves, which is coded.
+fn coded(tier: impl Tier + 'static, plan: &TierPlan, options: &StoreOptions) -> Result<Arc<dyn Tier>> {
+    let (Some(codec), Some(spaces)) = (&plan.codec, &options.coded_spaces) else {
+        return Ok(guarded(tier));
+    };
+    let spaces: Arc<CodedSpaces> = Arc::clone(spaces);
+    let tier = Coded::try_new(tier, codec, &options.lossy_codecs, spaces).map_err(NodeError::opening)?;
+    Ok(guarded(tier))
 }
 
 /// A tier that is left alone for a while when it fails, and is measured.

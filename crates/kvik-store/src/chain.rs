@@ -113,8 +113,9 @@ impl Space {
     /// If the format is not allowed.
     pub fn detached(namespace: &Namespace, format: ChunkFormat, options: &StoreOptions) -> Result<Self> {
         format.validate(options.chunk_tokens)?;
-        let qualified = format.qualify(namespace, options.chunk_tokens);
-        let state = NamespaceState::new(NamespaceId::from(namespace), u32::MAX);
+        let namespace = options.namespace_of(namespace);
+        let qualified = format.qualify(&namespace, options.chunk_tokens);
+        let state = NamespaceState::new(NamespaceId::from(&namespace), u32::MAX);
         Ok(Self::new(Arc::new(state), format, options, &qualified))
     }
 

@@ -1,8 +1,10 @@
 //! Settings of a store.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use kvik_types::BlockSize;
+use kvik_tier::CodedSpaces;
+use kvik_types::{BlockSize, Namespace};
 
 use crate::digest::DigestKey;
 use crate::error::{Result, StoreError};
@@ -52,6 +54,11 @@ pub struct StoreOptions {
     /// What keys the digests that prove a chunk's tokens. Stores with different keys do not read each other's
     /// chunks. Default: none, digests that need no secret.
     pub digest_key: Option<DigestKey>,
+    /// What coded tiers learn the layouts of chunks from; the store tells it of every space. Default: none.
+    pub coded_spaces: Option<Arc<CodedSpaces>>,
+    /// The lossy codecs that tiers of the store may use, by their names. They are part of every namespace: what
+    /// such a store has, no store without them has or finds. Default: none.
+    pub lossy_codecs: Vec<String>,
 }
 
 /// When chunks go to the lower tiers.
@@ -83,6 +90,8 @@ impl Default for StoreOptions {
             n_read_threads: 2,
             prefill_tokens_per_s: 10_000.0,
             digest_key: None,
+            coded_spaces: None,
+            lossy_codecs: Vec::new(),
         }
     }
 }
@@ -91,6 +100,13 @@ impl StoreOptions {
     /// Time to compute a token at the start of a sequence.
     pub(crate) fn token_us(&self) -> f64 {
         1e6 / self.prefill_tokens_per_s
+    }
+
+    /// The namespace that stands for `namespace` in this store: another one where its chunks may be approximate.
+    pub(crate) fn namespace_of(&self, namespace: &Namespace) -> Namespace {
+        let suffixes = self.lossy_codecs.iter().flat_map(|name| ["+", name]);
+        let layout = std::iter::once(namespace.layout.as_str()).chain(suffixes).collect();
+        Namespace { layout, ..namespace.clone() }
     }
 
     pub(crate) fn validate(&self) -> Result<()> {

@@ -46,10 +46,10 @@ pub use arena::{
     Slot,
 };
 pub use decorator::{
-    Absent, Bandwidth, BandwidthShare, Breaker, BreakerOptions, Checksummed, Clock, Encrypted,
-    EncryptionKeys, FaultRates, Faulty, KeyId, KeyRing, Metered, OpenedHead, Retry, RetryOptions,
+    Absent, Bandwidth, BandwidthShare, Breaker, BreakerOptions, Checksummed, Clock, Coded, CodedSpaces,
+    Encrypted, EncryptionKeys, FaultRates, Faulty, KeyId, KeyRing, Metered, OpenedHead, Retry, RetryOptions,
     SEALED_HEAD_BYTES, SealedHead, SealingKey, SystemClock, Throttled, ThrottledOptions, TierMetrics,
-    seal_chunk,
+    is_lossless_codec, seal_chunk,
 };
 pub use envelope::{ENVELOPE_BYTES, Envelope, seal};
 pub use error::{Result, TierError};

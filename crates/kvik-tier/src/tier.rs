@@ -77,6 +77,8 @@ pub trait Tier: fmt::Debug + Send + Sync {
 
     /// Calls `visit` with every key that is known here without I/O, and its length in bytes.
     ///
+    /// The length is that of what is stored where that is not the chunk itself, such as a coded form.
+    ///
     /// Local tiers know all of theirs, also those from before a restart, and a disk names them in the order
     /// in which they lie in its log; remote tiers know none.
     fn visit_keys(&self, visit: &mut dyn FnMut(ChunkKey, u64));

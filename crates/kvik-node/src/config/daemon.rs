@@ -212,6 +212,10 @@ impl DaemonConfig {
     fn configured_tenants(&self) -> Result<Vec<ConfiguredTenant>> {
         let max_sessions = self.max_sessions;
         check((1..=4096).contains(&max_sessions), "max_sessions", &max_sessions, "1 to 4096")?;
+        if let Some(name) = self.tiers.allow_lossy.first() {
+            let allowed = "none: only a worker's own store may be approximate";
+            return refuse("tiers.allow_lossy", name, allowed);
+        }
         let grace_s = self.take_over_grace_s;
         check((1..=300).contains(&grace_s), "take_over_grace_s", &grace_s, "1 to 300")?;
         if self.tenants.is_empty() {

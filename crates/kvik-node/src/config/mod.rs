@@ -66,8 +66,8 @@ pub struct StoreConfig {
     pub remote: Option<SecretUrl>,
     /// All tiers below memory, fastest first, in the place of `nvme` and `remote`: objects such as
     /// `{name: fast, nvme: /mnt/a:200GiB}`, `{peer: true}` and `{name: far, remote: s3://bucket, timeout_ms: 5000}`, also
-    /// with `io`, `bytes_per_s`, `max_calls`, `max_bytes_in_flight`, `ttl_s`, `options`, `ca_file`, `encryption_key_file`
-    /// and `optional`. Chunks are written to each and read from the first that has them. Default: none.
+    /// with `io`, `bytes_per_s`, `max_calls`, `max_bytes_in_flight`, `ttl_s`, `options`, `ca_file`, `encryption_key_file`,
+    /// `codec` and `optional`. Chunks are written to each and read from the first that has them. Default: none.
     pub tiers: Vec<TierConfig>,
     /// Tokens in a chunk, a multiple of 16. Default: 256.
     pub chunk_tokens: usize,
@@ -106,6 +106,12 @@ pub struct StoreConfig {
     pub format_devices: bool,
     /// How the disk is read and written: `auto`, `uring` or `positional`. Default: `auto`.
     pub nvme_io: String,
+    /// Codec of chunks on the disk: `none`, `lossless`, or a lossy one that `allow_lossy` names: `fp8`, `int8`, `int4` or
+    /// `cachegen`. Default: `none`.
+    pub nvme_codec: String,
+    /// Lossy codecs that tiers may use, such as `[int8]`. KV that was read back is then approximate, so the store shares
+    /// nothing with stores that allow others or none. Default: none.
+    pub allow_lossy: Vec<String>,
     /// NUMA nodes that the memory is on: `interleave`, all that have memory in turn; `local`, that of the thread that
     /// needs it first; or the number of a node. Default: `interleave`.
     #[serde(deserialize_with = "size_text")]
@@ -118,6 +124,9 @@ pub struct StoreConfig {
     pub nvme_max_calls: usize,
     /// GPU through which the memory is registered with CUDA, for engines that copy from it. Default: none.
     pub cuda_device: Option<u32>,
+    /// Codec of chunks in the remote tier, as `nvme_codec`. Stores that share a remote tier read what others have coded; coded
+    /// chunks and those of `none` are not found by each other. Default: `none`.
+    pub remote_codec: String,
     /// Time for one call to the remote tier. Default: 2000 ms.
     pub remote_timeout_ms: u64,
     /// Time after which a Redis server forgets a chunk. Default: none.
@@ -198,6 +207,8 @@ pub struct StorePlan {
     pub(crate) policy: PolicyKind,
     /// Whether chunks are read layer by layer.
     pub is_layerwise: bool,
+    /// Lossy codecs that tiers may use, sorted.
+    pub(crate) allow_lossy: Vec<String>,
     pub(crate) stores_tails: bool,
     pub(crate) writes_on_reuse: bool,
     /// Longest time that a request waits for chunks of lower tiers.
@@ -225,10 +236,13 @@ impl Default for StoreConfig {
             encryption_key_file: None,
             format_devices: false,
             nvme_io: "auto".to_owned(),
+            nvme_codec: "none".to_owned(),
+            allow_lossy: Vec::new(),
             numa: "interleave".to_owned(),
             nvme_bytes_per_s: "0".to_owned(),
             nvme_max_calls: 0,
             cuda_device: None,
+            remote_codec: "none".to_owned(),
             remote_timeout_ms: 2000,
             remote_ttl_s: None,
             remote_bytes_per_s: "0".to_owned(),
@@ -365,6 +379,7 @@ impl StoreConfig {
             chunk_tokens,
             policy,
             is_layerwise,
+            allow_lossy: self.allowed_lossy()?,
             stores_tails: self.stores_tails()?,
             writes_on_reuse: write_back == "reuse",
             load_timeout: Duration::from_millis(self.load_timeout_ms),
@@ -425,38 +440,64 @@ impl StoreConfig {
             options: &self.remote_options,
             ca_file: self.remote_ca_file.as_ref(),
             encryption_key_file: self.encryption_key_file.as_ref(),
+            allow_lossy: &self.allow_lossy,
         };
+        let nvme_codec = defaults.codec("store.nvme_codec", &self.nvme_codec)?;
+        let remote_codec = defaults.codec("store.remote_codec", &self.remote_codec)?;
         let nvme_bytes_per_s = parse_size("store.nvme_bytes_per_s", &self.nvme_bytes_per_s)?;
         let remote_bytes_per_s = parse_size("store.remote_bytes_per_s", &self.remote_bytes_per_s)?;
         let disk = self.disk_plan(&defaults)?;
         let url = either("store.remote_url", self.remote.as_ref(), self.remote_url.as_ref())?;
         if !self.tiers.is_empty() {
             let shorts = [disk.is_some(), url.is_some(), nvme_bytes_per_s > 0, self.nvme_max_calls > 0];
-            if shorts.contains(&true) || remote_bytes_per_s > 0 || self.remote_max_calls > 0 {
-                let allowed = "without `nvme`, `remote`, their names in LMCache and their bounds, which are the short \
+            if shorts.contains(&true)
+                || nvme_codec.is_some()
+                || remote_codec.is_some()
+                || remote_bytes_per_s > 0
+                || self.remote_max_calls > 0
+            {
+                let allowed = "without `nvme`, `remote`, their names in LMCache, their bounds and codecs, which are the short \
                     form of a list with one of each";
                 return refuse("store.tiers", "set", allowed);
             }
             return defaults.plan(&self.tiers);
         }
-        let of_kind = |place: TierPlace, bounds| TierPlan {
+        let of_kind = |place: TierPlace, bounds, codec: Option<&str>| TierPlan {
             name: TierName::from(place.kind()),
             place,
             bounds,
             encryption_key_file: self.encryption_key_file.clone(),
+            codec: codec.map(str::to_owned),
             is_optional: false,
         };
         let mut plans = Vec::new();
         plans.extend(disk.map(|disk| {
-            of_kind(TierPlace::Nvme(disk), tiers::bounds(nvme_bytes_per_s, self.nvme_max_calls))
+            of_kind(TierPlace::Nvme(disk), tiers::bounds(nvme_bytes_per_s, self.nvme_max_calls), nvme_codec)
         }));
         plans.push(TierPlan::of_peers(TierName::from(TierKind::Peer)));
         if let Some(url) = url {
             let remote = defaults.remote(url, &TierConfig::default())?;
             let bounds = tiers::bounds(remote_bytes_per_s, self.remote_max_calls);
-            plans.push(of_kind(TierPlace::Remote(remote), bounds));
+            plans.push(of_kind(TierPlace::Remote(remote), bounds, remote_codec));
         }
         Ok(plans)
+    }
+
+    /// The lossy codecs that are allowed, each once and in an order that does not depend on that of the list.
+    fn allowed_lossy(&self) -> Result<Vec<String>> {
+        let mut names = self.allow_lossy.clone();
+        names.sort();
+        names.dedup();
+        for name in &names {
+            let is_lossy = matches!(kvik_tier::is_lossless_codec(name), Ok(false));
+            check(
+                is_lossy,
+                "store.allow_lossy",
+                name.as_str(),
+                "lossy codecs: fp8, int8, int4 and cachegen",
+            )?;
+        }
+        Ok(names)
     }
 
     /// The disk of the short form.

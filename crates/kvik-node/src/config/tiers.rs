@@ -53,6 +53,8 @@ pub struct TierConfig {
     pub ca_file: Option<PathBuf>,
     /// File with the keys that seal its chunks. Default: `encryption_key_file` of the store.
     pub encryption_key_file: Option<PathBuf>,
+    /// Codec of its chunks: `none`, `lossless`, or a lossy one that `allow_lossy` of the store names. Default: `none`.
+    pub codec: String,
     /// Whether the store starts without it where it cannot be opened; it is then down until the next start. Default:
     /// false.
     pub optional: bool,
@@ -65,6 +67,8 @@ pub(crate) struct TierPlan {
     pub(crate) place: TierPlace,
     pub(crate) bounds: ThrottledOptions,
     pub(crate) encryption_key_file: Option<PathBuf>,
+    /// `None`: chunks are stored as they are.
+    pub(crate) codec: Option<String>,
     pub(crate) is_optional: bool,
 }
 
@@ -113,6 +117,7 @@ impl Default for TierConfig {
             options: None,
             ca_file: None,
             encryption_key_file: None,
+            codec: "none".to_owned(),
             optional: false,
         }
     }
@@ -182,6 +187,7 @@ pub(crate) struct TierDefaults<'a> {
     pub(crate) options: &'a BTreeMap<String, Secret>,
     pub(crate) ca_file: Option<&'a PathBuf>,
     pub(crate) encryption_key_file: Option<&'a PathBuf>,
+    pub(crate) allow_lossy: &'a [String],
 }
 
 impl TierDefaults<'_> {
@@ -221,7 +227,9 @@ impl TierDefaults<'_> {
             let bounds = config.bounds()?;
             let encryption_key_file =
                 config.encryption_key_file.as_ref().or(self.encryption_key_file).cloned();
-            plans.push(TierPlan { name, place, bounds, encryption_key_file, is_optional: config.optional });
+            let codec = self.codec("store.tiers.codec", &config.codec)?.map(str::to_owned);
+            let is_optional = config.optional;
+            plans.push(TierPlan { name, place, bounds, encryption_key_file, codec, is_optional });
         }
         if n_peers == 0 {
             let is_remote = |plan: &TierPlan| matches!(plan.place, TierPlace::Remote(_));
@@ -230,6 +238,16 @@ impl TierDefaults<'_> {
             plans.insert(above, TierPlan::of_peers(name));
         }
         Ok(plans)
+    }
+
+    /// The codec of a name; `None` for `none`.
+    pub(crate) fn codec<'c>(&self, field: &'static str, name: &'c str) -> Result<Option<&'c str>> {
+        let is_lossless = kvik_tier::is_lossless_codec(name);
+        if matches!(is_lossless, Ok(true)) || self.allow_lossy.iter().any(|allowed| allowed == name) {
+            return Ok(Some(name).filter(|name| *name != "none"));
+        }
+        let allowed = "none, lossless, or one of fp8, int8, int4 and cachegen that `store.allow_lossy` names";
+        refuse(field, name, allowed)
     }
 
     fn place(&self, config: &TierConfig) -> Result<TierPlace> {
@@ -298,7 +316,14 @@ impl TierPlan {
     /// The place of other nodes.
     pub(crate) fn of_peers(name: TierName) -> Self {
         let bounds = ThrottledOptions::default();
-        Self { name, place: TierPlace::Peer, bounds, encryption_key_file: None, is_optional: false }
+        Self {
+            name,
+            place: TierPlace::Peer,
+            bounds,
+            encryption_key_file: None,
+            codec: None,
+            is_optional: false,
+        }
     }
 }
 

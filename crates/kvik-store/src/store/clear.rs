@@ -49,7 +49,8 @@ impl Store {
         let is_meant = |name: &TierName| clear.tiers.as_ref().is_none_or(|names| names.contains(name));
         let tiers: Vec<TierIdx> =
             (0..core.labels.len()).filter(|tier| is_meant(&core.labels[*tier].name)).collect();
-        let namespace = clear.namespace.as_ref().map(NamespaceId::from);
+        let namespace = clear.namespace.as_ref();
+        let namespace = namespace.map(|namespace| NamespaceId::from(&core.options.namespace_of(namespace)));
         core.begin_generation(clear.chain.as_ref(), namespace);
         let mut cleared = Cleared::default();
         // The slowest first: what is in a remote tier is known only as long as a local one has it too.

@@ -154,8 +154,12 @@ impl Store {
         let core = self.core();
         let options = &core.options;
         format.validate(options.chunk_tokens)?;
-        let qualified = format.qualify(namespace, options.chunk_tokens);
-        let state = core.namespaces.intern(NamespaceId::from(namespace));
+        let namespace = options.namespace_of(namespace);
+        if let Some(spaces) = &options.coded_spaces {
+            spaces.learn(&namespace, format.token_layer_bytes);
+        }
+        let qualified = format.qualify(&namespace, options.chunk_tokens);
+        let state = core.namespaces.intern(NamespaceId::from(&namespace));
         Ok(Space::new(state, format, options, &qualified))
     }
 

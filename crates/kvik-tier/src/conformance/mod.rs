@@ -32,9 +32,12 @@ use crate::tier::Tier;
 
 /// What a kind of tier can do and others cannot.
 #[derive(Debug, Clone, Copy)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a trait of its own")]
 pub struct Traits {
     /// Whether it knows its keys without I/O. Default: yes.
     pub knows_keys: bool,
+    /// Whether it knows the lengths of its keys without I/O. Default: yes.
+    pub knows_lengths: bool,
     /// Whether `stat` has counts. Default: yes.
     pub knows_counts: bool,
     /// Whether `delete` tells how many keys were there. Default: yes.
@@ -122,6 +125,7 @@ impl Default for Traits {
     fn default() -> Self {
         Self {
             knows_keys: true,
+            knows_lengths: true,
             knows_counts: true,
             counts_deletes: true,
             capacity_bytes: None,

@@ -1,7 +1,7 @@
 //! Tiers around tiers.
 //!
 //! A decorator owns what it wraps and is a tier itself, so they stack in any order. Shared and boxed tiers
-//! are tiers too. From the outside in, the order that makes sense is `Metered`, `Breaker`, `Retry`,
+//! are tiers too. From the outside in, the order that makes sense is `Metered`, `Breaker`, `Coded`, `Retry`,
 //! `Throttled`, `Checksummed` or `Encrypted`, and then the place itself: what was skipped is counted and not
 //! tried again, and a breaker sees a failure only after it was tried again.
 
@@ -10,6 +10,7 @@ mod bandwidth;
 mod breaker;
 mod checksummed;
 mod clock;
+mod coded;
 mod encrypted;
 mod faulty;
 mod metered;
@@ -26,6 +27,7 @@ pub use breaker::{Breaker, BreakerOptions};
 pub(crate) use breaker::{Gate, Permit, Verdict};
 pub use checksummed::Checksummed;
 pub use clock::{Clock, SystemClock};
+pub use coded::{Coded, CodedSpaces, is_lossless_codec};
 pub use encrypted::{
     Encrypted, EncryptionKeys, KeyId, KeyRing, OpenedHead, SEALED_HEAD_BYTES, SealedHead, SealingKey,
     seal_chunk,

@@ -4,6 +4,7 @@
 
 mod breaker;
 mod checksummed;
+mod coded;
 mod encrypted;
 mod faulty;
 mod metered;

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use kvik_tier::conformance::{self, ManualClock, MapTier, Traits};
 use kvik_tier::{
-    Breaker, BreakerOptions, Checksummed, FaultRates, Faulty, Metered, Retry, RetryOptions, Throttled,
-    ThrottledOptions, Tier,
+    Breaker, BreakerOptions, Checksummed, Coded, CodedSpaces, FaultRates, Faulty, Metered, Retry,
+    RetryOptions, Throttled, ThrottledOptions, Tier,
 };
 
 use crate::encrypted::encrypted;
@@ -63,6 +63,31 @@ fn a_map_is_a_tier() {
 #[test]
 fn a_checksummed_tier_is_a_tier() {
     run(|map| Box::new(Checksummed::new(map)));
+}
+
+#[test]
+fn a_coded_tier_is_a_tier() {
+    for codec in ["lossless", "none"] {
+        let wrap = |map: MapTier| -> Box<dyn Tier> {
+            Box::new(
+                Coded::try_new(Checksummed::new(map), codec, &[], Arc::new(CodedSpaces::default())).unwrap(),
+            )
+        };
+        let traits = Traits { knows_lengths: false, ..Traits::default() };
+        conformance::run(&|| wrap(MapTier::new()), &traits);
+        let traits = Traits { capacity_bytes: Some(CAPACITY_BYTES), ..traits };
+        conformance::run(&|| wrap(MapTier::with_capacity_bytes(CAPACITY_BYTES)), &traits);
+    }
+}
+
+#[test]
+fn a_hit_of_a_coded_tier_is_right_whatever_fails() {
+    let make = |seed: u64| -> Box<dyn Tier> {
+        let inner = stacked(MapTier::new(), all_faults(30), seed);
+        Box::new(Coded::try_new(inner, "lossless", &[], Arc::new(CodedSpaces::default())).unwrap())
+    };
+    let n_hits = conformance::run_under_faults(&make, 0..10);
+    assert!(n_hits > 0);
 }
 
 #[test]

@@ -19,6 +19,7 @@ use tempfile::TempDir;
 
 const TRAITS: Traits = Traits {
     knows_keys: false,
+    knows_lengths: false,
     knows_counts: false,
     counts_deletes: true,
     capacity_bytes: None,

@@ -22,6 +22,7 @@ use server::{Certificates, RedisCluster, RedisServer, wait_until};
 
 const TRAITS: Traits = Traits {
     knows_keys: false,
+    knows_lengths: false,
     knows_counts: false,
     counts_deletes: true,
     capacity_bytes: None,
