@@ -212,3 +212,35 @@ fn a_list_that_makes_no_sense_is_refused_with_what_is_allowed() {
         assert!(text.contains("the short form of a list with one of each"), "{short}: {text}");
     }
 }
+
+#[test]
+fn a_codec_is_planned_for_its_tier_and_a_lossy_one_must_be_allowed_by_name() {
+    let codecs = |json: &str| -> Vec<Option<String>> {
+        plan(json).unwrap().unwrap().tiers.into_iter().map(|tier| tier.codec).collect()
+    };
+    let short = r#"{"nvme": "/d:1GiB", "remote": "redis://h", "remote_codec": "lossless"}"#;
+    assert_eq!(codecs(short), [None, None, Some("lossless".to_owned())]);
+    let list = r#"{"tiers": [{"nvme": "/d:1GiB", "codec": "none"}, {"nvme": "/e:1GiB", "codec": "int4"}],
+        "allow_lossy": ["int8", "int4", "int8"]}"#;
+    assert_eq!(codecs(list), [None, Some("int4".to_owned()), None]);
+    assert_eq!(plan(list).unwrap().unwrap().allow_lossy, ["int4", "int8"]);
+    let codecs = "none, lossless, or one of fp8, int8, int4 and cachegen that `store.allow_lossy` names";
+    for (json, field, value) in [
+        (r#"{"nvme": "/d:1GiB", "nvme_codec": "int8"}"#, "store.nvme_codec", "int8"),
+        (r#"{"nvme": "/d:1GiB", "remote_codec": "zip"}"#, "store.remote_codec", "zip"),
+        (
+            r#"{"tiers": [{"nvme": "/d:1GiB", "codec": "fp8"}], "allow_lossy": ["int8"]}"#,
+            "store.tiers.codec",
+            "fp8",
+        ),
+    ] {
+        assert_eq!(message(json), format!("`{field}` is {value}; allowed: {codecs}"));
+    }
+    let not_lossy = message(r#"{"nvme": "/d:1GiB", "allow_lossy": ["lossless"]}"#);
+    assert_eq!(
+        not_lossy,
+        "`store.allow_lossy` is lossless; allowed: lossy codecs: fp8, int8, int4 and cachegen"
+    );
+    assert!(plan(r#"{"tiers": [{"peer": true, "codec": "lossless"}]}"#).is_err());
+    assert!(plan(r#"{"tiers": [{"nvme": "/d:1GiB"}], "nvme_codec": "lossless"}"#).is_err());
+}

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a helper that cannot go on fails its test")]
 
 mod chat;
+mod codecs;
 mod completions;
 mod errors;
 mod kv;

@@ -368,14 +368,14 @@ fn decode(
     GetOutcome::Hit
 }
 
-/// The key of a coded chunk in the tier inside, and back: what differs is the namespace.
+/// The key of a coded chunk in the tier inside, and back.
+///
+/// Namespace and hash differ: a store that lists the tier without this decorator takes the chunk for one of another store,
+/// which it may evict, and never for a chunk of its own.
 fn coded_key(key: ChunkKey) -> ChunkKey {
     const MARK: [u8; 16] = *b"kvik coded chunk";
-    let NamespaceId(BlockHash(mut bytes)) = key.namespace;
-    for (byte, mark) in bytes.iter_mut().zip(MARK) {
-        *byte ^= mark;
-    }
-    ChunkKey { namespace: NamespaceId(BlockHash(bytes)), ..key }
+    let marked = |BlockHash(bytes): BlockHash| BlockHash(std::array::from_fn(|idx| bytes[idx] ^ MARK[idx]));
+    ChunkKey { namespace: NamespaceId(marked(key.namespace.0)), chunk: marked(key.chunk), ..key }
 }
 
 fn coded_keys(keys: &[ChunkKey]) -> Vec<ChunkKey> {
