@@ -12,6 +12,7 @@ mod bench_memory;
 mod bench_moving;
 mod configuration;
 mod demo;
+mod eval;
 mod generate;
 mod help;
 mod models_inspect;
