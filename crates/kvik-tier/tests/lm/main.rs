@@ -17,6 +17,7 @@ use server::MapServer;
 
 const TRAITS: Traits = Traits {
     knows_keys: false,
+    knows_lengths: false,
     knows_counts: false,
     counts_deletes: true,
     capacity_bytes: None,

@@ -16,6 +16,7 @@ const CAPACITY_BYTES: u64 = 64 << 20;
 
 const TRAITS: Traits = Traits {
     knows_keys: false,
+    knows_lengths: false,
     knows_counts: false,
     counts_deletes: true,
     capacity_bytes: Some(CAPACITY_BYTES),
