@@ -244,3 +244,13 @@ fn a_codec_is_planned_for_its_tier_and_a_lossy_one_must_be_allowed_by_name() {
     assert!(plan(r#"{"tiers": [{"peer": true, "codec": "lossless"}]}"#).is_err());
     assert!(plan(r#"{"tiers": [{"nvme": "/d:1GiB"}], "nvme_codec": "lossless"}"#).is_err());
 }
+
+#[test]
+fn a_daemon_allows_no_lossy_codec() {
+    let mut config = DaemonConfig::default();
+    "1MiB".clone_into(&mut config.tiers.ram);
+    config.tiers.allow_lossy = vec!["int8".to_owned()];
+    let message = config.terms().unwrap_err().to_string();
+    let allowed = "none: only a worker's own store may be approximate";
+    assert_eq!(message, format!("`tiers.allow_lossy` is int8; allowed: {allowed}"));
+}
