@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use kvik_model::Selectors;
+use kvik_node::BlendingPlan;
 use kvik_proto::coordinator::WorkerRole;
 use kvik_runtime::http::{InvalidLimit, ListenLimits, TlsServerConfig};
 use kvik_runtime::secret::{Secret, redacted_url};
@@ -19,6 +20,7 @@ use kvik_types::Dtype;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, WorkerError};
+use crate::plan::BlendDefaults;
 
 pub use kvik_node::StoreConfig;
 pub use memory::SharedMemoryConfig;
@@ -234,17 +236,22 @@ impl WorkerConfig {
         }
     }
 
-    /// The selectors of requests that name none.
-    pub(crate) fn blend(&self) -> Result<Option<Selectors>> {
+    /// What counts for requests that do not say how their prompt is put together.
+    pub(crate) fn blend(&self) -> Result<BlendDefaults> {
         let parse = |text: &String| {
-            text.parse().map_err(|_| WorkerError::InvalidConfig {
+            text.parse::<Selectors>().map_err(|_| WorkerError::InvalidConfig {
                 field: "blend",
                 value: text.clone(),
                 allowed: "none, all, first:TOKENS, random:RATIO, position:RATIO, deviation:RATIO[@LAYER] or attention:RATIO, \
                           several joined by +",
             })
         };
-        self.blend.as_ref().map(parse).transpose()
+        let given = self.blend.as_ref().map(parse).transpose()?;
+        let Some(BlendingPlan { selector, separator, min_tokens }) = self.store.blending()? else {
+            return Ok(BlendDefaults { selectors: given, ..BlendDefaults::default() });
+        };
+        let selectors = Some(given.map_or_else(|| parse(&selector), Ok)?);
+        Ok(BlendDefaults { selectors, separator: Some(separator), min_tokens })
     }
 
     pub(crate) fn dtype(&self) -> Result<Dtype> {

@@ -54,6 +54,17 @@ pub(crate) struct BlendPart {
     pub(crate) selectors: Selectors,
 }
 
+/// How prompts are put together where their requests do not say.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct BlendDefaults {
+    /// `None`: segments are not used then.
+    pub(crate) selectors: Option<Selectors>,
+    /// What stands between the parts of text prompts.
+    pub(crate) separator: Option<String>,
+    /// Segments with fewer tokens are computed.
+    pub(crate) min_tokens: usize,
+}
+
 impl GenerationPath {
     pub(crate) const ALL: [Self; 4] = [Self::Completions, Self::Chat, Self::Generate, Self::Init];
 

@@ -4,7 +4,6 @@ use std::hash::{BuildHasher as _, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use kvik_model::Selectors;
 use kvik_node::KvLog;
 use kvik_tokens::{AddSpecial, ChatMessage, ChatOptions, Tokenizer};
 use kvik_types::Dtype;
@@ -17,6 +16,7 @@ use crate::engine_thread::EngineHandle;
 use crate::error::Refusal;
 use crate::metrics::WorkerMetrics;
 use crate::moves::{Arrivals, PeerClient};
+use crate::plan::BlendDefaults;
 use crate::running::RunningRequests;
 use crate::sequences::Sequences;
 use crate::staging::Staging;
@@ -82,8 +82,8 @@ pub(crate) struct Loaded {
     pub(crate) max_tokens: usize,
     pub(crate) fingerprint: String,
     pub(crate) shape: KvShape,
-    /// Which tokens of segments are computed again where a request does not say; `None`: segments are not used then.
-    pub(crate) blend: Option<Selectors>,
+    /// How prompts are put together where their requests do not say.
+    pub(crate) blend: BlendDefaults,
 }
 
 /// The form of the model's KV.

@@ -207,7 +207,8 @@ async fn load(
         vocab_size: engine.config().vocab_size,
     };
     let max_tokens = engine.max_sequence_tokens();
-    let blend = config.blend()?.or_else(|| model.blend().cloned());
+    let mut blend = config.blend()?;
+    blend.selectors = blend.selectors.or_else(|| model.blend().cloned());
     let root = engine.namespace().seed().to_string();
     let (layout, block_layer_bytes) = (engine.kv_layout(), engine.block_layer_bytes());
     let groups = block_groups(&engine, space.as_ref());

@@ -2,6 +2,7 @@
 //!
 //! Options of LMCache are read too, under its names; [`StoreConfig::resolve`] makes one plan of both.
 
+mod blending;
 mod cluster;
 mod daemon;
 mod lm;
@@ -27,6 +28,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use crate::error::{NodeError, Result};
 use crate::tenant::ClientToken;
 
+pub use blending::BlendingPlan;
 pub(crate) use cluster::store_info;
 pub use daemon::{DaemonConfig, TenantConfig};
 pub(crate) use daemon::{PeerPlans, read_token};
@@ -162,6 +164,19 @@ pub struct StoreConfig {
     pub use_layerwise: Option<bool>,
     /// LMCache's name for `tails`. Default: none.
     pub save_unfull_chunk: Option<bool>,
+    /// LMCache's name: whether text prompts are put together from parts, of which kvik's worker computes the tokens again whose keys
+    /// differ most. Default: none, off.
+    pub enable_blending: Option<bool>,
+    /// LMCache's name: the share of tokens that are computed again, a list of one. Default: none, 0.15.
+    pub blend_recompute_ratios: Option<Vec<f32>>,
+    /// LMCache's name: the layer whose keys are compared, a list of one. Default: none, 1.
+    pub blend_check_layers: Option<Vec<usize>>,
+    /// LMCache's name; refused: the share decides. Default: none.
+    pub blend_thresholds: Option<Vec<f32>>,
+    /// LMCache's name: parts with fewer tokens are computed. Default: none, 256.
+    pub blend_min_tokens: Option<usize>,
+    /// LMCache's name: the text between the parts of a prompt. Default: none, ` # # `.
+    pub blend_special_str: Option<String>,
     /// LMCache's name: whether the worker is governed by others, which `coordinators` of the worker names. Default: none.
     pub enable_controller: Option<bool>,
     /// LMCache's name for `id` of the worker. Default: none.
@@ -258,6 +273,12 @@ impl Default for StoreConfig {
             cache_policy: None,
             use_layerwise: None,
             save_unfull_chunk: None,
+            enable_blending: None,
+            blend_recompute_ratios: None,
+            blend_check_layers: None,
+            blend_thresholds: None,
+            blend_min_tokens: None,
+            blend_special_str: None,
             enable_controller: None,
             lmcache_instance_id: None,
             lmcache_worker_ids: None,

@@ -48,7 +48,7 @@ pub(super) async fn plan(loaded: &Arc<Loaded>, body: Bytes) -> Result<Plan, Refu
     let mut parts = None;
     if selectors.is_some() {
         let text = loaded.render_chat(&messages, add_generation_prompt)?;
-        parts = PromptParts::of(&text, &fields)?;
+        parts = PromptParts::of(loaded, &text, &fields)?;
         if parts.is_none() && !reusable.is_empty() {
             parts = Some(PromptParts::of_messages(&text, reusable));
         }
@@ -58,7 +58,7 @@ pub(super) async fn plan(loaded: &Arc<Loaded>, body: Bytes) -> Result<Plan, Refu
         None => (loaded.encode_chat(&messages, add_generation_prompt).await?, Vec::new()),
     };
     loaded.check_prompt("messages", &prompt)?;
-    let blend = blend_part(selectors.take(), segments);
+    let blend = blend_part(loaded, selectors.take(), segments);
     Ok(Plan {
         path: GenerationPath::Chat,
         body,

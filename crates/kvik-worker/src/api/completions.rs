@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes;
 use kvik_model::SamplingParams;
 use kvik_proto::openai::{
-    CompletionChoice, CompletionRequest, CompletionResponse, Prompt, SamplingFields, Usage,
+    CompletionChoice, CompletionRequest, CompletionResponse, KvikFields, Prompt, SamplingFields, Usage,
 };
 use kvik_tokens::AddSpecial;
 use serde_json::Value;
@@ -112,18 +112,22 @@ async fn parts(
     loaded: &Arc<Loaded>,
     request: &CompletionRequest,
 ) -> Result<Option<(Option<BlendPart>, Vec<u32>, String)>, Refusal> {
-    let Some(fields) = &request.kvik else { return Ok(None) };
-    let selectors = selectors(loaded, Some(fields))?;
+    let selectors = selectors(loaded, request.kvik.as_ref())?;
+    let fields = match &request.kvik {
+        Some(fields) => fields.clone(),
+        None if selectors.is_none() => return Ok(None),
+        None => KvikFields::default(),
+    };
     let text = match &request.prompt {
         Prompt::Text(text) => text,
         _ if fields.segments.is_empty() && fields.separator.is_none() => return Ok(None),
         _ => return Err(Refusal::field("prompt", "a list or tokens, given with `kvik`", "one text")),
     };
-    let Some(parts) = PromptParts::of(text, fields)? else { return Ok(None) };
+    let Some(parts) = PromptParts::of(loaded, text, &fields)? else { return Ok(None) };
     let (tokens, segments) = parts.encode(loaded, add_special(request)).await?;
     loaded.check_prompt("kvik.segments", &tokens)?;
     let text = loaded.tokenizer.decode(&tokens, true)?;
-    Ok(Some((blend_part(selectors, segments), tokens, text)))
+    Ok(Some((blend_part(loaded, selectors, segments), tokens, text)))
 }
 
 fn add_special(request: &CompletionRequest) -> AddSpecial {

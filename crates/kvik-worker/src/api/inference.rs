@@ -190,7 +190,7 @@ pub(super) async fn plan(loaded: &Arc<Loaded>, body: Bytes) -> Result<Plan, Refu
         sampling,
         seq_id: request.seq_id,
         salt,
-        blend: blend_part(selectors, segments),
+        blend: blend_part(loaded, selectors, segments),
         form: Form::Stream { includes_usage: false },
         returns_tokens: false,
         echoes: Vec::new(),

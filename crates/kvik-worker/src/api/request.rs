@@ -60,7 +60,7 @@ pub(super) async fn read_input(loaded: &Arc<Loaded>, input: PromptInput) -> Resu
     let text = input.prompt.clone().unwrap_or_default();
     if input.token_ids.is_none()
         && input.messages.is_none()
-        && let Some(parts) = PromptParts::of(&text, &fields)?
+        && let Some(parts) = PromptParts::of(loaded, &text, &fields)?
     {
         let (tokens, segments) = parts.encode(loaded, AddSpecial::Yes).await?;
         loaded.check_prompt("kvik.segments", &tokens)?;

@@ -27,7 +27,7 @@ enum Piece {
 /// How a request wants its prompt put together; `None` if it is computed as any other.
 pub(super) fn selectors(loaded: &Loaded, fields: Option<&KvikFields>) -> Result<Option<Selectors>, Refusal> {
     match fields.and_then(|fields| fields.blend.as_ref()) {
-        None => Ok(loaded.blend.clone()),
+        None => Ok(loaded.blend.selectors.clone()),
         Some(blend) => {
             let selector = blend.selector();
             let selectors = selector.parse().map_err(|error: kvik_model::ModelError| {
@@ -43,8 +43,12 @@ impl PromptParts {
     ///
     /// # Errors
     /// If a part is neither a text nor tokens, or there are too many.
-    pub(super) fn of(text: &str, fields: &KvikFields) -> Result<Option<Self>, Refusal> {
+    pub(super) fn of(loaded: &Loaded, text: &str, fields: &KvikFields) -> Result<Option<Self>, Refusal> {
         let KvikFields { segments, separator, .. } = fields;
+        let separator = match (separator, &loaded.blend.separator) {
+            (None, Some(default)) if segments.is_empty() && text.contains(default) => Some(default),
+            (given, _) => given.as_ref(),
+        };
         match (segments.is_empty(), separator) {
             (true, None) => return Ok(None),
             (false, Some(_)) => {
@@ -164,7 +168,12 @@ pub(super) async fn segment_tokens(
 }
 
 /// What the engine is told of a prompt; `None` if there is nothing to put together.
-pub(super) fn blend_part(selectors: Option<Selectors>, segments: Vec<Range<usize>>) -> Option<BlendPart> {
+pub(super) fn blend_part(
+    loaded: &Loaded,
+    selectors: Option<Selectors>,
+    mut segments: Vec<Range<usize>>,
+) -> Option<BlendPart> {
+    segments.retain(|segment| loaded.blend.min_tokens <= segment.len());
     let selectors = selectors.filter(|_| !segments.is_empty())?;
     Some(BlendPart { segments, selectors })
 }

@@ -121,6 +121,25 @@ async fn parts_of_messages_and_separators_name_segments_too() {
 }
 
 #[tokio::test]
+async fn settings_of_lmcache_cut_prompts_at_their_separator() {
+    let store = StoreConfig {
+        enable_blending: Some(true),
+        blend_min_tokens: Some(20),
+        blend_recompute_ratios: Some(vec![0.5]),
+        ..with_ram().store
+    };
+    let worker = start_with(WorkerConfig { store, ..config() }).await;
+    let separated = [NOTES[0], "Too short.", NOTES[1], QUESTION].join(" # # ");
+    let (_, details) = complete(&worker, &separated, Value::Null).await;
+    let (n_blended, n_again) =
+        (details["blended_tokens"].as_u64().unwrap(), details["recomputed_tokens"].as_u64().unwrap());
+    assert!(n_again == n_blended.div_ceil(2) && details["blend"] == "deviation:0.5@1", "{details}");
+    let (_, details) = complete(&worker, &prompt(&[0, 1]), Value::Null).await;
+    assert!(details.get("blended_tokens").is_none(), "no separator: {details}");
+    worker.end().await;
+}
+
+#[tokio::test]
 async fn a_model_that_is_trained_for_segments_uses_them_unasked() {
     let folder = tempfile::tempdir().unwrap();
     Model::write_bundled(folder.path()).unwrap();
