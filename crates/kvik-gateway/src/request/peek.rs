@@ -221,7 +221,9 @@ pub(crate) fn changes_kv(name: &str, value: &str) -> bool {
         // Images, audio, video.
         | "multi_modal_data" | "mm_processor_kwargs" | "image_data" | "audio_data" | "video_data"
         // KV from elsewhere, or under a name that events do not have.
-        | "kv_transfer_params" | "extra_key" => is_set(),
+        | "kv_transfer_params" | "extra_key"
+        // A prompt that is put together from parts.
+        | "kvik" => is_set(),
         _ => false,
     }
 }

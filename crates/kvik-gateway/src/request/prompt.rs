@@ -119,6 +119,7 @@ mod tests {
             r#""mm_processor_kwargs":{"size":1}"#,
             r#""kv_transfer_params":{"do_remote_decode":true}"#,
             r#""cache_salt":"""#,
+            r#""kvik":{"separator":"b","blend":"none"}"#,
         ] {
             assert_eq!(prompt(&format!(r#"{{"prompt":"a",{field}}}"#)), None, "{field}");
         }
@@ -139,6 +140,7 @@ mod tests {
             r#""echo":false"#,
             r#""truncate_prompt_tokens":null"#,
             r#""documents":[]"#,
+            r#""kvik":{}"#,
             r#""cache_salt":"tenant""#,
         ] {
             let body = format!(r#"{{"prompt":"a",{field}}}"#);
