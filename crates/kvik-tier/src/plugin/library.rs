@@ -65,7 +65,7 @@ impl Library {
         else {
             return Err(refused(&"a NUL in the path or the options"));
         };
-        // SAFETY: the name ends with a NUL. Loading runs code of the library: whoever configures it vouches for it.
+        // SAFETY: the name ends with a NUL. Loading runs code of the library, for which the operator that configures it vouches.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
             return Err(refused(&loader_message()));
