@@ -1,8 +1,9 @@
 //! Whole chunks.
 
-use crate::codec::{Codec, by_id};
+use crate::codec::Codec;
 use crate::error::{CodecError, Result};
 use crate::head::{CodedHead, MAX_LAYERS};
+use crate::names::by_id;
 use crate::shape::ChunkShape;
 
 /// Appends the coded form of a chunk to `out`: its head and its layers.

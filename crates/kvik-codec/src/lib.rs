@@ -32,6 +32,7 @@ mod int4;
 mod int8;
 #[expect(clippy::inline_always, reason = "kernels take on the instruction set of their caller")]
 mod lossless;
+mod names;
 mod none;
 #[expect(clippy::inline_always, reason = "kernels take on the instruction set of their caller")]
 mod paged;
@@ -46,8 +47,9 @@ mod shape;
 mod simd;
 
 pub use chunk::{decode, decode_layer, encode, round_trip};
-pub use codec::{Codec, NAMES, by_id, by_name, by_name_on};
+pub use codec::Codec;
 pub use error::{CodecError, Result};
 pub use head::{CodedHead, MAX_LAYERS, coded_head_bytes};
+pub use names::{NAMES, by_id, by_name, by_name_on};
 pub use shape::{ChunkLayout, ChunkShape};
 pub use simd::Isa;

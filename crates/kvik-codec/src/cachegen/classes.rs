@@ -8,6 +8,9 @@ use std::sync::OnceLock;
 use crate::rans::{Frequencies, N_SYMBOLS};
 use crate::simd::SlotTable;
 
+/// Set in a class where differences against anchors were coded.
+pub(super) const IS_DIFFERENCE: u8 = 0x80;
+
 /// Number of classes.
 pub(crate) const N_CLASSES: usize = 16;
 

@@ -1,7 +1,6 @@
 //! Streams to elements.
 
-use super::IS_DIFFERENCE;
-use super::classes::Classes;
+use super::classes::{Classes, IS_DIFFERENCE};
 use super::encode::{expand_classes, stored};
 use crate::element::{Element, LANES};
 use crate::error::Result;

@@ -1,7 +1,6 @@
 //! Values to streams.
 
-use super::IS_DIFFERENCE;
-use super::classes::{Classes, MAX_SYMBOL};
+use super::classes::{Classes, IS_DIFFERENCE, MAX_SYMBOL};
 use crate::element::{Element, LANES, narrow_bf16, widen_bf16};
 use crate::paged::Pages;
 use crate::quantizer::{MIN_STEP, quantized, step_bits};

@@ -21,9 +21,6 @@ use crate::error::Result;
 use crate::quantizer::{Place, Quantizer};
 use crate::simd::Isa;
 
-/// Set in a class where differences against anchors were coded.
-const IS_DIFFERENCE: u8 = 0x80;
-
 /// The quantizer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Cachegen {

@@ -6,6 +6,7 @@
 //! the sequence alone, the output is the same.
 
 mod begun;
+mod blend_rows;
 mod blended;
 mod ended;
 mod hashes;
@@ -20,7 +21,7 @@ mod staged;
 mod transfer;
 
 pub use begun::{Begun, BegunOutput, LentBlocks};
-pub use blended::BlendUsage;
+pub use blend_rows::BlendUsage;
 pub use ended::{EndedSequence, KvSink};
 pub use prefix::PrefixKv;
 pub use request::{

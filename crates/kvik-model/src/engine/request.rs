@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvik_types::{CacheSalt, TokenId};
 
-use super::blended::BlendUsage;
+use super::blend_rows::BlendUsage;
 use super::hashes::BlockHashes;
 use crate::blend::ComputedSegment;
 use crate::error::ModelError;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use kvik_tokens::TextStream;
 use kvik_types::{BlockHash, CacheSalt, TokenId};
 
-use super::blended::{BlendUsage, Blended};
+use super::blend_rows::{BlendUsage, Blended};
 use super::hashes::BlockHashes;
 use super::prefix::PrefixKv;
 use super::request::{EngineEvent, FinishReason, PreparedRequest, RequestId, TokenEvent, Usage};
@@ -397,7 +397,7 @@ impl Sequence {
         if self.n_cached.is_some() {
             return None;
         }
-        // What was placed is told apart from what is exact.
+        // Tokens of segments are counted as blended, not as cached.
         let n_cached = if self.is_exact() { self.n_computed } else { 0 };
         self.n_cached = Some(n_cached);
         Some((n_cached, self.n_loaded))

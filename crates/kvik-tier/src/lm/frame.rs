@@ -196,7 +196,7 @@ impl LmKey {
         })
     }
 
-    /// Reads a key that is filled up with spaces; `None` where it is none.
+    /// Reads a key that is filled up with spaces; `None` for bytes that are not a key.
     fn from_padded(bytes: &[u8]) -> Option<Self> {
         Self::new(std::str::from_utf8(bytes).ok()?.trim())
     }

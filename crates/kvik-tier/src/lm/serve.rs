@@ -28,13 +28,13 @@ pub trait LmSource: Send + Sync + fmt::Debug {
     /// Whether there is a value.
     fn exists(&self, key: &LmKey) -> bool;
 
-    /// Hands a value to `send`, which may take its time; false where there is none.
+    /// Hands a value to `send`, which may take its time; false where the key has no value.
     ///
     /// # Errors
     /// Those of `send`.
     fn read(&self, key: &LmKey, send: &mut dyn FnMut(LmForm, &[u8]) -> io::Result<()>) -> io::Result<bool>;
 
-    /// Memory for a value of so many bytes, at least one; `None` where there is none.
+    /// Memory for a value of so many bytes, at least one; `None` where no memory is free.
     fn begin(&self, n_bytes: usize) -> Option<Box<dyn LmWriter + '_>>;
 
     /// Removes a value.

@@ -23,7 +23,7 @@ use crate::tier::{GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierKind, Tier
 /// and a range of a chunk are two reads of one call.
 #[derive(Debug)]
 pub struct PluginTier {
-    library: Library,
+    loaded: Library,
     url: PluginUrl,
     tally: Tally,
 }
@@ -34,8 +34,8 @@ impl PluginTier {
     /// # Errors
     /// [`TierError::Remote`] with the reason of the loader or of the library.
     pub fn open(url: &PluginUrl) -> Result<Self> {
-        let library = Library::open(&url.path, &url.options)?;
-        Ok(Self { library, url: url.clone(), tally: Tally::default() })
+        let loaded = Library::open(&url.path, &url.options)?;
+        Ok(Self { loaded, url: url.clone(), tally: Tally::default() })
     }
 
     fn failed(&self, what: &str, reason: &str, is_transient: bool) -> TierError {
@@ -94,7 +94,7 @@ impl Tier for PluginTier {
         if batch.is_empty() {
             return;
         }
-        let outcomes = self.library.put(batch);
+        let outcomes = self.loaded.put(batch);
         for (item, outcome) in batch.iter_mut().zip(outcomes) {
             item.outcome = self.put_outcome(outcome);
         }
@@ -111,7 +111,7 @@ impl Tier for PluginTier {
             wanted.push(WantedBytes { key: *key, offset: 0, buffer: head });
             wanted.push(WantedBytes { key: *key, offset: *offset, buffer });
         }
-        let answers = self.library.get(&mut wanted);
+        let answers = self.loaded.get(&mut wanted);
         let (pairs, _) = answers.as_chunks::<2>();
         for (item, [of_head, of_buffer]) in batch.iter_mut().zip(pairs) {
             let is_other_length = |answer: &ReadAnswer| answer.chunk_bytes != item.n_bytes() as u64;
@@ -132,7 +132,7 @@ impl Tier for PluginTier {
     }
 
     fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> Result<()> {
-        let (status, found) = self.library.contains(keys);
+        let (status, found) = self.loaded.contains(keys);
         let failure = (status < 0)
             .then(|| self.failed("ask for chunks", &format!("the library gives status {status}"), true));
         self.tally.note_answer(failure.as_ref());
@@ -143,7 +143,7 @@ impl Tier for PluginTier {
     }
 
     fn delete(&self, keys: &[ChunkKey]) -> Result<usize> {
-        let n_removed = self.library.remove(keys);
+        let n_removed = self.loaded.remove(keys);
         let removed = usize::try_from(n_removed).ok().filter(|n_removed| *n_removed <= keys.len());
         let removed = removed.ok_or_else(|| {
             self.failed(
@@ -159,7 +159,7 @@ impl Tier for PluginTier {
     fn visit_keys(&self, _visit: &mut dyn FnMut(ChunkKey, u64)) {}
 
     fn flush(&self) -> Result<()> {
-        match self.library.flush() {
+        match self.loaded.flush() {
             0 => Ok(()),
             status => Err(self.failed("flush", &format!("the library gives status {status}"), true)),
         }

@@ -64,7 +64,7 @@ impl Page {
     /// Reads a page.
     ///
     /// # Errors
-    /// Why it is none.
+    /// What makes the bytes no page.
     pub(super) fn read(bytes: &[u8; PAGE_BYTES]) -> Result<Self, &'static str> {
         if let Some((chunk_bytes, _)) = bytes.strip_prefix(&AS_IT_IS).and_then(<[u8]>::split_first_chunk::<8>)
         {
