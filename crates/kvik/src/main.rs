@@ -111,7 +111,9 @@ fn exit_code(error: &anyhow::Error) -> u8 {
         return if matches!(error, TraceError::Io { .. }) { exit::FAILED } else { exit::INVALID_INPUT };
     }
     if let Some(error) = error.downcast_ref::<EvalError>() {
-        return if matches!(error, EvalError::Io(_)) { exit::FAILED } else { exit::INVALID_INPUT };
+        // A file that is not text was read well, and is the wrong file.
+        let is_failed = matches!(error, EvalError::Io(error) if error.kind() != io::ErrorKind::InvalidData);
+        return if is_failed { exit::FAILED } else { exit::INVALID_INPUT };
     }
     match error.downcast_ref::<ModelError>() {
         None

@@ -49,6 +49,7 @@ fn bad_questions_selectors_and_codecs_are_named() {
     for (arguments, code, word) in [
         (vec!["--file", "/no/such/file"], 1, "open questions"),
         (vec!["--file", broken.to_str().unwrap()], 3, "line 1"),
+        (vec!["--file", env!("CARGO_BIN_EXE_kvik")], 3, "UTF-8"),
         (vec!["--file", &file, "--blend", "first"], 2, "first:TOKENS"),
         (vec!["--file", &file, "--codec", "zip"], 3, "cachegen"),
     ] {
