@@ -15,6 +15,7 @@ const UNSAFE_PLACES: &[&str] = &[
     "crates/kvik-codec/src/simd",
     "crates/kvik-index/src/kernels",
     "crates/kvik-memory",
+    "crates/kvik-model/src/forward/cuda",
     "crates/kvik-model/src/kernels",
     "crates/kvik-tier/src/arena",
     "crates/kvik-tier/src/nvme/io",

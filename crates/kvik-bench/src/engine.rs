@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use kvik_model::{
-    BLOCK_TOKENS, CpuBackendOptions, Engine, EngineEvent, EngineOptions, GenerateRequest, Model, ModelConfig,
-    ModelError, RequestId, SamplingParams,
+    BLOCK_TOKENS, BackendOptions, CpuBackendOptions, CudaBackendOptions, DeviceName, Engine, EngineEvent,
+    EngineOptions, GenerateRequest, KvSize, Model, ModelConfig, ModelError, RequestId, SamplingParams,
 };
 use kvik_types::{Dtype, TokenId};
 
@@ -20,6 +20,9 @@ use crate::report::Measurement;
 
 /// The smallest number of repeats whose median ignores one outlier.
 const MIN_REPEATS: usize = 3;
+
+/// Rows of a pass on a GPU: prompts come in few pieces.
+const GPU_BATCHED_TOKENS: usize = 8192;
 
 const UNIT: &str = "tokens/s";
 
@@ -36,9 +39,11 @@ pub struct EngineBenchOptions {
     pub context_tokens: usize,
     /// How long each measurement is repeated at least.
     pub at_least: Duration,
+    /// Device that the model runs on.
+    pub device: DeviceName,
     /// Type in which keys and values are kept.
     pub kv_dtype: Dtype,
-    /// Threads that compute.
+    /// Threads that compute on the CPU.
     pub n_threads: usize,
 }
 
@@ -102,7 +107,11 @@ impl EngineBenchOptions {
 
     /// The engine's own budget, but always room for prompts beside a batch that decodes.
     fn max_batched_tokens(&self) -> usize {
-        EngineOptions::default().max_batched_tokens.max(2 * self.largest_batch())
+        let own = match self.device {
+            DeviceName::Cpu => EngineOptions::default().max_batched_tokens,
+            DeviceName::Cuda(_) => GPU_BATCHED_TOKENS,
+        };
+        own.max(2 * self.largest_batch())
     }
 }
 
@@ -111,16 +120,28 @@ impl EngineBenchOptions {
 impl EngineBench {
     /// Loads the model.
     pub fn try_new(model: &Model, options: EngineBenchOptions) -> kvik_model::Result<Self> {
-        let mut backend = CpuBackendOptions::default();
-        backend.kv_dtype = options.kv_dtype;
-        backend.n_threads = options.n_threads;
-        backend.n_blocks = options.n_blocks();
+        let backend = match options.device {
+            DeviceName::Cpu => {
+                let mut backend = CpuBackendOptions::default();
+                backend.kv_dtype = options.kv_dtype;
+                backend.n_threads = options.n_threads;
+                backend.n_blocks = options.n_blocks();
+                BackendOptions::Cpu(backend)
+            }
+            DeviceName::Cuda(ordinal) => {
+                let mut backend = CudaBackendOptions::default();
+                backend.ordinal = ordinal;
+                backend.kv_dtype = options.kv_dtype;
+                backend.kv_size = KvSize::Blocks(options.n_blocks());
+                BackendOptions::Cuda(backend)
+            }
+        };
         let mut engine = EngineOptions::default();
         engine.reuses_prefixes = false;
         engine.max_sequences = options.largest_batch();
         engine.max_batched_tokens = options.max_batched_tokens();
         Ok(Self {
-            engine: model.cpu_engine(&backend, engine)?,
+            engine: model.engine(&backend, engine)?,
             options,
             model_name: model.name().to_owned(),
             vocab_size: model.config().vocab_size,
@@ -141,6 +162,7 @@ impl EngineBench {
             "prefill_tokens": options.prefill_tokens,
             "decode_tokens": options.decode_tokens,
             "context_tokens": options.context_tokens,
+            "device": options.device.to_string(),
             "kv_dtype": options.kv_dtype.name(),
             "threads": options.n_threads,
         })
@@ -150,10 +172,13 @@ impl EngineBench {
     pub fn description(&self) -> String {
         let options = &self.options;
         format!(
-            "{}, KV in {}, {} threads; prefill of {} tokens, decode after {}",
+            "{} on {}, KV in {}; prefill of {} tokens, decode after {}",
             self.model_name,
+            match options.device {
+                DeviceName::Cpu => format!("{} threads", options.n_threads),
+                DeviceName::Cuda(_) => options.device.to_string(),
+            },
             options.kv_dtype,
-            options.n_threads,
             options.prefill_tokens,
             options.context_tokens
         )

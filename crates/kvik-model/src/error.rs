@@ -83,6 +83,22 @@ pub enum ModelError {
     /// The memory for KV cannot be used: its ledger, its addresses or a limit.
     #[error("KV memory: {0}")]
     Memory(#[source] Box<kvik_memory::MemoryError>),
+    /// The device cannot be used: no driver, no such device, or one that the kernels are not made for.
+    #[error("{device}: {reason}")]
+    NoDevice {
+        /// The device that was asked for.
+        device: String,
+        /// What is missing.
+        reason: String,
+    },
+    /// The device or its compiler refused a call.
+    #[error("{call}: {reason}")]
+    Device {
+        /// The call.
+        call: &'static str,
+        /// What driver or compiler said.
+        reason: String,
+    },
     /// The forward pass gave logits that are not numbers; the weights are damaged.
     #[error("the model's logits are not finite at position {position}; the weights are damaged")]
     NotFinite {

@@ -9,7 +9,7 @@
 //!   it, however its prompt is cut into chunks, on any number of threads and any instruction set.
 //! - The same seed gives the same text, whatever the batch, also after a preemption.
 //! - Nothing panics on the bytes of a model folder or the fields of a request.
-//! - `unsafe` lives in `kernels` alone.
+//! - `unsafe` lives in `kernels` and in `forward::cuda` alone.
 //!
 //! ```
 //! use kvik_model::{EngineEvent, EngineOptions, CpuBackendOptions, GenerateRequest, Model, SamplingParams};
@@ -65,11 +65,11 @@ pub use engine::{
 };
 pub use error::{ModelError, Result};
 pub use forward::{
-    Backend, CpuBackend, CpuBackendOptions, LayerKv, Logits, PinnedKv, RowPositions, SegmentPart,
-    SequenceRows,
+    Backend, BestToken, CpuBackend, CpuBackendOptions, CudaBackend, CudaBackendOptions, DeviceName, KvSize,
+    LayerKv, Logits, PinnedKv, RowPositions, SegmentPart, SequenceRows,
 };
 pub use kernels::Isa;
-pub use model::Model;
+pub use model::{BackendOptions, Model};
 pub use paging::{
     BLOCK_TOKENS, BlockChange, BlockId, BlockMemory, BlockPool, ElasticMemory, FixedMemory, MemoryGroup,
     Need, PoolStats,

@@ -14,7 +14,7 @@ use crate::checkpoint::Checkpoint;
 use crate::config::ModelConfig;
 use crate::engine::{Engine, EngineOptions};
 use crate::error::{ModelError, Result};
-use crate::forward::{CpuBackend, CpuBackendOptions};
+use crate::forward::{Backend, CpuBackend, CpuBackendOptions, CudaBackend, CudaBackendOptions};
 
 /// Largest `config.json` that is read, in bytes; real ones have a few kilobytes.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
@@ -32,6 +32,17 @@ pub struct Model {
     tokenizer: Arc<Tokenizer>,
     /// What its settings say of segments.
     blend: Option<Selectors>,
+    /// Seed of weights that are made on the device instead of being read.
+    random_weights: Option<u64>,
+}
+
+/// The device that a model runs on, and how.
+#[derive(Debug, Clone)]
+pub enum BackendOptions {
+    /// The processor's cores.
+    Cpu(CpuBackendOptions),
+    /// An NVIDIA GPU.
+    Cuda(CudaBackendOptions),
 }
 
 /// What kvik reads of `config.json` for itself.
@@ -45,6 +56,7 @@ struct KvikSettings {
 #[serde(default)]
 struct ModelSettings {
     blend: Option<String>,
+    random_weights: Option<u64>,
 }
 
 impl Model {
@@ -77,13 +89,18 @@ impl Model {
         let name = folder
             .file_name()
             .map_or_else(|| folder.display().to_string(), |name| name.to_string_lossy().into());
+        let settings = settings_of(&config)?;
+        let random_weights = settings.random_weights;
+        let checkpoint =
+            if random_weights.is_some() { Checkpoint::empty() } else { Checkpoint::open(folder)? };
         Ok(Self {
             name,
             config: ModelConfig::from_json(&config)?,
-            blend: blend_setting(&config)?,
+            blend: blend_setting(&settings)?,
+            random_weights,
             config_hash: xxh3_128(config.as_bytes()),
             revision: OnceLock::new(),
-            checkpoint: Checkpoint::open(folder)?,
+            checkpoint,
             tokenizer: Arc::new(Tokenizer::open(folder)?),
         })
     }
@@ -96,7 +113,8 @@ impl Model {
         Ok(Self {
             name: bundled::NAME.to_owned(),
             config: ModelConfig::from_json(bundled::CONFIG)?,
-            blend: blend_setting(bundled::CONFIG)?,
+            blend: blend_setting(&settings_of(bundled::CONFIG)?)?,
+            random_weights: None,
             config_hash: xxh3_128(bundled::CONFIG.as_bytes()),
             revision: OnceLock::new(),
             checkpoint: Checkpoint::from_bytes("model.safetensors", bundled::weights()?)?,
@@ -121,11 +139,26 @@ impl Model {
             ("tokenizer_config.json", bundled::TOKENIZER_CONFIG),
             ("model.safetensors", bundled::weights()?),
         ];
-        for (name, bytes) in files {
-            let path = folder.join(name);
-            std::fs::write(&path, bytes).map_err(|source| ModelError::Io { path, source })?;
+        write_files(folder, &files)
+    }
+
+    /// Writes a model without weights into `folder`: `config`, whose `kvik.random_weights` is a seed, and the tokenizer of the model
+    /// that the binary carries.
+    ///
+    /// # Errors
+    /// If the text is not the configuration of a model, or a file cannot be written.
+    pub fn write_random(folder: &Path, config: &str) -> Result<()> {
+        ModelConfig::from_json(config)?;
+        if settings_of(config)?.random_weights.is_none() {
+            return Err(ModelError::config("kvik.random_weights", "missing", "a seed"));
         }
-        Ok(())
+        let files: [(&str, &[u8]); 4] = [
+            ("config.json", config.as_bytes()),
+            ("generation_config.json", bundled::GENERATION_CONFIG),
+            ("tokenizer.json", &bundled::tokenizer()?),
+            ("tokenizer_config.json", bundled::TOKENIZER_CONFIG),
+        ];
+        write_files(folder, &files)
     }
 
     /// Which tokens of segments are computed again, as the model's settings say: `kvik.blend` in its `config.json`. A model that
@@ -154,7 +187,7 @@ impl Model {
         &self.tokenizer
     }
 
-    /// What KV of this model may be mixed with.
+    /// What KV that this model leaves on the CPU may be mixed with.
     ///
     /// A folder whose configuration or weights have changed is another model, whatever its name: KV that is
     /// kept somewhere outlives them. Reads all weights the first time.
@@ -162,6 +195,10 @@ impl Model {
     /// # Errors
     /// If the weights cannot be read.
     pub fn namespace(&self, kv_dtype: Dtype) -> Result<Namespace> {
+        self.namespace_of(kv_dtype, CpuBackend::kv_layout_of(&self.config, kv_dtype))
+    }
+
+    fn namespace_of(&self, kv_dtype: Dtype, layout: String) -> Result<Namespace> {
         let revision = if let Some(revision) = self.revision.get() {
             *revision
         } else {
@@ -171,9 +208,20 @@ impl Model {
         Ok(Namespace {
             model: format!("{}@{revision:032x}", self.name),
             dtype: kv_dtype,
-            layout: CpuBackend::kv_layout_of(&self.config, kv_dtype),
+            layout,
             tenant: String::new(),
         })
+    }
+
+    /// Loads the weights into an engine.
+    ///
+    /// # Errors
+    /// If the device cannot be used, the weights do not fit the configuration or the device, or an option is out of its range.
+    pub fn engine(&self, backend: &BackendOptions, engine: EngineOptions) -> Result<Engine> {
+        match backend {
+            BackendOptions::Cpu(backend) => self.cpu_engine(backend, engine),
+            BackendOptions::Cuda(backend) => self.cuda_engine(backend, engine),
+        }
     }
 
     /// Loads the weights into an engine on the CPU.
@@ -181,17 +229,49 @@ impl Model {
     /// # Errors
     /// If the weights do not fit the configuration, or an option is out of its range.
     pub fn cpu_engine(&self, backend: &CpuBackendOptions, engine: EngineOptions) -> Result<Engine> {
+        if self.random_weights.is_some() {
+            let allowed = "a folder with weights; random ones are made on a GPU (--device cuda:0)";
+            return Err(ModelError::config("kvik.random_weights", "set", allowed));
+        }
         let loaded = CpuBackend::load(self.config.clone(), &self.checkpoint, backend)?;
         let namespace = self.namespace(backend.kv_dtype)?;
         Engine::new(Box::new(loaded), Some(Arc::clone(&self.tokenizer)), &namespace, engine)
     }
+
+    /// Loads the weights into an engine on an NVIDIA GPU, with buffers for passes as large as the engine's.
+    ///
+    /// # Errors
+    /// If the device cannot be used, the weights do not fit the configuration or the device, or an option is out of its range.
+    pub fn cuda_engine(&self, backend: &CudaBackendOptions, engine: EngineOptions) -> Result<Engine> {
+        let backend = CudaBackendOptions { max_rows: engine.max_batched_tokens, ..backend.clone() };
+        let loaded = match self.random_weights {
+            Some(seed) => CudaBackend::random(self.config.clone(), seed, &backend)?,
+            None => CudaBackend::load(self.config.clone(), &self.checkpoint, &backend)?,
+        };
+        let namespace = self.namespace_of(backend.kv_dtype, loaded.kv_layout())?;
+        Engine::new(Box::new(loaded), Some(Arc::clone(&self.tokenizer)), &namespace, engine)
+    }
+}
+
+fn write_files(folder: &Path, files: &[(&str, &[u8])]) -> Result<()> {
+    files.iter().try_for_each(|(name, bytes)| {
+        let path = folder.join(name);
+        std::fs::write(&path, bytes).map_err(|source| ModelError::Io { path, source })
+    })
+}
+
+/// What `config.json` says to kvik.
+fn settings_of(config: &str) -> Result<ModelSettings> {
+    let settings: KvikSettings = serde_json::from_str(config).map_err(|error| {
+        let allowed = "an object with `blend`, a string, and `random_weights`, a number";
+        ModelError::config("kvik", error.to_string(), allowed)
+    })?;
+    Ok(settings.kvik)
 }
 
 /// The selectors that the settings of a model name.
-fn blend_setting(config: &str) -> Result<Option<Selectors>> {
-    let settings: KvikSettings = serde_json::from_str(config)
-        .map_err(|error| ModelError::config("kvik", error.to_string(), "an object with `blend`, a string"))?;
-    match settings.kvik.blend.as_deref() {
+fn blend_setting(settings: &ModelSettings) -> Result<Option<Selectors>> {
+    match settings.blend.as_deref() {
         None => Ok(None),
         Some("exact") => Ok(Some(Selectors::default())),
         Some(selectors) => selectors.parse().map(Some).map_err(|_| {

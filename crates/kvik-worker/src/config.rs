@@ -2,6 +2,7 @@
 //!
 //! The unit of a time or size is part of its field's name.
 
+mod device;
 mod memory;
 
 use std::fmt::Display;
@@ -16,7 +17,6 @@ use kvik_runtime::secret::{Secret, redacted_url};
 use kvik_runtime::telemetry::TracingConfig;
 use kvik_runtime::tls::TlsClientFiles;
 use kvik_runtime::trust::TrustSettings;
-use kvik_types::Dtype;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, WorkerError};
@@ -24,9 +24,6 @@ use crate::plan::BlendDefaults;
 
 pub use kvik_node::StoreConfig;
 pub use memory::SharedMemoryConfig;
-
-/// Most blocks that can be asked for; block ids have 32 bits.
-const MAX_KV_BLOCKS: usize = 1 << 30;
 
 /// Everything that can be configured.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -43,9 +40,17 @@ pub struct WorkerConfig {
     pub model: Option<PathBuf>,
     /// Name that clients ask for the model under. Default: none, the folder's name.
     pub served_model_name: Option<String>,
+    /// Device that the model runs on: `cpu`, or `cuda:0` for the first NVIDIA GPU that the process can see. Default: `cpu`.
+    pub device: String,
     /// Blocks of 16 tokens for keys and values; with `memory.ipc_name`, the most that there can be.
-    /// Default: 1024.
+    /// Default: 0, which is 1024 on the CPU and what `kv_memory` says on a GPU.
     pub kv_blocks: usize,
+    /// Memory for keys and values on a GPU: a size such as `40GiB`, or the share of the device that the worker uses in all, such
+    /// as `0.9`, of which weights are taken first. Default: none, `0.9` on a GPU.
+    pub kv_memory: Option<String>,
+    /// Folder in which kernels that were compiled for a GPU are kept for the next start. Only the worker's user may write to it:
+    /// its files are code. Default: none, they are compiled at every start, which takes seconds.
+    pub kernel_cache: Option<PathBuf>,
     /// Memory for keys and values that is shared with other workers. Default: memory of its own.
     pub memory: SharedMemoryConfig,
     /// Where KV goes beyond the engine's memory. Default: nowhere.
@@ -54,7 +59,8 @@ pub struct WorkerConfig {
     /// or `deviation:0.15`. Default: none, what the model's settings say; without those, only requests that say it use
     /// segments.
     pub blend: Option<String>,
-    /// Type in which keys and values are kept: `f32`, `f16` or `bf16`. Default: `f32`.
+    /// Type in which keys and values are kept: `f32`, `f16` or `bf16`. Default: `auto`, which is `f32` on the CPU and `bf16` on a
+    /// GPU.
     pub kv_dtype: String,
     /// Threads that compute; 0 for the number of cores. Default: 0.
     pub threads: usize,
@@ -119,11 +125,14 @@ impl Default for WorkerConfig {
             id: None,
             model: None,
             served_model_name: None,
-            kv_blocks: 1024,
+            device: "cpu".to_owned(),
+            kv_blocks: 0,
+            kv_memory: None,
+            kernel_cache: None,
             memory: SharedMemoryConfig::default(),
             store: StoreConfig::default(),
             blend: None,
-            kv_dtype: "f32".to_owned(),
+            kv_dtype: "auto".to_owned(),
             threads: 0,
             max_batched_tokens: 512,
             max_sequences: 64,
@@ -194,10 +203,8 @@ impl WorkerConfig {
                 check(fits, field, name, "1 to 256 bytes without control characters")?;
             }
         }
-        self.dtype()?;
+        self.backend("")?;
         self.blend()?;
-        let blocks = self.kv_blocks;
-        check((1..=MAX_KV_BLOCKS).contains(&blocks), "kv_blocks", &blocks, "1 to 1073741824")?;
         self.memory.validate()?;
         self.store.resolve()?;
         check(self.threads <= 1024, "threads", &self.threads, "0 to 1024")?;
@@ -252,17 +259,6 @@ impl WorkerConfig {
         };
         let selectors = Some(given.map_or_else(|| parse(&selector), Ok)?);
         Ok(BlendDefaults { selectors, separator: Some(separator), min_tokens })
-    }
-
-    pub(crate) fn dtype(&self) -> Result<Dtype> {
-        match self.kv_dtype.parse() {
-            Ok(dtype @ (Dtype::F32 | Dtype::F16 | Dtype::BF16)) => Ok(dtype),
-            _ => Err(WorkerError::InvalidConfig {
-                field: "kv_dtype",
-                value: self.kv_dtype.clone(),
-                allowed: "f32, f16 or bf16",
-            }),
-        }
     }
 
     pub(crate) fn slow_client_timeout(&self) -> Duration {
@@ -321,10 +317,11 @@ mod tests {
             change(&mut config);
             config.validate().unwrap_err().to_string()
         };
-        assert_eq!(message(|config| config.kv_blocks = 0), "`kv_blocks` is 0; allowed: 1 to 1073741824");
+        let too_many = "`kv_blocks` is 1073741825; allowed: 0 to 1073741824";
+        assert_eq!(message(|config| config.kv_blocks = (1 << 30) + 1), too_many);
         assert_eq!(
             message(|config| config.kv_dtype = "fp8".into()),
-            "`kv_dtype` is fp8; allowed: f32, f16 or bf16"
+            "`kv_dtype` is fp8; allowed: auto, f32, f16 or bf16"
         );
         assert!(message(|config| config.coordinators = vec!["host:1".into()]).contains("`coordinators`"));
         assert!(message(|config| config.advertise = Some("http://h/x".into())).contains("`advertise`"));

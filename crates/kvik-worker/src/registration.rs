@@ -62,7 +62,7 @@ impl Registration {
             epoch,
             address: address.to_owned(),
             model: loaded.model_name.clone(),
-            capacity_tokens: (state.config.kv_blocks * kvik_model::BLOCK_TOKENS) as u64,
+            capacity_tokens: loaded.capacity_tokens,
             weight: state.config.weight,
             role: state.config.role,
             store: None,

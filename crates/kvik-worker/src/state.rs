@@ -63,6 +63,8 @@ pub(crate) struct Loaded {
     pub(crate) arrivals: Arrivals,
     /// The root of the engine's hashes, in hexadecimal digits: KV of another root never mixes with its own.
     pub(crate) root: String,
+    /// Tokens whose KV the engine has room for.
+    pub(crate) capacity_tokens: u64,
     /// Names the bytes of a block.
     pub(crate) layout: String,
     /// Bytes of one block in one layer.

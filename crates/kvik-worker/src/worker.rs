@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use kvik_model::{BLOCK_TOKENS, CpuBackendOptions, Engine, EngineOptions, Model};
+use kvik_model::{BLOCK_TOKENS, Engine, EngineOptions, Model};
 use kvik_node::{KEPT_BYTES, KvLog, LoggedChunks};
 use kvik_proto::client::{CoordinatorClient, HttpClient, TlsClientConfig, http_client};
 use kvik_proto::kv_stream::BlockGroup;
@@ -207,6 +207,7 @@ async fn load(
         vocab_size: engine.config().vocab_size,
     };
     let max_tokens = engine.max_sequence_tokens();
+    let capacity_tokens = engine.capacity_tokens();
     let mut blend = config.blend()?;
     blend.selectors = blend.selectors.or_else(|| model.blend().cloned());
     let root = engine.namespace().seed().to_string();
@@ -234,6 +235,7 @@ async fn load(
         running: Arc::new(running),
         arrivals: Arrivals::default(),
         root,
+        capacity_tokens,
         layout,
         block_layer_bytes,
         staging: Staging::new(config.kv_staging_bytes),
@@ -267,19 +269,13 @@ fn load_engine(config: &WorkerConfig) -> Result<(Model, Engine, Option<WorkerSto
         Some(folder) => Model::open(folder)?,
         None => Model::bundled()?,
     };
-    let mut backend = CpuBackendOptions::default();
-    backend.n_blocks = config.kv_blocks;
-    backend.memory = config.memory.group(config.given_id().cloned().unwrap_or_else(|| config.listen.clone()));
-    backend.kv_dtype = config.dtype()?;
-    if config.threads != 0 {
-        backend.n_threads = config.threads;
-    }
+    let backend = config.backend(config.given_id().unwrap_or(&config.listen))?;
     let mut options = EngineOptions::default();
     options.max_batched_tokens = config.max_batched_tokens;
     options.max_sequences = config.max_sequences;
     // Requests without a seed must differ from those of other workers and earlier lives.
     options.seed = random_seed();
-    let engine = model.cpu_engine(&backend, options)?;
+    let engine = model.engine(&backend, options)?;
     let store = WorkerStore::open(&config.store, &engine)?;
     let space = store.as_ref().and_then(WorkerStore::space);
     Ok((model, engine, store, space))

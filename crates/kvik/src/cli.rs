@@ -10,6 +10,7 @@ use std::path::PathBuf;
 
 use clap::builder::styling::{AnsiColor, Styles};
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use kvik_model::DeviceName;
 use kvik_store::policy::PolicyKind;
 use kvik_types::Dtype;
 
@@ -137,6 +138,39 @@ pub(crate) struct TopScreenArguments {
 pub(crate) enum ModelsCommand {
     /// Print a model's architecture, sizes and KV bytes per token
     Inspect(InspectArguments),
+    /// Make a folder of a model with random weights, for measurements on a GPU
+    Make(MakeArguments),
+}
+
+/// The folder has no weights: they are made on the device when the model is loaded. Texts mean nothing.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct MakeArguments {
+    /// Whose numbers the model has
+    #[arg(long, value_name = "SHAPE", value_enum)]
+    pub(crate) shape: ModelShape,
+
+    /// Folder that is made; it must not exist
+    #[arg(long, value_name = "DIR")]
+    pub(crate) random: PathBuf,
+
+    /// Seed of the weights
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) seed: u64,
+}
+
+/// Models whose numbers are known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ModelShape {
+    /// 1.2 billion parameters, 16 layers
+    #[value(name = "llama-3.2-1b")]
+    Llama32With1B,
+    /// 3.2 billion parameters, 28 layers
+    #[value(name = "llama-3.2-3b")]
+    Llama32With3B,
+    /// 8 billion parameters, 32 layers
+    #[value(name = "llama-3-8b")]
+    Llama3With8B,
 }
 
 /// Text is streamed to standard output as it is made. Statistics go to standard error if that is a terminal.
@@ -229,9 +263,13 @@ pub(crate) struct SamplingArguments {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Engine")]
 pub(crate) struct EngineArguments {
-    /// Type in which keys and values are kept
-    #[arg(long, value_name = "TYPE", value_enum, default_value_t = KvDtype::F32)]
-    pub(crate) kv_dtype: KvDtype,
+    /// Device that the model runs on: `cpu`, or `cuda:N` for an NVIDIA GPU
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceName::Cpu)]
+    pub(crate) device: DeviceName,
+
+    /// Type in which keys and values are kept [default: f32 on the CPU, bf16 on a GPU]
+    #[arg(long, value_name = "TYPE", value_enum)]
+    pub(crate) kv_dtype: Option<KvDtype>,
 
     /// Threads that compute, 1 to 1024 [default: the cores this process may use]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MAX_THREADS))]
@@ -342,6 +380,14 @@ pub(crate) struct UpArguments {
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
 
+    /// Device that all workers run on: `cpu`, or `cuda:N` for an NVIDIA GPU [default: cpu]
+    #[arg(long, value_name = "DEVICE")]
+    pub(crate) device: Option<DeviceName>,
+
+    /// Memory for keys and values of each worker on a GPU, such as `40GiB` [default: 2GiB]
+    #[arg(long, value_name = "SIZE", requires = "device")]
+    pub(crate) kv_memory: Option<String>,
+
     /// Port of the gateway; 0 takes a free one
     #[arg(long, value_name = "PORT", default_value_t = 8080)]
     pub(crate) port: u16,
@@ -419,13 +465,22 @@ pub(crate) struct WorkerArguments {
     #[arg(long, value_name = "URL")]
     pub(crate) coordinator: Vec<String>,
 
-    /// Threads that compute [default: the number of cores]
+    /// Device that the model runs on: `cpu`, or `cuda:N` for an NVIDIA GPU [default: cpu]
+    #[arg(long, value_name = "DEVICE")]
+    pub(crate) device: Option<DeviceName>,
+
+    /// Threads that compute on the CPU [default: the number of cores]
     #[arg(long, value_name = "N")]
     pub(crate) threads: Option<usize>,
 
-    /// Blocks of 16 tokens for keys and values [default: 1024]
+    /// Blocks of 16 tokens for keys and values [default: 1024 on the CPU]
     #[arg(long, value_name = "N")]
     pub(crate) kv_blocks: Option<usize>,
+
+    /// Memory for keys and values on a GPU: a size such as `40GiB`, or the share of the device that the worker uses in all
+    /// [default: 0.9]
+    #[arg(long, value_name = "SIZE", conflicts_with = "kv_blocks")]
+    pub(crate) kv_memory: Option<String>,
 
     #[command(flatten)]
     pub(crate) store: StoreArguments,

@@ -62,6 +62,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
     match &cli.command {
         Command::Generate(arguments) => commands::generate::run(arguments),
         Command::Models(ModelsCommand::Inspect(arguments)) => commands::models::inspect(arguments),
+        Command::Models(ModelsCommand::Make(arguments)) => commands::models::make(arguments),
         Command::Bench(BenchCommand::Engine(arguments)) => commands::bench::engine(arguments),
         Command::Bench(BenchCommand::Blend(arguments)) => commands::bench::blend(arguments),
         Command::Bench(BenchCommand::Gateway(arguments)) => commands::bench::gateway(arguments),

@@ -132,8 +132,7 @@ impl Checkpoint {
         }
         Ok(hash.digest128())
     }
-
-    fn empty() -> Self {
+    pub(crate) fn empty() -> Self {
         Self { sources: Vec::new(), tensors: BTreeMap::new(), unsupported: BTreeMap::new() }
     }
 

@@ -218,6 +218,11 @@ impl Engine {
         self.backend.config().max_positions.min(self.pool.limit_blocks().saturating_mul(BLOCK_TOKENS))
     }
 
+    /// Tokens whose KV fits into all blocks that there can be.
+    pub fn capacity_tokens(&self) -> u64 {
+        (self.backend.n_blocks() as u64).saturating_mul(BLOCK_TOKENS as u64)
+    }
+
     /// Forgets all prefixes that earlier requests have left.
     pub fn forget_prefixes(&mut self) {
         self.pool.forget_free();
@@ -360,6 +365,7 @@ impl Engine {
 
     fn forward(&mut self, scheduled: &[ScheduledRows]) -> Result<()> {
         let mut sequences = Vec::with_capacity(scheduled.len());
+        let mut takes_best = true;
         for rows in scheduled {
             let Some(sequence) = self.running.iter().find(|sequence| sequence.key() == rows.key) else {
                 continue;
@@ -367,11 +373,16 @@ impl Engine {
             let is_last = rows.n_rows == sequence.n_pending();
             let (tokens, positions) = sequence.pending(rows.n_rows);
             let n_logits = usize::from(is_last && !sequence.is_segment());
+            takes_best &= n_logits == 0 || sequence.sampler_input().takes_best();
             sequences.push(SequenceRows { tokens, positions, block_table: sequence.table(), n_logits });
             self.stats.n_computed_tokens += rows.n_rows as u64;
         }
         self.stats.n_steps += 1;
-        self.backend.forward(&sequences, &mut self.logits)
+        if takes_best {
+            self.backend.forward_best(&sequences, &mut self.logits)
+        } else {
+            self.backend.forward(&sequences, &mut self.logits)
+        }
     }
 
     /// Chooses the next token of the sequence at `idx`; the first time, also that of the other
@@ -379,7 +390,12 @@ impl Engine {
     fn choose_tokens(&mut self, idx: usize, logits_row: usize, events: &mut Vec<EngineEvent>) -> Result<()> {
         let position = self.running[idx].n_computed() - 1;
         let n_forks = self.running[idx].take_forks();
-        if !self.logits.row(logits_row).iter().all(|logit| logit.is_finite()) {
+        let best = self.logits.best(logits_row);
+        let is_finite = match best {
+            Some(best) => best.is_finite,
+            None => self.logits.row(logits_row).iter().all(|logit| logit.is_finite()),
+        };
+        if !is_finite {
             let request = self.running[idx].request;
             events.push(EngineEvent::Failed { request, error: ModelError::NotFinite { position } });
             for sequence in self.running.iter_mut().filter(|sequence| sequence.request == request) {
@@ -396,11 +412,14 @@ impl Engine {
             self.running.insert(idx + choice as usize, fork);
         }
         let longest = self.max_sequence_tokens();
-        let logits = self.logits.row(logits_row);
+        let logits = &self.logits;
         let end_tokens = self.tokenizer.as_deref().map_or(&[][..], Tokenizer::eos_token_ids);
         let config_end_tokens = &self.backend.config().eos_token_ids;
         for sequence in &mut self.running[idx..=idx + n_forks as usize] {
-            let (token, logprobs) = self.sampler.sample(logits, sequence.sampler_input());
+            let (token, logprobs) = match best {
+                Some(best) => (best.token, None),
+                None => self.sampler.sample(logits.row(logits_row), sequence.sampler_input()),
+            };
             let is_end = end_tokens.contains(&token) || config_end_tokens.contains(&token);
             sequence.push_token(token, logprobs, is_end, longest, events);
             self.stats.n_generated_tokens += 1;

@@ -3,9 +3,16 @@
 //! [`Backend`] is all that the scheduler knows of the arithmetic. A backend gets block tables and
 //! reads keys and values where they lie; nothing is gathered into a tensor first.
 
+mod checked;
 mod cpu;
+#[expect(unsafe_code, reason = "kernels get addresses, and the driver is a C library")]
+mod cuda;
+mod place;
+mod tensors;
 
 pub use cpu::{CpuBackend, CpuBackendOptions};
+pub use cuda::{CudaBackend, CudaBackendOptions};
+pub use place::{DeviceName, KvSize};
 
 use std::ops::Range;
 
@@ -55,6 +62,17 @@ pub struct Logits {
     values: Vec<f32>,
     stride: usize,
     vocab_size: usize,
+    /// Instead of rows, where the pass was asked for no more.
+    best: Vec<BestToken>,
+}
+
+/// The most likely token of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BestToken {
+    /// The token; of equal logits the first.
+    pub token: TokenId,
+    /// Whether all logits of the row are numbers.
+    pub is_finite: bool,
 }
 
 /// Keys and values of one layer of a sequence, outside of their blocks.
@@ -107,6 +125,15 @@ pub trait Backend: Send + std::fmt::Debug {
     /// If a token is not in the vocabulary, a position is past the context or a block table does
     /// not cover its rows; nothing was written then.
     fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()>;
+
+    /// As [`Backend::forward`] for rows of which only the most likely token is wanted: a backend may give [`Logits::best`] instead
+    /// of the rows.
+    ///
+    /// # Errors
+    /// As [`Backend::forward`].
+    fn forward_best(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
+        self.forward(sequences, logits)
+    }
 
     /// As [`Backend::forward`], of the first `n_layers` layers alone and without logits.
     ///
@@ -220,8 +247,20 @@ impl Logits {
     pub fn reset(&mut self, n_rows: usize, vocab_size: usize) {
         self.vocab_size = vocab_size;
         self.stride = padded(vocab_size);
+        self.best.clear();
         self.values.clear();
         self.values.resize(n_rows * self.stride, 0.0);
+    }
+
+    /// Takes the most likely tokens of the rows instead of their logits; for implementations of [`Backend`].
+    pub fn set_best(&mut self, best: Vec<BestToken>) {
+        self.values.clear();
+        self.best = best;
+    }
+
+    /// The most likely token of row `row_idx`, where the pass gave it instead of the logits.
+    pub fn best(&self, row_idx: usize) -> Option<BestToken> {
+        self.best.get(row_idx).copied()
     }
 
     /// The logits of row `row_idx`, to be written.

@@ -148,7 +148,7 @@ impl MatrixSource {
     }
 
     /// `(n_outputs, n_inputs)`.
-    fn shape(&self) -> Result<(usize, usize)> {
+    pub(crate) fn shape(&self) -> Result<(usize, usize)> {
         match (self.tensor.shape.as_slice(), self.is_transposed) {
             (&[rows, columns], false) | (&[columns, rows], true) => Ok((rows, columns)),
             (shape, _) => {

@@ -28,6 +28,11 @@ impl RotaryTable {
         }
     }
 
+    /// Cosine and sine of each frequency in the first row.
+    pub(crate) fn first_row(&self) -> &[(f32, f32)] {
+        self.rotations.get(..self.inverse_frequencies.len()).unwrap_or_default()
+    }
+
     /// Rotates the heads of row `row_idx` in place; `heads` holds whole heads side by side.
     ///
     /// # Panics

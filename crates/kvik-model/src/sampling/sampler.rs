@@ -31,6 +31,13 @@ pub(crate) struct Sampler {
     weights: Vec<f64>,
 }
 
+impl SamplerInput<'_> {
+    /// Whether the choice is the most likely token and nothing else is told of it.
+    pub(crate) fn takes_best(&self) -> bool {
+        self.params.temperature <= 0.0 && self.counts.is_none() && self.params.logprobs.is_none()
+    }
+}
+
 impl Sampler {
     /// Chooses the next token from `logits`, which must be finite and not empty.
     pub(crate) fn sample(

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use kvik_model::{CpuBackendOptions, EngineOptions, GenerateRequest, Model, SamplingParams};
+use kvik_model::{CpuBackendOptions, Engine, EngineOptions, GenerateRequest, Model, SamplingParams};
 use kvik_tokens::AddSpecial;
 use kvik_types::Dtype;
 
@@ -18,7 +18,11 @@ pub fn score(kv_dtype: Dtype) -> Score {
     let model = Model::bundled().unwrap();
     let mut backend = CpuBackendOptions::default();
     backend.kv_dtype = kv_dtype;
-    let mut engine = model.cpu_engine(&backend, EngineOptions::default()).unwrap();
+    score_of(&model, model.cpu_engine(&backend, EngineOptions::default()).unwrap())
+}
+
+/// As [`score`], of an engine of the bundled model.
+pub fn score_of(model: &Model, mut engine: Engine) -> Score {
     let text = std::fs::read_to_string(bundled_folder().join("notes_qa.jsonl")).unwrap();
     let mut expected = BTreeMap::new();
     for line in text.lines() {

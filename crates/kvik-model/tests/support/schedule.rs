@@ -80,7 +80,7 @@ impl Schedule {
 
     /// Runs the schedule and returns, for each sequence, the logits that were asked for with
     /// their positions.
-    pub fn run(&self, backend: &mut CpuBackend) -> Vec<Vec<(usize, RowBits)>> {
+    pub fn run(&self, backend: &mut dyn Backend) -> Vec<Vec<(usize, RowBits)>> {
         let mut unused = self.block_order.iter().copied().map(BlockId::new);
         let n_shared = self.shared_prefix.len();
         let shared: Vec<BlockId> = unused.by_ref().take(n_shared / BLOCK_TOKENS).collect();
@@ -140,7 +140,7 @@ impl Schedule {
 
     /// Asserts that `backend` gives each row the logits of its sequence alone, computed by
     /// `reference` in one pass on blocks that lie side by side.
-    pub fn check(&self, backend: &mut CpuBackend, reference: &mut CpuBackend) -> Result<(), TestCaseError> {
+    pub fn check(&self, backend: &mut dyn Backend, reference: &mut dyn Backend) -> Result<(), TestCaseError> {
         let actual = self.run(backend);
         for (tokens, rows) in self.full_sequences().iter().zip(actual) {
             let expected = whole(reference, tokens);
@@ -162,14 +162,14 @@ pub fn bits(row: &[f32]) -> RowBits {
 }
 
 /// Logits of every row of a sequence that is computed alone, in one pass, on blocks 0, 1, 2, ...
-pub fn whole(backend: &mut CpuBackend, tokens: &[u32]) -> Vec<RowBits> {
+pub fn whole(backend: &mut dyn Backend, tokens: &[u32]) -> Vec<RowBits> {
     let table: Vec<BlockId> = (0..tokens.len().div_ceil(BLOCK_TOKENS) as u32).map(BlockId::new).collect();
     forward_alone(backend, tokens, 0, &table, tokens.len())
 }
 
 /// Computes rows of one sequence and returns the last `n_logits` rows of logits.
 pub fn forward_alone(
-    backend: &mut CpuBackend,
+    backend: &mut dyn Backend,
     tokens: &[u32],
     first_position: usize,
     block_table: &[BlockId],

@@ -6,6 +6,7 @@ use clap::{Args, Subcommand};
 
 use super::{EXIT_CODES, KvDtype, MAX_THREADS, parse_capacity};
 use kvik_bench::memory::BenchDevice;
+use kvik_model::DeviceName;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
@@ -68,11 +69,15 @@ pub(crate) struct BenchEngineArguments {
     #[arg(long, value_name = "S", default_value_t = 2, value_parser = clap::value_parser!(u64).range(..=3600))]
     pub(crate) seconds: u64,
 
-    /// Type in which keys and values are kept
-    #[arg(long, value_name = "TYPE", value_enum, default_value_t = KvDtype::F32)]
-    pub(crate) kv_dtype: KvDtype,
+    /// Device that the model runs on: `cpu`, or `cuda:N` for an NVIDIA GPU
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceName::Cpu)]
+    pub(crate) device: DeviceName,
 
-    /// Threads that compute, 1 to 1024 [default: the cores this process may use]
+    /// Type in which keys and values are kept [default: f32 on the CPU, bf16 on a GPU]
+    #[arg(long, value_name = "TYPE", value_enum)]
+    pub(crate) kv_dtype: Option<KvDtype>,
+
+    /// Threads that compute on the CPU, 1 to 1024 [default: the cores this process may use]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=MAX_THREADS))]
     pub(crate) threads: Option<u64>,
 

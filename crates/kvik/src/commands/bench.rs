@@ -10,7 +10,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kvik_bench::replay::Policy;
 use kvik_bench::sim::{Trace, synthetic::Chats};
 
-use super::{check_kv_blocks, open_model, print_json};
+use super::{check_kv_blocks, default_kv_dtype, open_model, print_json};
 use crate::cli::bench::{
     BenchBlendArguments, BenchCodecArguments, BenchEdgesArguments, BenchEngineArguments,
     BenchGatewayArguments, BenchIndexArguments, BenchMemoryArguments, BenchMemoryPeerArguments,
@@ -31,8 +31,10 @@ use kvik_bench::node::{self, NodeBench, NodeBenchOptions};
 use kvik_bench::report::Report;
 use kvik_bench::routing::{self, RoutingBench, RoutingBenchOptions};
 use kvik_bench::store::{self, StoreBench, StoreBenchOptions};
+use kvik_model::DeviceName;
 use kvik_runtime::machine;
 use kvik_runtime::terminal;
+use kvik_types::Dtype;
 
 /// Runs `kvik bench engine`.
 pub(crate) fn engine(arguments: &BenchEngineArguments) -> anyhow::Result<()> {
@@ -43,12 +45,15 @@ pub(crate) fn engine(arguments: &BenchEngineArguments) -> anyhow::Result<()> {
         decode_tokens: arguments.decode_tokens as usize,
         context_tokens: arguments.context as usize,
         at_least: Duration::from_secs(arguments.seconds),
-        kv_dtype: arguments.kv_dtype.into(),
+        device: arguments.device,
+        kv_dtype: arguments.kv_dtype.map_or_else(|| default_kv_dtype(arguments.device), Dtype::from),
         n_threads: arguments.threads.map_or_else(machine::n_cores, |n| n as usize),
     };
     options.validate(model.config()).context("read the options")?;
-    check_kv_blocks(model.config(), options.kv_dtype, options.n_blocks())
-        .context("make room for the batch")?;
+    if options.device == DeviceName::Cpu {
+        check_kv_blocks(model.config(), options.kv_dtype, options.n_blocks())
+            .context("make room for the batch")?;
+    }
 
     let mut bench = EngineBench::try_new(&model, options).context("load the model")?;
     let progress = progress_bar(bench.n_measurements());

@@ -9,12 +9,12 @@ use std::time::Instant;
 
 use anyhow::Context;
 use kvik_model::{
-    BLOCK_TOKENS, CpuBackendOptions, Engine, EngineEvent, EngineOptions, GenerateRequest, Model, ModelConfig,
-    ModelError, SamplingParams,
+    BLOCK_TOKENS, BackendOptions, CpuBackendOptions, CudaBackendOptions, DeviceName, Engine, EngineEvent,
+    EngineOptions, GenerateRequest, KvSize, Model, ModelConfig, ModelError, SamplingParams,
 };
 use kvik_types::{Dtype, TokenId};
 
-use super::{check_kv_blocks, n_blocks_in_memory, open_model, print_json};
+use super::{check_kv_blocks, default_kv_dtype, n_blocks_in_memory, open_model, print_json};
 use crate::cli::{EngineArguments, GenerateArguments};
 use kvik_runtime::terminal::{self, TextOutput};
 use outcome::{Outcome, Report};
@@ -106,18 +106,31 @@ fn load(
         let allowed = format!("1 to {} tokens, less than the model's context", config.max_positions - 1);
         return Err(ModelError::request("prompt", value, allowed)).context("read the prompt");
     }
-    let kv_dtype = Dtype::from(arguments.kv_dtype);
-    let mut backend = CpuBackendOptions::default();
-    backend.kv_dtype = kv_dtype;
-    backend.n_blocks = match arguments.kv_blocks {
+    let kv_dtype = arguments.kv_dtype.map_or_else(|| default_kv_dtype(arguments.device), Dtype::from);
+    let n_blocks = match arguments.kv_blocks {
         Some(n_blocks) => n_blocks as usize,
         None => default_kv_blocks(config, kv_dtype, prompt_ids.len(), sampling),
     };
-    if let Some(n_threads) = arguments.threads {
-        backend.n_threads = n_threads as usize;
-    }
-    check_kv_blocks(config, kv_dtype, backend.n_blocks).context("read the options")?;
-    model.cpu_engine(&backend, EngineOptions::default()).context("load the model")
+    let backend = match arguments.device {
+        DeviceName::Cpu => {
+            let mut backend = CpuBackendOptions::default();
+            backend.kv_dtype = kv_dtype;
+            backend.n_blocks = n_blocks;
+            if let Some(n_threads) = arguments.threads {
+                backend.n_threads = n_threads as usize;
+            }
+            check_kv_blocks(config, kv_dtype, n_blocks).context("read the options")?;
+            BackendOptions::Cpu(backend)
+        }
+        DeviceName::Cuda(ordinal) => {
+            let mut backend = CudaBackendOptions::default();
+            backend.ordinal = ordinal;
+            backend.kv_dtype = kv_dtype;
+            backend.kv_size = KvSize::Blocks(n_blocks);
+            BackendOptions::Cuda(backend)
+        }
+    };
+    model.engine(&backend, EngineOptions::default()).context("load the model")
 }
 
 /// Blocks for all choices at their longest, but no more than a share of the memory; at least

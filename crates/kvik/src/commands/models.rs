@@ -8,7 +8,7 @@ use kvik_types::{ByteSize, Dtype, TokenId};
 use serde::Serialize;
 
 use super::{kv_bytes_per_token, open_model, print_json};
-use crate::cli::{InspectArguments, KvDtype};
+use crate::cli::{InspectArguments, KvDtype, MakeArguments, ModelShape};
 use kvik_runtime::terminal::{self, Align, Column, Table, grouped};
 
 /// What `models inspect` tells; the object that `--json` prints.
@@ -60,6 +60,46 @@ pub(crate) fn inspect(arguments: &InspectArguments) -> anyhow::Result<()> {
     }
     let mut stdout = anstream::stdout().lock();
     inspection.write(&mut stdout).and_then(|()| stdout.flush()).context("write to standard output")
+}
+
+/// Runs `kvik models make`.
+pub(crate) fn make(arguments: &MakeArguments) -> anyhow::Result<()> {
+    let folder = &arguments.random;
+    std::fs::create_dir(folder).with_context(|| format!("make {}", folder.display()))?;
+    let config = serde_json::to_string_pretty(&config_of(arguments.shape, arguments.seed))?;
+    Model::write_random(folder, &config).context("write the model")?;
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{}: weights are made on the device when the model is loaded", folder.display())?;
+    Ok(())
+}
+
+/// `config.json` of a model of this shape with random weights.
+fn config_of(shape: ModelShape, seed: u64) -> serde_json::Value {
+    let (hidden, intermediate, layers, query_heads, head_dim, is_tied) = match shape {
+        ModelShape::Llama32With1B => (2048, 8192, 16, 32, 64, true),
+        ModelShape::Llama32With3B => (3072, 8192, 28, 24, 128, true),
+        ModelShape::Llama3With8B => (4096, 14336, 32, 32, 128, false),
+    };
+    serde_json::json!({
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": query_heads,
+        "num_key_value_heads": 8,
+        "head_dim": head_dim,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": is_tied,
+        "dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 0,
+        "kvik": {"random_weights": seed},
+    })
 }
 
 impl Inspection {

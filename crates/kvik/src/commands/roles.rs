@@ -23,8 +23,10 @@ pub(crate) fn worker(arguments: &WorkerArguments) -> anyhow::Result<()> {
         .with("advertise", arguments.advertise.clone())
         .with("id", arguments.id.clone())
         .with("model", arguments.model.as_ref().map(|folder| folder.display().to_string()))
+        .with("device", arguments.device.map(|device| device.to_string()))
         .with("threads", arguments.threads)
         .with("kv_blocks", arguments.kv_blocks)
+        .with("kv_memory", arguments.kv_memory.clone())
         .with("store", service::store_flags(&arguments.store))
         .with_list("coordinators", &arguments.coordinator);
     let common = &arguments.service;

@@ -17,7 +17,7 @@ use std::time::Duration;
 use anyhow::Context;
 use kvik_coordinator::{Coordinator, CoordinatorConfig};
 use kvik_gateway::{Gateway, GatewayConfig};
-use kvik_model::Model;
+use kvik_model::{DeviceName, Model};
 use kvik_node::{DaemonConfig, StoreDaemon};
 use kvik_runtime::machine;
 use kvik_runtime::shutdown::Shutdown;
@@ -40,6 +40,15 @@ const RAM_SHARE: u64 = 16;
 const RAM_BYTES: std::ops::RangeInclusive<u64> = (64 << 20)..=(1 << 30);
 /// Size of the disk tiers of all workers, unless it is set.
 const DISK_BYTES: u64 = 2 << 30;
+
+/// Memory for keys and values of each worker on a GPU, unless it is set: several share the device.
+const GPU_KV_MEMORY: &str = "2GiB";
+
+/// Memory for keys and values, where the device is one that asks for it.
+fn kv_memory(arguments: &UpArguments) -> Option<String> {
+    let is_gpu = matches!(arguments.device, Some(DeviceName::Cuda(_)));
+    arguments.kv_memory.clone().or_else(|| is_gpu.then(|| GPU_KV_MEMORY.to_owned()))
+}
 
 /// Runs the whole service until a signal has drained it.
 pub(crate) fn run(arguments: &UpArguments) -> anyhow::Result<()> {
@@ -72,6 +81,8 @@ pub(crate) fn run(arguments: &UpArguments) -> anyhow::Result<()> {
                 .with("listen", Some("127.0.0.1:0"))
                 .with("id", Some(format!("worker-{number}")))
                 .with("threads", Some(n_threads))
+                .with("device", arguments.device.map(|device| device.to_string()))
+                .with("kv_memory", kv_memory(arguments))
                 .with("role", role)
                 .with("model", arguments.model.as_ref().map(|folder| folder.display().to_string()))
                 .with("store", service::store_flags(&arguments.store).filter(|_| daemon.is_none()));

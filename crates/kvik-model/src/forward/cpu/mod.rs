@@ -12,17 +12,16 @@ mod weights;
 use std::ops::Range;
 
 use half::{bf16, f16};
-use kvik_types::{Dtype, TokenId};
+use kvik_types::Dtype;
 
 use crate::checkpoint::Checkpoint;
 use crate::config::{ModelConfig, Position};
 use crate::error::{ModelError, Result};
-use crate::kernels::{
-    Isa, KvElement, KvPages, PageShape, PinnedBlocks, RotaryTable, RowPlan, Span, ThreadPool, padded,
-};
+use crate::kernels::{Isa, KvElement, KvPages, PageShape, PinnedBlocks, RotaryTable, ThreadPool, padded};
 use crate::paging::{BLOCK_TOKENS, BlockId, BlockMemory, ElasticMemory, MemoryGroup};
 
-use super::{Backend, LayerKv, Logits, PinnedKv, RowPositions, SegmentPart, SequenceRows};
+use super::checked::{check_sequences, plan_rows, spans_of};
+use super::{Backend, LayerKv, Logits, PinnedKv, SegmentPart, SequenceRows};
 use pass::{Activations, Pass};
 use watch::Watch;
 use weights::ModelWeights;
@@ -146,30 +145,6 @@ impl CpuBackend {
         self.weights.size_bytes()
     }
 
-    fn check(&self, sequences: &[SequenceRows<'_>]) -> Result<()> {
-        for sequence in sequences {
-            let n_rows = sequence.tokens.len();
-            if let RowPositions::At(positions) = sequence.positions {
-                let is_rising = positions.windows(2).all(|pair| pair[0] < pair[1]);
-                if positions.len() != n_rows || !is_rising {
-                    let allowed = format!("{n_rows} rising positions");
-                    return Err(ModelError::request("positions", positions.len(), allowed));
-                }
-            }
-            let end = n_rows.checked_sub(1).map_or(0, |last| sequence.positions.get(last) + 1);
-            if self.config.max_positions < end {
-                let allowed = format!("at most {} tokens", self.config.max_positions);
-                return Err(ModelError::request("tokens", format!("{end} tokens long"), allowed));
-            }
-            let is_outside = |&&token: &&TokenId| self.config.vocab_size <= token as usize;
-            if let Some(token) = sequence.tokens.iter().find(is_outside) {
-                let allowed = format!("token ids below {}", self.config.vocab_size);
-                return Err(ModelError::request("tokens", token, allowed));
-            }
-        }
-        Ok(())
-    }
-
     /// Runs the rows through the first `n_layers` layers.
     fn pass(
         &mut self,
@@ -178,18 +153,15 @@ impl CpuBackend {
         mut watch: Option<Watch<'_>>,
         logits: Option<&mut Logits>,
     ) -> Result<()> {
-        self.check(sequences)?;
+        check_sequences(&self.config, sequences)?;
         if sequences.iter().all(|sequence| sequence.tokens.is_empty()) {
             if let Some(logits) = logits {
                 logits.reset(0, self.config.vocab_size);
             }
             return Ok(());
         }
-        let spans: Vec<Span<'_>> = sequences.iter().flat_map(spans_of).collect();
-        let Some(plan) = RowPlan::try_new(&spans, self.n_blocks()) else {
-            let allowed = "tables that cover their rows and write no block twice";
-            return Err(ModelError::request("block_table", "inconsistent", allowed));
-        };
+        let spans = spans_of(sequences);
+        let plan = plan_rows(&spans, self.n_blocks())?;
         let n_rows = spans.iter().map(|span| span.n_rows).sum();
         self.activations.resize(&self.config, n_rows);
         self.embed(sequences);
@@ -235,20 +207,6 @@ impl CpuBackend {
                     row.iter_mut().zip(&position_row).for_each(|(value, &position)| *value += position);
                 }
             }
-        }
-    }
-}
-
-/// The runs of consecutive positions of a sequence's rows.
-fn spans_of<'a>(sequence: &SequenceRows<'a>) -> Vec<Span<'a>> {
-    let block_table = sequence.block_table;
-    let span =
-        |n_rows, first_position, is_continued| Span { n_rows, first_position, block_table, is_continued };
-    match sequence.positions {
-        RowPositions::From(first) => vec![span(sequence.tokens.len(), first, false)],
-        RowPositions::At(positions) => {
-            let runs = positions.chunk_by(|before, after| before + 1 == *after);
-            runs.enumerate().map(|(idx, run)| span(run.len(), run[0] as usize, 0 < idx)).collect()
         }
     }
 }

@@ -1,8 +1,9 @@
 //! The weights of a model, packed for the CPU kernels.
 
-use crate::checkpoint::{Checkpoint, Tensor};
-use crate::config::{Activation, Architecture, ModelConfig, Norm, Position};
-use crate::error::{ModelError, Result};
+use crate::checkpoint::Checkpoint;
+use crate::config::ModelConfig;
+use crate::error::Result;
+use crate::forward::tensors::{LayerTensors, LinearPart, NormTensors, TensorReader};
 use crate::kernels::{MatrixSource, PackedMatrix, padded};
 
 /// A matrix with its bias.
@@ -54,38 +55,16 @@ impl ModelWeights {
     /// # Errors
     /// If a tensor is missing, has another shape than `config` asks for, or cannot be read.
     pub(super) fn load(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<Self> {
-        let reader = TensorReader { checkpoint, config, prefix: detect_prefix(checkpoint, config) };
-        let names = Names::of(config.architecture);
-        let vocab_shape = [config.vocab_size, config.hidden_size];
-        let embedding = reader.read(names.embedding, &vocab_shape)?;
-        let position_embedding = match config.position {
-            Position::Learned => {
-                let shape = [config.max_positions, config.hidden_size];
-                let tensor = reader.read("wpe.weight", &shape)?;
-                Some(PackedMatrix::pack(&[MatrixSource::rows(tensor)])?)
-            }
-            Position::Rope(_) => None,
-        };
-        let lm_head = if config.ties_embeddings {
-            None
-        } else {
-            let tensor = checkpoint.read_shaped("lm_head.weight", &vocab_shape)?;
-            Some(PackedMatrix::pack(&[MatrixSource::rows(tensor)])?)
-        };
-        let layers = (0..config.n_layers)
-            .map(|layer_idx| match config.architecture {
-                Architecture::Gpt2 => reader.gpt2_layer(layer_idx),
-                Architecture::Llama | Architecture::Mistral | Architecture::Qwen2 | Architecture::Qwen3 => {
-                    reader.llama_layer(layer_idx)
-                }
-            })
-            .collect::<Result<Vec<_>>>()?;
+        let reader = TensorReader::new(checkpoint, config);
+        let pack = |source: MatrixSource| PackedMatrix::pack(&[source]);
         Ok(Self {
-            embedding: PackedMatrix::pack(&[MatrixSource::rows(embedding)])?,
-            position_embedding,
-            layers,
-            final_norm: reader.norm(names.final_norm)?,
-            lm_head,
+            embedding: pack(reader.embedding()?)?,
+            position_embedding: reader.position_embedding()?.map(pack).transpose()?,
+            lm_head: reader.lm_head()?.map(pack).transpose()?,
+            layers: (0..config.n_layers)
+                .map(|layer_idx| LayerWeights::pack(reader.layer(layer_idx)?))
+                .collect::<Result<Vec<_>>>()?,
+            final_norm: NormWeights::pad(reader.final_norm()?),
         })
     }
 
@@ -109,159 +88,40 @@ impl ModelWeights {
     }
 }
 
-/// Tensor names that differ between architectures, without the model's prefix.
-struct Names {
-    embedding: &'static str,
-    final_norm: &'static str,
-}
-
-impl Names {
-    fn of(architecture: Architecture) -> Self {
-        match architecture {
-            Architecture::Gpt2 => Self { embedding: "wte.weight", final_norm: "ln_f" },
-            _ => Self { embedding: "embed_tokens.weight", final_norm: "norm" },
-        }
+impl LayerWeights {
+    fn pack(tensors: LayerTensors) -> Result<Self> {
+        Ok(Self {
+            attention_norm: NormWeights::pad(tensors.attention_norm),
+            qkv: Linear::pack(tensors.qkv)?,
+            qk_norm: tensors.qk_norm,
+            output: Linear::pack(vec![tensors.output])?,
+            mlp_norm: NormWeights::pad(tensors.mlp_norm),
+            up: Linear::pack(tensors.up)?,
+            down: Linear::pack(vec![tensors.down])?,
+        })
     }
 }
 
-/// Checkpoints of the bare model lack the prefix that those of the causal model have.
-fn detect_prefix(checkpoint: &Checkpoint, config: &ModelConfig) -> &'static str {
-    let prefix = match config.architecture {
-        Architecture::Gpt2 => "transformer.",
-        _ => "model.",
-    };
-    let bare = Names::of(config.architecture).embedding;
-    if checkpoint.tensor_info(bare).is_some() { "" } else { prefix }
-}
-
-/// Reads tensors by the names of one model.
-struct TensorReader<'a> {
-    checkpoint: &'a Checkpoint,
-    config: &'a ModelConfig,
-    prefix: &'static str,
-}
-
-impl TensorReader<'_> {
-    fn read(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
-        self.checkpoint.read_shaped(&format!("{}{name}", self.prefix), shape)
-    }
-
-    /// A vector as f32, padded with zeros.
-    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>> {
-        let mut values = self.read(name, &[len])?.to_f32();
-        values.resize(padded(len), 0.0);
-        Ok(values)
-    }
-
-    fn norm(&self, name: &str) -> Result<NormWeights> {
-        let scale = self.vector(&format!("{name}.weight"), self.config.hidden_size)?;
-        let shift = match self.config.norm {
-            Norm::Rms { .. } => Vec::new(),
-            Norm::Layer { .. } => self.vector(&format!("{name}.bias"), self.config.hidden_size)?,
-        };
-        Ok(NormWeights { scale, shift })
-    }
-
-    /// One linear of several tensors `[n_outputs, n_inputs]` with their biases.
-    fn linear(&self, parts: &[(String, usize)], n_inputs: usize, has_bias: bool) -> Result<Linear> {
-        let mut sources = Vec::with_capacity(parts.len());
+impl Linear {
+    /// One matrix of all parts, with the bias of each at the place of its outputs.
+    fn pack(parts: Vec<LinearPart>) -> Result<Self> {
         let mut bias = Vec::new();
-        for (name, n_outputs) in parts {
-            let tensor = self.read(&format!("{name}.weight"), &[*n_outputs, n_inputs])?;
-            sources.push(MatrixSource::rows(tensor));
-            if has_bias {
-                bias.extend(self.vector(&format!("{name}.bias"), *n_outputs)?);
-            }
+        let mut sources = Vec::with_capacity(parts.len());
+        for part in parts {
+            bias.extend(part.bias.unwrap_or_default());
+            bias.resize(padded(bias.len()), 0.0);
+            sources.push(part.source);
         }
-        Ok(Linear { matrix: PackedMatrix::pack(&sources)?, bias: has_bias.then_some(bias) })
-    }
-
-    fn llama_layer(&self, layer_idx: usize) -> Result<LayerWeights> {
-        let config = self.config;
-        let name = |suffix: &str| format!("layers.{layer_idx}.{suffix}");
-        let query_width = config.n_query_heads * config.head_dim;
-        let kv_width = config.n_kv_heads * config.head_dim;
-        let qkv = [
-            (name("self_attn.q_proj"), query_width),
-            (name("self_attn.k_proj"), kv_width),
-            (name("self_attn.v_proj"), kv_width),
-        ];
-        let up = match config.activation {
-            Activation::SiluGated => vec![
-                (name("mlp.gate_proj"), config.intermediate_size),
-                (name("mlp.up_proj"), config.intermediate_size),
-            ],
-            Activation::GeluTanh => vec![(name("mlp.up_proj"), config.intermediate_size)],
-        };
-        let qk_norm = if config.has_qk_norm {
-            let head_scale =
-                |suffix: &str| Ok::<_, ModelError>(self.read(&name(suffix), &[config.head_dim])?.to_f32());
-            Some((head_scale("self_attn.q_norm.weight")?, head_scale("self_attn.k_norm.weight")?))
-        } else {
-            None
-        };
-        Ok(LayerWeights {
-            attention_norm: self.norm(&name("input_layernorm"))?,
-            qkv: self.linear(&qkv, config.hidden_size, config.has_qkv_bias)?,
-            qk_norm,
-            output: self.linear(
-                &[(name("self_attn.o_proj"), config.hidden_size)],
-                query_width,
-                config.has_output_bias,
-            )?,
-            mlp_norm: self.norm(&name("post_attention_layernorm"))?,
-            up: self.linear(&up, config.hidden_size, config.has_mlp_bias)?,
-            down: self.linear(
-                &[(name("mlp.down_proj"), config.hidden_size)],
-                config.intermediate_size,
-                config.has_mlp_bias,
-            )?,
-        })
-    }
-
-    /// GPT-2 stores matrices with their inputs as rows, and queries, keys and values in one.
-    fn gpt2_layer(&self, layer_idx: usize) -> Result<LayerWeights> {
-        let config = self.config;
-        let name = |suffix: &str| format!("h.{layer_idx}.{suffix}");
-        let hidden = config.hidden_size;
-        let columns = |suffix: &str, n_inputs: usize, n_outputs: usize| -> Result<Linear> {
-            let tensor = self.read(&name(&format!("{suffix}.weight")), &[n_inputs, n_outputs])?;
-            let bias = self.vector(&name(&format!("{suffix}.bias")), n_outputs)?;
-            Ok(Linear { matrix: PackedMatrix::pack(&[MatrixSource::columns(tensor)])?, bias: Some(bias) })
-        };
-        let fused = self.read(&name("attn.c_attn.weight"), &[hidden, 3 * hidden])?;
-        let fused_bias = self.read(&name("attn.c_attn.bias"), &[3 * hidden])?.to_f32();
-        let mut qkv_bias = Vec::with_capacity(3 * padded(hidden));
-        for part in fused_bias.chunks_exact(hidden) {
-            qkv_bias.extend_from_slice(part);
-            qkv_bias.resize(qkv_bias.len().next_multiple_of(padded(1)), 0.0);
-        }
-        let sources: Vec<_> = split_columns(&fused, 3).into_iter().map(MatrixSource::columns).collect();
-        Ok(LayerWeights {
-            attention_norm: self.norm(&name("ln_1"))?,
-            qkv: Linear { matrix: PackedMatrix::pack(&sources)?, bias: Some(qkv_bias) },
-            qk_norm: None,
-            output: columns("attn.c_proj", hidden, hidden)?,
-            mlp_norm: self.norm(&name("ln_2"))?,
-            up: columns("mlp.c_fc", hidden, config.intermediate_size)?,
-            down: columns("mlp.c_proj", config.intermediate_size, hidden)?,
-        })
+        Ok(Self { matrix: PackedMatrix::pack(&sources)?, bias: Some(bias).filter(|bias| !bias.is_empty()) })
     }
 }
 
-/// Cuts a `[rows, n_parts * width]` tensor into `n_parts` tensors of `[rows, width]`.
-fn split_columns(tensor: &Tensor, n_parts: usize) -> Vec<Tensor> {
-    let (rows, columns) = (tensor.shape[0], tensor.shape[1]);
-    let part_bytes = columns / n_parts * tensor.dtype.size();
-    (0..n_parts)
-        .map(|part| {
-            let bytes: Vec<u8> = tensor
-                .bytes
-                .chunks_exact(n_parts * part_bytes)
-                .flat_map(|row| &row[part * part_bytes..(part + 1) * part_bytes])
-                .copied()
-                .collect();
-            Tensor { dtype: tensor.dtype, shape: vec![rows, columns / n_parts], bytes: bytes.into() }
-        })
-        .collect()
+impl NormWeights {
+    fn pad(tensors: NormTensors) -> Self {
+        let pad = |mut values: Vec<f32>| {
+            values.resize(padded(values.len()), 0.0);
+            values
+        };
+        Self { scale: pad(tensors.scale), shift: pad(tensors.shift.unwrap_or_default()) }
+    }
 }

@@ -145,6 +145,34 @@ impl ElasticMemory {
         block_bytes: usize,
         n_blocks: usize,
     ) -> Result<Self> {
+        let host = |region_bytes| {
+            let vmm = HostVmm::open(HostDevice::new(region_bytes));
+            vmm.map(|vmm| Arc::new(vmm) as Arc<dyn Vmm>)
+        };
+        Self::open_with(host, group, n_layers, block_bytes, n_blocks)
+    }
+
+    /// As [`ElasticMemory::open`], in the memory of the device of `vmm`.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn open_on(
+        vmm: Arc<dyn Vmm>,
+        group: &MemoryGroup,
+        n_layers: usize,
+        block_bytes: usize,
+        n_blocks: usize,
+    ) -> Result<Self> {
+        Self::open_with(|_| Ok(vmm), group, n_layers, block_bytes, n_blocks)
+    }
+
+    fn open_with(
+        device: impl FnOnce(u64) -> kvik_memory::Result<Arc<dyn Vmm>>,
+        group: &MemoryGroup,
+        n_layers: usize,
+        block_bytes: usize,
+        n_blocks: usize,
+    ) -> Result<Self> {
         let memory_error = |error: kvik_memory::MemoryError| ModelError::Memory(Box::new(error));
         let page_bytes = group.page_bytes.unwrap_or_else(|| page_bytes_for(block_bytes as u64));
         if page_bytes < 2 * block_bytes as u64 && page_bytes != block_bytes as u64 {
@@ -159,8 +187,7 @@ impl ElasticMemory {
         let n_pages = u32::try_from(n_blocks.div_ceil(usable.max(1))).unwrap_or(u32::MAX);
         let n_layers = u32::try_from(n_layers).unwrap_or(u32::MAX);
         let geometry = Geometry::try_new(n_layers, page_bytes, n_pages).map_err(memory_error)?;
-        let vmm: Arc<dyn Vmm> =
-            Arc::new(HostVmm::open(HostDevice::new(geometry.region_bytes())).map_err(memory_error)?);
+        let vmm = device(geometry.region_bytes()).map_err(memory_error)?;
         let ledger = Ledger::open(&LedgerOptions {
             dir: group.dir.clone(),
             budget_bytes: Some(group.device_bytes),

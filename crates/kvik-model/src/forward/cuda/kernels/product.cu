@@ -1,0 +1,447 @@
+// Matrix products: the rows of a pass times the transpose of a weight matrix.
+//
+// Every output is one chain of matrix instructions over its inputs in rising order, sixteen at a time, in every variant: the
+// shape of a tile decides the speed and no bit of the result. Nothing is split along the inputs.
+
+// What becomes of the outputs.
+#define OUT_STORE 0 // f32 rows, replaced
+#define OUT_ADD 1   // f32 rows, added to
+#define OUT_GATE 2  // silu(gate) * up, as activations; outputs come in turns of eight gates and eight ups
+#define OUT_GELU 3  // gelu with tanh, as activations
+
+static __device__ __forceinline__ float silu_gate(float gate, float up) {
+    return __fmul_rn(__fdiv_rn(gate, __fadd_rn(1.0f, expf(-gate))), up);
+}
+
+static __device__ __forceinline__ float gelu_tanh(float value) {
+    float cube = __fmul_rn(__fmul_rn(value, value), value);
+    float inner = __fmul_rn(0.7978845608028654f, __fmaf_rn(0.044715f, cube, value));
+    return __fmul_rn(__fmul_rn(0.5f, value), __fadd_rn(1.0f, tanhf(inner)));
+}
+
+struct Product {
+    const Weight::Bits *weights;
+    const Weight::Bits *inputs;
+    const float *bias; // null without
+    void *out;
+    int n_outputs;
+    int n_rows;
+    int n_padded_inputs;
+    int out_stride; // elements of a row of `out`; of activations, their padded number
+    int out_kind;
+};
+
+#if WEIGHT != 0
+
+// What a thread holds of one tile of sixteen outputs and eight rows goes out.
+static __device__ __forceinline__ void put_tile(const Product &product, int output, int row, float (&sum)[4]) {
+    // `output` and `row` are those of sum[0]; sum[1] is the next row, sum[2] and sum[3] are eight outputs further.
+    bool has_low = output < product.n_outputs;
+    bool has_high = output + 8 < product.n_outputs;
+    if (product.bias != nullptr) {
+        float low = has_low ? product.bias[output] : 0.0f;
+        float high = has_high ? product.bias[output + 8] : 0.0f;
+        sum[0] = __fadd_rn(sum[0], low);
+        sum[1] = __fadd_rn(sum[1], low);
+        sum[2] = __fadd_rn(sum[2], high);
+        sum[3] = __fadd_rn(sum[3], high);
+    }
+    #pragma unroll
+    for (int next = 0; next < 2; next++) {
+        if (row + next >= product.n_rows) {
+            return;
+        }
+        if (product.out_kind == OUT_STORE || product.out_kind == OUT_ADD) {
+            float *out = (float *)product.out + (u64)(row + next) * product.out_stride + output;
+            bool is_added = product.out_kind == OUT_ADD;
+            if (has_low) {
+                out[0] = is_added ? __fadd_rn(out[0], sum[next]) : sum[next];
+            }
+            if (has_high) {
+                out[8] = is_added ? __fadd_rn(out[8], sum[2 + next]) : sum[2 + next];
+            }
+        } else if (product.out_kind == OUT_GATE) {
+            int feature = (output >> 4) * 8 + (output & 7);
+            if (has_high) {
+                float value = silu_gate(sum[next], sum[2 + next]);
+                store_input((u16 *)product.out, row + next, feature, product.out_stride, value);
+            }
+        } else {
+            if (has_low) {
+                store_input((u16 *)product.out, row + next, output, product.out_stride, gelu_tanh(sum[next]));
+            }
+            if (has_high) {
+                store_input((u16 *)product.out, row + next, output + 8, product.out_stride, gelu_tanh(sum[2 + next]));
+            }
+        }
+    }
+}
+
+// A tile of weights as the first operand of a matrix instruction, which names the other outputs before the other inputs.
+static __device__ __forceinline__ void load_weights(u32 (&fragment)[4], u32 address) {
+    u32 tiles[4];
+    load_tiles(tiles, address);
+    fragment[0] = tiles[0];
+    fragment[1] = tiles[2];
+    fragment[2] = tiles[1];
+    fragment[3] = tiles[3];
+}
+
+// WARPS_O x WARPS_R warps compute, each OUTPUTS tiles of sixteen outputs by ROWS groups of eight rows; one more warp copies
+// STEPS tiles of inputs at a time into a ring of N_STAGES. Blocks take tiles of the result in turns until all are done.
+template <int WARPS_O, int WARPS_R, int OUTPUTS, int ROWS, int STEPS, int N_STAGES>
+static __device__ __forceinline__ void multiply(const Product &product) {
+    constexpr int WEIGHT_TILES = WARPS_O * OUTPUTS;
+    constexpr int ROW_GROUPS = WARPS_R * ROWS;
+    constexpr int WEIGHT_BYTES = WEIGHT_TILES * STEPS * 512;
+    constexpr int STAGE_BYTES = WEIGHT_BYTES + ROW_GROUPS * STEPS * 256;
+    u64 *filled = (u64 *)(shared + N_STAGES * STAGE_BYTES);
+    u64 *emptied = filled + N_STAGES;
+    int warp = threadIdx.x / 32;
+    int lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < N_STAGES; stage++) {
+            barrier_init(filled + stage, 1);
+            barrier_init(emptied + stage, WARPS_O * WARPS_R);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+
+    int n_steps = product.n_padded_inputs / 16;
+    int n_turns = (n_steps + STEPS - 1) / STEPS;
+    int n_weight_tiles = (product.n_outputs + 15) / 16;
+    int n_row_groups = (product.n_rows + 7) / 8;
+    int n_tiles_o = (n_weight_tiles + WEIGHT_TILES - 1) / WEIGHT_TILES;
+    int n_tiles_r = (n_row_groups + ROW_GROUPS - 1) / ROW_GROUPS;
+    int n_tiles = n_tiles_o * n_tiles_r;
+    int stage = 0;
+    u32 parity = 0;
+
+    if (warp == WARPS_O * WARPS_R) {
+        for (int tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
+            int first_tile = tile / n_tiles_r * WEIGHT_TILES;
+            int first_group = tile % n_tiles_r * ROW_GROUPS;
+            for (int turn = 0; turn < n_turns; turn++) {
+                int step = turn * STEPS;
+                int n_now = min(STEPS, n_steps - step);
+                barrier_wait(emptied + stage, parity ^ 1);
+                if (lane == 0) {
+                    barrier_expect(filled + stage, n_now * (WEIGHT_TILES * 512 + ROW_GROUPS * 256));
+                }
+                __syncwarp();
+                u8 *place = shared + stage * STAGE_BYTES;
+                #pragma unroll
+                for (int first = 0; first < WEIGHT_TILES + ROW_GROUPS; first += 32) {
+                    int copy = first + lane;
+                    // What lies beyond the matrix is copied from its end, and its results are dropped.
+                    if (copy < WEIGHT_TILES) {
+                        int from = min(first_tile + copy, n_weight_tiles - 1);
+                        const Weight::Bits *source = product.weights + ((u64)from * n_steps + step) * 256;
+                        copy_bulk(place + copy * STEPS * 512, source, n_now * 512, filled + stage);
+                    } else if (copy < WEIGHT_TILES + ROW_GROUPS) {
+                        int group = copy - WEIGHT_TILES;
+                        int from = min(first_group + group, n_row_groups - 1);
+                        const Weight::Bits *source = product.inputs + ((u64)from * n_steps + step) * 128;
+                        copy_bulk(place + WEIGHT_BYTES + group * STEPS * 256, source, n_now * 256, filled + stage);
+                    }
+                }
+                if (++stage == N_STAGES) {
+                    stage = 0;
+                    parity ^= 1;
+                }
+            }
+        }
+        return;
+    }
+
+    int warp_o = warp / WARPS_R;
+    int warp_r = warp % WARPS_R;
+    for (int tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
+        float sums[OUTPUTS][ROWS][4] = {};
+        for (int turn = 0; turn < n_turns; turn++) {
+            int n_now = min(STEPS, n_steps - turn * STEPS);
+            u32 place = shared_address(shared) + stage * STAGE_BYTES;
+            u32 weights = place + warp_o * OUTPUTS * STEPS * 512 + lane * 16;
+            u32 inputs = place + WEIGHT_BYTES + warp_r * ROWS * STEPS * 256 + lane * 16;
+            barrier_wait(filled + stage, parity);
+            auto two_steps = [&](int step) {
+                u32 first[OUTPUTS][4], second[OUTPUTS][4];
+                #pragma unroll
+                for (int output = 0; output < OUTPUTS; output++) {
+                    load_weights(first[output], weights + (output * STEPS + step) * 512);
+                    load_weights(second[output], weights + (output * STEPS + step + 1) * 512);
+                }
+                #pragma unroll
+                for (int row = 0; row < ROWS; row++) {
+                    u32 tiles[4];
+                    load_tiles(tiles, inputs + (row * STEPS + step) * 256);
+                    #pragma unroll
+                    for (int output = 0; output < OUTPUTS; output++) {
+                        Weight::mma(sums[output][row], first[output], tiles[0], tiles[1]);
+                    }
+                    #pragma unroll
+                    for (int output = 0; output < OUTPUTS; output++) {
+                        Weight::mma(sums[output][row], second[output], tiles[2], tiles[3]);
+                    }
+                }
+            };
+            if (n_now == STEPS) {
+                #pragma unroll
+                for (int step = 0; step < STEPS; step += 2) {
+                    two_steps(step);
+                }
+            } else {
+                for (int step = 0; step < n_now; step += 2) {
+                    two_steps(step);
+                }
+            }
+            __syncwarp();
+            if (lane == 0) {
+                barrier_arrive(emptied + stage);
+            }
+            if (++stage == N_STAGES) {
+                stage = 0;
+                parity ^= 1;
+            }
+        }
+        int first_output = (tile / n_tiles_r * WEIGHT_TILES + warp_o * OUTPUTS) * 16 + lane / 4;
+        int first_row = (tile % n_tiles_r * ROW_GROUPS + warp_r * ROWS) * 8 + lane % 4 * 2;
+        #pragma unroll
+        for (int row = 0; row < ROWS; row++) {
+            #pragma unroll
+            for (int output = 0; output < OUTPUTS; output++) {
+                put_tile(product, first_output + output * 16, first_row + row * 8, sums[output][row]);
+            }
+        }
+    }
+}
+
+// The host's table of variants has the same numbers: threads and bytes of shared memory follow from them.
+#define PRODUCT(NAME, WARPS_O, WARPS_R, OUTPUTS, ROWS, STEPS, N_STAGES)                                                      \
+    extern "C" __global__ void __launch_bounds__((WARPS_O * WARPS_R + 1) * 32) NAME(const __grid_constant__ Product product) { \
+        multiply<WARPS_O, WARPS_R, OUTPUTS, ROWS, STEPS, N_STAGES>(product);                                                 \
+    }
+
+PRODUCT(product_8_rows, 2, 1, 1, 1, 16, 5)
+PRODUCT(product_16_rows, 2, 1, 1, 2, 8, 8)
+PRODUCT(product_32_rows, 2, 2, 1, 2, 8, 6)
+PRODUCT(product_64_rows, 2, 4, 1, 2, 8, 4)
+
+// === Many rows: matrix instructions of a warpgroup ===
+
+static __device__ __forceinline__ void group_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+static __device__ __forceinline__ void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int N_LATER>
+static __device__ __forceinline__ void group_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N_LATER) : "memory");
+}
+
+// Names an operand in shared memory: tiles of eight by eight, the two of sixteen inputs 128 bytes apart, those of the next
+// eight outputs or rows 256 bytes apart.
+static __device__ __forceinline__ u64 operand_at(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32;
+}
+
+#if WEIGHT == 1
+#define GROUP_INSTRUCTION "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16"
+#else
+#define GROUP_INSTRUCTION "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
+#endif
+
+// Adds the product of 64 outputs and 128 rows over sixteen inputs.
+static __device__ __forceinline__ void group_mma(float (&sums)[64], u64 weights, u64 inputs) {
+    asm volatile(
+        GROUP_INSTRUCTION " {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, 1, 1, 1, 0, 0;"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]),
+          "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]),
+          "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]),
+          "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]),
+          "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]),
+          "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]),
+          "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]), "+f"(sums[40]), "+f"(sums[41]),
+          "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]),
+          "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]),
+          "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]),
+          "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63])
+        : "l"(weights), "l"(inputs));
+}
+
+// Two warpgroups compute 64 outputs each by GROUPS times 128 rows; a third copies. As for the other variants, an output is one
+// chain of instructions over sixteen inputs each.
+template <int GROUPS, int STEPS, int N_STAGES>
+static __device__ __forceinline__ void multiply_wide(const Product &product, const TensorMap *weights_map,
+                                                     const TensorMap *inputs_map) {
+    constexpr int WEIGHT_TILES = 8;
+    constexpr int ROW_GROUPS = GROUPS * 16;
+    constexpr int WEIGHT_BYTES = WEIGHT_TILES * STEPS * 512;
+    constexpr int STAGE_BYTES = WEIGHT_BYTES + ROW_GROUPS * STEPS * 256;
+    u64 *filled = (u64 *)(shared + N_STAGES * STAGE_BYTES);
+    u64 *emptied = filled + N_STAGES;
+    int warpgroup = threadIdx.x / 128;
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < N_STAGES; stage++) {
+            barrier_init(filled + stage, 1);
+            barrier_init(emptied + stage, 2);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+
+    int n_steps = product.n_padded_inputs / 16;
+    int n_turns = (n_steps + STEPS - 1) / STEPS;
+    int n_weight_tiles = (product.n_outputs + 15) / 16;
+    int n_row_groups = (product.n_rows + 7) / 8;
+    int n_tiles_o = (n_weight_tiles + WEIGHT_TILES - 1) / WEIGHT_TILES;
+    int n_tiles_r = (n_row_groups + ROW_GROUPS - 1) / ROW_GROUPS;
+    int n_tiles = n_tiles_o * n_tiles_r;
+    int stage = 0;
+    u32 parity = 0;
+
+    if (warpgroup == 2) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x != 256) {
+            return;
+        }
+        for (int tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
+            int first_tile = tile / n_tiles_r * WEIGHT_TILES;
+            int first_group = tile % n_tiles_r * ROW_GROUPS;
+            for (int turn = 0; turn < n_turns; turn++) {
+                barrier_wait(emptied + stage, parity ^ 1);
+                barrier_expect(filled + stage, STAGE_BYTES);
+                u8 *place = shared + stage * STAGE_BYTES;
+                copy_box(place, weights_map, 0, first_tile, turn * STEPS, filled + stage);
+                copy_box(place + WEIGHT_BYTES, inputs_map, 0, first_group, turn * STEPS, filled + stage);
+                if (++stage == N_STAGES) {
+                    stage = 0;
+                    parity ^= 1;
+                }
+            }
+        }
+        return;
+    }
+
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    for (int tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
+        float sums[GROUPS][64];
+        #pragma unroll
+        for (int group = 0; group < GROUPS; group++) {
+            #pragma unroll
+            for (int idx = 0; idx < 64; idx++) {
+                sums[group][idx] = 0.0f;
+            }
+        }
+        int before = -1;
+        for (int turn = 0; turn < n_turns; turn++) {
+            u32 place = shared_address(shared) + stage * STAGE_BYTES;
+            u32 weights = place + warpgroup * 2048;
+            u32 inputs = place + WEIGHT_BYTES;
+            barrier_wait(filled + stage, parity);
+            group_fence();
+            #pragma unroll
+            for (int step = 0; step < STEPS; step++) {
+                #pragma unroll
+                for (int group = 0; group < GROUPS; group++) {
+                    group_mma(sums[group], operand_at(weights + step * WEIGHT_TILES * 512),
+                              operand_at(inputs + (step * ROW_GROUPS + group * 16) * 256));
+                }
+            }
+            group_commit();
+            group_wait<1>();
+            if (before >= 0 && threadIdx.x % 128 == 0) {
+                barrier_arrive(emptied + before);
+            }
+            before = stage;
+            if (++stage == N_STAGES) {
+                stage = 0;
+                parity ^= 1;
+            }
+        }
+        group_wait<0>();
+        if (threadIdx.x % 128 == 0) {
+            barrier_arrive(emptied + before);
+        }
+        int lane = threadIdx.x % 32;
+        int first_output = (tile / n_tiles_r * WEIGHT_TILES + threadIdx.x / 32) * 16 + lane / 4;
+        int first_row = tile % n_tiles_r * ROW_GROUPS * 8 + lane % 4 * 2;
+        #pragma unroll
+        for (int group = 0; group < GROUPS; group++) {
+            #pragma unroll
+            for (int row = 0; row < 16; row++) {
+                float part[4] = {sums[group][row * 4], sums[group][row * 4 + 1], sums[group][row * 4 + 2],
+                                 sums[group][row * 4 + 3]};
+                put_tile(product, first_output, first_row + (group * 16 + row) * 8, part);
+            }
+        }
+    }
+}
+
+#define WIDE_PRODUCT(NAME, GROUPS, STEPS, N_STAGES)                                                                 \
+    extern "C" __global__ void __launch_bounds__(384, 1)                                                            \
+        NAME(const __grid_constant__ Product product, const __grid_constant__ TensorMap weights_map,                \
+             const __grid_constant__ TensorMap inputs_map) {                                                        \
+        multiply_wide<GROUPS, STEPS, N_STAGES>(product, &weights_map, &inputs_map);                                 \
+    }
+
+WIDE_PRODUCT(product_128_rows, 1, 4, 6)
+
+#else
+
+// One thread an output: the sum runs over the inputs in rising order.
+extern "C" __global__ void __launch_bounds__(256) product_f32(const __grid_constant__ Product product) {
+    __shared__ float weights[16][17], inputs[16][17];
+    int column = threadIdx.x % 16;
+    int line = threadIdx.x / 16;
+    int output = blockIdx.x * 16 + column;
+    int row = blockIdx.y * 16 + line;
+    bool is_gated = product.out_kind == OUT_GATE;
+    // Of gated outputs a thread computes both halves.
+    float sums[2] = {0.0f, 0.0f};
+    int n_halves = is_gated ? 2 : 1;
+    int n_outputs = is_gated ? product.n_outputs / 2 : product.n_outputs;
+    for (int half = 0; half < n_halves; half++) {
+        for (int first = 0; first < product.n_padded_inputs; first += 16) {
+            int weight_row = blockIdx.x * 16 + line;
+            int input_row = blockIdx.y * 16 + line;
+            int input = first + column;
+            u64 source = is_gated ? (weight_row / 8) * 16 + weight_row % 8 + half * 8 : weight_row;
+            bool is_in = input < product.n_padded_inputs;
+            weights[line][column] =
+                is_in && weight_row < n_outputs ? product.weights[source * product.n_padded_inputs + input] : 0.0f;
+            inputs[line][column] =
+                is_in && input_row < product.n_rows ? product.inputs[(u64)input_row * product.n_padded_inputs + input] : 0.0f;
+            __syncthreads();
+            for (int k = 0; k < 16; k++) {
+                sums[half] = __fmaf_rn(weights[column][k], inputs[line][k], sums[half]);
+            }
+            __syncthreads();
+        }
+    }
+    if (output >= n_outputs || row >= product.n_rows) {
+        return;
+    }
+    if (product.bias != nullptr) {
+        int at = is_gated ? output / 8 * 16 + output % 8 : output;
+        sums[0] = __fadd_rn(sums[0], product.bias[at]);
+        sums[1] = is_gated ? __fadd_rn(sums[1], product.bias[at + 8]) : 0.0f;
+    }
+    float *out = (float *)product.out + (u64)row * product.out_stride + output;
+    if (product.out_kind == OUT_STORE) {
+        *out = sums[0];
+    } else if (product.out_kind == OUT_ADD) {
+        *out = __fadd_rn(*out, sums[0]);
+    } else if (is_gated) {
+        *out = silu_gate(sums[0], sums[1]);
+    } else {
+        *out = gelu_tanh(sums[0]);
+    }
+}
+
+#endif

@@ -1,0 +1,167 @@
+//! What the kernels of one pass read about its rows, in one run of words.
+
+use std::ops::Range;
+
+use crate::paging::BlockId;
+
+use super::super::SequenceRows;
+use super::kernels::{CHUNK_QUERIES, CHUNK_TOKENS};
+
+/// Rows of an item of the kernel without matrix instructions: one for each of its warps.
+const PLAIN_ROWS: usize = 4;
+
+/// How rows are handed to the kernels of attention.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ListShape {
+    /// Query heads of one KV head.
+    pub(super) group: usize,
+    /// Queries that a block takes of many rows, where attention runs on matrix instructions.
+    pub(super) many_queries: Option<usize>,
+}
+
+/// The lists, one behind the other.
+#[derive(Debug, Default)]
+pub(super) struct RowLists {
+    pub(super) words: Vec<u32>,
+    pub(super) n_rows: usize,
+    pub(super) tokens: usize,
+    pub(super) positions: usize,
+    pub(super) table_starts: usize,
+    pub(super) tables: usize,
+    /// Rows whose logits are wanted.
+    pub(super) chosen: Range<usize>,
+    /// Items of attention: of many rows, chunks of few rows, and rows whose chunks are merged.
+    pub(super) items: usize,
+    pub(super) n_many: usize,
+    pub(super) n_chunks: usize,
+    pub(super) n_merged: usize,
+}
+
+impl RowLists {
+    /// The lists of one pass; the caller has checked that tables cover their rows.
+    pub(super) fn new(sequences: &[SequenceRows<'_>], shape: ListShape) -> Self {
+        let mut lists = Self::default();
+        let n_rows = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
+        lists.n_rows = n_rows;
+        lists.words.reserve(4 * n_rows);
+        lists.tokens = 0;
+        for sequence in sequences {
+            lists.words.extend_from_slice(sequence.tokens);
+        }
+        lists.positions = lists.words.len();
+        for sequence in sequences {
+            lists.words.extend((0..sequence.tokens.len()).map(|row| sequence.positions.get(row) as u32));
+        }
+        lists.table_starts = lists.words.len();
+        let mut start = 0;
+        for sequence in sequences {
+            lists.words.extend(std::iter::repeat_n(start as u32, sequence.tokens.len()));
+            start += sequence.block_table.len();
+        }
+        lists.tables = lists.words.len();
+        for sequence in sequences {
+            lists.words.extend(sequence.block_table.iter().map(|block: &BlockId| block.index() as u32));
+        }
+        let first_chosen = lists.words.len();
+        let mut row = 0;
+        for sequence in sequences {
+            row += sequence.tokens.len();
+            let n_wanted = sequence.n_logits.min(sequence.tokens.len());
+            lists.words.extend((row - n_wanted..row).map(|row| row as u32));
+        }
+        lists.chosen = first_chosen..lists.words.len();
+        lists.items = lists.words.len();
+        lists.add_items(sequences, shape);
+        lists
+    }
+
+    /// Number of rows whose logits are wanted.
+    pub(super) fn n_logits(&self) -> usize {
+        self.chosen.len()
+    }
+
+    fn add_items(&mut self, sequences: &[SequenceRows<'_>], shape: ListShape) {
+        let many_rows = shape.many_queries.map_or(PLAIN_ROWS, |many_queries| many_queries / shape.group);
+        // Sequences of so few rows, as those that decode: their chunks are taken by warps of their own.
+        let few_rows = if shape.many_queries.is_some() { CHUNK_QUERIES / shape.group } else { 0 };
+        let (mut chunks, mut merged) = (Vec::new(), Vec::new());
+        let (mut first_row, mut table) = (0, 0);
+        for sequence in sequences {
+            let n_rows = sequence.tokens.len();
+            if n_rows <= few_rows {
+                if let Some(last) = n_rows.checked_sub(1).map(|last| sequence.positions.get(last)) {
+                    let n_chunks = last / CHUNK_TOKENS + 1;
+                    let first_slot = self.n_chunks;
+                    for chunk in 0..n_chunks {
+                        chunks.extend([first_row, n_rows, table, chunk].map(|word| word as u32));
+                    }
+                    for row in 0..n_rows {
+                        merged.extend([first_row + row, row, first_slot, n_chunks].map(|word| word as u32));
+                    }
+                    self.n_chunks += n_chunks;
+                    self.n_merged += n_rows;
+                }
+            } else {
+                for first in (0..n_rows).step_by(many_rows) {
+                    let n_here = many_rows.min(n_rows - first);
+                    self.words.extend([first_row + first, n_here, table, 0].map(|word| word as u32));
+                    self.n_many += 1;
+                }
+            }
+            first_row += n_rows;
+            table += sequence.block_table.len();
+        }
+        self.words.append(&mut chunks);
+        self.words.append(&mut merged);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::forward::RowPositions;
+
+    fn sequence<'a>(tokens: &'a [u32], first: usize, table: &'a [BlockId]) -> SequenceRows<'a> {
+        SequenceRows { tokens, positions: RowPositions::From(first), block_table: table, n_logits: 1 }
+    }
+
+    #[test]
+    fn rows_that_decode_are_cut_into_chunks_and_prompts_into_items_of_many_rows() {
+        let blocks: Vec<BlockId> = (0..64).map(BlockId::new).collect();
+        let prompt: Vec<u32> = (0..40).collect();
+        let sequences = [
+            sequence(&prompt, 0, &blocks[..3]),
+            sequence(&[7], 600, &blocks[3..41]),
+            sequence(&[8], 3, &blocks[41..42]),
+        ];
+        let lists = RowLists::new(&sequences, ListShape { group: 4, many_queries: Some(64) });
+        assert_eq!((lists.n_rows, lists.n_logits()), (42, 3));
+        assert_eq!((lists.n_many, lists.n_chunks, lists.n_merged), (3, 4, 2));
+        assert_eq!(lists.words[lists.chosen.clone()], [39, 40, 41]);
+        assert_eq!(
+            lists.words[lists.items..],
+            [
+                [0, 16, 0, 0],
+                [16, 16, 0, 0],
+                [32, 8, 0, 0],
+                [40, 1, 3, 0],
+                [40, 1, 3, 1],
+                [40, 1, 3, 2],
+                [41, 1, 41, 0],
+                [40, 0, 0, 3],
+                [41, 0, 3, 1],
+            ]
+            .concat()
+        );
+        assert_eq!(lists.words[lists.table_starts..][..42].iter().sum::<u32>(), 3 + 41);
+    }
+
+    #[test]
+    fn without_matrix_instructions_every_row_is_in_an_item_of_many() {
+        let blocks: Vec<BlockId> = (0..8).map(BlockId::new).collect();
+        let sequences = [sequence(&[1, 2, 3, 4, 5], 0, &blocks[..1]), sequence(&[7], 30, &blocks[1..3])];
+        let lists = RowLists::new(&sequences, ListShape { group: 2, many_queries: None });
+        assert_eq!((lists.n_many, lists.n_chunks, lists.n_merged), (3, 0, 0));
+        assert_eq!(lists.words[lists.items..], [[0, 4, 0, 0], [4, 1, 0, 0], [5, 1, 1, 0]].concat());
+    }
+}

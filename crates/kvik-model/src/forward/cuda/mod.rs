@@ -1,0 +1,476 @@
+//! The forward pass on an NVIDIA GPU.
+//!
+//! Weights and activations of products are of the checkpoint's type, sums and the residual stream f32. All kernels are kvik's own
+//! and compiled when a model is loaded. Every sum has one fixed order: a product is one chain of matrix instructions over its
+//! inputs whatever its shape, and attention merges the same chunks of positions in the same order for prompts and for decoding.
+//! So rows are the same to the bit in any batch, as on the CPU. They are not the CPU's bits: KV of the two has different names.
+
+mod activations;
+mod device;
+mod kernels;
+mod lists;
+mod pages;
+mod pass;
+mod watch;
+mod weights;
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use kvik_memory::vmm::Vmm;
+use kvik_memory::vmm::cuda::CudaVmm;
+use kvik_types::Dtype;
+
+use crate::checkpoint::{Checkpoint, WeightDtype};
+use crate::config::{ModelConfig, Position};
+use crate::error::{ModelError, Result};
+use crate::kernels::RotaryTable;
+use crate::paging::{BLOCK_TOKENS, BlockId, BlockMemory, ElasticMemory, MemoryGroup};
+
+use super::checked::{check_sequences, plan_rows, spans_of};
+use super::{Backend, BestToken, KvSize, LayerKv, Logits, PinnedKv, SegmentPart, SequenceRows};
+use activations::{Activations, BEST_BYTES};
+use device::{Buffer, Device};
+use kernels::{Kernels, SegmentArguments};
+use lists::{ListShape, RowLists};
+use pages::{Pages, or_lost};
+use pass::Pass;
+use weights::{ModelWeights, WeightSource};
+
+/// Counts the changes of the bytes that a block has for given weights and tokens: of their order, and of any operation of the
+/// forward pass.
+const KV_VERSION: u32 = 1;
+
+/// Memory of the device that stays free when KV takes a share of it: for the driver, and for what grows with a pass.
+const SPARE_BYTES: u64 = 1 << 30;
+
+/// How the CUDA backend is set up.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct CudaBackendOptions {
+    /// Index of the device among those that the process can see. Default: 0.
+    pub ordinal: u32,
+    /// Memory of keys and values; with `memory`, the most that there can be. Default: 0.9 of the device.
+    pub kv_size: KvSize,
+    /// Memory that is shared with other engines, instead of memory of its own. Default: none.
+    pub memory: Option<MemoryGroup>,
+    /// Type in which keys and values are kept: f32, f16 or bf16. Default: bf16, which has the range of f32.
+    pub kv_dtype: Dtype,
+    /// Rows of the largest pass; buffers are made for so many. Default: 512.
+    pub max_rows: usize,
+    /// Folder in which compiled kernels are kept for the next start. Default: none.
+    pub kernel_cache: Option<PathBuf>,
+}
+
+impl Default for CudaBackendOptions {
+    fn default() -> Self {
+        Self {
+            ordinal: 0,
+            kv_size: KvSize::Share(0.9),
+            memory: None,
+            kv_dtype: Dtype::BF16,
+            max_rows: 512,
+            kernel_cache: None,
+        }
+    }
+}
+
+/// What a pass gives of its logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Wanted {
+    Rows,
+    Best,
+}
+
+/// Weights, keys and values on a GPU.
+#[derive(Debug)]
+pub struct CudaBackend {
+    config: ModelConfig,
+    kv_dtype: Dtype,
+    weight_dtype: WeightDtype,
+    /// Until it is taken.
+    memory: Option<ElasticMemory>,
+    weights: ModelWeights,
+    pages: Pages,
+    activations: Activations,
+    /// Of rotary positions.
+    frequencies: Option<Buffer>,
+    kernels: Kernels,
+    device: Arc<Device>,
+}
+
+impl CudaBackend {
+    /// Loads the weights of `checkpoint`.
+    ///
+    /// # Errors
+    /// If there is no such device or it has too little memory, the kernels cannot be compiled, the weights do not fit `config`, or
+    /// an option is out of its range.
+    pub fn load(config: ModelConfig, checkpoint: &Checkpoint, options: &CudaBackendOptions) -> Result<Self> {
+        Self::load_from(config, WeightSource::Checkpoint(checkpoint), options)
+    }
+
+    /// A model of these numbers with weights that look random, made on the device; for measurements.
+    ///
+    /// # Errors
+    /// As [`CudaBackend::load`]; also for an architecture other than Llama's.
+    pub fn random(config: ModelConfig, seed: u64, options: &CudaBackendOptions) -> Result<Self> {
+        let has_extras =
+            config.has_qkv_bias || config.has_output_bias || config.has_mlp_bias || config.has_qk_norm;
+        if has_extras || matches!(config.position, Position::Learned) {
+            return Err(ModelError::config(
+                "architectures",
+                config.architecture,
+                "LlamaForCausalLM for random weights",
+            ));
+        }
+        Self::load_from(config, WeightSource::Random { seed }, options)
+    }
+
+    fn load_from(
+        config: ModelConfig,
+        source: WeightSource<'_>,
+        options: &CudaBackendOptions,
+    ) -> Result<Self> {
+        let kv_dtype = options.kv_dtype;
+        if !matches!(kv_dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16) {
+            return Err(ModelError::request("kv_dtype", kv_dtype, "f32, f16, bf16"));
+        }
+        let device = Device::open(options.ordinal)?;
+        let weight_dtype = source.dtype();
+        let cache = options.kernel_cache.as_deref();
+        let kernels = Kernels::load(&device, &config, weight_dtype, kv_dtype, cache)?;
+        let weights = ModelWeights::load(&device, &kernels, &config, source)?;
+        let activations = Activations::new(&device, &config, weight_dtype, options.max_rows.max(1))?;
+        let frequencies = match &config.position {
+            Position::Rope(rope) => {
+                let frequencies = rope.inverse_frequencies(config.head_dim);
+                let bytes: Vec<u8> = frequencies.iter().flat_map(|value| value.to_le_bytes()).collect();
+                Some(Buffer::holding(&device, &bytes)?)
+            }
+            Position::Learned => None,
+        };
+        let n_blocks = n_blocks(&device, &config, options)?;
+        let (pages, memory) = match &options.memory {
+            None => (Pages::new(&device, &config, kv_dtype, n_blocks)?, None),
+            Some(group) => {
+                let vmm =
+                    CudaVmm::open(options.ordinal).map_err(|error| ModelError::Memory(Box::new(error)))?;
+                let vmm: Arc<dyn Vmm> = Arc::new(vmm);
+                let block_bytes = pages::block_bytes(&config, kv_dtype);
+                let memory = ElasticMemory::open_on(vmm, group, config.n_layers, block_bytes, n_blocks)?;
+                (Pages::on_pool(&device, &config, kv_dtype, memory.pool())?, Some(memory))
+            }
+        };
+        device.synchronize()?;
+        tracing::info!(
+            device = device.ordinal(),
+            weight_bytes = weights.size_bytes(),
+            kv_blocks = pages.n_blocks(),
+            "the model is on the device"
+        );
+        Ok(Self {
+            config,
+            kv_dtype,
+            weight_dtype,
+            memory,
+            weights,
+            pages,
+            activations,
+            frequencies,
+            kernels,
+            device,
+        })
+    }
+
+    /// Names the bytes of a block of a model; see [`Backend::kv_layout`].
+    pub(crate) fn kv_layout_of(config: &ModelConfig, weights: WeightDtype, kv_dtype: Dtype) -> String {
+        format!(
+            "kvik_paged_cuda_{KV_VERSION}/layers={}/heads={}/head_dim={}/block={BLOCK_TOKENS}/{kv_dtype}_le\
+             /keys=head,dim,token/values=head,token,dim/weights={weights}",
+            config.n_layers, config.n_kv_heads, config.head_dim
+        )
+    }
+
+    /// Bytes of the weights on the device.
+    pub fn weight_bytes(&self) -> usize {
+        self.weights.size_bytes()
+    }
+
+    /// Runs the rows through the first `n_layers` layers; `after` is called behind each that was queued.
+    fn pass(
+        &mut self,
+        sequences: &[SequenceRows<'_>],
+        n_layers: usize,
+        logits: Option<(&mut Logits, Wanted)>,
+        mut after: impl FnMut(&Self, usize) -> Result<()>,
+    ) -> Result<()> {
+        check_sequences(&self.config, sequences)?;
+        if sequences.iter().all(|sequence| sequence.tokens.is_empty()) {
+            if let Some((logits, _)) = logits {
+                logits.reset(0, self.config.vocab_size);
+            }
+            return Ok(());
+        }
+        plan_rows(&spans_of(sequences), self.n_blocks())?;
+        self.device.enter()?;
+        let group = self.config.n_query_heads / self.config.n_kv_heads;
+        let lists = RowLists::new(sequences, ListShape { group, many_queries: self.kernels.many_queries() });
+        if self.activations.n_rows() < lists.n_rows {
+            let n_rows = lists.n_rows.next_power_of_two();
+            self.activations = Activations::new(&self.device, &self.config, self.weight_dtype, n_rows)?;
+        }
+        self.activations.put_lists(&lists.words)?;
+        self.activations.reserve_partials(&self.config, lists.n_chunks)?;
+        if logits.is_some() {
+            self.activations.reserve_logits(&self.config, lists.n_logits())?;
+        }
+        let pass = Pass {
+            config: &self.config,
+            kernels: &self.kernels,
+            weights: &self.weights,
+            activations: &self.activations,
+            pages: &self.pages,
+            lists: &lists,
+            frequencies: self.frequencies.as_ref().map(Buffer::address),
+        };
+        let queued = pass.begin().and_then(|()| {
+            for (layer_idx, layer) in self.weights.layers.iter().enumerate().take(n_layers) {
+                pass.layer(layer_idx, layer)?;
+                after(self, layer_idx)?;
+            }
+            match &logits {
+                None => Ok(()),
+                Some((_, Wanted::Rows)) => pass.logits(),
+                Some((_, Wanted::Best)) => pass.logits().and_then(|()| pass.best_tokens()),
+            }
+        });
+        if let Err(error) = queued {
+            // What was queued must not run behind the caller's back.
+            self.device.synchronize()?;
+            return Err(error);
+        }
+        match logits {
+            Some((logits, Wanted::Rows)) => self.fetch_logits(lists.n_logits(), logits),
+            Some((logits, Wanted::Best)) => self.fetch_best(lists.n_logits(), logits),
+            None => self.device.synchronize(),
+        }
+    }
+
+    /// Waits for the pass and gives the most likely tokens on.
+    fn fetch_best(&mut self, n_logits: usize, logits: &mut Logits) -> Result<()> {
+        let activations = &mut self.activations;
+        let n_bytes = n_logits * BEST_BYTES;
+        self.device.queue_read(activations.best.address(), &mut activations.host_logits, 0, n_bytes)?;
+        self.device.synchronize()?;
+        let (words, _) = activations.host_logits.bytes()[..n_bytes].as_chunks::<4>();
+        let (rows, _) = words.as_chunks::<2>();
+        let best = rows.iter().map(|[token, is_finite]| BestToken {
+            token: u32::from_le_bytes(*token),
+            is_finite: u32::from_le_bytes(*is_finite) != 0,
+        });
+        logits.set_best(best.collect());
+        Ok(())
+    }
+
+    /// Waits for the pass and gives its logits on.
+    fn fetch_logits(&mut self, n_logits: usize, logits: &mut Logits) -> Result<()> {
+        let row_bytes = self.config.vocab_size * 4;
+        let activations = &mut self.activations;
+        let (address, n_bytes) = (activations.logits.address(), n_logits * row_bytes);
+        self.device.queue_read(address, &mut activations.host_logits, 0, n_bytes)?;
+        self.device.synchronize()?;
+        logits.reset(n_logits, self.config.vocab_size);
+        for (row_idx, row) in activations.host_logits.bytes()[..n_bytes].chunks_exact(row_bytes).enumerate() {
+            let (values, _) = row.as_chunks::<4>();
+            for (target, bytes) in logits.row_mut(row_idx).iter_mut().zip(values) {
+                *target = f32::from_le_bytes(*bytes);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Blocks that fit into the memory that `options` name.
+fn n_blocks(device: &Device, config: &ModelConfig, options: &CudaBackendOptions) -> Result<usize> {
+    let bytes_per_block = (pages::block_bytes(config, options.kv_dtype) * config.n_layers) as u64;
+    let info = device.memory_info()?;
+    let n_bytes = match options.kv_size {
+        KvSize::Blocks(n_blocks) => return Ok(n_blocks),
+        KvSize::Bytes(n_bytes) => n_bytes,
+        KvSize::Share(share) => {
+            if !(0.0 < share && share <= 1.0) {
+                return Err(ModelError::request("kv_memory", share, "a share above 0 and at most 1"));
+            }
+            let used_bytes = info.total_bytes - info.free_bytes;
+            let allowed_bytes = (info.total_bytes as f64 * share) as u64;
+            allowed_bytes.saturating_sub(used_bytes).min(info.free_bytes.saturating_sub(SPARE_BYTES))
+        }
+    };
+    let n_blocks = n_bytes / bytes_per_block;
+    if n_blocks == 0 || (options.memory.is_none() && info.free_bytes < n_bytes) {
+        let value = format!("{n_bytes} bytes");
+        let allowed = format!(
+            "at least {bytes_per_block} bytes, one block of 16 tokens, and at most the {} that are free on the device beside \
+             the weights",
+            info.free_bytes
+        );
+        return Err(ModelError::request("kv_memory", value, allowed));
+    }
+    Ok(n_blocks as usize)
+}
+
+impl Backend for CudaBackend {
+    fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    fn n_blocks(&self) -> usize {
+        self.pages.n_blocks()
+    }
+
+    fn take_memory(&mut self) -> Option<Box<dyn BlockMemory>> {
+        self.memory.take().map(|memory| Box::new(memory) as Box<dyn BlockMemory>)
+    }
+
+    fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
+        self.pass(sequences, self.config.n_layers, Some((logits, Wanted::Rows)), |_, _| Ok(()))
+    }
+
+    fn forward_best(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
+        self.pass(sequences, self.config.n_layers, Some((logits, Wanted::Best)), |_, _| Ok(()))
+    }
+
+    fn forward_layers(&mut self, sequences: &[SequenceRows<'_>], n_layers: usize) -> Result<()> {
+        self.pass(sequences, n_layers, None, |_, _| Ok(()))
+    }
+
+    fn forward_watched(
+        &mut self,
+        sequence: SequenceRows<'_>,
+        n_watched: usize,
+        layers: Range<usize>,
+        weights: &mut [f32],
+    ) -> Result<()> {
+        let n_layers = layers.end.min(self.config.n_layers);
+        self.pass(&[sequence], n_layers, None, |backend, layer_idx| {
+            if layers.contains(&layer_idx) {
+                backend.add_attention(sequence, n_watched, layer_idx, weights)?;
+            }
+            Ok(())
+        })
+    }
+
+    fn place_kv(
+        &mut self,
+        layer_idx: usize,
+        block_table: &[BlockId],
+        first_position: usize,
+        turned_by: usize,
+        part: SegmentPart<'_>,
+    ) -> Result<()> {
+        let Position::Rope(rope) = &self.config.position else {
+            return Err(ModelError::request(
+                "segments",
+                "learned positions",
+                "a model with rotary positions",
+            ));
+        };
+        let token_bytes = self.config.n_kv_heads * self.config.head_dim * self.kv_dtype.size_bytes();
+        if part.keys.len() != part.values.len() || !part.keys.len().is_multiple_of(token_bytes) {
+            let value = format!("{} and {} bytes", part.keys.len(), part.values.len());
+            return Err(ModelError::request(
+                "segment",
+                value,
+                format!("twice a multiple of {token_bytes} bytes"),
+            ));
+        }
+        let n_tokens = part.keys.len() / token_bytes;
+        let n_blocks = (first_position + n_tokens).div_ceil(BLOCK_TOKENS);
+        if block_table.len() < n_blocks || block_table.iter().any(|block| self.n_blocks() <= block.index()) {
+            return Err(ModelError::request("block_table", "too short", "a table that covers the segment"));
+        }
+        let mut rotary = RotaryTable::new(rope.inverse_frequencies(self.config.head_dim));
+        rotary.prepare(std::iter::once(turned_by as u32));
+        let turn: Vec<u8> = rotary
+            .first_row()
+            .iter()
+            .flat_map(|(cosine, sine)| [cosine.to_le_bytes(), sine.to_le_bytes()])
+            .flatten()
+            .collect();
+        let table: Vec<u8> =
+            block_table.iter().flat_map(|block| (block.index() as u32).to_le_bytes()).collect();
+        let keys = Buffer::holding(&self.device, part.keys)?;
+        let values = Buffer::holding(&self.device, part.values)?;
+        let turn = Buffer::holding(&self.device, &turn)?;
+        let table = Buffer::holding(&self.device, &table)?;
+        let segment = SegmentArguments {
+            keys: keys.address(),
+            values: values.address(),
+            rotation: turn.address(),
+            pages: self.pages.layer_address(layer_idx),
+            table: table.address(),
+            n_kv_heads: self.config.n_kv_heads as i32,
+            first_position: first_position as i32,
+        };
+        // SAFETY: the buffers are as long as the numbers say and live until the stream was waited for; the table names blocks of
+        // the pages.
+        let queued = unsafe { self.kernels.queue_place_segment(n_tokens, segment) };
+        self.device.synchronize().and(queued)
+    }
+
+    fn copy_block(&mut self, from: BlockId, to: BlockId) {
+        or_lost(self.pages.copy_block(from, to));
+    }
+
+    fn kv_dtype(&self) -> Dtype {
+        self.kv_dtype
+    }
+
+    fn export_kv(&self, layer_idx: usize, block_table: &[BlockId], n_tokens: usize) -> LayerKv {
+        or_lost(self.device.synchronize());
+        or_lost(self.pages.export(layer_idx, block_table, n_tokens))
+    }
+
+    fn import_kv(&mut self, layer_idx: usize, block_table: &[BlockId], kv: &LayerKv) -> Result<()> {
+        let expected =
+            kv.n_tokens * self.config.n_kv_heads * self.config.head_dim * self.kv_dtype.size_bytes();
+        for (field, tensor) in [("k", &kv.keys), ("v", &kv.values)] {
+            if tensor.len() != expected {
+                let value = format!("{} bytes long", tensor.len());
+                let allowed = format!("{expected} bytes for {} tokens", kv.n_tokens);
+                return Err(ModelError::request(field, value, allowed));
+            }
+        }
+        self.device.synchronize()?;
+        self.pages.import(layer_idx, block_table, kv)
+    }
+
+    fn kv_layout(&self) -> String {
+        Self::kv_layout_of(&self.config, self.weight_dtype, self.kv_dtype)
+    }
+
+    fn block_layer_bytes(&self) -> usize {
+        self.pages.block_bytes()
+    }
+
+    fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) {
+        or_lost(self.device.synchronize());
+        or_lost(self.pages.read_block(layer_idx, block, out));
+    }
+
+    fn pin_blocks(&mut self, blocks: &[BlockId]) -> Box<dyn PinnedKv> {
+        // Copies beside the stream see what was queued before.
+        or_lost(self.device.synchronize());
+        Box::new(self.pages.pin(blocks))
+    }
+
+    fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) -> Result<()> {
+        let expected = self.block_layer_bytes();
+        if bytes.len() != expected {
+            let value = format!("{} bytes long", bytes.len());
+            return Err(ModelError::request("block", value, format!("{expected} bytes")));
+        }
+        self.pages.write_block(layer_idx, block, bytes)
+    }
+}

@@ -1,0 +1,248 @@
+//! The device's memory in which keys and values lie, block by block.
+
+use std::sync::Arc;
+
+use kvik_memory::geometry::PageId;
+use kvik_memory::pool::KvPool;
+use kvik_types::Dtype;
+
+use crate::config::ModelConfig;
+use crate::error::{ModelError, Result};
+use crate::paging::{BLOCK_TOKENS, BlockId};
+
+use super::super::{LayerKv, PinnedKv};
+use super::device::{Buffer, Device};
+
+/// Keys and values of all layers.
+///
+/// A block of one layer holds, for each KV head, the keys `[head_dim, 16]` and then the values `[16, head_dim]`: the bytes that
+/// the CPU's pages have for outside, so blocks go out and in as they are.
+#[derive(Debug)]
+pub(super) struct Pages {
+    memory: Arc<PageMemory>,
+    n_blocks: usize,
+}
+
+#[derive(Debug)]
+struct PageMemory {
+    device: Arc<Device>,
+    layers: Vec<u64>,
+    block_bytes: usize,
+    n_kv_heads: usize,
+    head_dim: usize,
+    element_bytes: usize,
+    _owner: Owner,
+}
+
+/// Whose memory it is.
+#[derive(Debug)]
+enum Owner {
+    Pages {
+        _buffer: Buffer,
+    },
+    /// A region that the pool keeps reserved, mapped where it has handed out blocks.
+    Pool {
+        _pool: Arc<KvPool>,
+    },
+}
+
+/// Blocks that stay as they are until this is dropped: the engine writes none of them before.
+#[derive(Debug)]
+pub(super) struct PinnedBlocks {
+    memory: Arc<PageMemory>,
+    blocks: Vec<BlockId>,
+}
+
+/// Bytes of one block in one layer.
+pub(super) fn block_bytes(config: &ModelConfig, kv_dtype: Dtype) -> usize {
+    2 * config.n_kv_heads * config.head_dim * BLOCK_TOKENS * kv_dtype.size_bytes()
+}
+
+impl Pages {
+    /// Memory of its own.
+    pub(super) fn new(
+        device: &Arc<Device>,
+        config: &ModelConfig,
+        kv_dtype: Dtype,
+        n_blocks: usize,
+    ) -> Result<Self> {
+        let layer_bytes = block_bytes(config, kv_dtype) * n_blocks;
+        let buffer = Buffer::zeroed(device, layer_bytes * config.n_layers)?;
+        let layers =
+            (0..config.n_layers).map(|layer| buffer.address() + (layer * layer_bytes) as u64).collect();
+        Ok(Self::on(device, config, kv_dtype, n_blocks, layers, Owner::Pages { _buffer: buffer }))
+    }
+
+    /// The blocks of `pool`, a buffer for each layer.
+    ///
+    /// # Errors
+    /// If the pool has no region, or one with fewer buffers.
+    pub(super) fn on_pool(
+        device: &Arc<Device>,
+        config: &ModelConfig,
+        kv_dtype: Dtype,
+        pool: &Arc<KvPool>,
+    ) -> Result<Self> {
+        let n_blocks = pool.block_geometry().n_blocks() as usize;
+        let address = |layer: usize| pool.region()?.address_of(u32::try_from(layer).ok()?, PageId(0));
+        let layers = (0..config.n_layers).map(address).collect::<Option<Vec<u64>>>();
+        let layers = layers.ok_or_else(|| {
+            ModelError::request("memory", "a pool without a region", "a pool with one buffer a layer")
+        })?;
+        let owner = Owner::Pool { _pool: Arc::clone(pool) };
+        Ok(Self::on(device, config, kv_dtype, n_blocks, layers, owner))
+    }
+
+    fn on(
+        device: &Arc<Device>,
+        config: &ModelConfig,
+        kv_dtype: Dtype,
+        n_blocks: usize,
+        layers: Vec<u64>,
+        owner: Owner,
+    ) -> Self {
+        let memory = PageMemory {
+            device: Arc::clone(device),
+            layers,
+            block_bytes: block_bytes(config, kv_dtype),
+            n_kv_heads: config.n_kv_heads,
+            head_dim: config.head_dim,
+            element_bytes: kv_dtype.size_bytes(),
+            _owner: owner,
+        };
+        Self { memory: Arc::new(memory), n_blocks }
+    }
+
+    pub(super) fn n_blocks(&self) -> usize {
+        self.n_blocks
+    }
+
+    pub(super) fn block_bytes(&self) -> usize {
+        self.memory.block_bytes
+    }
+
+    /// Where the blocks of a layer begin.
+    pub(super) fn layer_address(&self, layer_idx: usize) -> u64 {
+        self.memory.layers[layer_idx]
+    }
+
+    pub(super) fn pin(&self, blocks: &[BlockId]) -> PinnedBlocks {
+        PinnedBlocks { memory: Arc::clone(&self.memory), blocks: blocks.to_vec() }
+    }
+
+    pub(super) fn copy_block(&self, from: BlockId, to: BlockId) -> Result<()> {
+        if from == to {
+            return Ok(());
+        }
+        let memory = &self.memory;
+        (0..memory.layers.len()).try_for_each(|layer_idx| {
+            let (from, to) = (memory.address(layer_idx, from), memory.address(layer_idx, to));
+            memory.device.queue_copy(from, to, memory.block_bytes)
+        })
+    }
+
+    pub(super) fn read_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) -> Result<()> {
+        self.memory.read_block(layer_idx, block, out)
+    }
+
+    pub(super) fn write_block(&self, layer_idx: usize, block: BlockId, bytes: &[u8]) -> Result<()> {
+        self.memory.device.write(self.memory.address(layer_idx, block), bytes)
+    }
+
+    /// The keys and values of the first `n_tokens` tokens of a table, token by token.
+    pub(super) fn export(&self, layer_idx: usize, table: &[BlockId], n_tokens: usize) -> Result<LayerKv> {
+        let memory = &*self.memory;
+        let token_bytes = memory.n_kv_heads * memory.head_dim * memory.element_bytes;
+        let mut kv = LayerKv {
+            n_tokens,
+            keys: vec![0; n_tokens * token_bytes],
+            values: vec![0; n_tokens * token_bytes],
+        };
+        let mut bytes = vec![0; memory.block_bytes];
+        for (idx, block) in table.iter().enumerate().take(n_tokens.div_ceil(BLOCK_TOKENS)) {
+            memory.read_block(layer_idx, *block, &mut bytes)?;
+            let first = idx * BLOCK_TOKENS;
+            for token in first..n_tokens.min(first + BLOCK_TOKENS) {
+                let row = token * token_bytes..(token + 1) * token_bytes;
+                memory.for_each_element(token - first, |place, in_row| {
+                    let size = memory.element_bytes;
+                    kv.keys[row.start + in_row..][..size].copy_from_slice(&bytes[place.key..][..size]);
+                    kv.values[row.start + in_row..][..size].copy_from_slice(&bytes[place.value..][..size]);
+                });
+            }
+        }
+        Ok(kv)
+    }
+
+    /// Puts keys and values under the first tokens of a table; what else is in the last block stays.
+    pub(super) fn import(&self, layer_idx: usize, table: &[BlockId], kv: &LayerKv) -> Result<()> {
+        let memory = &*self.memory;
+        let token_bytes = memory.n_kv_heads * memory.head_dim * memory.element_bytes;
+        let mut bytes = vec![0; memory.block_bytes];
+        for (idx, block) in table.iter().enumerate().take(kv.n_tokens.div_ceil(BLOCK_TOKENS)) {
+            let first = idx * BLOCK_TOKENS;
+            memory.read_block(layer_idx, *block, &mut bytes)?;
+            for token in first..kv.n_tokens.min(first + BLOCK_TOKENS) {
+                let row = token * token_bytes;
+                memory.for_each_element(token - first, |place, in_row| {
+                    let size = memory.element_bytes;
+                    bytes[place.key..][..size].copy_from_slice(&kv.keys[row + in_row..][..size]);
+                    bytes[place.value..][..size].copy_from_slice(&kv.values[row + in_row..][..size]);
+                });
+            }
+            self.write_block(layer_idx, *block, &bytes)?;
+        }
+        Ok(())
+    }
+}
+
+/// Where an element of a token lies in the bytes of its block.
+struct Place {
+    key: usize,
+    value: usize,
+}
+
+impl PageMemory {
+    fn address(&self, layer_idx: usize, block: BlockId) -> u64 {
+        self.layers[layer_idx] + (block.index() * self.block_bytes) as u64
+    }
+
+    fn read_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) -> Result<()> {
+        assert!(out.len() == self.block_bytes, "a buffer that is not as long as a block");
+        self.device.read_beside(self.address(layer_idx, block), out)
+    }
+
+    /// Calls `visit` with the place of every element of the token `lane` of a block, and its offset in a row of the token.
+    fn for_each_element(&self, lane: usize, mut visit: impl FnMut(Place, usize)) {
+        let size = self.element_bytes;
+        let half_bytes = self.head_dim * BLOCK_TOKENS * size;
+        for head in 0..self.n_kv_heads {
+            let start = head * 2 * half_bytes;
+            for dim in 0..self.head_dim {
+                let place = Place {
+                    key: start + (dim * BLOCK_TOKENS + lane) * size,
+                    value: start + half_bytes + (lane * self.head_dim + dim) * size,
+                };
+                visit(place, (head * self.head_dim + dim) * size);
+            }
+        }
+    }
+}
+
+/// What a copy gave. A device that cannot copy its own memory any more is lost with all that is on it, and so is the engine:
+/// going on could serve bytes that are not KV.
+///
+/// # Panics
+/// If the device is lost.
+pub(super) fn or_lost<T>(result: Result<T>) -> T {
+    match result {
+        Ok(value) => value,
+        Err(error) => panic!("the device is lost: {error}"),
+    }
+}
+
+impl PinnedKv for PinnedBlocks {
+    fn read_block(&self, layer_idx: usize, block_idx: usize, out: &mut [u8]) {
+        or_lost(self.memory.read_block(layer_idx, self.blocks[block_idx], out));
+    }
+}

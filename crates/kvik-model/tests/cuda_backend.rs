@@ -1,0 +1,327 @@
+//! The CUDA backend on a real GPU: the same arithmetic as the references, the same bits in any batch.
+//!
+//! Needs a GPU and the feature `cuda-tests`; `benches/gpu/run` runs it on a machine that has one.
+
+#![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
+
+pub mod support;
+
+use std::cell::RefCell;
+
+use kvik_model::{
+    Backend, BestToken, BlockId, Checkpoint, CudaBackend, CudaBackendOptions, EngineEvent, EngineOptions,
+    GenerateRequest, KvSize, Logits, Model, ModelConfig, RowPositions, SamplingParams, SequenceRows,
+    WeightDtype,
+};
+use kvik_types::Dtype;
+use safetensors::SafeTensors;
+use support::notes_qa::score_of;
+use support::schedule::{bits, forward_alone, schedules, whole};
+use support::{KV_DTYPES, TestModel, bundled_folder, fixture_folder, runner};
+
+/// Every fixture with reference logits.
+const FIXTURES: [&str; 15] = [
+    "gpt2",
+    "gpt2_hub_names",
+    "llama_bf16_weights",
+    "llama_f16_weights",
+    "llama_gqa",
+    "llama_rope_linear_new",
+    "llama_rope_linear_old",
+    "llama_rope_llama3_new_spelling",
+    "llama_rope_llama3_old_spelling",
+    "llama_sharded",
+    "llama_tied_odd_sizes",
+    "mistral_sliding_window",
+    "qwen2_max_window_layers",
+    "qwen2_sliding_layers",
+    "qwen3",
+];
+
+fn options(n_blocks: usize, kv_dtype: Dtype) -> CudaBackendOptions {
+    let mut options = CudaBackendOptions::default();
+    options.kv_size = KvSize::Blocks(n_blocks);
+    options.kv_dtype = kv_dtype;
+    options.kernel_cache = Some(std::env::temp_dir().join("kvik-cuda-tests"));
+    options
+}
+
+fn backend(model: &TestModel, n_blocks: usize, kv_dtype: Dtype) -> CudaBackend {
+    CudaBackend::load(model.config.clone(), model.checkpoint(), &options(n_blocks, kv_dtype)).unwrap()
+}
+
+fn blocks(ids: impl IntoIterator<Item = u32>) -> Vec<BlockId> {
+    ids.into_iter().map(BlockId::new).collect()
+}
+
+/// Tokens that look random; different for each `salt`.
+fn tokens(vocab_size: usize, n_tokens: usize, salt: u32) -> Vec<u32> {
+    let mut state = salt.wrapping_mul(0x9e37_79b9) | 1;
+    let next = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        state % vocab_size as u32
+    };
+    std::iter::repeat_with(next).take(n_tokens).collect()
+}
+
+/// Largest difference of a logit, as a share of the largest logit: with 16-bit weights the inputs of products are rounded to
+/// their type in each layer, with 16-bit KV keys and values are.
+fn tolerance(weights: WeightDtype, kv_dtype: Dtype) -> f32 {
+    match (weights, kv_dtype) {
+        (WeightDtype::F32, Dtype::F32) => 1e-5,
+        (WeightDtype::F32 | WeightDtype::F16, Dtype::F32 | Dtype::F16) => 5e-3,
+        _ => 3e-2,
+    }
+}
+
+#[test]
+fn every_architecture_gives_the_reference_logits_within_the_tolerance_of_its_types() {
+    for name in FIXTURES {
+        let folder = fixture_folder(name);
+        let bytes = std::fs::read(folder.join("expected.safetensors")).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        let words = |name: &str| file.tensor(name).unwrap().data().as_chunks::<4>().0.to_vec();
+        let prompt: Vec<u32> = words("tokens_a").iter().map(|bytes| u32::from_le_bytes(*bytes)).collect();
+        let expected: Vec<f32> = words("logits_a").iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
+        let config =
+            ModelConfig::from_json(&std::fs::read_to_string(folder.join("config.json")).unwrap()).unwrap();
+        let checkpoint = Checkpoint::open(&folder).unwrap();
+        let name_of_first =
+            checkpoint.names().find(|name| name.contains("embed_tokens") || name.contains("wte"));
+        let weights = checkpoint.tensor_info(name_of_first.unwrap()).unwrap().dtype;
+        for kv_dtype in KV_DTYPES {
+            let mut backend = CudaBackend::load(config.clone(), &checkpoint, &options(32, kv_dtype)).unwrap();
+            let table = blocks([3, 9, 1]);
+            let mut actual = Vec::new();
+            for range in [0..5, 5..16, 16..33, 33..34, 34..48] {
+                let rows = SequenceRows {
+                    tokens: &prompt[range.clone()],
+                    positions: RowPositions::From(range.start),
+                    block_table: &table,
+                    n_logits: range.len(),
+                };
+                let mut logits = Logits::default();
+                backend.forward(&[rows], &mut logits).unwrap();
+                (0..logits.n_rows()).for_each(|row| actual.extend_from_slice(logits.row(row)));
+            }
+            assert_eq!(actual.len(), expected.len());
+            let largest = expected.iter().fold(0.0, |largest: f32, logit| largest.max(logit.abs()));
+            let worst =
+                actual.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / largest;
+            println!("{name} {weights} weights, {kv_dtype} KV: {worst}");
+            assert!(
+                worst <= tolerance(weights, kv_dtype),
+                "{name} {kv_dtype}: logits differ by a share of {worst}"
+            );
+        }
+    }
+}
+
+#[test]
+fn any_schedule_gives_the_logits_of_each_sequence_alone() {
+    let fixtures = [
+        "mistral_sliding_window",
+        "qwen3",
+        "gpt2",
+        "llama_tied_odd_sizes",
+        "llama_bf16_weights",
+        "llama_f16_weights",
+    ];
+    let models = fixtures.map(TestModel::fixture);
+    for model in models.iter().chain(std::iter::once(&TestModel::bundled())) {
+        for kv_dtype in KV_DTYPES {
+            let tested = RefCell::new(backend(model, 24, kv_dtype));
+            let reference = RefCell::new(backend(model, 24, kv_dtype));
+            let outcome = runner(24).run(&schedules(model.config.vocab_size, 5, 31, 24), |schedule| {
+                schedule.check(&mut *tested.borrow_mut(), &mut *reference.borrow_mut())
+            });
+            if let Err(error) = outcome {
+                panic!("{} {kv_dtype}: {error}", model.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn long_prompts_give_the_same_bits_whole_cut_and_beside_others() {
+    let model = TestModel::bundled();
+    let prompt = tokens(model.config.vocab_size, 700, 1);
+    for kv_dtype in KV_DTYPES {
+        let mut backend = backend(&model, 256, kv_dtype);
+        let expected = whole(&mut backend, &prompt);
+        for n_rows in [1, 3, 8, 9, 17, 33, 65, 129, 300] {
+            let table = blocks((0..44).map(|block| 100 + block * 7 % 44));
+            let mut actual = Vec::new();
+            for first in (0..prompt.len()).step_by(n_rows) {
+                let last = prompt.len().min(first + n_rows);
+                // One row at a time only near the ends of chunks, where sums are merged.
+                if n_rows == 1 && first % 256 > 2 && first % 256 < 254 {
+                    forward_alone(&mut backend, &prompt[first..last], first, &table, 0);
+                    actual.push(expected[first].clone());
+                    continue;
+                }
+                actual.extend(forward_alone(&mut backend, &prompt[first..last], first, &table, last - first));
+            }
+            assert!(actual == expected, "{kv_dtype} cut into {n_rows} rows");
+        }
+        // The last row beside many others of other lengths.
+        let table = blocks(0..44);
+        let others: Vec<Vec<u32>> =
+            (0..40).map(|salt| tokens(model.config.vocab_size, 1 + salt as usize, salt)).collect();
+        let tables: Vec<Vec<BlockId>> = (0..40).map(|idx| blocks(60 + idx * 3..63 + idx * 3)).collect();
+        for n_others in [1, 7, 15, 40] {
+            let mut batch: Vec<SequenceRows<'_>> = others
+                .iter()
+                .zip(&tables)
+                .take(n_others)
+                .map(|(tokens, table)| SequenceRows {
+                    tokens,
+                    positions: RowPositions::From(0),
+                    block_table: table,
+                    n_logits: 1,
+                })
+                .collect();
+            let place = n_others / 2;
+            let last = SequenceRows {
+                tokens: &prompt[699..],
+                positions: RowPositions::From(699),
+                block_table: &table,
+                n_logits: 1,
+            };
+            batch.insert(place, last);
+            let mut logits = Logits::default();
+            backend.forward(&batch, &mut logits).unwrap();
+            assert!(bits(logits.row(place)) == expected[699], "{kv_dtype} beside {n_others}");
+        }
+    }
+}
+
+#[test]
+fn the_best_tokens_are_those_of_the_logits() {
+    let model = TestModel::bundled();
+    let mut backend = backend(&model, 16, Dtype::BF16);
+    let prompt = tokens(model.config.vocab_size, 200, 5);
+    let table = blocks(0..13);
+    let rows = SequenceRows {
+        tokens: &prompt,
+        positions: RowPositions::From(0),
+        block_table: &table,
+        n_logits: 200,
+    };
+    let (mut logits, mut best) = (Logits::default(), Logits::default());
+    backend.forward(&[rows], &mut logits).unwrap();
+    backend.forward_best(&[rows], &mut best).unwrap();
+    for row in 0..200 {
+        let of_row = logits.row(row);
+        let expected = (0..of_row.len()).rev().max_by(|a, b| of_row[*a].total_cmp(&of_row[*b])).unwrap();
+        assert_eq!(best.best(row), Some(BestToken { token: expected as u32, is_finite: true }));
+    }
+}
+
+#[test]
+fn greedy_tokens_of_the_bundled_model_are_the_references_where_the_margin_allows() {
+    let model = Model::bundled().unwrap();
+    let text = std::fs::read_to_string(bundled_folder().join("golden.jsonl")).unwrap();
+    let mut engine = model.cuda_engine(&options(2048, Dtype::BF16), EngineOptions::default()).unwrap();
+    let (mut n_compared, mut n_equal) = (0, 0);
+    for line in text.lines() {
+        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+        let ids = |field: &str| -> Vec<u32> {
+            line[field].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+        };
+        let expected = ids("greedy_ids");
+        let sampling = SamplingParams::greedy(expected.len() as u32);
+        engine.submit(GenerateRequest { prompt: ids("prompt_ids"), sampling }).unwrap();
+        let events = engine.run_until_idle().unwrap();
+        let actual: Vec<u32> = events
+            .iter()
+            .filter_map(|event| if let EngineEvent::Token(token) = event { Some(token.token) } else { None })
+            .collect();
+        let is_equal = actual == expected;
+        n_equal += usize::from(is_equal);
+        // bf16 activations move logits by up to a few hundredths.
+        if 0.1 < line["smallest_margin"].as_f64().unwrap() {
+            n_compared += 1;
+            assert!(is_equal, "{}: {actual:?} is not {expected:?}", line["prompt"]);
+        }
+    }
+    println!("golden: {n_equal} lines equal, {n_compared} with a margin above 0.1");
+    assert!(n_compared > 0);
+}
+
+#[test]
+fn answers_are_within_one_point_of_the_float32_reference() {
+    let model = Model::bundled().unwrap();
+    let mut engine_options = EngineOptions::default();
+    engine_options.max_batched_tokens = 4096;
+    engine_options.max_sequences = 128;
+    for kv_dtype in [Dtype::BF16, Dtype::F16] {
+        let engine = model.cuda_engine(&options(32768, kv_dtype), engine_options.clone()).unwrap();
+        let n_right: usize = score_of(&model, engine).values().sum();
+        println!("notes_qa with {kv_dtype} KV: {n_right} of 300");
+        assert!(n_right.abs_diff(252) <= 3, "{kv_dtype}: {n_right} of 300");
+    }
+}
+
+#[test]
+fn blocks_go_out_and_in_as_they_are_and_tokens_go_on_from_them() {
+    let model = TestModel::bundled();
+    let prompt = tokens(model.config.vocab_size, 64, 9);
+    for kv_dtype in KV_DTYPES {
+        let (mut from, mut to) = (backend(&model, 8, kv_dtype), backend(&model, 16, kv_dtype));
+        let expected = whole(&mut from, &prompt);
+        let pinned = from.pin_blocks(&blocks(0..4));
+        let mut bytes = vec![0; from.block_layer_bytes()];
+        for layer_idx in 0..model.config.n_layers {
+            for block in 0..3 {
+                pinned.read_block(layer_idx, block as usize, &mut bytes);
+                to.import_block(layer_idx, BlockId::new(12 - block), &bytes).unwrap();
+            }
+            let kv = from.export_kv(layer_idx, &blocks(0..4), 48);
+            assert_eq!(kv, to.export_kv(layer_idx, &blocks([12, 11, 10]), 48));
+            to.import_kv(layer_idx, &blocks([1, 2, 3]), &kv).unwrap();
+            assert_eq!(kv, to.export_kv(layer_idx, &blocks([1, 2, 3]), 48));
+        }
+        let actual = forward_alone(&mut to, &prompt[48..], 48, &blocks([12, 11, 10, 9]), 16);
+        assert!(actual == expected[48..], "{kv_dtype} imported");
+        to.copy_block(BlockId::new(3), BlockId::new(5));
+        let actual = forward_alone(&mut to, &prompt[48..], 48, &blocks([1, 2, 5, 6]), 16);
+        assert!(actual == expected[48..], "{kv_dtype} copied");
+    }
+}
+
+#[test]
+fn what_lies_behind_a_sequence_in_its_last_block_changes_nothing() {
+    let model = TestModel::bundled();
+    let prompt = tokens(model.config.vocab_size, 41, 3);
+    for kv_dtype in KV_DTYPES {
+        let mut clean = backend(&model, 4, kv_dtype);
+        let expected = whole(&mut clean, &prompt);
+        let mut dirty = backend(&model, 4, kv_dtype);
+        // Not numbers in every type.
+        let bytes = vec![0xff; dirty.block_layer_bytes()];
+        for layer_idx in 0..model.config.n_layers {
+            for block in 0..4 {
+                dirty.import_block(layer_idx, BlockId::new(block), &bytes).unwrap();
+            }
+        }
+        assert!(whole(&mut dirty, &prompt) == expected, "{kv_dtype}");
+    }
+}
+
+#[test]
+fn a_device_that_does_not_exist_is_refused_by_name() {
+    let model = TestModel::bundled();
+    let mut options = options(4, Dtype::BF16);
+    options.ordinal = 97;
+    let error =
+        CudaBackend::load(model.config.clone(), model.checkpoint(), &options).unwrap_err().to_string();
+    assert!(error.starts_with("cuda:97: "), "{error}");
+    let mut options = self::options(4, Dtype::BF16);
+    options.kv_size = KvSize::Bytes(1 << 60);
+    let error =
+        CudaBackend::load(model.config.clone(), model.checkpoint(), &options).unwrap_err().to_string();
+    assert!(error.contains("kv_memory"), "{error}");
+}
