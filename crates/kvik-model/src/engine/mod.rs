@@ -77,6 +77,8 @@ impl Default for EngineOptions {
 pub struct EngineStats {
     /// Token rows computed, those of preempted sequences each time.
     pub n_computed_tokens: u64,
+    /// Tokens that these rows looked at, themselves included: what attention costs is in proportion to it.
+    pub n_attended_tokens: u64,
     /// Prompt tokens whose KV was there already.
     pub n_cached_tokens: u64,
     /// Of these, tokens whose KV came in with their request.
@@ -181,9 +183,15 @@ impl Engine {
         self.waiting.is_empty() && self.running.is_empty()
     }
 
-    /// Whether a step would advance a request: some may be waiting for credits.
+    /// Whether a step would advance a request: some may be waiting for credits, or for KV.
     pub fn has_work(&self) -> bool {
-        self.running.iter().chain(&self.waiting).any(|sequence| !sequence.is_paused())
+        let can_advance = |sequence: &Sequence| !sequence.is_paused() && !sequence.is_waiting_for_kv();
+        self.running.iter().any(can_advance) || self.waiting.iter().any(|sequence| !sequence.is_paused())
+    }
+
+    /// Whether a request waits for KV from outside: look for work again soon.
+    pub fn is_waiting_for_kv(&self) -> bool {
+        self.running.iter().any(Sequence::is_waiting_for_kv)
     }
 
     /// The model that runs.
@@ -261,7 +269,8 @@ impl Engine {
     /// Takes a request that this engine has prepared and that may bring KV of its prompt along.
     ///
     /// What of it lies behind the blocks that the engine has is copied and registered at the first admission,
-    /// as far as there is room; `prefix` is dropped then, or when the request ends before.
+    /// as far as there is room, and what comes later as soon as the computed part reaches it; `prefix` is dropped when no
+    /// more of it can come, or when the request ends before.
     ///
     /// # Errors
     /// As [`Engine::submit`].
@@ -374,6 +383,7 @@ impl Engine {
             let (tokens, positions) = sequence.pending(rows.n_rows);
             let n_logits = usize::from(is_last && !sequence.is_segment());
             takes_best &= n_logits == 0 || sequence.sampler_input().takes_best();
+            self.stats.n_attended_tokens += positions.n_attended(rows.n_rows);
             sequences.push(SequenceRows { tokens, positions, block_table: sequence.table(), n_logits });
             self.stats.n_computed_tokens += rows.n_rows as u64;
         }

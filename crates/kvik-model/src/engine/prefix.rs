@@ -1,20 +1,42 @@
 //! KV that comes in with a request.
 
 use std::fmt;
+use std::ops::Range;
 
-/// KV of consecutive blocks of a prompt, from outside of the engine.
+/// KV of blocks of a prompt, from outside of the engine. Some of it may still be on its way.
 ///
 /// The implementation MUST give only bytes that a backend with the layout and the weights of this engine has
 /// exported for exactly the prompt's tokens from its start to the end of the block.
+///
+/// The engine computes a prompt from its front, so what is on its way should come from its back: the two meet, and what
+/// arrives too late is computed. It looks for more before each pass, and drops the KV when nothing more can come.
 pub trait PrefixKv: Send + fmt::Debug {
-    /// Position of the first token; a multiple of [`BLOCK_TOKENS`](crate::BLOCK_TOKENS).
-    fn first_token(&self) -> usize;
-
-    /// Number of tokens from there; a multiple of [`BLOCK_TOKENS`](crate::BLOCK_TOKENS).
-    fn n_tokens(&self) -> usize;
+    /// Position up to which all KV from `token` on is there now; `token` or less where none is.
+    ///
+    /// `token` is a multiple of [`BLOCK_TOKENS`](crate::BLOCK_TOKENS), and of the answer only whole blocks count.
+    fn there_until(&self, token: usize) -> usize;
 
     /// The bytes of one block of one layer; `block_idx` counts from the start of the prompt.
     ///
     /// `None`, or another length than [`Engine::block_layer_bytes`](super::Engine::block_layer_bytes), ends the prefix before this block.
     fn block(&self, layer_idx: usize, block_idx: usize) -> Option<&[u8]>;
+
+    /// Position behind `token` to which the engine computes before it looks for more; `None` where nothing can come any more
+    /// that lies at `token` or behind it.
+    fn look_again_at(&self, token: usize) -> Option<usize> {
+        let _ = token;
+        None
+    }
+
+    /// Whether what lies at `token` is not there and will be before it could be computed: the engine waits for it, and
+    /// asks again. The answer MUST turn to no after some time.
+    fn is_due(&self, token: usize) -> bool {
+        let _ = token;
+        false
+    }
+
+    /// Tells that the engine has copied what it was given for these tokens.
+    fn note_taken(&self, tokens: Range<usize>) {
+        let _ = tokens;
+    }
 }

@@ -116,7 +116,8 @@ pub struct Usage {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum EngineEvent {
-    /// A request was scheduled for the first time; its first event, and the only one of its kind.
+    /// A request was scheduled for the first time, and all KV that comes in with it has come; its first event, and the
+    /// only one of its kind.
     Admitted {
         /// The request.
         request: RequestId,

@@ -6,7 +6,8 @@
 //! oldest first and only while no sequence was preempted in this step: each takes the registered blocks
 //! of its prefix and needs free blocks for all its tokens, so that an admission does not cause the
 //! next preemption; KV that came in with its request goes into some of those. Sequences that wait
-//! for credits, or are frozen, are passed over. Blocks of ended sequences whose KV is being copied come back soon: an
+//! for credits, or are frozen, are passed over, and so are those whose next KV comes from outside before it could be
+//! computed. A prompt of which more may come is computed up to where that would go on. Blocks of ended sequences whose KV is being copied come back soon: an
 //! admission that they are enough for waits. If no block is free for a running sequence, residents
 //! give theirs back, oldest first, and then sequences that are on their way here; then ended sequences, which are not copied then; then a sequence
 //! that waits for credits; then the youngest one, at worst the sequence itself. The oldest sequence with credits can thus always take every block, and
@@ -29,6 +30,7 @@ impl Engine {
     /// the order in which its sequences run, and empty only if the engine is idle or others hold the
     /// memory. Admissions are appended to `events`.
     pub(super) fn schedule(&mut self, events: &mut Vec<EngineEvent>) -> Vec<ScheduledRows> {
+        self.take_arrived(events);
         let mut budget = self.options.max_batched_tokens;
         let mut scheduled: Vec<ScheduledRows> = Vec::new();
         let n_preemptions = self.stats.n_preemptions;
@@ -38,10 +40,11 @@ impl Engine {
                 // Gone if it was preempted for an older sequence.
                 let Some(idx) = self.index_of(key) else { continue };
                 let n_pending = self.running[idx].n_pending();
-                if (n_pending == 1) != wants_one_row || self.running[idx].is_paused() {
+                let sequence = &self.running[idx];
+                if (n_pending == 1) != wants_one_row || sequence.is_paused() || sequence.is_waiting_for_kv() {
                     continue;
                 }
-                let n_rows = n_pending.min(budget);
+                let n_rows = n_pending.min(budget).min(sequence.rows_before_look());
                 if n_rows == 0 {
                     break;
                 }
@@ -107,16 +110,16 @@ impl Engine {
                 sequence.release(&mut self.pool);
                 continue;
             }
-            let n_rows = sequence.n_pending().min(*budget);
+            let n_rows = sequence.n_pending().min(*budget).min(sequence.rows_before_look());
             let key = sequence.key();
-            if let Some((cached_tokens, loaded_tokens)) = sequence.note_cached() {
-                self.stats.n_cached_tokens += cached_tokens as u64;
-                self.stats.n_loaded_tokens += loaded_tokens as u64;
-                let request = sequence.request;
-                events.push(EngineEvent::Admitted { request, cached_tokens, loaded_tokens });
-            }
+            sequence.note_cached();
+            self.tell_admitted(&mut sequence, events);
+            let is_waiting = sequence.is_waiting_for_kv();
             let place = self.running.partition_point(|other| other.key() < key);
             self.running.insert(place, sequence);
+            if is_waiting {
+                continue;
+            }
             if self.reserve_or_preempt(key, n_rows, scheduled, budget) {
                 scheduled.push(ScheduledRows { key, n_rows });
                 *budget -= n_rows;
@@ -183,7 +186,9 @@ impl Engine {
     /// Takes the sequence at `idx` out of the running ones.
     fn preempt(&mut self, idx: usize) {
         // Not offered: its blocks are needed at once, and it will be offered when it ends.
-        let sequence = self.running.remove(idx);
+        let mut sequence = self.running.remove(idx);
+        // What has come of it is registered, and may be found again.
+        drop(sequence.take_prefix());
         self.wait_again(sequence);
         self.stats.n_preemptions += 1;
     }

@@ -41,10 +41,9 @@ pub(super) struct Sequence {
     salt: Option<CacheSalt>,
     /// What the sink gets with it.
     attachment: Option<Arc<dyn Any + Send + Sync>>,
-    /// KV that came in with the request, until the first admission.
+    /// KV that came in with the request, until all of it is copied or passed, or the sequence is preempted.
     prefix: Option<Box<dyn PrefixKv>>,
-    /// Prompt tokens whose KV was there at the first admission.
-    n_cached: Option<usize>,
+    cached: Cached,
     /// Of these, tokens whose KV came in with the request.
     n_loaded: usize,
     /// Choices that still share this sequence, until the first token is chosen.
@@ -73,6 +72,16 @@ enum Kind {
     Blended(Blended),
     /// Only its keys and values are wanted.
     Segment,
+}
+
+/// Prompt tokens whose KV was there at the first admission, or came in with the request since.
+#[derive(Debug, Clone, Copy)]
+enum Cached {
+    Unknown,
+    /// More may come.
+    Counted(usize),
+    /// They were reported.
+    Told(usize),
 }
 
 /// How far an output has come.
@@ -114,7 +123,7 @@ impl Sequence {
             salt: options.salt,
             attachment,
             prefix,
-            n_cached: None,
+            cached: Cached::Unknown,
             n_loaded: 0,
             text,
             name: options.name,
@@ -248,7 +257,8 @@ impl Sequence {
     /// prompt were cached.
     pub(super) fn go_on_from(&mut self, tokens: &[TokenId], n_cached: Option<usize>) {
         // Of the other choices nothing is told but their own tokens.
-        self.n_cached = if self.choice == 0 { n_cached } else { Some(0) };
+        let n_cached = if self.choice == 0 { n_cached } else { Some(0) };
+        self.cached = n_cached.map_or(Cached::Unknown, Cached::Told);
         for &token in tokens {
             self.tokens.push(token);
             if let Some(counts) = &mut self.counts {
@@ -368,15 +378,37 @@ impl Sequence {
         self.prefix.take()
     }
 
-    /// The blocks that `prefix` may add to what the sequence has: none if there is a gap between the two, or
+    pub(super) fn has_prefix(&self) -> bool {
+        self.prefix.is_some()
+    }
+
+    /// Keeps a prefix of which more may come; one of which nothing more can is dropped.
+    pub(super) fn keep_prefix(&mut self, prefix: Box<dyn PrefixKv>) {
+        let next = prefix.look_again_at(self.n_computed);
+        // The last token is computed without it: its pass ends the prompt.
+        let is_wanted = next.is_some_and(|at| self.n_computed < at && at < self.tokens.len());
+        self.prefix = Some(prefix).filter(|_| is_wanted && !self.is_foreign);
+    }
+
+    /// Rows that may be computed before the sequence looks for more KV from outside.
+    pub(super) fn rows_before_look(&self) -> usize {
+        let next = self.prefix.as_ref().and_then(|prefix| prefix.look_again_at(self.n_computed));
+        next.map_or(usize::MAX, |at| at.saturating_sub(self.n_computed).max(1))
+    }
+
+    /// Whether its next KV comes from outside before it could be computed.
+    pub(super) fn is_waiting_for_kv(&self) -> bool {
+        self.prefix.as_ref().is_some_and(|prefix| prefix.is_due(self.n_computed))
+    }
+
+    /// The blocks that `prefix` may add now to what the sequence has: none if there is a gap between the two, or
     /// if what it has came from outside, because blocks behind that are never registered. At least the last
     /// token is left to compute.
     pub(super) fn loadable_blocks(&self, prefix: &dyn PrefixKv) -> Range<usize> {
         let first = self.n_computed / BLOCK_TOKENS;
-        let end_token = prefix.first_token().saturating_add(prefix.n_tokens());
+        let end_token = prefix.there_until(first * BLOCK_TOKENS);
         let end = (end_token / BLOCK_TOKENS).min((self.tokens.len() - 1) / BLOCK_TOKENS);
-        let is_next = prefix.first_token() <= first * BLOCK_TOKENS && !self.is_foreign;
-        if is_next { first..end } else { first..first }
+        if self.is_foreign { first..first } else { first..end.max(first) }
     }
 
     /// Goes on after a full block that came in with the request, in the place of a partly filled one if there
@@ -388,18 +420,27 @@ impl Sequence {
         }
         let n_more = (block_idx + 1) * BLOCK_TOKENS - self.n_computed;
         self.n_loaded += n_more;
+        if let Cached::Counted(n_cached) = &mut self.cached {
+            *n_cached += n_more;
+        }
         self.advance(n_more, pool);
     }
 
-    /// Remembers, at the first admission, how much of the prompt was found and how much of that came in with
-    /// the request; returns both then.
-    pub(super) fn note_cached(&mut self) -> Option<(usize, usize)> {
-        if self.n_cached.is_some() {
+    /// Remembers, at the first admission, how much of the prompt was found.
+    pub(super) fn note_cached(&mut self) {
+        if let Cached::Unknown = self.cached {
+            // Tokens of segments are counted as blended, not as cached.
+            self.cached = Cached::Counted(if self.is_exact() { self.n_computed } else { 0 });
+        }
+    }
+
+    /// How much of the prompt was found and how much of that came in with the request: once, when no more can come.
+    pub(super) fn take_admitted(&mut self) -> Option<(usize, usize)> {
+        let Cached::Counted(n_cached) = self.cached else { return None };
+        if self.prefix.is_some() {
             return None;
         }
-        // Tokens of segments are counted as blended, not as cached.
-        let n_cached = if self.is_exact() { self.n_computed } else { 0 };
-        self.n_cached = Some(n_cached);
+        self.cached = Cached::Told(n_cached);
         Some((n_cached, self.n_loaded))
     }
 
@@ -469,7 +510,7 @@ impl Sequence {
             salt: self.salt.clone(),
             attachment: self.attachment.clone(),
             prefix: None,
-            n_cached: self.n_cached,
+            cached: self.cached,
             n_loaded: self.n_loaded,
             n_forks: 0,
             counts: self.counts.clone(),
@@ -542,7 +583,10 @@ impl Sequence {
         let reason = if is_stop || stopped_late { FinishReason::Stop } else { FinishReason::Length };
         let usage = Usage {
             prompt_tokens: self.n_prompt,
-            cached_tokens: self.n_cached.unwrap_or(0),
+            cached_tokens: match self.cached {
+                Cached::Unknown => 0,
+                Cached::Counted(n_cached) | Cached::Told(n_cached) => n_cached,
+            },
             loaded_tokens: self.n_loaded,
             completion_tokens: n_generated,
             blend: self.blended().map(|blended| blended.usage).unwrap_or_default(),

@@ -13,7 +13,7 @@ use kvik_types::{BlockHash, Namespace};
 use super::Engine;
 use super::ended::{EndedSequence, KvSink};
 use super::prefix::PrefixKv;
-use super::request::PreparedRequest;
+use super::request::{EngineEvent, PreparedRequest};
 use super::sequence::Sequence;
 use crate::paging::{BLOCK_TOKENS, BlockChange, BlockId};
 
@@ -109,17 +109,54 @@ impl Engine {
         self.loans.take_back(&mut self.pool)
     }
 
-    /// Copies the KV that came in with the sequence into blocks of its own and drops it, as far as it goes on
-    /// from what the sequence has and blocks can be had without a preemption; the rest is computed.
+    /// Copies the KV that came in with the sequence into blocks of its own, as far as it is there, goes on from what the
+    /// sequence has, and blocks can be had without a preemption; the rest is computed. The KV is dropped unless more of it
+    /// may come.
     pub(super) fn load_prefix(&mut self, sequence: &mut Sequence) {
         let Some(prefix) = sequence.take_prefix() else { return };
-        for block_idx in sequence.loadable_blocks(prefix.as_ref()) {
-            let Some(block) = self.pool.allocate() else { return };
-            if !self.load_block(prefix.as_ref(), block_idx, block) {
+        let first_token = sequence.n_computed();
+        let is_whole = self.load_blocks(sequence, prefix.as_ref());
+        if first_token < sequence.n_computed() {
+            prefix.note_taken(first_token..sequence.n_computed());
+        }
+        if is_whole {
+            sequence.keep_prefix(prefix);
+        }
+    }
+
+    /// Copies what is there of a prefix; false if not all of it could be copied.
+    fn load_blocks(&mut self, sequence: &mut Sequence, prefix: &dyn PrefixKv) -> bool {
+        for block_idx in sequence.loadable_blocks(prefix) {
+            let Some(block) = self.pool.allocate() else { return false };
+            if !self.load_block(prefix, block_idx, block) {
                 self.pool.release_block(block);
-                return;
+                return false;
             }
             sequence.push_loaded(block_idx, block, &mut self.pool);
+        }
+        true
+    }
+
+    /// Copies what has arrived for running sequences, and tells of those for which nothing more comes.
+    pub(super) fn take_arrived(&mut self, events: &mut Vec<EngineEvent>) {
+        for idx in 0..self.running.len() {
+            if !self.running[idx].has_prefix() || self.running[idx].is_paused() {
+                continue;
+            }
+            let mut sequence = self.running.remove(idx);
+            self.load_prefix(&mut sequence);
+            self.tell_admitted(&mut sequence, events);
+            self.running.insert(idx, sequence);
+        }
+    }
+
+    /// Reports a sequence that runs for the first time, when it is known how much of its prompt came in with it.
+    pub(super) fn tell_admitted(&mut self, sequence: &mut Sequence, events: &mut Vec<EngineEvent>) {
+        if let Some((cached_tokens, loaded_tokens)) = sequence.take_admitted() {
+            self.stats.n_cached_tokens += cached_tokens as u64;
+            self.stats.n_loaded_tokens += loaded_tokens as u64;
+            let request = sequence.request;
+            events.push(EngineEvent::Admitted { request, cached_tokens, loaded_tokens });
         }
     }
 

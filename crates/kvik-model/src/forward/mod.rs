@@ -234,6 +234,16 @@ impl RowPositions<'_> {
             Self::At(positions) => positions[row_idx] as usize,
         }
     }
+
+    /// Tokens that the first `n_rows` rows look at, each at its own and all before it.
+    pub(crate) fn n_attended(&self, n_rows: usize) -> u64 {
+        match self {
+            Self::From(first) => (n_rows * first + n_rows * (n_rows + 1) / 2) as u64,
+            Self::At(positions) => {
+                positions.iter().take(n_rows).map(|position| u64::from(*position) + 1).sum()
+            }
+        }
+    }
 }
 
 impl From<usize> for RowPositions<'_> {

@@ -100,12 +100,8 @@ impl KvSink for Shelf {
 }
 
 impl PrefixKv for ShelfKv {
-    fn first_token(&self) -> usize {
-        self.first_token
-    }
-
-    fn n_tokens(&self) -> usize {
-        self.n_tokens
+    fn there_until(&self, token: usize) -> usize {
+        if self.first_token <= token { self.first_token.saturating_add(self.n_tokens) } else { token }
     }
 
     fn block(&self, layer_idx: usize, block_idx: usize) -> Option<&[u8]> {

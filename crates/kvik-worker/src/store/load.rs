@@ -124,12 +124,10 @@ impl LoadedPrefix {
 }
 
 impl PrefixKv for LoadedPrefix {
-    fn first_token(&self) -> usize {
-        self.chunks.first().map_or(0, |(tokens, _)| tokens.start)
-    }
-
-    fn n_tokens(&self) -> usize {
-        self.chunks.last().map_or(0, |(tokens, _)| tokens.end - self.first_token())
+    fn there_until(&self, token: usize) -> usize {
+        let first_token = self.chunks.first().map_or(0, |(tokens, _)| tokens.start);
+        let end = self.chunks.last().map_or(0, |(tokens, _)| tokens.end);
+        if first_token <= token { end } else { token }
     }
 
     fn block(&self, layer_idx: usize, block_idx: usize) -> Option<&[u8]> {
