@@ -35,6 +35,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod plan;
 pub mod policy;
 
 mod chain;
@@ -64,13 +65,14 @@ pub use digest::DigestKey;
 pub use error::{Result, StoreError};
 pub use extras::ExtraKey;
 pub use format::{ChunkFormat, MAX_RANKS};
+pub use lower::TierSpeed;
 pub use observer::{ChunkChange, ChunkObserver};
 pub use options::{StoreOptions, WriteBack};
 pub use retention::{Priority, Retention};
 pub use store::{
-    ChunkWriter, Clear, Cleared, Commit, CommittedChunk, KeptChunk, KeptMemory, KeptParent, KeptPin,
-    KeptPins, KeptTime, Layer, LayerReader, LayerWrite, LayerWriter, LocalRange, LocalRead, Lookup,
-    Observation, Prefetch, Retrieved, RetrievedChunk, Store, StoreBuilder, StoreStats, TierQueues, TierWrite,
-    Write,
+    Arriving, ChunkPlaces, ChunkWriter, Clear, Cleared, Commit, CommittedChunk, Inquiry, KeptChunk,
+    KeptMemory, KeptParent, KeptPin, KeptPins, KeptTime, Layer, LayerReader, LayerWrite, LayerWriter,
+    LocalRange, LocalRead, Lookup, Observation, Prefetch, Retrieved, RetrievedChunk, Store, StoreBuilder,
+    StoreStats, TierQueues, TierWrite, Write,
 };
 pub use tiers::{LowerTier, TierLabel, TierName};

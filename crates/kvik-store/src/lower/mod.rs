@@ -1,17 +1,23 @@
 //! A tier below memory, with the queues of what is to be read from it and written to it.
 
 mod queue;
+mod speed;
 
 use std::fmt;
 use std::sync::{Arc, Weak};
 
 use kvik_tier::{ChunkKey, Lease, Tier};
 pub(crate) use queue::{Batch, Queue};
+pub(crate) use speed::SpeedMeter;
+pub use speed::TierSpeed;
 
 use crate::chain::Chain;
 use crate::flight::{Flight, FlightEnd};
 use crate::residents::{ResidentPin, SharedResidents};
 use crate::tiers::TierIdx;
+
+/// Time that a call of a tier may take with its bytes, where its latency does not ask for more.
+const MIN_BATCH_S: f64 = 0.02;
 
 /// A tier below memory.
 ///
@@ -26,6 +32,7 @@ pub(crate) struct Lower {
     /// Threads that read from it.
     pub(crate) n_read_threads: usize,
     pub(crate) reads: Queue<ReadJob>,
+    pub(crate) speed: SpeedMeter,
     pub(crate) writes: Queue<WriteJob>,
 }
 
@@ -62,6 +69,13 @@ pub(crate) struct PutJob {
 }
 
 impl Lower {
+    /// Bytes that one call should read, of at most `limit_bytes`: chunks that arrive together arrive with the last of them,
+    /// so a slow tier reads few at a time, unless its calls take long by themselves.
+    pub(crate) fn batch_bytes(&self, limit_bytes: u64) -> u64 {
+        let Some(TierSpeed { bytes_per_s, latency_s }) = self.speed.speed() else { return limit_bytes };
+        limit_bytes.min((bytes_per_s * (4.0 * latency_s).max(MIN_BATCH_S)) as u64)
+    }
+
     pub(crate) fn is_local(&self) -> bool {
         self.residents.is_some()
     }

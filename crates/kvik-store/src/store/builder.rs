@@ -17,7 +17,7 @@ use crate::counters::Counters;
 use crate::directory::Directory;
 use crate::error::{Result, StoreError};
 use crate::flight::Flights;
-use crate::lower::{Lower, Queue};
+use crate::lower::{Lower, Queue, SpeedMeter};
 use crate::namespaces::Namespaces;
 use crate::options::StoreOptions;
 use crate::residents::Residents;
@@ -94,6 +94,7 @@ impl StoreBuilder {
                 tier_idx,
                 residents: is_local.then(|| residents_of(capacity_bytes)),
                 n_read_threads: n_read_threads.unwrap_or(options.n_read_threads),
+                speed: SpeedMeter::default(),
                 reads: Queue::new(options.load_in_flight_bytes.unwrap_or(ram_bytes / 2)),
                 writes: Queue::new(options.write_queue_bytes.unwrap_or(ram_bytes / 4)),
                 tier,

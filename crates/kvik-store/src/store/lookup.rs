@@ -167,6 +167,6 @@ impl SurveyVisitor for Collect {
     }
 }
 
-fn all_ranks_of(chain: &Chain) -> u64 {
+pub(crate) fn all_ranks_of(chain: &Chain) -> u64 {
     chain.space().format().all_ranks()
 }

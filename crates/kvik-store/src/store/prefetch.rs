@@ -23,7 +23,7 @@ use crate::tiers::{MAX_TIERS, RAM, TierIdx, TierRanks};
 pub struct Prefetch {
     core: Arc<Core>,
     chain: Chain,
-    first_chunk: usize,
+    chunks: Range<usize>,
     wish: Wish,
     gather: Arc<Gather>,
     /// Keeps what was in memory from being evicted meanwhile.
@@ -35,6 +35,8 @@ pub struct Prefetch {
 pub(crate) enum Purpose {
     /// A request uses them, which decides what is kept and written down.
     Use,
+    /// The same, as a part of what the request uses.
+    UsePart,
     /// The store works on them itself.
     Move,
 }
@@ -85,12 +87,23 @@ impl Store {
 impl Prefetch {
     pub(crate) fn start(core: &Arc<Core>, chain: &Chain, first_chunk: usize, wish: Wish) -> Self {
         core.end_times();
+        Self::start_range(core, chain, first_chunk..usize::MAX, &[], wish)
+    }
+
+    /// Begins with the chunks of a range, of which `found` says what remote tiers have.
+    pub(crate) fn start_range(
+        core: &Arc<Core>,
+        chain: &Chain,
+        chunks: Range<usize>,
+        found: &[TierRanks],
+        wish: Wish,
+    ) -> Self {
         let gather = Arc::new(Gather::new());
-        let n_chunks = core.n_chunks(chain);
-        let first_chunk = first_chunk.min(n_chunks);
+        let n_chunks = core.n_chunks(chain).min(chunks.end);
+        let first_chunk = chunks.start.min(n_chunks);
         // Before anything is looked up: what a clear removes meanwhile then belongs to an earlier generation.
         let generation = chain.namespace().generation();
-        let planned = plan(core, &gather, chain, first_chunk..n_chunks, &[], generation, wish);
+        let planned = plan(core, &gather, chain, first_chunk..n_chunks, found, generation, wish);
         let pin = core.pin_deepest(chain, planned);
         if planned < n_chunks && core.can_ask(wish.only) {
             let search = Search {
@@ -104,7 +117,14 @@ impl Prefetch {
         } else {
             gather.end_search();
         }
-        Self { core: Arc::clone(core), chain: chain.clone(), first_chunk, wish, gather, pin }
+        Self {
+            core: Arc::clone(core),
+            chain: chain.clone(),
+            chunks: first_chunk..n_chunks,
+            wish,
+            gather,
+            pin,
+        }
     }
 
     /// Whether nothing more will arrive.
@@ -126,17 +146,20 @@ impl Prefetch {
         let deadline = now.checked_add(timeout).unwrap_or(now + Duration::from_hours(24));
         let gathered = self.gather.take(deadline);
         self.core.keep_all(&gathered.flights);
-        let n_found = self.first_chunk + gathered.cells.len();
+        let first_chunk = self.chunks.start;
+        let n_found = first_chunk + gathered.cells.len();
         let pin = self.core.pin_deepest(&self.chain, n_found).or(self.pin);
         let (is_truncated, is_timed_out) = (gathered.is_truncated, gathered.is_timed_out);
-        let retrieved = Retrieved::new(&self.chain, self.first_chunk, gathered, &self.core.labels, pin);
+        let retrieved = Retrieved::new(&self.chain, first_chunk, gathered, &self.core.labels, pin);
+        let counters = &self.core.counters;
         if self.wish.purpose == Purpose::Use {
-            let counters = &self.core.counters;
             counters.add(Counter::Retrieves, 1);
             counters.add(Counter::Truncated, u64::from(is_truncated));
             counters.add(Counter::Timeouts, u64::from(is_timed_out));
-            let asked = self.chain.tokens_between(self.first_chunk..self.chain.n_chunks());
+            let asked = self.chain.tokens_between(self.chunks.clone());
             counters.add(Counter::RequestedTokens, asked as u64);
+        }
+        if self.wish.purpose != Purpose::Move {
             for chunk in retrieved.chunks() {
                 counters.add(Counter::HitTokens(chunk.tier_idx()), chunk.token_range().len() as u64);
             }
@@ -175,7 +198,7 @@ fn plan(
     generation: u64,
     wish: Wish,
 ) -> usize {
-    let is_use = wish.purpose == Purpose::Use;
+    let is_use = wish.purpose != Purpose::Move;
     let first_chunk = range.start;
     let mut cells = Vec::with_capacity(range.len());
     let mut reads = Vec::new();

@@ -21,7 +21,7 @@ impl Core {
     pub(crate) fn run_reads(self: &Arc<Self>, tier: TierIdx) {
         let Some(lower) = self.lower(tier) else { return };
         let _guard = QueueGuard(lower);
-        while let Some(mut batch) = lower.reads.pop(self.options.batch_bytes) {
+        while let Some(mut batch) = lower.reads.pop(lower.batch_bytes(self.options.batch_bytes)) {
             let mut flights = Vec::new();
             for job in batch.jobs.drain(..) {
                 match job {
@@ -71,7 +71,15 @@ impl Core {
                 GetItem::whole(flight.key(), &mut slot[..]).for_tokens(flight.digest())
             })
             .collect();
-        lower.tier.get(&mut items);
+        let hit_bytes = |items: &Vec<GetItem<'_>>| {
+            let hits = items.iter().filter(|item| item.outcome.is_hit());
+            hits.map(|item| item.n_bytes() as u64).sum()
+        };
+        let read = || {
+            lower.tier.get(&mut items);
+            items
+        };
+        let items = lower.speed.measure(read, hit_bytes);
         let outcomes: Vec<GetOutcome> = items.into_iter().map(|item| item.outcome).collect();
         drop(batch);
         for ((mut started, slot), outcome) in loads.into_iter().zip(outcomes) {
