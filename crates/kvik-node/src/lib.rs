@@ -46,8 +46,8 @@ pub use client::{
     RemotePrefetch, RemoteWrite, survey,
 };
 pub use config::{
-    BlendingPlan, DaemonConfig, DaemonPlan, LmConfig, PeerConfig, PeerPlan, PeerTlsConfig, StoreConfig,
-    StorePlan, TenantConfig, TierConfig,
+    BlendingPlan, DaemonConfig, DaemonPlan, LmConfig, PeerConfig, PeerPlan, PeerTlsConfig, PlannerMode,
+    StoreConfig, StorePlan, TenantConfig, TierConfig,
 };
 pub use daemon::{RunningDaemon, StoreDaemon};
 pub use error::{NodeError, Result};

@@ -3,6 +3,7 @@
 //! | call | body | answer |
 //! |---|---|---|
 //! | `POST /cache/lookup` | [`PromptInput`] | [`LookupResponse`] |
+//! | `POST /cache/explain` | [`PromptInput`] | [`ExplainResponse`] |
 //! | `POST /cache/prefetch[?tier=..]` | [`PromptInput`] | [`PrefetchStatus`], at once |
 //! | `GET /cache/prefetch/{id}` | none | [`PrefetchStatus`] |
 //! | `DELETE /cache/prefetch/{id}` | none | [`PrefetchStatus`], cancelled |
@@ -38,6 +39,82 @@ pub struct LookupResponse {
     pub tiers: BTreeMap<String, usize>,
     /// Tokens in a chunk.
     pub chunk_tokens: usize,
+}
+
+/// Whether the KV of a prompt would be loaded or computed now, and why.
+///
+/// It is for an engine that has nothing of the prompt and nothing else to do.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ExplainResponse {
+    /// Tokens of the prompt.
+    pub prompt_tokens: usize,
+    /// Tokens in a chunk.
+    pub chunk_tokens: usize,
+    /// The setting `store.planner`: where it is not `on`, the decision is not followed.
+    pub planner: String,
+    /// `load`: all of it before anything is computed; `meet`: the front is computed while the back loads; `compute`: nothing
+    /// is loaded from below memory.
+    pub decision: String,
+    /// Times that were compared; missing where a tier or the engine was never measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub predicted: Option<PredictedTimes>,
+    /// How fast the engine computes; missing before its first prompt.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prefill: Option<PrefillEstimate>,
+    /// The tiers below memory, fastest first.
+    pub tiers: Vec<TierEstimate>,
+    /// The chunks that some tier has, from the first on.
+    pub chunks: Vec<ExplainedChunk>,
+}
+
+/// Times until the prompt is computed, in milliseconds.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct PredictedTimes {
+    /// As decided.
+    pub plan_ms: f64,
+    /// If all chunks were loaded.
+    pub load_all_ms: f64,
+    /// If none was, also none from memory.
+    pub compute_all_ms: f64,
+}
+
+/// How fast an engine computes KV.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct PrefillEstimate {
+    /// Microseconds for a token, whatever stands before it.
+    pub token_us: f64,
+    /// Microseconds more for a thousand tokens before it.
+    pub thousand_before_us: f64,
+}
+
+/// How fast a tier gives chunks.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TierEstimate {
+    /// Its name.
+    pub tier: String,
+    /// Bytes a second as they lie in memory, decoding included; missing before the first read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_per_s: Option<f64>,
+    /// What a read takes before its first byte.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub latency_ms: Option<f64>,
+    /// Bytes that are being read, or wait for that.
+    pub queued_bytes: u64,
+}
+
+/// What is done with a chunk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExplainedChunk {
+    /// Its first token.
+    pub first_token: usize,
+    /// Number of its tokens.
+    pub tokens: usize,
+    /// Its bytes in memory.
+    pub bytes: u64,
+    /// The fastest tier that has it.
+    pub tier: String,
+    /// `load` or `compute`, as planned; what arrives earlier or later moves the place where the two meet.
+    pub action: String,
 }
 
 /// Where a prefetch stands.

@@ -220,6 +220,12 @@ impl Engine {
         self.running.iter().chain(&self.waiting).map(|sequence| sequence.n_outstanding(longest)).sum()
     }
 
+    /// Tokens left to compute before the next token of each output.
+    pub fn pending_tokens(&self) -> usize {
+        let sequences = self.running.iter().chain(&self.waiting).filter(|sequence| !sequence.is_paused());
+        sequences.map(Sequence::n_pending).sum()
+    }
+
     /// Longest sequence, prompt and output together, that a request can have: the model's context,
     /// or the most that the pool could have if that is smaller.
     pub fn max_sequence_tokens(&self) -> usize {

@@ -68,7 +68,7 @@ pub struct StoreConfig {
     pub remote: Option<SecretUrl>,
     /// All tiers below memory, fastest first, in the place of `nvme` and `remote`: objects such as
     /// `{name: fast, nvme: /mnt/a:200GiB}`, `{peer: true}` and `{name: far, remote: s3://bucket, timeout_ms: 5000}`, also
-    /// with `io`, `bytes_per_s`, `max_calls`, `max_bytes_in_flight`, `ttl_s`, `options`, `ca_file`, `encryption_key_file`,
+    /// with `io`, `bytes_per_s`, `waits`, `max_calls`, `max_bytes_in_flight`, `ttl_s`, `options`, `ca_file`, `encryption_key_file`,
     /// `codec` and `optional`. Chunks are written to each and read from the first that has them. Default: none.
     pub tiers: Vec<TierConfig>,
     /// Tokens in a chunk, a multiple of 16. Default: 256.
@@ -87,6 +87,10 @@ pub struct StoreConfig {
     pub write_back: String,
     /// Longest time that a request waits for chunks of lower tiers before it computes them. Default: 2000 ms.
     pub load_timeout_ms: u64,
+    /// Whether chunks of lower tiers are loaded or computed: `on`, whichever is predicted to be faster, and both at a time
+    /// where that is; `load_all`; or `compute_all`. Chunks that are read layer by layer, or by a daemon, are all loaded.
+    /// Default: `on`.
+    pub planner: String,
     /// Socket of a store daemon on this machine, which then has all tiers: the other settings but `load_timeout_ms`,
     /// `layerwise` and `daemon_token_file` are the daemon's and must not be set here. Default: none, a store in this
     /// process.
@@ -210,6 +214,17 @@ pub struct DaemonPlan {
     pub load_timeout: Duration,
 }
 
+/// Whether chunks of lower tiers are loaded or computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PlannerMode {
+    /// Whichever is predicted to be faster.
+    On,
+    /// They are loaded.
+    LoadAll,
+    /// They are computed.
+    ComputeAll,
+}
+
 /// What to build of a [`StoreConfig`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct StorePlan {
@@ -228,6 +243,8 @@ pub struct StorePlan {
     pub(crate) writes_on_reuse: bool,
     /// Longest time that a request waits for chunks of lower tiers.
     pub load_timeout: Duration,
+    /// Whether these are loaded or computed.
+    pub planner: PlannerMode,
 }
 
 impl Default for StoreConfig {
@@ -244,6 +261,7 @@ impl Default for StoreConfig {
             tails: false,
             write_back: "store".to_owned(),
             load_timeout_ms: 2000,
+            planner: "on".to_owned(),
             daemon: None,
             daemon_token_file: None,
             tenant: String::new(),
@@ -376,6 +394,12 @@ impl StoreConfig {
             over("store.use_layerwise", self.layerwise, &default.layerwise, self.use_layerwise)?;
         let write_back = self.write_back.as_str();
         check(["store", "reuse"].contains(&write_back), "store.write_back", write_back, "store or reuse")?;
+        let planner = match self.planner.as_str() {
+            "on" => PlannerMode::On,
+            "load_all" => PlannerMode::LoadAll,
+            "compute_all" => PlannerMode::ComputeAll,
+            other => return refuse("store.planner", other, "on, load_all or compute_all"),
+        };
         let io = self.nvme_io.as_str();
         check(
             ["auto", "uring", "positional"].contains(&io),
@@ -404,6 +428,7 @@ impl StoreConfig {
             stores_tails: self.stores_tails()?,
             writes_on_reuse: write_back == "reuse",
             load_timeout: Duration::from_millis(self.load_timeout_ms),
+            planner,
         })
     }
 

@@ -38,6 +38,8 @@ pub struct TierConfig {
     /// written. Default: `0`, no bound.
     #[serde(deserialize_with = "size_text")]
     pub bytes_per_s: String,
+    /// Whether what is over `bytes_per_s` waits, as on a slow link, instead. Default: false.
+    pub waits: bool,
     /// Calls at a time; further ones are skipped. Default: 0, no bound but the threads of the store.
     pub max_calls: usize,
     /// Bytes at a time, such as `64MiB`; what is over is skipped. Default: `0`, no bound.
@@ -110,6 +112,7 @@ impl Default for TierConfig {
             remote: None,
             io: None,
             bytes_per_s: "0".to_owned(),
+            waits: false,
             max_calls: 0,
             max_bytes_in_flight: "0".to_owned(),
             timeout_ms: None,
@@ -160,6 +163,9 @@ impl TierConfig {
         if self.nvme.is_none() && self.io.is_some() {
             return self.refuse("`io`", "it beside `nvme` only");
         }
+        if self.waits && parse_size("store.tiers.bytes_per_s", &self.bytes_per_s)? == 0 {
+            return self.refuse("`waits`", "it beside `bytes_per_s` only");
+        }
         let named = Self { name: self.name.clone(), peer: true, ..Self::default() };
         if self.peer && *self != named {
             return self
@@ -174,7 +180,10 @@ impl TierConfig {
         let in_flight = parse_size("store.tiers.max_bytes_in_flight", &self.max_bytes_in_flight)?;
         let bounds = bounds(bytes_per_s, self.max_calls);
         let max_bytes_in_flight = if in_flight > 0 { in_flight } else { bounds.max_bytes_in_flight };
-        Ok(ThrottledOptions { max_bytes_in_flight, ..bounds })
+        let waits = self.waits;
+        // A link saves nothing up while it rests.
+        let burst_bytes = if waits { (bytes_per_s / 100).max(1) } else { bounds.burst_bytes };
+        Ok(ThrottledOptions { max_bytes_in_flight, waits, burst_bytes, ..bounds })
     }
 }
 

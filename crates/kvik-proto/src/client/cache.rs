@@ -9,8 +9,8 @@ use hyper::Method;
 use super::calls::{Calls, json_body, parse, percent_encoded};
 use super::{ClientError, HttpClient};
 use crate::cache::{
-    CacheHealth, CacheStats, ClearRequest, ClearResponse, LookupResponse, MoveRequest, MoveResponse,
-    PinResponse, PrefetchStatus, SegmentsRequest, SegmentsResponse, StoreResponse,
+    CacheHealth, CacheStats, ClearRequest, ClearResponse, ExplainResponse, LookupResponse, MoveRequest,
+    MoveResponse, PinResponse, PrefetchStatus, SegmentsRequest, SegmentsResponse, StoreResponse,
 };
 use crate::worker::PromptInput;
 
@@ -40,6 +40,11 @@ impl CacheClient {
     /// How much of a prompt is in the store.
     pub async fn lookup(&self, input: &PromptInput) -> Result<LookupResponse, ClientError> {
         self.calls.post("/cache/lookup", input).await
+    }
+
+    /// Whether a prompt's KV would be loaded or computed now, and why.
+    pub async fn explain(&self, input: &PromptInput) -> Result<ExplainResponse, ClientError> {
+        self.calls.post("/cache/explain", input).await
     }
 
     /// Starts loading a prompt's KV into memory.

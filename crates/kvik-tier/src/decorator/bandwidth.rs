@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -136,6 +136,21 @@ impl BandwidthShare {
             n_items += 1;
         }
         n_items
+    }
+
+    /// Takes bytes that have moved, and returns when the share has paid for them.
+    pub(crate) fn take_and_wait(&self, n_bytes: usize) {
+        let mut state = self.bandwidth.state.lock();
+        self.bandwidth.fill(&mut state);
+        let total_shares = total_shares(&state.members);
+        let Some(member) = state.members.iter_mut().find(|member| member.id == self.id) else { return };
+        member.level_bytes -= n_bytes as f64;
+        let bytes_per_s = self.bandwidth.bytes_per_s as f64 * f64::from(member.share) / total_shares;
+        let wait_s = (-member.level_bytes / bytes_per_s.max(1.0)).max(0.0);
+        drop(state);
+        if let Ok(wait) = Duration::try_from_secs_f64(wait_s) {
+            self.bandwidth.clock.pause(wait);
+        }
     }
 
     /// Gives back the bytes of items that did not move.

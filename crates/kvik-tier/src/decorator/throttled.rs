@@ -16,13 +16,15 @@ pub struct ThrottledOptions {
     pub bytes_per_s: Option<u64>,
     /// Bytes that may move at once after a rest. Default: 64 MiB.
     pub burst_bytes: u64,
+    /// Whether what is over `bytes_per_s` waits, as on a slow link, instead of being skipped. Default: false.
+    pub waits: bool,
     /// Calls at a time. Default: no bound.
     pub max_calls: usize,
     /// Bytes at a time, of all calls together; one chunk is always let through. Default: no bound.
     pub max_bytes_in_flight: u64,
 }
 
-/// Skips what is over a bound, and never blocks the caller.
+/// Skips what is over a bound, and does not block the caller unless its options say that it waits for bytes.
 ///
 /// Bytes come from a bucket that fills with time, or from a share of one that several tiers have. A chunk is let
 /// through while there is any byte in the bucket, and may leave it in debt: so one that is larger than the bucket
@@ -58,6 +60,7 @@ impl Default for ThrottledOptions {
         Self {
             bytes_per_s: None,
             burst_bytes: 64 << 20,
+            waits: false,
             max_calls: usize::MAX,
             max_bytes_in_flight: u64::MAX,
         }
@@ -119,10 +122,17 @@ impl<T: Tier> Throttled<T> {
             in_flight.n_bytes += n_bytes;
             in_flight.n_items += 1;
         }
-        if let Some(share) = &self.share {
+        if let Some(share) = self.share.as_ref().filter(|_| !self.options.waits) {
             in_flight.n_items = share.take(lengths[..in_flight.n_items].iter().copied());
         }
         in_flight
+    }
+
+    /// Waits until bytes that have moved are paid for, where that is wanted.
+    fn wait_for(&self, n_bytes: usize) {
+        if let Some(share) = self.share.as_ref().filter(|_| self.options.waits && n_bytes > 0) {
+            share.take_and_wait(n_bytes);
+        }
     }
 
     /// Gives back the bytes of items that did not move.
@@ -159,9 +169,13 @@ impl<T: Tier> Tier for Throttled<T> {
             return;
         }
         self.inner.put(passed);
-        let unmoved =
-            passed.iter().filter(|item| matches!(item.outcome, PutOutcome::NoRoom | PutOutcome::Skipped));
-        self.give_back(unmoved.map(PutItem::n_bytes).sum());
+        let is_unmoved =
+            |item: &&PutItem<'_>| matches!(item.outcome, PutOutcome::NoRoom | PutOutcome::Skipped);
+        if self.options.waits {
+            self.wait_for(passed.iter().filter(|item| !is_unmoved(item)).map(PutItem::n_bytes).sum());
+        } else {
+            self.give_back(passed.iter().filter(is_unmoved).map(PutItem::n_bytes).sum());
+        }
     }
 
     fn get(&self, batch: &mut [GetItem<'_>]) {
@@ -176,9 +190,12 @@ impl<T: Tier> Tier for Throttled<T> {
             return;
         }
         self.inner.get(passed);
-        let unmoved =
-            passed.iter().filter(|item| matches!(item.outcome, GetOutcome::Miss | GetOutcome::Skipped));
-        self.give_back(unmoved.map(GetItem::n_bytes).sum());
+        let is_unmoved = |item: &&GetItem<'_>| matches!(item.outcome, GetOutcome::Miss | GetOutcome::Skipped);
+        if self.options.waits {
+            self.wait_for(passed.iter().filter(|item| !is_unmoved(item)).map(GetItem::n_bytes).sum());
+        } else {
+            self.give_back(passed.iter().filter(is_unmoved).map(GetItem::n_bytes).sum());
+        }
     }
 
     fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> Result<()> {

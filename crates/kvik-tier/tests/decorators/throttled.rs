@@ -1,10 +1,10 @@
-//! What is over a bound is skipped at once.
+//! What is over a bound is skipped at once, or waits.
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use kvik_tier::conformance::{ManualClock, MapTier, content_key};
-use kvik_tier::{Faulty, GetOutcome, PutOutcome, Throttled, ThrottledOptions, Tier};
+use kvik_tier::{Clock, Faulty, GetOutcome, PutOutcome, Throttled, ThrottledOptions, Tier};
 
 use crate::{get, get_batch, interrupted, put, put_batch};
 
@@ -33,6 +33,25 @@ fn bytes_over_the_rate_are_skipped_until_time_has_passed() {
     let outcomes = get_batch(&throttled, 0..5, 100);
     assert_eq!(outcomes.iter().filter(|outcome| outcome.is_hit()).count(), 2);
     assert!(throttled.stat().details.contains(&("throttled_items", 10 + 1 + 17 + 3)));
+}
+
+#[test]
+fn bytes_over_the_rate_wait_where_that_is_wanted_and_misses_do_not() {
+    let clock = Arc::new(ManualClock::new());
+    let options = ThrottledOptions {
+        bytes_per_s: Some(1000),
+        burst_bytes: 10,
+        waits: true,
+        ..ThrottledOptions::default()
+    };
+    let throttled = Throttled::with_clock(MapTier::new(), options, clock.clone());
+    let begin = clock.now();
+    assert_eq!(n_stored(&put_batch(&throttled, 0..20, 100)), 20);
+    assert_eq!((clock.now() - begin).as_millis(), 1990);
+    assert!(get_batch(&throttled, 0..5, 100).iter().all(GetOutcome::is_hit));
+    assert_eq!((clock.now() - begin).as_millis(), 2490);
+    assert!(matches!(get(&throttled, 99, 100), GetOutcome::Miss));
+    assert_eq!((clock.now() - begin).as_millis(), 2490);
 }
 
 #[test]

@@ -38,6 +38,12 @@ pub(super) async fn lookup(State(state): Shared, request: Request) -> Answer {
     answer(&loaded, move |admin| admin.lookup(&prompt)).await
 }
 
+/// `POST /cache/explain`.
+pub(super) async fn explain(State(state): Shared, request: Request) -> Answer {
+    let (loaded, prompt) = read_prompt(&state, request).await?;
+    answer(&loaded, move |admin| admin.explain(&prompt)).await
+}
+
 /// `POST /cache/prefetch`.
 pub(super) async fn prefetch(State(state): Shared, request: Request) -> Answer {
     let TierQuery { tier } = read_query(&request, "tier")?;

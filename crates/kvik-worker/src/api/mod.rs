@@ -104,6 +104,7 @@ fn admin_router() -> Router<Arc<WorkerState>> {
     Router::new()
         .route("/kv/put", post(kv::put))
         .route("/cache/lookup", post(cache::lookup))
+        .route("/cache/explain", post(cache::explain))
         .route("/cache/prefetch", post(cache::prefetch))
         .route("/cache/prefetch/{id}", get(cache::prefetch_status).delete(cache::cancel_prefetch))
         .route("/cache/pin", post(cache::pin))

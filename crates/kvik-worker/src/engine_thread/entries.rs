@@ -1,7 +1,6 @@
 //! The requests that the engine has, as its thread sees them.
 
 use std::collections::HashMap;
-use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use kvik_model::RequestId;
@@ -10,6 +9,7 @@ use kvik_tier::TierKind;
 
 use super::{BegunPart, Origin};
 use crate::events::Event;
+use crate::store::ChunkTiers;
 
 /// A request that the engine has.
 #[derive(Debug)]
@@ -20,8 +20,7 @@ pub(super) struct Entry {
     choices: Vec<Choice>,
     n_live_choices: usize,
     n_granted: u64,
-    /// Tokens that came from the store, by chunk, and the tier of each.
-    chunks: Vec<(Range<usize>, TierKind)>,
+    chunks: ChunkTiers,
     cached_tiers: CachedTiers,
     admitted: Option<Instant>,
     first_token: Option<Instant>,
@@ -62,12 +61,7 @@ pub(super) struct RequestTime {
 }
 
 impl Entry {
-    pub(super) fn new(
-        id: RequestId,
-        origin: Origin,
-        n_choices: usize,
-        chunks: Vec<(Range<usize>, TierKind)>,
-    ) -> Self {
+    pub(super) fn new(id: RequestId, origin: Origin, n_choices: usize, chunks: ChunkTiers) -> Self {
         Self {
             id,
             choices: vec![Choice { n_sent: 0, last_sent: None }; n_choices],
@@ -125,13 +119,18 @@ impl Entry {
         now.saturating_duration_since(self.origin.arrived)
     }
 
-    /// Notes where the cached tokens of the prompt came from: the last `loaded_tokens` of them from the
-    /// store, the others were in the engine.
+    /// Notes where the cached tokens of the prompt came from: `loaded_tokens` of them from the store, the others were in the
+    /// engine.
     pub(super) fn note_cached(&mut self, cached_tokens: usize, loaded_tokens: usize) -> CachedTiers {
-        let first_loaded = cached_tokens.saturating_sub(loaded_tokens);
-        let mut tiers = CachedTiers { engine: first_loaded, ..CachedTiers::default() };
-        for (tokens, tier) in std::mem::take(&mut self.chunks) {
-            let n_tokens = tokens.end.min(cached_tokens).saturating_sub(tokens.start.max(first_loaded));
+        let n_found = cached_tokens.saturating_sub(loaded_tokens);
+        let mut tiers = CachedTiers { engine: n_found, ..CachedTiers::default() };
+        let (chunks, loaded) = match std::mem::take(&mut self.chunks) {
+            // What was there before came first, and then these.
+            ChunkTiers::Loaded(chunks) => (chunks, n_found..cached_tokens),
+            ChunkTiers::Taken(taken) => (std::mem::take(&mut *taken.lock()), 0..usize::MAX),
+        };
+        for (tokens, tier) in chunks {
+            let n_tokens = tokens.end.min(loaded.end).saturating_sub(tokens.start.max(loaded.start));
             *match tier {
                 TierKind::Ram => &mut tiers.ram,
                 TierKind::Nvme => &mut tiers.nvme,

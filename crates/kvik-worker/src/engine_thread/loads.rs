@@ -8,7 +8,7 @@ use std::time::Instant;
 use kvik_model::PreparedRequest;
 
 use super::{BegunPart, Origin};
-use crate::store::{Load, LoadedPrefix};
+use crate::store::{Load, PromptKv};
 
 /// A request on its way into the engine.
 #[derive(Debug)]
@@ -47,7 +47,7 @@ impl Loads {
     }
 
     /// Takes one out, with what has arrived for it.
-    pub(super) fn finish(&mut self, ticket: u64) -> Option<(Arrival, Option<LoadedPrefix>)> {
+    pub(super) fn finish(&mut self, ticket: u64) -> Option<(Arrival, Option<PromptKv>)> {
         let (arrival, load) = self.by_ticket.remove(&ticket)?;
         Some((arrival, load.finish()))
     }

@@ -161,6 +161,8 @@ pub(crate) enum Command {
     GiveBack,
     /// An ended sequence was copied.
     BlocksReturned,
+    /// KV of a request that the engine has, has come from the store or is lost.
+    KvArrived,
     Stop,
 }
 
@@ -211,6 +213,7 @@ impl std::fmt::Debug for Command {
             Self::AddSegment { .. } => "AddSegment",
             Self::GiveBack => "GiveBack",
             Self::BlocksReturned => "BlocksReturned",
+            Self::KvArrived => "KvArrived",
             Self::Stop => "Stop",
         })
     }

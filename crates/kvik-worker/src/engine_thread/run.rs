@@ -9,7 +9,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use kvik_model::{Blend, BlockChange, Engine, EngineEvent, PrefixKv, SubmitOptions};
+use kvik_model::{Blend, BlockChange, Engine, EngineEvent, SubmitOptions};
 use kvik_node::{HeldChange, KvLog};
 use kvik_proto::kv_stream::{KvKey, KvTier};
 
@@ -22,9 +22,9 @@ use crate::block_groups::BLOCKS;
 use crate::events::{Event, Token, Usage};
 use crate::metrics::WorkerMetrics;
 use crate::snapshot::Snapshot;
-use crate::store::{KvStore, LoadedPrefix, Loading};
+use crate::store::{KvStore, LoadRequest, Loading, PromptKv};
 
-/// Time between two tries to get memory that other engines hold.
+/// Time between two tries to get memory that other engines hold, and between two looks for KV that is due.
 const STARVED_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Time between two looks for clients that do not read.
@@ -138,7 +138,7 @@ impl EngineThread {
             let deadlines = [self.loads.next_deadline(), self.blends.next_deadline()];
             let late =
                 deadlines.into_iter().flatten().min().map(|at| at.saturating_duration_since(Instant::now()));
-            let command = if is_starved {
+            let command = if is_starved || self.engine.is_waiting_for_kv() {
                 self.commands.recv_timeout(STARVED_INTERVAL)
             } else if self.entries.is_empty() && late.is_none() {
                 self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
@@ -170,8 +170,8 @@ impl EngineThread {
             Command::Submit(submission) => self.load(*submission),
             Command::Loaded { ticket } => {
                 // One that was waited for no longer is in the engine already.
-                if let Some((arrival, prefix)) = self.loads.finish(ticket) {
-                    self.submit(arrival, prefix, None);
+                if let Some((arrival, kv)) = self.loads.finish(ticket) {
+                    self.submit(arrival, kv, None);
                 }
             }
             Command::AddSegment { key, reply } => self.add_segment(*key, reply),
@@ -228,7 +228,7 @@ impl EngineThread {
             Command::Unstage { stage } => self.engine.unstage(stage),
             Command::GiveBack => self.engine.give_back_memory(),
             // The next turn takes them.
-            Command::BlocksReturned => {}
+            Command::BlocksReturned | Command::KvArrived => {}
             Command::Stop => return false,
         }
         true
@@ -264,13 +264,19 @@ impl EngineThread {
         let Some(chain) = chain else {
             return self.submit(Arrival { origin, prepared, begun }, None, None);
         };
-        let loading = store.load(&chain, self.engine.matched_tokens(&prepared));
+        let request = LoadRequest {
+            n_prompt_tokens: prepared.request().prompt.len(),
+            n_matched_tokens: self.engine.matched_tokens(&prepared),
+            n_queued_tokens: self.engine.pending_tokens(),
+            chain,
+        };
+        let loading = store.load(&request);
         // For the end of its sequences, whose first chunks have the same names.
-        prepared.attach(Arc::new(chain));
+        prepared.attach(Arc::new(request.chain));
         let arrival = Arrival { origin, prepared, begun };
         match loading {
             Loading::Nothing => self.submit(arrival, None, None),
-            Loading::Ready(prefix) => self.submit(arrival, Some(prefix), None),
+            Loading::Ready(kv) => self.submit(arrival, Some(kv), None),
             Loading::Pending(load) => {
                 let (ticket, waker) = (arrival.origin.ticket, Weak::clone(waker));
                 load.on_done(move || {
@@ -290,19 +296,27 @@ impl EngineThread {
             return;
         }
         for ticket in self.loads.late(Instant::now()) {
-            if let Some((arrival, prefix)) = self.loads.finish(ticket) {
-                self.submit(arrival, prefix, None);
+            if let Some((arrival, kv)) = self.loads.finish(ticket) {
+                self.submit(arrival, kv, None);
             }
         }
     }
 
     /// Hands a request to the engine.
-    pub(super) fn submit(&mut self, arrival: Arrival, prefix: Option<LoadedPrefix>, blend: Option<Blend>) {
+    pub(super) fn submit(&mut self, arrival: Arrival, kv: Option<PromptKv>, blend: Option<Blend>) {
         let Arrival { origin, prepared, begun } = arrival;
         let request = prepared.request();
         let (n_prompt_tokens, n_choices) = (request.prompt.len(), request.sampling.n as usize);
-        let chunks = prefix.as_ref().map(|prefix| prefix.chunks().to_vec()).unwrap_or_default();
-        let prefix = prefix.map(|prefix| Box::new(prefix) as Box<dyn PrefixKv>);
+        if let (Some(kv), Some((_, waker))) = (&kv, &self.store) {
+            let waker = Weak::clone(waker);
+            kv.on_each(move || {
+                if let Some(sender) = waker.upgrade() {
+                    let _ = sender.send(Command::KvArrived);
+                }
+            });
+        }
+        let (prefix, chunks) = kv.map(PromptKv::into_parts).unzip();
+        let chunks = chunks.unwrap_or_default();
         let outputs = begun.as_ref().map(|begun| &begun.outputs);
         let submitted = match (blend, outputs) {
             (Some(blend), outputs) => self.engine.submit_blended(prepared, outputs, blend),
@@ -328,9 +342,16 @@ impl EngineThread {
     fn step(&mut self) {
         let started = Instant::now();
         let mut events = std::mem::take(&mut self.events);
+        let before = self.engine.stats();
         let outcome = self.engine.step(&mut events);
         let now = Instant::now();
         self.busy += now - started;
+        if let Some((store, _)) = &self.store {
+            let after = self.engine.stats();
+            let n_tokens = (after.n_computed_tokens - before.n_computed_tokens) as usize;
+            let n_attended = after.n_attended_tokens - before.n_attended_tokens;
+            store.note_pass(n_tokens, n_attended, (now - started).as_secs_f64());
+        }
         // Before the events: a request that has read its last one is no longer in the numbers.
         self.publish();
         let mut delivered = events.drain(..).peekable();

@@ -14,7 +14,7 @@ use kvik_types::{CacheSalt, Namespace, TokenId};
 
 use super::loader::{LoadJob, Loader, Read};
 use super::transfer::{SinkCounts, StoreSink};
-use super::{KvStore, LoadedPrefix, Loading, PanicGuard, loadable_tokens};
+use super::{KvStore, LoadRequest, LoadedPrefix, Loading, PanicGuard, loadable_tokens};
 use crate::error::Result;
 
 /// Chunks that are written with one request: the daemon publishes some while the next are copied, and a sequence that is
@@ -125,9 +125,9 @@ impl KvStore for DaemonStore {
         Some(self.loads.space()?.salted_chain(loadable_tokens(prompt), salt))
     }
 
-    fn load(&self, chain: &Chain, n_matched: usize) -> Loading {
-        let first_chunk = n_matched / chain.space().chunk_tokens();
-        if chain.n_tokens() <= n_matched || chain.n_chunks() <= first_chunk {
+    fn load(&self, request: &LoadRequest) -> Loading {
+        let (chain, first_chunk) = (&request.chain, request.first_chunk());
+        if chain.n_tokens() <= request.n_matched_tokens || chain.n_chunks() <= first_chunk {
             return Loading::Nothing;
         }
         self.loader.load(chain, first_chunk, self.load_timeout)

@@ -1,21 +1,24 @@
 //! A prompt's KV on its way from the store to the engine.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvik_model::{BLOCK_TOKENS, PrefixKv};
-use kvik_store::{Chain, Layer, Prefetch, Retrieved, Store};
+use kvik_store::{Chain, Inquiry, Layer, Prefetch, Retrieved, Store};
 use kvik_tier::TierKind;
 
+use super::arriving::{ArrivingPrefix, TakenTokens};
 use super::job::JobHandle;
+use super::planner::{LoadRequest, Planner};
 
 /// What came of the request to load.
 #[derive(Debug)]
 pub(crate) enum Loading {
     /// The store has nothing that the engine does not have.
     Nothing,
-    /// It is all there.
-    Ready(LoadedPrefix),
+    /// The request need not wait for it.
+    Ready(PromptKv),
     /// It comes.
     Pending(Load),
 }
@@ -25,6 +28,24 @@ pub(crate) enum Loading {
 pub(crate) struct Load {
     deadline: Instant,
     source: Source,
+}
+
+/// KV for a request that goes into the engine.
+#[derive(Debug)]
+pub(crate) enum PromptKv {
+    /// All of it is there.
+    Loaded(LoadedPrefix),
+    /// Some of it comes while the engine computes.
+    Arriving(ArrivingPrefix),
+}
+
+/// The tokens that came from the store, by chunk, and the tier of each.
+#[derive(Debug)]
+pub(crate) enum ChunkTiers {
+    /// Those that were there; the engine may have had some of them.
+    Loaded(Vec<(Range<usize>, TierKind)>),
+    /// Those that the engine took.
+    Taken(TakenTokens),
 }
 
 /// Chunks that have arrived: a prefix of the prompt, from a chunk on.
@@ -39,6 +60,17 @@ pub(crate) struct LoadedPrefix {
 enum Source {
     Whole(Prefetch),
     Job(JobHandle<LoadedPrefix>),
+    Inquiry(Box<PlannedLoad>),
+}
+
+/// A request for which tiers are asked what they have, before it is planned.
+#[derive(Debug)]
+struct PlannedLoad {
+    store: Store,
+    planner: Arc<Planner>,
+    request: LoadRequest,
+    inquiry: Inquiry,
+    timeout: Duration,
 }
 
 #[derive(Debug)]
@@ -57,11 +89,82 @@ pub(super) fn begin(store: &Store, chain: &Chain, first_chunk: usize, timeout: D
     let prefetch = store.prefetch(chain, first_chunk);
     if prefetch.is_done() {
         return match LoadedPrefix::from_chunks(prefetch.wait(Duration::ZERO)) {
-            Some(prefix) => Loading::Ready(prefix),
+            Some(prefix) => Loading::Ready(PromptKv::Loaded(prefix)),
             None => Loading::Nothing,
         };
     }
     Loading::Pending(Load { deadline: Instant::now() + timeout, source: Source::Whole(prefetch) })
+}
+
+/// Begins to load what a plan asks for, as soon as it is known where the chunks are.
+pub(super) fn begin_planned(
+    store: &Store,
+    planner: &Arc<Planner>,
+    request: &LoadRequest,
+    timeout: Duration,
+) -> Loading {
+    let inquiry = store.inquire(&request.chain, request.first_chunk());
+    let planned = PlannedLoad {
+        store: store.clone(),
+        planner: Arc::clone(planner),
+        request: request.clone(),
+        inquiry,
+        timeout,
+    };
+    if planned.inquiry.is_done() {
+        return planned.finish().map_or(Loading::Nothing, Loading::Ready);
+    }
+    Loading::Pending(Load { deadline: Instant::now() + timeout, source: Source::Inquiry(Box::new(planned)) })
+}
+
+// === impl PlannedLoad ===
+
+impl PlannedLoad {
+    /// Plans with what was found by now, and begins.
+    fn finish(self) -> Option<PromptKv> {
+        let places = self.inquiry.places();
+        if places.n_chunks() == 0 {
+            return None;
+        }
+        let planned = self.planner.plan(&self.store, &self.request, &places);
+        self.planner.count(&planned);
+        ArrivingPrefix::begin(&self.store, &self.planner, &self.request, &places, planned, self.timeout)
+            .map(PromptKv::Arriving)
+    }
+}
+
+// === impl PromptKv ===
+
+impl PromptKv {
+    /// What the engine gets, and where its tokens come from.
+    pub(crate) fn into_parts(self) -> (Box<dyn PrefixKv>, ChunkTiers) {
+        match self {
+            Self::Loaded(prefix) => {
+                let chunks = prefix.chunks.clone();
+                (Box::new(prefix), ChunkTiers::Loaded(chunks))
+            }
+            Self::Arriving(prefix) => {
+                let taken = prefix.taken();
+                (Box::new(prefix), ChunkTiers::Taken(taken))
+            }
+        }
+    }
+
+    /// Calls `callback` whenever more has come or is lost.
+    pub(crate) fn on_each(&self, callback: impl Fn() + Send + Sync + 'static) {
+        if let Self::Arriving(prefix) = self {
+            let callback: Arc<dyn Fn() + Send + Sync> = Arc::new(callback);
+            prefix.on_each(&callback);
+        }
+    }
+}
+
+// === impl ChunkTiers ===
+
+impl Default for ChunkTiers {
+    fn default() -> Self {
+        Self::Loaded(Vec::new())
+    }
 }
 
 // === impl Load ===
@@ -81,15 +184,18 @@ impl Load {
         match &self.source {
             Source::Whole(prefetch) => prefetch.on_done(callback),
             Source::Job(job) => job.on_done(Box::new(callback)),
+            Source::Inquiry(planned) => planned.inquiry.on_done(callback),
         }
     }
 
-    /// What has arrived by now.
-    pub(crate) fn finish(self) -> Option<LoadedPrefix> {
-        match self.source {
+    /// What has arrived by now, or comes while the engine computes.
+    pub(crate) fn finish(self) -> Option<PromptKv> {
+        let loaded = match self.source {
             Source::Whole(prefetch) => LoadedPrefix::from_chunks(prefetch.wait(Duration::ZERO)),
             Source::Job(job) => job.take(),
-        }
+            Source::Inquiry(planned) => return planned.finish(),
+        };
+        loaded.map(PromptKv::Loaded)
     }
 }
 
@@ -115,11 +221,6 @@ impl LoadedPrefix {
     ) -> Option<Self> {
         let n_layers = chain.space().format().n_layers as usize;
         (!chunks.is_empty()).then_some(Self { chunks, bytes: Bytes::Copies { payloads, n_layers } })
-    }
-
-    /// The tokens of each chunk and the tier it came from.
-    pub(crate) fn chunks(&self) -> &[(Range<usize>, TierKind)] {
-        &self.chunks
     }
 }
 

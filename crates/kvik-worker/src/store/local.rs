@@ -5,15 +5,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvik_model::{BLOCK_TOKENS, EndedSequence, KvSink};
-use kvik_node::open_store;
+use kvik_node::{PlannerMode, open_store};
 use kvik_store::{Chain, ChunkFormat, ChunkObserver, Observation, Space, Store, Write};
 use kvik_tier::TierKind;
 use kvik_types::{BlockHash, CacheSalt, Namespace, TokenId};
 
 use super::loader::{LoadJob, Loader, Read};
+use super::planner::Planner;
 use super::segments::SegmentStore;
 use super::transfer::{SinkCounts, StoreSink};
-use super::{KvStore, LoadedPrefix, Loading, PanicGuard, load, loadable_tokens, refused};
+use super::{KvStore, LoadRequest, LoadedPrefix, Loading, PanicGuard, load, loadable_tokens, refused};
 use crate::config::StoreConfig;
 use crate::error::Result;
 
@@ -29,6 +30,8 @@ pub(crate) struct LocalStore {
     panic_guard: PanicGuard,
     segments: Arc<SegmentStore>,
     sink_counts: Arc<SinkCounts>,
+    planner: Arc<Planner>,
+    planner_mode: PlannerMode,
 }
 
 impl LocalStore {
@@ -65,6 +68,8 @@ impl LocalStore {
             panic_guard,
             segments: Arc::new(segments),
             sink_counts: Arc::default(),
+            planner: Arc::default(),
+            planner_mode: plan.planner,
         }))
     }
 
@@ -79,11 +84,6 @@ impl LocalStore {
     /// The chunks of a sequence of this model.
     pub(crate) fn chain(&self, tokens: &[TokenId], salt: Option<&CacheSalt>) -> Chain {
         self.space.salted_chain(tokens, salt)
-    }
-
-    /// Tokens of a full chunk.
-    pub(crate) fn chunk_tokens(&self) -> usize {
-        self.space.chunk_tokens()
     }
 
     /// Where its chains are made.
@@ -101,20 +101,34 @@ impl LocalStore {
         self.store.visit_chunks(&self.space, visit);
     }
 
+    /// What decides whether chunks are loaded.
+    pub(crate) fn planner(&self) -> &Planner {
+        &self.planner
+    }
+
+    /// Whether it does.
+    pub(crate) fn planner_mode(&self) -> PlannerMode {
+        self.planner_mode
+    }
+
     /// Sequences whose KV the sink did not take.
     pub(crate) fn sink_counts(&self) -> &SinkCounts {
         &self.sink_counts
     }
 
-    fn begin_load(&self, chain: &Chain, n_matched: usize) -> Loading {
-        let first_chunk = n_matched / self.chunk_tokens();
-        if chain.n_tokens() <= n_matched || chain.n_chunks() <= first_chunk {
+    fn begin_load(&self, request: &LoadRequest) -> Loading {
+        let (chain, first_chunk) = (&request.chain, request.first_chunk());
+        let has_all = chain.n_tokens() <= request.n_matched_tokens || chain.n_chunks() <= first_chunk;
+        if has_all || self.planner_mode == PlannerMode::ComputeAll {
             return Loading::Nothing;
         }
         match &self.layer_loader {
             // A tier must be known to have its first chunk.
             Some(_) if self.store.tiers_of(chain, first_chunk).is_empty() => Loading::Nothing,
             Some(loader) => loader.load(chain, first_chunk, self.load_timeout),
+            None if self.planner_mode == PlannerMode::On => {
+                load::begin_planned(&self.store, &self.planner, request, self.load_timeout)
+            }
             None => load::begin(&self.store, chain, first_chunk, self.load_timeout),
         }
     }
@@ -157,8 +171,12 @@ impl KvStore for LocalStore {
         Some(self.chain(loadable_tokens(prompt), salt))
     }
 
-    fn load(&self, chain: &Chain, n_matched: usize) -> Loading {
-        self.panic_guard.run(|| self.begin_load(chain, n_matched)).unwrap_or(Loading::Nothing)
+    fn load(&self, request: &LoadRequest) -> Loading {
+        self.panic_guard.run(|| self.begin_load(request)).unwrap_or(Loading::Nothing)
+    }
+
+    fn note_pass(&self, n_tokens: usize, n_attended: u64, seconds: f64) {
+        self.planner.note_pass(n_tokens, n_attended, seconds);
     }
 
     fn sink(&self) -> Result<Box<dyn KvSink>> {

@@ -1,17 +1,19 @@
 //! The store below the engine: KV of ended sequences goes down, and comes back for later prompts.
 //!
 //! Parts: [`KvStore`] is what the engine's thread asks for, `local` a store in this process, `daemon` that of a daemon on
-//! this machine; `transfer` takes KV out of the engine, `load` is a prompt's KV on its way, and `loader` are threads that
-//! read where reading blocks.
+//! this machine; `transfer` takes KV out of the engine, `load` is a prompt's KV on its way, `planner` decides what of it is loaded,
+//! `arriving` is what comes while the engine computes, and `loader` are threads that read where reading blocks.
 //!
 //! **Invariant:** nothing here can fail a request. What the store does not have, or does not give in time,
 //! is computed; a store that panics is not asked again.
 
+mod arriving;
 mod daemon;
 mod job;
 mod load;
 mod loader;
 mod local;
+mod planner;
 mod segments;
 mod transfer;
 
@@ -29,8 +31,9 @@ use crate::config::StoreConfig;
 use crate::error::{Result, WorkerError};
 
 pub(crate) use daemon::DaemonStore;
-pub(crate) use load::{Load, LoadedPrefix, Loading};
+pub(crate) use load::{ChunkTiers, Load, LoadedPrefix, Loading, PromptKv};
 pub(crate) use local::LocalStore;
+pub(crate) use planner::{LoadRequest, Planned};
 pub(crate) use segments::{SegmentLoad, SegmentLoading, SegmentStore};
 pub(crate) use transfer::SinkCounts;
 
@@ -39,8 +42,13 @@ pub(crate) trait KvStore: fmt::Debug + Send + Sync {
     /// The chunks that a prompt may be loaded from; `None` while there is no store.
     fn loadable(&self, prompt: &[TokenId], salt: Option<&CacheSalt>) -> Option<Chain>;
 
-    /// Begins to load the KV of a prompt behind its first `n_matched` tokens, which the engine has.
-    fn load(&self, chain: &Chain, n_matched: usize) -> Loading;
+    /// Begins to load the KV of a prompt behind the tokens that the engine has.
+    fn load(&self, request: &LoadRequest) -> Loading;
+
+    /// Tells what a pass of the engine took: `n_tokens` that looked at `n_attended` together.
+    fn note_pass(&self, n_tokens: usize, n_attended: u64, seconds: f64) {
+        let _ = (n_tokens, n_attended, seconds);
+    }
 
     /// Takes the KV of ended sequences.
     ///

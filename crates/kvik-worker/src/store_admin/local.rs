@@ -3,13 +3,14 @@
 use std::sync::Arc;
 
 use kvik_node::{HeldPrefetch, cache_stats, tier_reports};
-use kvik_proto::cache::{CacheStats, PrefetchState, StoreResponse, TierReport};
+use kvik_proto::cache::{CacheStats, ExplainResponse, PrefetchState, StoreResponse, TierReport};
 use kvik_store::{Chain, Clear, Lookup, Space, TierName, TierWrite, Write};
 use kvik_tier::TierKind;
 use kvik_types::BlockHash;
 
-use super::{BegunPrefetch, ReadChunks, StoreOperations};
+use super::{BegunPrefetch, ReadChunks, StoreOperations, explain};
 use crate::error::Refusal;
+use crate::prompt::Prompt;
 use crate::store::{LocalStore, SinkCounts};
 
 impl StoreOperations for LocalStore {
@@ -108,6 +109,14 @@ impl StoreOperations for LocalStore {
 
     fn sink_counts(&self) -> &SinkCounts {
         self.sink_counts()
+    }
+
+    fn explain(&self, prompt: &Prompt) -> Result<ExplainResponse, Refusal> {
+        Ok(explain::explain(self, prompt))
+    }
+
+    fn plan_counts(&self) -> Vec<(&'static str, u64)> {
+        self.planner().counts().into()
     }
 
     fn visit_chunks(&self, visit: &mut dyn FnMut(BlockHash, &[TierKind])) -> Result<(), Refusal> {

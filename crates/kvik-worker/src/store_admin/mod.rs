@@ -5,6 +5,7 @@
 //! bring a thread that may block.
 
 mod daemon;
+mod explain;
 mod export;
 mod local;
 
@@ -12,8 +13,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 
 use kvik_proto::cache::{
-    CacheHealth, CacheStats, ClearResponse, LookupResponse, MoveResponse, PinResponse, PrefetchState,
-    PrefetchStatus, StoreResponse, TierReport,
+    CacheHealth, CacheStats, ClearResponse, ExplainResponse, LookupResponse, MoveResponse, PinResponse,
+    PrefetchState, PrefetchStatus, StoreResponse, TierReport,
 };
 use kvik_store::{Chain, Lookup, Retrieved, Space, TierName};
 use kvik_tier::TierKind;
@@ -39,6 +40,12 @@ pub(crate) trait StoreOperations: fmt::Debug + Send + Sync {
 
     /// The same without remote tiers.
     fn lookup_local(&self, chain: &Chain) -> Result<Lookup, Refusal>;
+
+    /// Whether a prompt's KV would be loaded or computed now.
+    fn explain(&self, prompt: &Prompt) -> Result<ExplainResponse, Refusal> {
+        let _ = prompt;
+        Err(Refusal::conflict("the store of a daemon is not planned: all its chunks are loaded", None))
+    }
 
     /// Begins to load a chain into memory, from one tier alone where one is named. Dropping the prefetch may cancel it.
     fn prefetch(&self, chain: &Chain, tier: Option<&TierName>) -> Result<Box<dyn BegunPrefetch>, Refusal>;
@@ -87,6 +94,11 @@ pub(crate) trait StoreOperations: fmt::Debug + Send + Sync {
 
     /// Sequences whose KV the worker did not hand to the store.
     fn sink_counts(&self) -> &SinkCounts;
+
+    /// What the planner has decided, by name.
+    fn plan_counts(&self) -> Vec<(&'static str, u64)> {
+        Vec::new()
+    }
 
     /// Calls `visit` with each chunk of the model and the tiers that have it.
     fn visit_chunks(&self, visit: &mut dyn FnMut(BlockHash, &[TierKind])) -> Result<(), Refusal>;
@@ -173,6 +185,10 @@ impl StoreAdmin {
             tiers: by_name(found.tokens_by_tier),
             chunk_tokens: chain.space().chunk_tokens(),
         })
+    }
+
+    pub(crate) fn explain(&self, prompt: &Prompt) -> Result<ExplainResponse, Refusal> {
+        self.store.explain(prompt)
     }
 
     /// Begins to load a prompt's KV into memory, from one tier alone where one is named.
@@ -309,6 +325,8 @@ impl StoreAdmin {
             ("refused_sequences", sink_counts.n_refused()),
             ("given_up_sequences", sink_counts.n_given_up()),
         ];
+        let plan_counts = self.store.plan_counts();
+        let own_counts = own_counts.into_iter().chain(plan_counts);
         stats.counts.extend(own_counts.map(|(name, count)| (name.to_owned(), count)));
         Ok(stats)
     }

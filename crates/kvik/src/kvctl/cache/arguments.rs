@@ -10,6 +10,7 @@ const AFTER_HELP: &str = "\
 Examples:
   kvctl cache health
   kvctl cache lookup --prompt-file question.txt
+  kvctl cache explain --prompt-file question.txt
   kvctl cache prefetch --prompt 'Once upon a time' --wait
   kvctl cache move --prompt-file question.txt --from ram --to nvme
   kvctl cache move --prompt-file question.txt --to-worker http://node-2:8082
@@ -65,6 +66,8 @@ pub(crate) struct FleetArguments {
 pub(crate) enum CacheVerb {
     /// Print how much of a prompt the store has, by tier
     Lookup(PromptArguments),
+    /// Print whether the KV of a prompt would be loaded or computed now, and why
+    Explain(PromptArguments),
     /// Load the KV of a prompt from lower tiers into memory
     Prefetch(PrefetchArguments),
     /// Print where a prefetch stands

@@ -3,6 +3,7 @@
 mod add;
 mod answers;
 mod arguments;
+mod explained;
 mod nodes;
 
 use std::fs;
@@ -44,6 +45,7 @@ async fn run_verb(verb: &CacheVerb, connector: &Connector, worker: &str) -> anyh
     let client = connector.worker(worker);
     match verb {
         CacheVerb::Lookup(prompt) => Rendered::of(&Shown(client.lookup(&prompt.read()?).await?)),
+        CacheVerb::Explain(prompt) => Rendered::of(&Shown(client.explain(&prompt.read()?).await?)),
         CacheVerb::Prefetch(prefetch) => {
             let status = client.prefetch(&prefetch.prompt.read()?, prefetch.tier.as_deref()).await?;
             let status = if prefetch.wait { wait(&client, status).await? } else { status };

@@ -103,6 +103,7 @@ pub(super) async fn run(
 /// Refuses verbs that are about one worker.
 fn check_verb(verb: &CacheVerb) -> anyhow::Result<()> {
     let name = match verb {
+        CacheVerb::Explain(_) => "explain",
         CacheVerb::PrefetchStatus(_) => "prefetch-status",
         CacheVerb::Cancel(_) => "cancel",
         CacheVerb::Retrieve(_) => "retrieve",

@@ -5,9 +5,13 @@
 //! would come later than that takes. [`plan`] predicts the time of each and takes the shortest. It reads no clock and asks
 //! no tier: what it knows is an argument.
 
+mod prefill;
+
 use std::ops::Range;
 
 use crate::lower::TierSpeed;
+
+pub use prefill::PrefillMeter;
 
 /// Places at which a long chain is cut, at most: the search takes time in proportion to its square.
 const MAX_CUTS: usize = 256;
