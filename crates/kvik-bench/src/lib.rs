@@ -1,6 +1,6 @@
 //! What measures kvik: benches, simulators, workloads and plots.
 //!
-//! - [`blend`], [`edges`], [`engine`], [`gateway`], [`index`], [`memory`], [`moving`], [`node`], [`store`] and [`routing`] are the benches of
+//! - [`blend`], [`edges`], [`engine`], [`gateway`], [`index`], [`memory`], [`moving`], [`node`], [`planner`], [`store`] and [`routing`] are the benches of
 //!   `kvik bench`, one a subject. [`report`] is what they find, as a table and as JSON, with the [`machine`] it was found on.
 //! - [`sim`] replays request traces through the eviction policies of the store, [`replay`] through the placement of
 //!   requests, both in virtual time: equal arguments give equal figures.
@@ -37,6 +37,7 @@ pub mod machine;
 pub mod memory;
 pub mod moving;
 pub mod node;
+pub mod planner;
 pub mod plot;
 pub mod replay;
 pub mod report;

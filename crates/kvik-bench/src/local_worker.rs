@@ -30,6 +30,15 @@ impl LocalWorker {
         let request = Request::post(format!("{}{path}", self.base))
             .header("content-type", "application/json")
             .body(Full::new(Bytes::from(body.to_string())))?;
+        self.ask(path, request).await
+    }
+
+    pub(crate) async fn get(&self, path: &str) -> anyhow::Result<Value> {
+        let request = Request::get(format!("{}{path}", self.base)).body(Full::new(Bytes::new()))?;
+        self.ask(path, request).await
+    }
+
+    async fn ask(&self, path: &str, request: Request<Full<Bytes>>) -> anyhow::Result<Value> {
         let response = send(&self.http, request).await.context("ask the worker")?;
         let status = response.status();
         let body = response.into_body().collect().await.context("read the answer")?.to_bytes();

@@ -70,6 +70,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Bench(BenchCommand::Moving(arguments)) => commands::bench::moving(arguments),
         Command::Bench(BenchCommand::Memory(arguments)) => commands::bench::memory(arguments),
         Command::Bench(BenchCommand::Store(arguments)) => commands::bench::store(arguments),
+        Command::Bench(BenchCommand::Planner(arguments)) => commands::bench::planner(arguments),
         Command::Bench(BenchCommand::Codec(arguments)) => commands::bench::codec(arguments),
         Command::Bench(BenchCommand::Node(arguments)) => commands::bench::node(arguments),
         Command::Bench(BenchCommand::Index(arguments)) => commands::bench::index(arguments),

@@ -10,6 +10,7 @@ mod kv;
 mod kv_events;
 mod lifecycle;
 mod moves;
+mod planner;
 mod registration;
 mod salts;
 mod segments;

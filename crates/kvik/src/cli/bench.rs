@@ -22,6 +22,8 @@ pub(crate) enum BenchCommand {
     Memory(BenchMemoryArguments),
     /// Measure the KV store: each tier beside what its medium gives without it, lookups, and what a hit saves
     Store(BenchStoreArguments),
+    /// Measure what the planner of the store gains: first tokens beside loading everything and computing everything
+    Planner(BenchPlannerArguments),
     /// Measure what segments save: the first token of a prompt of documents, put together and computed
     Blend(BenchBlendArguments),
     /// Measure the codecs of KV: how much smaller, and how fast on one core
@@ -163,6 +165,28 @@ pub(crate) struct BenchStoreArguments {
     pub(crate) dir: PathBuf,
 
     /// Measure one round of less, less precisely
+    #[arg(long)]
+    pub(crate) quick: bool,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Speeds of a tier from 10 MB/s to memory, and prompts of 1000 to 4000 tokens. Takes about three minutes and 4 GiB of the
+/// disk; with --quick some seconds.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct BenchPlannerArguments {
+    /// Folder on the disk to keep chunks in; a folder of its own in there is removed at the end
+    #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
+    pub(crate) dir: PathBuf,
+
+    /// Also draw the time to the first token of the longest prompt over the speed
+    #[arg(long, value_name = "FILE")]
+    pub(crate) plot: Option<PathBuf>,
+
+    /// Measure two speeds and one length, less precisely
     #[arg(long)]
     pub(crate) quick: bool,
 

@@ -14,8 +14,8 @@ use super::{check_kv_blocks, default_kv_dtype, open_model, print_json};
 use crate::cli::bench::{
     BenchBlendArguments, BenchCodecArguments, BenchEdgesArguments, BenchEngineArguments,
     BenchGatewayArguments, BenchIndexArguments, BenchMemoryArguments, BenchMemoryPeerArguments,
-    BenchMovingArguments, BenchNodeArguments, BenchNodeClientArguments, BenchRoutingArguments,
-    BenchStoreArguments,
+    BenchMovingArguments, BenchNodeArguments, BenchNodeClientArguments, BenchPlannerArguments,
+    BenchRoutingArguments, BenchStoreArguments,
 };
 use crate::scratch::ScratchFolder;
 use kvik_bench::blend::{self, BlendBench};
@@ -28,6 +28,7 @@ use kvik_bench::machine::Machine;
 use kvik_bench::memory::{self, MemoryBench, MemoryBenchOptions};
 use kvik_bench::moving::{MovingBench, MovingBenchOptions};
 use kvik_bench::node::{self, NodeBench, NodeBenchOptions};
+use kvik_bench::planner::{self, PlannerBench, PlannerBenchOptions};
 use kvik_bench::report::Report;
 use kvik_bench::routing::{self, RoutingBench, RoutingBenchOptions};
 use kvik_bench::store::{self, StoreBench, StoreBenchOptions};
@@ -227,6 +228,36 @@ pub(crate) fn store(arguments: &BenchStoreArguments) -> anyhow::Result<()> {
         settings: bench.settings(),
         description: bench.description(),
         results,
+    };
+    print(&report, arguments.json)
+}
+
+/// Runs `kvik bench planner`.
+pub(crate) fn planner(arguments: &BenchPlannerArguments) -> anyhow::Result<()> {
+    let folder =
+        ScratchFolder::create_in(&arguments.dir, "planner", false).context("make a folder for the bench")?;
+    let options = PlannerBenchOptions { dir: folder.path().to_owned(), is_quick: arguments.quick };
+    let bench = PlannerBench::try_new(options)?;
+    let speeds = bench.speeds();
+    let progress = progress_bar(speeds.len());
+    let mut cells = Vec::new();
+    for speed in speeds {
+        progress.set_message(speed.name());
+        cells.extend(bench.measure(speed).with_context(|| format!("measure {}", speed.name()))?);
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+
+    if let Some(path) = &arguments.plot {
+        std::fs::write(path, planner::svg(&cells))
+            .with_context(|| format!("write plot {}", path.display()))?;
+    }
+    let report = Report {
+        bench: "planner",
+        machine: Machine::detect(),
+        settings: bench.settings(),
+        description: bench.description(),
+        results: planner::measurements(&cells),
     };
     print(&report, arguments.json)
 }
