@@ -2,8 +2,10 @@
 //!
 //! Chunks of 256 tokens in bf16: real ones of the bundled model, computed by the built-in engine, and made ones of the shape of
 //! Llama 3 8B (32 layers, 8 KV heads of 128), four times as large as the caches of a core. Rates are bytes before coding
-//! a second, both ways, beside a copy of the same bytes.
+//! a second, both ways, beside a copy of the same bytes. Of the bundled model also the change of logits: of 128 tokens behind
+//! four chunks that were coded, beside those behind exact ones.
 
+mod logits;
 mod synthetic;
 
 use std::sync::mpsc;
@@ -17,6 +19,7 @@ use kvik_model::{
 use kvik_types::Dtype;
 use serde_json::json;
 
+use self::logits::{LogitsChange, LogitsProbe};
 use crate::report::{Baseline, Goal, Measurement};
 
 /// Tokens of a chunk.
@@ -91,10 +94,20 @@ impl CodecBench {
             Subject::Llama8b => Sample::of_llama_8b(if self.is_quick { 2 } else { 32 }),
         };
         let mut results = Vec::new();
+        let mut probe = match subject {
+            Subject::KvikTiny => Some(LogitsProbe::try_new()?),
+            Subject::Llama8b => None,
+        };
         for name in NAMES.into_iter().filter(|name| *name != "none") {
             let codec = by_name(name)?;
             results.extend(self.measure_codec(&*codec, &sample, subject)?);
+            if let Some(probe) = &mut probe {
+                results.extend(logits_rows(probe, &*codec)?);
+            }
         }
+        results.extend(probe.and_then(|probe| {
+            Measurement::from_repeats("logit_spread_kvik_tiny".to_owned(), "logit", vec![probe.spread()])
+        }));
         Ok(results)
     }
 
@@ -148,6 +161,20 @@ impl CodecBench {
         ];
         Ok(rows.into_iter().flatten().collect())
     }
+}
+
+/// What a codec changes in the logits of the bundled model.
+fn logits_rows(probe: &mut LogitsProbe, codec: &dyn Codec) -> anyhow::Result<Vec<Measurement>> {
+    let LogitsChange { largest, mean, same_choice_share } = probe.change(codec)?;
+    let row = |what: &str, unit, value: f64| {
+        Measurement::from_repeats(format!("{}_{what}_kvik_tiny", codec.name()), unit, vec![value])
+    };
+    let rows = [
+        row("logit_change_largest", "logit", largest),
+        row("logit_change_mean", "logit", mean),
+        row("same_choice", "share", same_choice_share),
+    ];
+    Ok(rows.into_iter().flatten().collect())
 }
 
 impl Sample {

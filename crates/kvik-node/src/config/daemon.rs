@@ -295,6 +295,13 @@ fn plan(tiers: &StoreConfig) -> Result<StorePlan> {
             "false: `coordinators` of each worker names what governs it",
         );
     }
+    if tiers.planner != StoreConfig::default().planner {
+        return refuse(
+            "tiers.planner",
+            &tiers.planner,
+            "not set: a daemon gives its engines all that they ask for",
+        );
+    }
     if let Some(id) = &tiers.lmcache_instance_id {
         return refuse(
             "tiers.lmcache_instance_id",

@@ -71,15 +71,9 @@ async fn forget(worker: &TestWorker) {
 async fn answers_are_the_same_to_the_bit_at_every_speed_of_a_tier() {
     let folder = tempfile::tempdir().unwrap();
     let expected = fill(folder.path(), &[prompt(1)]).await.remove(0);
-    for (bytes_per_s, planner) in [
-        (0, "on"),
-        (0, "load_all"),
-        (0, "compute_all"),
-        (200_000_000, "on"),
-        (20_000_000, "on"),
-        (5_000_000, "on"),
-        (1_000_000, "on"),
-    ] {
+    for (bytes_per_s, planner) in
+        [(0, "on"), (0, "load_all"), (0, "compute_all"), (20_000_000, "on"), (4_000_000, "on")]
+    {
         let worker = start(slow_disk(folder.path(), bytes_per_s, planner)).await;
         // Three times: nothing was measured before the first.
         for round in 0..3 {

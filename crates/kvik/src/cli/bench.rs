@@ -173,7 +173,7 @@ pub(crate) struct BenchStoreArguments {
     pub(crate) json: bool,
 }
 
-/// Speeds of a tier from 10 MB/s to memory, and prompts of 1000 to 4000 tokens. Takes about three minutes and 4 GiB of the
+/// Speeds of a tier from 10 MB/s to memory, and prompts of 1000 and 4000 tokens. Takes about three minutes and 4 GiB of the
 /// disk; with --quick some seconds.
 #[derive(Debug, Args)]
 #[command(after_help = EXIT_CODES)]
