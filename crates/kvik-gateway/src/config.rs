@@ -1,7 +1,7 @@
 //! The configuration of a gateway.
 //!
 //! Times are in milliseconds and sizes in bytes; the unit is part of a field's name. `listen`,
-//! `tls`, `limits`, `backend_tls`, the tokens, `insecure`, `index` and `tracing` take effect at the start
+//! `tls`, `limits`, `backend_tls`, the tokens, `insecure`, `index`, `ui` and `tracing` take effect at the start
 //! only, everything else also at a reload.
 
 use std::path::PathBuf;
@@ -37,6 +37,7 @@ pub(crate) const FIXED_FIELDS: &[&str] = &[
     "listen",
     "tls.",
     "tracing.",
+    "ui.",
 ];
 
 /// Everything that can be configured.
@@ -97,6 +98,8 @@ pub struct GatewayConfig {
     pub disaggregation: DisaggregationConfig,
     /// The global KV index.
     pub index: IndexConfig,
+    /// The web page.
+    pub ui: UiConfig,
     /// Where traces go. Default: nowhere.
     pub tracing: TracingConfig,
 }
@@ -138,6 +141,14 @@ pub struct ApiKeyConfig {
     pub name: String,
     /// SHA-256 of the key, 64 hexadecimal digits: `printf %s KEY | sha256sum`.
     pub sha256: Secret,
+}
+
+/// The web page.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct UiConfig {
+    /// Whether the page is served at `/ui`, and the workers are asked for the figures that it shows. Default: true.
+    pub enabled: bool,
 }
 
 /// How many requests run and wait.
@@ -272,8 +283,15 @@ impl Default for GatewayConfig {
             routing: RoutingConfig::default(),
             disaggregation: DisaggregationConfig::default(),
             index: IndexConfig::default(),
+            ui: UiConfig::default(),
             tracing: TracingConfig::default(),
         }
+    }
+}
+
+impl Default for UiConfig {
+    fn default() -> Self {
+        Self { enabled: true }
     }
 }
 

@@ -142,6 +142,26 @@ impl Refusal {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "index_away", body).after(1)
     }
 
+    /// 403: the call comes from a page of another site.
+    pub(crate) fn other_origin() -> Self {
+        let message = "this call comes from another site than the gateway's own page, or without a token by a name of the \
+            gateway; call it by its IP address or as localhost, or with a token";
+        Self::new(StatusCode::FORBIDDEN, "other_origin", ErrorBody::authentication(message))
+    }
+
+    /// 404: no coordinator lists the worker.
+    pub(crate) fn unknown_worker(id: &str) -> Self {
+        let shown: String = id.chars().take(200).collect();
+        let message = format!("no coordinator lists a worker {shown:?}");
+        Self::new(StatusCode::NOT_FOUND, "unknown_worker", ErrorBody::invalid_request(message, Some("id")))
+    }
+
+    /// 503: as many pages are open as may.
+    pub(crate) fn too_many_pages() -> Self {
+        let body = ErrorBody::server("too many pages are open; close one or try again later");
+        Self::new(StatusCode::SERVICE_UNAVAILABLE, "too_many_pages", body).after(10)
+    }
+
     /// 502: the worker failed and the request was not tried again.
     pub(crate) fn upstream() -> Self {
         Self::new(StatusCode::BAD_GATEWAY, "upstream", ErrorBody::server("the worker did not answer"))

@@ -22,6 +22,7 @@ use crate::api;
 use crate::config::{FIXED_FIELDS, GatewayConfig};
 use crate::error::{GatewayError, Result};
 use crate::state::Shared;
+use crate::ui::collector;
 use crate::upstream::breaker::State;
 use crate::upstream::kv_listeners;
 use crate::upstream::probe;
@@ -170,6 +171,9 @@ impl Gateway {
         let router = match role {
             Role::Gateway => {
                 shutdown.spawn(probe::run(Arc::clone(&shared)));
+                if shared.view().config.ui.enabled {
+                    shutdown.spawn(collector::run(Arc::clone(&shared)));
+                }
                 api::router(Arc::clone(&shared))
             }
             Role::Index => api::index_router(Arc::clone(&shared)),

@@ -7,7 +7,7 @@
 //!
 //! Parts, in the order a request meets them: `api` (the routes), `request` (API key, headers, body and what routing
 //! reads of them), `placement` (admission, the index, the choice of a worker), `disaggregation` (prompts that another engine computes), `upstream` (the workers: membership,
-//! connections, health), `answer` (the way to a worker and back, until the last byte).
+//! connections, health), `answer` (the way to a worker and back, until the last byte). Beside them `ui`, the web page.
 //!
 //! Invariants:
 //!
@@ -46,12 +46,13 @@ mod placement;
 mod request;
 mod route;
 mod state;
+mod ui;
 mod upstream;
 
 pub use api::OPENAPI;
 pub use config::{
     AdmissionConfig, ApiKeyConfig, BackendConfig, BreakerConfig, DisaggregationConfig, GatewayConfig,
-    HealthConfig, PdProtocol, RetryConfig, Role, RoutingConfig, TimeoutConfig,
+    HealthConfig, PdProtocol, RetryConfig, Role, RoutingConfig, TimeoutConfig, UiConfig,
 };
 pub use error::{GatewayError, Result};
 pub use gateway::{Gateway, Running, WorkerStatus};

@@ -21,6 +21,7 @@ use crate::placement::admission::Admission;
 use crate::placement::retry::RetryBudget;
 use crate::placement::under_way::UnderWay;
 use crate::request::api_keys::ApiKeys;
+use crate::ui::board::Board;
 use crate::upstream::fleet::Fleet;
 use crate::upstream::members::MemberBook;
 
@@ -47,6 +48,8 @@ pub(crate) struct Shared {
     pub(crate) metrics: Metrics,
     pub(crate) tracer: Tracer,
     pub(crate) shutdown: Shutdown,
+    /// What pages are shown.
+    pub(crate) board: Board,
     /// Wakes the task that follows the fleet.
     pub(crate) members_changed: Notify,
 }
@@ -90,6 +93,7 @@ impl Shared {
             metrics: Metrics::new(),
             tracer,
             shutdown,
+            board: Board::default(),
             members_changed: Notify::new(),
         }
     }

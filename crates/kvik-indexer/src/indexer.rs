@@ -14,6 +14,7 @@ use kvik_tokens::{
     AddSpecial, ChatOptions, Json, Outcome, TokenizeInput, TokenizeRequest, Tokenizer, TokenizersPool,
 };
 use kvik_types::TokenId;
+use serde_json::value::RawValue;
 use tokio::net::TcpListener;
 use tokio_rustls::TlsAcceptor;
 
@@ -228,20 +229,7 @@ impl Indexer {
     ) -> Result<ScoreResponse> {
         let ScoreRequest { model, prompt, messages, token_ids, cache_salt, pods, scorer } = request;
         let scorer = scorer.as_deref().map_or(Ok(self.scorer), str::parse)?;
-        let prompt = match (prompt, messages, token_ids) {
-            (Some(text), None, None) => Prompt::Text(text),
-            (None, Some(messages), None) => {
-                let messages = serde_json::from_str(messages.get()).map_err(|error| {
-                    IndexerError::invalid("messages", error, "a list of messages with `role` and `content`")
-                })?;
-                Prompt::Chat(messages, ChatOptions::default())
-            }
-            (None, None, Some(tokens)) => Prompt::Tokens(tokens),
-            _ => {
-                let allowed = "exactly one of `prompt`, `messages` and `token_ids`";
-                return Err(IndexerError::invalid("prompt", "not given, or in several forms", allowed));
-            }
-        };
+        let prompt = prompt_in(prompt, messages.as_deref(), token_ids)?;
         let tokens = self.tokenize(&model, prompt).await?;
         let query = Query { prompt_tokens: tokens.len(), queued_tokens };
         let matches = match self.catalog.discover(&model).await? {
@@ -430,6 +418,28 @@ impl PodScores for Indexer {
             let scores = scores.filter(|(_, score)| *score > 0.0);
             Ok(scores.map(|(pod, score)| PodScore { pod, score, data_parallel_rank: None }).collect())
         })
+    }
+}
+
+/// The prompt of a request that has it in one of its forms.
+pub(crate) fn prompt_in(
+    text: Option<String>,
+    messages: Option<&RawValue>,
+    tokens: Option<Vec<TokenId>>,
+) -> Result<Prompt> {
+    match (text, messages, tokens) {
+        (Some(text), None, None) => Ok(Prompt::Text(text)),
+        (None, Some(messages), None) => {
+            let messages = serde_json::from_str(messages.get()).map_err(|error| {
+                IndexerError::invalid("messages", error, "a list of messages with `role` and `content`")
+            })?;
+            Ok(Prompt::Chat(messages, ChatOptions::default()))
+        }
+        (None, None, Some(tokens)) => Ok(Prompt::Tokens(tokens)),
+        _ => {
+            let allowed = "exactly one of `prompt`, `messages` and `token_ids`";
+            Err(IndexerError::invalid("prompt", "not given, or in several forms", allowed))
+        }
     }
 }
 

@@ -21,6 +21,7 @@ pub mod hub;
 mod indexer;
 mod ingest;
 pub mod keys;
+mod prompt_holders;
 pub mod score;
 pub mod sources;
 mod storage;

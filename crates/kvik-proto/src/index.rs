@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | `POST /v1/score` | [`ScoreRequest`] | [`ScoreResponse`] |
 //! | `GET /index/stats` | none | [`IndexStats`] |
+//! | `POST /index/prompt` | [`PromptHoldersRequest`] | [`PromptHoldersResponse`] |
 //! | `POST /index/holders` | [`HoldersRequest`] | [`HoldersResponse`] |
 //! | `GET /index/blocks?model=..&worker=..&rank=..&keys=..&after=..&limit=..` | none | [`BlocksPage`] |
 
@@ -56,6 +57,52 @@ pub struct ScoreResponse {
     pub matched_by_tier: BTreeMap<String, BTreeMap<String, u64>>,
     /// The worker with the best score; of equals the first by name. `null` if no worker has anything.
     pub best: Option<String>,
+}
+
+/// Asks which tokens of a prompt each worker has. The prompt is in exactly one of its three forms, as that of a [`ScoreRequest`].
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PromptHoldersRequest {
+    /// The model.
+    pub model: String,
+    /// Text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prompt: Option<String>,
+    /// A conversation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub messages: Option<Box<serde_json::value::RawValue>>,
+    /// Tokens, taken as they are.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub token_ids: Option<Vec<u32>>,
+    /// The `cache_salt` of the request. Default: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache_salt: Option<String>,
+}
+
+/// Which tokens of a prompt each worker has.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PromptHoldersResponse {
+    /// The model.
+    pub model: String,
+    /// Tokens that are told apart at most: the longest length that all blocks are a multiple of.
+    pub block_tokens: usize,
+    /// Whether everything was looked up; otherwise workers may have more than the answer says.
+    pub is_complete: bool,
+    /// The tokens of the prompt.
+    pub token_ids: Vec<u32>,
+    /// By worker, where it has something: what it has, in order.
+    pub workers: BTreeMap<String, Vec<HeldRun>>,
+}
+
+/// Tokens in a row that a worker has in one tier.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeldRun {
+    /// The place of the first one in the prompt.
+    pub first_token: usize,
+    /// How many.
+    pub tokens: usize,
+    /// The fastest tier that has them: `gpu`, `cpu`, `disk`, `remote`.
+    pub tier: String,
 }
 
 /// Chunks of one question for holders.

@@ -13,6 +13,7 @@ use serde_json::json;
 mod explain;
 mod holders;
 mod index;
+mod prompt;
 
 use crate::answer::forward;
 use crate::answer::{WRONG_KEY, json_answer, refuse, text_answer};
@@ -20,6 +21,7 @@ use crate::error::Refusal;
 use crate::held;
 use crate::route::Route;
 use crate::state::Shared;
+use crate::ui;
 use crate::upstream::fleet::Seat;
 
 /// The document that `/openapi.json` serves.
@@ -42,6 +44,9 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         .route("/v1/models", get(models))
         .route("/v1/models/{*model}", get(model))
         .route("/ready", get(ready));
+    if shared.view().config.ui.enabled {
+        router = router.merge(ui::router(&shared));
+    }
     let admin = Router::new().route("/route/explain", post(explain::explain));
     with_index(router.merge(shared.trust.admins_only(admin)), shared)
 }
@@ -52,8 +57,10 @@ pub(crate) fn index_router(shared: Arc<Shared>) -> Router {
 }
 
 fn with_index(router: Router<Arc<Shared>>, shared: Arc<Shared>) -> Router {
-    let admin =
-        Router::new().route("/index/stats", get(index::stats)).route("/index/blocks", get(index::blocks));
+    let admin = Router::new()
+        .route("/index/stats", get(index::stats))
+        .route("/index/blocks", get(index::blocks))
+        .route("/index/prompt", post(prompt::prompt));
     router
         .merge(shared.trust.admins_only(admin))
         .route("/health", get(health))
