@@ -26,7 +26,7 @@ MIN_ANSWERS = 10
 # By field: the most that is asked for here, and the most that is allowed.
 LIMITS = {"max_tokens": (4, 2**32 - 1), "max_completion_tokens": (4, 2**32 - 1), "n": (2, 128)}
 GENERATION = ["/v1/completions", "/v1/chat/completions", "/generate"]
-WITH_BODY = [*GENERATION, "/tokenize", "/detokenize", "/v1/score", "/index/holders"]
+WITH_BODY = [*GENERATION, "/tokenize", "/detokenize", "/v1/score", "/index/prompt", "/index/holders"]
 WITHOUT_BODY = [
     "/v1/models",
     "/v1/models/{model}",
@@ -153,7 +153,7 @@ def aim(path: str, body: dict) -> dict:
         body.pop("seq_id", None)
     if path in GENERATION:
         body.pop("add_special_tokens", None)
-    if path == "/v1/score":
+    if path in ("/v1/score", "/index/prompt"):
         # Exactly one form of a prompt; what a conversation looks like is the chat route's to say.
         body.pop("messages", None)
         if body.get("token_ids") is None and body.get("prompt") is None:

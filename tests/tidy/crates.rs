@@ -40,6 +40,7 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
         "kvik-worker",
         &[
             "kvik-types",
+            "kvik-memory",
             "kvik-tier",
             "kvik-proto",
             "kvik-runtime",

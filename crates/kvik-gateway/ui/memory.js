@@ -51,10 +51,12 @@ function change(speaker, device, group) {
       await post(path(speaker, "memory/policy"), {
         device,
         ipc: group.ipc,
-        max_bytes: limit.value === "" ? null : Number(limit.value) * MIB,
-        min_bytes: Number(min.value) * MIB,
-        weight: Number(weight.value),
-        priority: Number(priority.value),
+        policy: {
+          max_bytes: limit.value === "" ? null : Number(limit.value) * MIB,
+          min_bytes: Number(min.value) * MIB,
+          weight: Number(weight.value),
+          priority: Number(priority.value),
+        },
       });
       toast(`${group.ipc}: changed`);
     },
@@ -119,8 +121,11 @@ export function memoryView() {
   const element = h("div", { class: "memory" }, note, list);
   let timer;
   let shown = "";
+  let hasAsked = false;
 
   async function refresh() {
+    if (!state.fleet) return;
+    hasAsked = true;
     const found = await Promise.all(
       speakers().map(async ([name, id]) => {
         try {
@@ -150,5 +155,6 @@ export function memoryView() {
       timer = setInterval(refresh, REFRESH_MS);
     },
     leave: () => clearInterval(timer),
+    update: () => hasAsked || refresh(),
   };
 }

@@ -122,7 +122,7 @@ export function playgroundView() {
   async function ask(target, request, isChat) {
     target.problem.hidden = true;
     target.shown.clear();
-    const line = say(target, "model", "");
+    const line = say(target, "reply", "");
     line.classList.add("busy");
     try {
       const found = await measure(request, isChat, controller.signal, (text) => {

@@ -28,6 +28,7 @@ pub mod events;
 pub mod index;
 pub mod journal;
 pub mod kv_stream;
+pub mod memory;
 pub mod moves;
 pub mod openai;
 pub mod route;

@@ -138,7 +138,7 @@ mod tests {
 
     #[test]
     fn modules_import_files_that_are_served() {
-        for asset in ASSETS.iter().filter(|asset| asset.name.ends_with(".js")) {
+        for asset in ASSETS.iter().filter(|asset| asset.kind.starts_with("text/javascript")) {
             for line in text(asset).lines().filter(|line| line.contains(" from \"")) {
                 let name = line.split("from \"./").nth(1).and_then(|rest| rest.split('"').next());
                 assert!(

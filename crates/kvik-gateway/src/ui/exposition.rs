@@ -116,8 +116,9 @@ mod tests {
             let escaped = value.replace('\\', r"\\").replace('"', "\\\"").replace('\n', r"\n");
             let line = format!("m{{a=\"{escaped}\",b=\"2\"}} 7");
             let sample = samples(&line).next().unwrap();
-            prop_assert_eq!(sample.label("a").as_deref(), Some(value.as_str()));
-            prop_assert_eq!(sample.label("b").as_deref(), Some("2"));
+            let label = |name| sample.label(name).map(Cow::into_owned);
+            prop_assert_eq!(label("a"), Some(value));
+            prop_assert_eq!(label("b"), Some("2".to_owned()));
         }
     }
 }

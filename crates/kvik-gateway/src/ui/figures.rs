@@ -295,6 +295,7 @@ impl Buckets {
 }
 
 #[cfg(test)]
+#[expect(clippy::float_cmp, reason = "counts are whole numbers")]
 mod tests {
     use super::*;
 

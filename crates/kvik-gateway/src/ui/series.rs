@@ -116,6 +116,7 @@ impl Series {
 }
 
 #[cfg(test)]
+#[expect(clippy::float_cmp, reason = "counts are whole numbers")]
 mod tests {
     use super::*;
 

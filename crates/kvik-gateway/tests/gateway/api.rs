@@ -29,7 +29,7 @@ async fn the_document_and_the_routes_are_the_same() {
             gateway.post(&path, &[], "{}").await
         } else {
             let body = match path.as_str() {
-                "/v1/score" => r#"{"model":"m","token_ids":[1]}"#,
+                "/v1/score" | "/index/prompt" => r#"{"model":"m","token_ids":[1]}"#,
                 "/index/holders" => r#"{"keys":["0123456789abcdef"]}"#,
                 path if path.starts_with("/inference/") => r#"{"model":"m","seq_id":"s","prompt":"x"}"#,
                 _ => r#"{"model":"m","prompt":"x"}"#,
@@ -53,6 +53,7 @@ async fn the_document_and_the_routes_are_the_same() {
         "post /detokenize",
         "post /generate",
         "post /index/holders",
+        "post /index/prompt",
         "post /inference/finish",
         "post /inference/init",
         "post /inference/step",

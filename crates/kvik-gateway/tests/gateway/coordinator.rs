@@ -26,8 +26,8 @@ use crate::support::{TestGateway, config_for, until};
 const BODY: &str = r#"{"model":"m","prompt":"hi","seq_id":"s"}"#;
 
 /// Publishes snapshots.
-struct MockCoordinator {
-    address: SocketAddr,
+pub(crate) struct MockCoordinator {
+    pub(crate) address: SocketAddr,
     snapshots: watch::Sender<Snapshot>,
     /// The tokens that its watchers showed.
     tokens: Arc<Mutex<Vec<Option<HeaderValue>>>>,
@@ -35,7 +35,7 @@ struct MockCoordinator {
 }
 
 impl MockCoordinator {
-    async fn start(address: &str, snapshot: Snapshot) -> Self {
+    pub(crate) async fn start(address: &str, snapshot: Snapshot) -> Self {
         let listener = listen(address).await.unwrap();
         let address = listener.local_addr().unwrap();
         let (snapshots, receiver) = watch::channel(snapshot);
@@ -60,7 +60,7 @@ impl MockCoordinator {
         self.snapshots.send(snapshot).unwrap();
     }
 
-    async fn stop(self) {
+    pub(crate) async fn stop(self) {
         self.shutdown.finish().await;
     }
 }
@@ -100,7 +100,7 @@ fn futures_stream<T>(
     futures_util::stream::poll_fn(poll)
 }
 
-fn snapshot(term: u64, version: u64, workers: &[&MockWorker]) -> Snapshot {
+pub(crate) fn snapshot(term: u64, version: u64, workers: &[&MockWorker]) -> Snapshot {
     let mut members: Vec<Member> = workers
         .iter()
         .map(|worker| Member {

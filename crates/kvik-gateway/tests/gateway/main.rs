@@ -14,6 +14,7 @@ mod mock;
 mod moving_model;
 mod nixl;
 mod other_protocols;
+mod page;
 mod predictions;
 mod reload;
 mod retry;

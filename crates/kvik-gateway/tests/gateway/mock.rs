@@ -57,6 +57,8 @@ pub(crate) struct MockState {
     /// Requests for its health, models and events.
     pub(crate) questions: Mutex<Vec<Seen>>,
     pub(crate) model: Mutex<String>,
+    /// What `/metrics` says.
+    pub(crate) metrics: Mutex<String>,
     pub(crate) is_healthy: AtomicBool,
     pub(crate) is_ready: AtomicBool,
     /// Requests that have neither ended nor been dropped.
@@ -109,6 +111,7 @@ impl MockWorker {
             seen: Mutex::default(),
             questions: Mutex::default(),
             model: Mutex::new(model.to_owned()),
+            metrics: Mutex::default(),
             is_healthy: AtomicBool::new(true),
             is_ready: AtomicBool::new(true),
             n_open: AtomicUsize::new(0),
@@ -182,6 +185,10 @@ async fn handle(
         if !is_ok {
             // A stopped process does not answer at all.
             std::future::pending::<Infallible>().await;
+        }
+        if path == "/metrics" {
+            let metrics = state.metrics.lock().clone();
+            return Ok(Response::new(MockBody::new(vec![Bytes::from(metrics)], End::Complete, open)));
         }
         let models = format!(r#"{{"object":"list","data":[{{"id":"{}"}}]}}"#, state.model.lock());
         return Ok(Response::new(MockBody::new(vec![Bytes::from(models)], End::Complete, open)));

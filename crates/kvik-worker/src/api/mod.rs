@@ -10,9 +10,10 @@
 //! | `/kv/events`, `/kv/blocks` | [`kv_events`] |
 //! | `/sequences/...` | [`sequences`] |
 //! | `/cache/...` | [`cache`] |
+//! | `/memory/...` | [`memory`] |
 //! | `/health`, `/ready`, `/metrics`, `/drain` | [`admin`] |
 //!
-//! Access: see [`Trust`]. Other workers and gateways, which have the cluster's token, move sequences. `/drain`, `/kv/put` and `/cache/...` are the administrator's.
+//! Access: see [`Trust`]. Other workers and gateways, which have the cluster's token, move sequences. `/drain`, `/kv/put`, `/cache/...` and `/memory/...` are the administrator's.
 
 mod admin;
 mod answer;
@@ -24,6 +25,7 @@ mod journal;
 mod kv;
 mod kv_events;
 mod logprobs;
+mod memory;
 mod outcome;
 mod request;
 mod resume;
@@ -116,6 +118,9 @@ fn admin_router() -> Router<Arc<WorkerState>> {
         .route("/cache/segments", post(cache::segments))
         .route("/cache/health", get(cache::health))
         .route("/cache/stats", get(cache::stats))
+        .route("/memory", get(memory::report))
+        .route("/memory/policy", post(memory::set_policy))
+        .route("/memory/trim", post(memory::trim))
         .route("/drain", post(admin::drain))
 }
 

@@ -201,11 +201,12 @@ async fn serve(
         running_workers.push(Worker::start(config, &workers_end).await.context("start a worker")?);
     }
     gateway.coordinators = vec![running_coordinator.base.clone()];
+    let has_page = gateway.ui.enabled;
     let running_gateway = Gateway::start(gateway, &gateway_end).await.context("start the gateway")?;
     let model = running_workers.first().map_or("kvik-tiny", RunningWorker::model_name);
     running_gateway.gateway().provide_tokenizer(model, tokenizer);
     let base = format!("http://{}", running_gateway.address());
-    greet(&base, &running_coordinator.base, &running_workers, model, store)
+    greet(&base, &running_coordinator.base, &running_workers, model, store, has_page)
         .context("write to standard output")?;
     if is_bundled {
         tokio::select! {
@@ -247,10 +248,14 @@ fn greet(
     workers: &[RunningWorker],
     model: &str,
     store: Option<&str>,
+    has_page: bool,
 ) -> std::io::Result<()> {
     let mut stdout = anstream::stdout().lock();
     writeln!(stdout, "{TITLE}kvik is up{TITLE:#}: {model} on {} workers\n", workers.len())?;
     writeln!(stdout, "  gateway      {gateway}")?;
+    if has_page {
+        writeln!(stdout, "  page         {gateway}/ui")?;
+    }
     writeln!(stdout, "  coordinator  {coordinator}")?;
     for worker in workers {
         writeln!(stdout, "  {:<12} http://{}", worker.id(), worker.address())?;
