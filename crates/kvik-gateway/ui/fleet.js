@@ -10,6 +10,7 @@ const MAX_CHANGES = 60;
 const GONE_MS = 20000;
 // From this many workers on, cards show the essential only.
 const MANY = 24;
+const BY_NAME = new Intl.Collator(undefined, { numeric: true });
 
 function tile(label) {
   const value = h("dd", {}, "–");
@@ -56,7 +57,8 @@ function card(id) {
   const kvText = h("span", { class: "amount" });
   const tiers = new Map();
   const tierList = h("div", { class: "tiers" }, h("div", { class: "tier" }, h("span", { class: "name" }, "engine"), kv.element, kvText));
-  const load = h("p", { class: "load" });
+  const load = h("span", {});
+  const known = h("span", { class: "known" });
   const rates = h("p", { class: "rates" });
   const flowList = h("ul", { class: "flows", "aria-label": "Moves now" });
   const element = h(
@@ -65,7 +67,7 @@ function card(id) {
     h("div", { class: "head" }, h("span", { class: "dot", "aria-hidden": "true" }), name, role, badge),
     model,
     tierList,
-    load,
+    h("p", { class: "load" }, load, known),
     rates,
     flowList,
   );
@@ -89,8 +91,8 @@ function card(id) {
         }
         tiers.get(tier).set(tierGauges);
       }
-      const known = worker.index_blocks === null ? "" : ` · ${count(worker.index_blocks)} blocks known`;
-      setText(load, gauges ? `${count(gauges.running)} running · ${count(gauges.waiting)} waiting${known}` : "no figures");
+      setText(load, gauges ? `${count(gauges.running)} running · ${count(gauges.waiting)} waiting` : "no figures");
+      setText(known, worker.index_blocks === null ? "" : ` · ${count(worker.index_blocks)} blocks known`);
       const now = worker.rates;
       if (now) {
         const hit = now.prompt_tokens > 0 ? ` · ${percent(sum(now.cached_tokens) / now.prompt_tokens)} cached` : "";
@@ -176,9 +178,13 @@ export function fleetView() {
 
   function showCards({ workers }, now) {
     const present = new Set();
+    let isNew = false;
     for (const worker of workers) {
       present.add(worker.id);
-      if (!cards.has(worker.id)) cards.set(worker.id, card(worker.id));
+      if (!cards.has(worker.id)) {
+        cards.set(worker.id, card(worker.id));
+        isNew = true;
+      }
       const each = cards.get(worker.id);
       each.goneAt = 0;
       each.set(worker);
@@ -193,11 +199,10 @@ export function fleetView() {
         cards.delete(id);
       }
     }
-    const order = [...cards.keys()].sort((one, other) => one.localeCompare(other, undefined, { numeric: true }));
-    order.forEach((id, place) => {
-      const { element: wanted } = cards.get(id);
-      if (grid.children[place] !== wanted) grid.insertBefore(wanted, grid.children[place] ?? null);
-    });
+    if (grid.children.length !== cards.size || isNew) {
+      const order = [...cards.keys()].sort(BY_NAME.compare);
+      grid.append(...order.map((id) => cards.get(id).element));
+    }
     setClass(grid, "many", cards.size > MANY);
     filterBox.hidden = cards.size <= MANY;
     empty.hidden = cards.size > 0;
@@ -205,7 +210,7 @@ export function fleetView() {
   }
 
   function showFeed(found, timeMs) {
-    for (const { worker, text, tier, kind } of found) {
+    for (const { worker, text, tier, kind } of found.slice(-MAX_CHANGES)) {
       const mark = h("span", { class: `mark ${tier ? tierKind(tier) : (kind ?? "")}`, "aria-hidden": "true" });
       feed.prepend(h("li", {}, h("time", {}, clock(timeMs)), mark, h("span", {}, h("b", {}, worker), ` ${text}`)));
     }

@@ -7,7 +7,6 @@ export function count(value) {
   const whole = Math.round(value);
   if (Math.abs(value) < 10 && value !== whole) return value.toFixed(1);
   if (Math.abs(value) >= 1e7) return `${(value / 1e6).toFixed(1)}${THIN}M`;
-  if (Math.abs(value) >= 1e5) return `${(value / 1e3).toFixed(0)}${THIN}k`;
   return String(whole).replace(/\B(?=(\d{3})+(?!\d))/g, THIN);
 }
 
@@ -24,6 +23,7 @@ export function bytes(value) {
 
 export function seconds(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (value === 0) return `0${THIN}s`;
   if (value < 0.001) return `${Math.round(value * 1e6)}${THIN}µs`;
   if (value < 0.01) return `${(value * 1e3).toFixed(1)}${THIN}ms`;
   if (value < 1) return `${Math.round(value * 1e3)}${THIN}ms`;

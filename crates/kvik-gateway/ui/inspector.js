@@ -213,7 +213,7 @@ export function inspectorView() {
     const words = {
       pin: ["Pin", `Its chunks stay in the memory of ${worker} until they are unpinned.`, "pinned"],
       unpin: ["Unpin", `Its chunks may be evicted from ${worker} again.`, "unpinned"],
-      clear: ["Clear", `Its chunks, and all that follow them, are forgotten in every tier of ${worker}.`, "forgotten"],
+      clear: ["Clear", `Its chunks are forgotten in every tier of ${worker}. Those that other, stored prompts go on from stay.`, "forgotten"],
     }[action];
     await ask({
       title: `${words[0]} this prompt at ${worker}?`,

@@ -142,9 +142,11 @@ class Page:
         )
 
     def press(self, key):
-        for kind in ("rawKeyDown", "keyUp"):
-            codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key])
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        # A button takes Enter as a character.
+        down = {"type": "keyDown", "text": "\r"} if key == "Enter" else {"type": "rawKeyDown"}
+        for kind in (down, {"type": "keyUp"}):
+            self.call("Input.dispatchKeyEvent", key=key, code=key, windowsVirtualKeyCode=codes[key], **kind)
 
     def screenshot(self, path, *, full=False):
         """Writes the page as a PNG."""
