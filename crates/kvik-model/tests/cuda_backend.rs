@@ -72,7 +72,7 @@ fn tolerance(weights: WeightDtype, kv_dtype: Dtype) -> f32 {
     match (weights, kv_dtype) {
         (WeightDtype::F32, Dtype::F32) => 1e-5,
         (WeightDtype::F32 | WeightDtype::F16, Dtype::F32 | Dtype::F16) => 5e-3,
-        _ => 3e-2,
+        _ => 6e-2,
     }
 }
 
@@ -194,6 +194,36 @@ fn long_prompts_give_the_same_bits_whole_cut_and_beside_others() {
             let mut logits = Logits::default();
             backend.forward(&batch, &mut logits).unwrap();
             assert!(bits(logits.row(place)) == expected[699], "{kv_dtype} beside {n_others}");
+        }
+    }
+}
+
+/// Heads of these widths have kernels of their own for prompts.
+#[test]
+fn heads_of_64_and_128_give_the_same_bits_whole_and_cut() {
+    for (head_dim, n_kv_heads, kv_dtype) in
+        [(64, 4, Dtype::BF16), (128, 1, Dtype::BF16), (128, 4, Dtype::F16), (64, 2, Dtype::F16)]
+    {
+        let config = format!(
+            r#"{{"architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+                "num_attention_heads": 4, "num_key_value_heads": {n_kv_heads}, "head_dim": {head_dim}, "vocab_size": 1000,
+                "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "silu"}}"#
+        );
+        let config = ModelConfig::from_json(&config).unwrap();
+        let mut backend = CudaBackend::random(config, 7, &options(256, kv_dtype)).unwrap();
+        let prompt = tokens(1000, 1100, 2);
+        let expected = whole(&mut backend, &prompt);
+        assert!(expected.iter().flatten().all(|bits| f32::from_bits(*bits).is_finite()));
+        for n_rows in [1, 2, 5, 31, 64, 130, 257, 700] {
+            let table = blocks((0..69).map(|block| 100 + block * 5 % 69));
+            for first in (0..prompt.len()).step_by(n_rows) {
+                let last = prompt.len().min(first + n_rows);
+                let actual = forward_alone(&mut backend, &prompt[first..last], first, &table, last - first);
+                assert!(
+                    actual == expected[first..last],
+                    "{head_dim} {n_kv_heads} {kv_dtype}: {n_rows} rows from {first}"
+                );
+            }
         }
     }
 }

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use kvik_model::{BLOCK_TOKENS, Engine, EngineOptions, Model};
+use kvik_model::{BLOCK_TOKENS, BackendOptions, Engine, EngineOptions, Model};
 use kvik_node::{KEPT_BYTES, KvLog, LoggedChunks};
 use kvik_proto::client::{CoordinatorClient, HttpClient, TlsClientConfig, http_client};
 use kvik_proto::kv_stream::BlockGroup;
@@ -276,7 +276,12 @@ fn load_engine(config: &WorkerConfig) -> Result<(Model, Engine, Option<WorkerSto
     // Requests without a seed must differ from those of other workers and earlier lives.
     options.seed = random_seed();
     let engine = model.engine(&backend, options)?;
-    let store = WorkerStore::open(&config.store, &engine)?;
+    let mut store_config = config.store.clone();
+    if let BackendOptions::Cuda(cuda) = &backend {
+        // The copy engine reads and writes the store's memory by itself.
+        store_config.cuda_device = store_config.cuda_device.or(Some(cuda.ordinal));
+    }
+    let store = WorkerStore::open(&store_config, &engine)?;
     let space = store.as_ref().and_then(WorkerStore::space);
     Ok((model, engine, store, space))
 }

@@ -15,7 +15,11 @@ use super::ended::{EndedSequence, KvSink};
 use super::prefix::PrefixKv;
 use super::request::{EngineEvent, PreparedRequest};
 use super::sequence::Sequence;
-use crate::paging::{BLOCK_TOKENS, BlockChange, BlockId};
+use crate::forward::BlockImport;
+use crate::paging::{BLOCK_TOKENS, BlockChange};
+
+/// Blocks that are copied at a time: enough for a device's copy engine, few enough that little is lost where one is missing.
+const BLOCKS_AT_A_TIME: usize = 256;
 
 impl Engine {
     /// Sets what is offered the KV of ended sequences.
@@ -126,13 +130,32 @@ impl Engine {
 
     /// Copies what is there of a prefix; false if not all of it could be copied.
     fn load_blocks(&mut self, sequence: &mut Sequence, prefix: &dyn PrefixKv) -> bool {
-        for block_idx in sequence.loadable_blocks(prefix) {
-            let Some(block) = self.pool.allocate() else { return false };
-            if !self.load_block(prefix, block_idx, block) {
-                self.pool.release_block(block);
+        let block_idxs: Vec<usize> = sequence.loadable_blocks(prefix).collect();
+        let (n_layers, layer_bytes) = (self.backend.config().n_layers, self.backend.block_layer_bytes());
+        for group in block_idxs.chunks(BLOCKS_AT_A_TIME) {
+            let mut blocks = Vec::with_capacity(group.len());
+            let mut imports = Vec::with_capacity(group.len() * n_layers);
+            for &block_idx in group {
+                let bytes_of =
+                    |layer_idx| prefix.block(layer_idx, block_idx).filter(|bytes| bytes.len() == layer_bytes);
+                let Some(layers) = (0..n_layers).map(bytes_of).collect::<Option<Vec<&[u8]>>>() else { break };
+                let Some(block) = self.pool.allocate() else { break };
+                blocks.push(block);
+                let layers = layers.into_iter().enumerate();
+                imports.extend(layers.map(|(layer_idx, bytes)| BlockImport { layer_idx, block, bytes }));
+            }
+            if self.backend.import_blocks(&imports).is_err() {
+                // What they hold has no meaning.
+                blocks.into_iter().for_each(|block| self.pool.release_block(block));
                 return false;
             }
-            sequence.push_loaded(block_idx, block, &mut self.pool);
+            let is_whole = blocks.len() == group.len();
+            for (&block_idx, block) in group.iter().zip(blocks) {
+                sequence.push_loaded(block_idx, block, &mut self.pool);
+            }
+            if !is_whole {
+                return false;
+            }
         }
         true
     }
@@ -158,14 +181,5 @@ impl Engine {
             let request = sequence.request;
             events.push(EngineEvent::Admitted { request, cached_tokens, loaded_tokens });
         }
-    }
-
-    /// Writes one block in all layers; false if one is missing or has the wrong size. The block has no
-    /// meaning then.
-    fn load_block(&mut self, prefix: &dyn PrefixKv, block_idx: usize, block: BlockId) -> bool {
-        (0..self.backend.config().n_layers).all(|layer_idx| {
-            let bytes = prefix.block(layer_idx, block_idx);
-            bytes.is_some_and(|bytes| self.backend.import_block(layer_idx, block, bytes).is_ok())
-        })
     }
 }

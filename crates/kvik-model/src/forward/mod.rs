@@ -88,6 +88,17 @@ pub struct LayerKv {
     pub values: Vec<u8>,
 }
 
+/// A block of one layer on its way in.
+#[derive(Debug, Clone, Copy)]
+pub struct BlockImport<'a> {
+    /// The layer.
+    pub layer_idx: usize,
+    /// The block that is written.
+    pub block: BlockId,
+    /// As [`Backend::export_block`] gave them.
+    pub bytes: &'a [u8],
+}
+
 /// Blocks that stay as they are until this is dropped.
 pub trait PinnedKv: Send + Sync + std::fmt::Debug {
     /// As [`Backend::export_block`], of the block at `block_idx` of those that are pinned.
@@ -221,6 +232,14 @@ pub trait Backend: Send + std::fmt::Debug {
     /// # Errors
     /// If there are not exactly [`Backend::block_layer_bytes`] bytes; nothing was written then.
     fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) -> Result<()>;
+
+    /// As [`Backend::import_block`] for many at a time.
+    ///
+    /// # Errors
+    /// As there; any of the blocks may have been written.
+    fn import_blocks(&mut self, imports: &[BlockImport<'_>]) -> Result<()> {
+        imports.iter().try_for_each(|import| self.import_block(import.layer_idx, import.block, import.bytes))
+    }
 }
 
 impl RowPositions<'_> {

@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvik_memory::vmm::Vmm;
-use kvik_memory::vmm::cuda::CudaVmm;
+use kvik_memory::vmm::cuda::{CopyPiece, CopyWay, CudaCopier, CudaVmm};
 use kvik_types::Dtype;
 
 use crate::checkpoint::{Checkpoint, WeightDtype};
@@ -29,7 +29,7 @@ use crate::kernels::RotaryTable;
 use crate::paging::{BLOCK_TOKENS, BlockId, BlockMemory, ElasticMemory, MemoryGroup};
 
 use super::checked::{check_sequences, plan_rows, spans_of};
-use super::{Backend, BestToken, KvSize, LayerKv, Logits, PinnedKv, SegmentPart, SequenceRows};
+use super::{Backend, BestToken, BlockImport, KvSize, LayerKv, Logits, PinnedKv, SegmentPart, SequenceRows};
 use activations::{Activations, BEST_BYTES};
 use device::{Buffer, Device};
 use kernels::{Kernels, SegmentArguments};
@@ -97,6 +97,8 @@ pub struct CudaBackend {
     /// Of rotary positions.
     frequencies: Option<Buffer>,
     kernels: Kernels,
+    /// Copies KV that comes in.
+    copier: CudaCopier,
     device: Arc<Device>,
 }
 
@@ -162,6 +164,8 @@ impl CudaBackend {
                 (Pages::on_pool(&device, &config, kv_dtype, memory.pool())?, Some(memory))
             }
         };
+        let copier =
+            CudaCopier::open(options.ordinal).map_err(|error| ModelError::Memory(Box::new(error)))?;
         device.synchronize()?;
         tracing::info!(
             device = device.ordinal(),
@@ -179,6 +183,7 @@ impl CudaBackend {
             activations,
             frequencies,
             kernels,
+            copier,
             device,
         })
     }
@@ -472,5 +477,27 @@ impl Backend for CudaBackend {
             return Err(ModelError::request("block", value, format!("{expected} bytes")));
         }
         self.pages.write_block(layer_idx, block, bytes)
+    }
+
+    fn import_blocks(&mut self, imports: &[BlockImport<'_>]) -> Result<()> {
+        let expected = self.block_layer_bytes();
+        if let Some(import) = imports.iter().find(|import| import.bytes.len() != expected) {
+            let value = format!("{} bytes long", import.bytes.len());
+            return Err(ModelError::request("block", value, format!("{expected} bytes")));
+        }
+        let pieces: Vec<CopyPiece> = imports
+            .iter()
+            .map(|import| CopyPiece {
+                target: self.pages.block_address(import.layer_idx, import.block),
+                source: import.bytes.as_ptr().expose_provenance() as u64,
+                n_bytes: expected,
+            })
+            .collect();
+        let is_registered = imports.iter().all(|import| self.device.reaches(import.bytes));
+        let way = if is_registered { CopyWay::Batch } else { CopyWay::Single };
+        // What was queued may read the blocks' former contents.
+        self.device.synchronize()?;
+        // SAFETY: the sources are borrowed and the targets are blocks that the caller alone holds, until this returns.
+        unsafe { self.copier.copy(&pieces, way, None) }.map_err(|error| ModelError::Memory(Box::new(error)))
     }
 }

@@ -126,6 +126,11 @@ impl Pages {
         self.memory.layers[layer_idx]
     }
 
+    /// Where a block of a layer lies.
+    pub(super) fn block_address(&self, layer_idx: usize, block: BlockId) -> u64 {
+        self.memory.address(layer_idx, block)
+    }
+
     pub(super) fn pin(&self, blocks: &[BlockId]) -> PinnedBlocks {
         PinnedBlocks { memory: Arc::clone(&self.memory), blocks: blocks.to_vec() }
     }

@@ -185,6 +185,21 @@ impl Device {
         })
     }
 
+    /// Whether the copy engine reaches memory of the host by itself, because it is registered with the driver.
+    pub(in super::super) fn reaches(&self, bytes: &[u8]) -> bool {
+        let mut kind = 0_u32;
+        let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+        // SAFETY: the kind goes to a local of its size; the driver only looks the address up.
+        let asked = unsafe {
+            sys::cuPointerGetAttribute(
+                (&raw mut kind).cast(),
+                attribute,
+                bytes.as_ptr().expose_provenance() as sys::CUdeviceptr,
+            )
+        };
+        asked == sys::CUresult::CUDA_SUCCESS && kind == sys::CUmemorytype::CU_MEMORYTYPE_HOST as u32
+    }
+
     /// Queues a copy inside of the device's memory.
     ///
     /// The caller guarantees that both ranges are live memory of the device and do not overlap.
