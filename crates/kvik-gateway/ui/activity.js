@@ -23,6 +23,7 @@ const BY_TIER = {
   evicted_chunks: (tier, amount) => `evicted ${plural(amount, "chunk", "chunks")} from ${tier}`,
 };
 const PLAIN = {
+  evicted_blocks: ["engine", (amount) => `evicted ${plural(amount, "block", "blocks")} from the engine`],
   moved_out: ["move", (amount) => `sent ${plural(amount, "running request", "running requests")} to another worker`],
   moved_in: ["move", (amount) => `took over ${plural(amount, "running request", "running requests")}`],
   preemptions: ["bad", (amount) => `put back ${plural(amount, "sequence", "sequences")} for lack of KV blocks`],

@@ -43,6 +43,7 @@ function flows(worker) {
   for (const [tier, value] of byTier(rates.read_bytes)) if (value > 0) found.push([tier, `read ${tierName(tier)} ${bytes(value)}/s`]);
   for (const [tier, value] of byTier(rates.written_bytes)) if (value > 0) found.push([tier, `write ${tierName(tier)} ${bytes(value)}/s`]);
   for (const [tier, value] of byTier(rates.evicted_chunks)) if (value > 0) found.push([tier, `evict ${tierName(tier)} ${count(value)}/s`]);
+  if (rates.evicted_blocks > 0) found.push(["engine", `evict engine ${count(rates.evicted_blocks)} blocks/s`]);
   if (rates.moved_out > 0) found.push(["peer", "moves away"]);
   if (rates.moved_in > 0) found.push(["peer", "takes over"]);
   return found;
@@ -53,7 +54,7 @@ function card(id) {
   const badge = h("span", { class: "state" });
   const role = h("span", { class: "role" });
   const model = h("p", { class: "model" });
-  const kv = bar("KV blocks held", "engine");
+  const kv = bar("KV blocks in the engine", "engine");
   const kvText = h("span", { class: "amount" });
   const tiers = new Map();
   const tierList = h("div", { class: "tiers" }, h("div", { class: "tier" }, h("span", { class: "name" }, "engine"), kv.element, kvText));
@@ -81,9 +82,10 @@ function card(id) {
       setText(badge, worker.state);
       setText(role, worker.role === "both" ? "" : worker.role);
       setText(model, worker.models.join(", ") + (worker.kind === "engine" ? " · other engine" : ""));
-      kv.set(gauges?.kv_usage ?? 0);
-      const held = gauges ? Math.round(gauges.kv_usage * gauges.kv_blocks) : 0;
-      setText(kvText, !gauges ? "–" : gauges.kv_blocks > 0 ? `${count(held)} of ${count(gauges.kv_blocks)} blocks` : percent(gauges.kv_usage));
+      // Other engines tell only what running sequences hold.
+      const tellsBlocks = gauges?.kv_blocks > 0;
+      kv.set(tellsBlocks ? gauges.kv_blocks_cached / gauges.kv_blocks : (gauges?.kv_usage ?? 0));
+      setText(kvText, !gauges ? "–" : tellsBlocks ? `${count(gauges.kv_blocks_cached)} of ${count(gauges.kv_blocks)} blocks` : `${percent(gauges.kv_usage)} held`);
       for (const [tier, tierGauges] of byTier(gauges?.tiers)) {
         if (!tiers.has(tier)) {
           tiers.set(tier, tierRow(tier));
@@ -167,7 +169,7 @@ export function fleetView() {
     const prompts = minute.reduce((total, point) => total + point.prompt_tokens, 0);
     const cached = minute.reduce((total, point) => total + sum(point.cached_tokens), 0);
     setText(tiles.hits.value, prompts > 0 ? percent(cached / prompts) : "–");
-    setText(tiles.hits.note, prompts > 0 ? `of ${count(prompts)} prompt tokens` : "no prompt lately");
+    setText(tiles.hits.note, prompts > 0 ? `of ${count(prompts)} tokens` : "no prompt lately");
     const waiting = workers.reduce((total, worker) => total + (worker.gauges?.waiting ?? 0), 0);
     setText(tiles.queue.value, count(gateway.queue_length + waiting));
     setText(tiles.queue.note, `${count(gateway.queue_length)} gateway, ${count(waiting)} workers`);

@@ -148,7 +148,7 @@ export function openWorker(id) {
     setText(rows["Share of the ring"].value, `weight ${count(worker.weight)}`);
     setText(rows["Sent by this gateway"].value, `${count(worker.outstanding_tokens)} tokens outstanding`);
     setText(rows["Prefill speed"].value, worker.prefill_tokens_per_s ? `${count(worker.prefill_tokens_per_s)} tokens/s` : "not measured lately");
-    setText(rows["KV blocks"].value, gauges ? `${percent(gauges.kv_usage)} of ${count(gauges.kv_blocks)} held${gauges.kv_blocks_limit > gauges.kv_blocks ? `, up to ${count(gauges.kv_blocks_limit)}` : ""}` : "–");
+    setText(rows["KV blocks"].value, gauges ? `${count(gauges.kv_blocks_cached)} of ${count(gauges.kv_blocks)} filled, ${percent(gauges.kv_usage)} held by running sequences${gauges.kv_blocks_limit > gauges.kv_blocks ? `, up to ${count(gauges.kv_blocks_limit)}` : ""}` : "–");
     setText(rows["Known to the index"].value, worker.index_blocks === null ? "nothing" : `${count(worker.index_blocks)} blocks${worker.is_unsure ? ", events are missing" : ""}`);
     setText(rows["Since its start"].value, totals ? `${count(totals.prompt_tokens)} prompt tokens, ${count(sum(totals.cached_tokens))} of them cached; ${count(totals.generated_tokens)} generated` : "–");
     tiers.replaceChildren(

@@ -25,6 +25,8 @@
 //! | `kvik_worker_resident_sequences` | gauge | ended sequences whose KV stays |
 //! | `kvik_worker_kv_blocks` | gauge | KV blocks that the worker has the memory of |
 //! | `kvik_worker_kv_blocks_limit` | gauge | the most that it could have; more where memory is shared |
+//! | `kvik_worker_kv_blocks_cached` | gauge | KV blocks that prompts can find, held by a sequence or not |
+//! | `kvik_worker_kv_blocks_evicted_total` | counter | of such blocks, those whose place was taken |
 //! | `kvik_worker_kv_blocks_given_back_total` | counter | blocks given back because other workers needed memory |
 //! | `kvik_worker_computed_tokens_total` | counter | token rows computed |
 //! | `kvik_worker_cached_tokens_total{tier}` | counter | prompt tokens whose KV was there: `engine`, `ram`, `nvme`, `peer`, `redis`, `object`, `lm`, `plugin` |
@@ -66,6 +68,8 @@ pub(crate) struct WorkerMetrics {
     residents: Gauge,
     kv_blocks: Gauge,
     kv_blocks_limit: Gauge,
+    kv_blocks_cached: Gauge,
+    kv_blocks_evicted: Counter,
     kv_blocks_given_back: Counter,
     computed_tokens: Counter,
     steps: Counter,
@@ -101,6 +105,8 @@ impl WorkerMetrics {
             residents: gauge!("kvik_worker_resident_sequences", &labels),
             kv_blocks: gauge!("kvik_worker_kv_blocks", &labels),
             kv_blocks_limit: gauge!("kvik_worker_kv_blocks_limit", &labels),
+            kv_blocks_cached: gauge!("kvik_worker_kv_blocks_cached", &labels),
+            kv_blocks_evicted: counter!("kvik_worker_kv_blocks_evicted_total", &labels),
             kv_blocks_given_back: counter!("kvik_worker_kv_blocks_given_back_total", &labels),
             computed_tokens: counter!("kvik_worker_computed_tokens_total", &labels),
             steps: counter!("kvik_worker_steps_total", &labels),
@@ -124,6 +130,8 @@ impl WorkerMetrics {
         self.residents.set(snapshot.n_residents as f64);
         self.kv_blocks.set(snapshot.pool.n_blocks as f64);
         self.kv_blocks_limit.set(snapshot.pool.limit_blocks as f64);
+        self.kv_blocks_cached.set(snapshot.pool.n_registered as f64);
+        self.kv_blocks_evicted.absolute(snapshot.pool.n_evicted);
         self.kv_blocks_given_back.absolute(snapshot.pool.n_given_back);
         self.prefix_hits.absolute(snapshot.stats.n_cached_tokens);
         self.generation_tokens.absolute(snapshot.stats.n_generated_tokens);

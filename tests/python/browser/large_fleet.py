@@ -28,6 +28,7 @@ def counts(number, tick):
         "read_bytes": {"nvme": 1e6 * tick},
         "written_bytes": {"ram": 2e6 * tick, "nvme": 1e6 * tick},
         "evicted_chunks": {"ram": 3.0 * tick},
+        "evicted_blocks": 5.0 * tick,
         "moved_out": float(tick // 10),
         "moved_in": float(tick // 10),
     }
@@ -49,7 +50,7 @@ def worker(number, tick):
         "prefill_tokens_per_s": 5000.0,
         "index_blocks": 10_000,
         "is_unsure": False,
-        "gauges": {"running": float(number % 9), "waiting": float(number % 3), "kv_usage": usage, "kv_blocks": 8192.0, "kv_blocks_limit": 8192.0, "tiers": {"ram": tier, "nvme": tier}},
+        "gauges": {"running": float(number % 9), "waiting": float(number % 3), "kv_usage": usage, "kv_blocks": 8192.0, "kv_blocks_limit": 8192.0, "kv_blocks_cached": usage * 8192.0, "tiers": {"ram": tier, "nvme": tier}},
         "rates": counts(number, 1),
         "totals": totals,
     }

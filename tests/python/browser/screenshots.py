@@ -6,6 +6,7 @@ Runs `kvik up` with some load. Needs Chromium, the packages of requirements.txt 
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -27,12 +28,12 @@ def load(gateway, ended):
         turn = 0
         while not ended.is_set():
             turn = turn % 8 + 1
-            prompt = f"Story {number}. " + "".join(STORY.format(day=day) for day in range(1, 4 * turn))
+            prompt = f"Story {number}. " + "".join(STORY.format(day=day) for day in range(1, 3 * turn))
             body = {"model": "kvik-tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0, "stream": True}
             ask(gateway, "/v1/completions", body)
-            ended.wait(0.4)
+            ended.wait(1.2)
 
-    threads = [threading.Thread(target=converse, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=converse, args=(number,)) for number in range(9)]
     for thread in threads:
         thread.start()
     return threads
@@ -48,8 +49,13 @@ def save(page, name):
 
 def main():
     seconds = int(sys.argv[1]) if len(sys.argv) > 1 else 120
-    with Chromium() as browser, up(binary(), "--workers", "3") as (gateway, _):
-        page = browser.open(f"{gateway}/ui/#fleet", width=1280, height=800)
+    folder = tempfile.TemporaryDirectory(prefix="kvik-screenshots-")
+    config = Path(folder.name) / "kvik.yaml"
+    # Little memory, so that every tier has something to do.
+    config.write_text("worker:\n  kv_blocks: 144\n")
+    tiers = ("--config", str(config), "--ram", "96MiB", "--nvme", f"{folder.name}/nvme:600MiB")
+    with folder, Chromium() as browser, up(binary(), "--workers", "3", *tiers) as (gateway, _):
+        page = browser.open(f"{gateway}/ui/#fleet", width=1400, height=800)
         page.until("the stream lives", LIVE)
         page.until("all workers are ready", "document.querySelectorAll('.card[data-state=ready]').length === 3")
         ended = threading.Event()
@@ -68,7 +74,7 @@ def main():
             ended.set()
             for thread in threads:
                 thread.join()
-        dark = browser.open(f"{gateway}/ui/#playground", width=1280, height=800, scheme="dark")
+        dark = browser.open(f"{gateway}/ui/#playground", width=1400, height=800, scheme="dark")
         dark.until("the model is known", "document.querySelector('.playground select')?.options.length > 0")
         press_button(dark, "A long sample")
         for _ in range(2):

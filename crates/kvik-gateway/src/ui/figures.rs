@@ -22,6 +22,8 @@ pub(super) struct Gauges {
     pub(super) kv_blocks: f64,
     /// The most that it could have.
     pub(super) kv_blocks_limit: f64,
+    /// KV blocks that prompts can find, held by a sequence or not; 0 where the worker does not say.
+    pub(super) kv_blocks_cached: f64,
     /// The tiers of its store.
     pub(super) tiers: BTreeMap<String, TierGauges>,
 }
@@ -56,6 +58,8 @@ pub(super) struct Counts {
     pub(super) written_bytes: ByName,
     /// Chunks evicted, by tier.
     pub(super) evicted_chunks: ByName,
+    /// Blocks evicted from the engine.
+    pub(super) evicted_blocks: f64,
     /// Requests that went to another worker.
     pub(super) moved_out: f64,
     /// Requests that came from another worker.
@@ -118,6 +122,7 @@ impl WorkerFigures {
             "vllm:num_requests_waiting" => gauges.waiting += value,
             "vllm:kv_cache_usage_perc" => gauges.kv_usage = gauges.kv_usage.max(value),
             "kvik_worker_kv_blocks" => gauges.kv_blocks += value,
+            "kvik_worker_kv_blocks_cached" => gauges.kv_blocks_cached += value,
             "kvik_worker_kv_blocks_limit" => gauges.kv_blocks_limit += value,
             "kvik_store_tier_up" => gauges.tier(sample).is_up = value > 0.0,
             "kvik_store_tier_chunks" => gauges.tier(sample).chunks = value,
@@ -129,6 +134,7 @@ impl WorkerFigures {
             "vllm:generation_tokens_total" => counts.generated_tokens += value,
             "vllm:request_success_total" => counts.ended_outputs += value,
             "vllm:num_preemptions_total" => counts.preemptions += value,
+            "kvik_worker_kv_blocks_evicted_total" => counts.evicted_blocks += value,
             "kvik_store_stored_bytes_total" => {
                 *counts.written_bytes.entry("ram".to_owned()).or_default() += value;
             }
@@ -238,6 +244,7 @@ impl Counts {
             read_bytes: by_name(&self.read_bytes, &other.read_bytes),
             written_bytes: by_name(&self.written_bytes, &other.written_bytes),
             evicted_chunks: by_name(&self.evicted_chunks, &other.evicted_chunks),
+            evicted_blocks: join(self.evicted_blocks, other.evicted_blocks),
             moved_out: join(self.moved_out, other.moved_out),
             moved_in: join(self.moved_in, other.moved_in),
         }

@@ -3,7 +3,7 @@
 use kvik_indexer::feed::{FeedBatch, Naming};
 use kvik_indexer::{IndexConfig, Indexer, is_same_worker};
 use kvik_proto::events::{BlocksStored, EngineHash, KvEvent, Medium};
-use kvik_proto::index::{ScoreRequest, ScoreResponse};
+use kvik_proto::index::{HeldRun, PromptHoldersRequest, ScoreRequest, ScoreResponse};
 use kvik_types::BlockHash;
 
 use crate::engine::{MODEL, open, prompt, start};
@@ -66,6 +66,47 @@ async fn each_scorer_counts_what_its_rule_says() {
         }
         assert_eq!(answer.best.as_deref(), Some(best), "{scorer}");
     }
+}
+
+#[tokio::test]
+async fn every_run_of_a_prompt_is_found_with_its_fastest_tier_also_behind_holes() {
+    let (indexer, tokens) = index(&[
+        ("whole", &[(Medium::Gpu, &[0, 1, 2, 3, 4, 5, 6, 7])]),
+        ("holes", &[(Medium::Gpu, &[0, 2, 3]), (Medium::Cpu, &[3, 4]), (Medium::Disk, &[7])]),
+        ("nothing", &[]),
+    ])
+    .await;
+    // The same worker's store, which names blocks of twice the length in a book of its own.
+    let root = BlockHash([7; 16]);
+    let keys: kvik_indexer::keys::Keys = format!("kvik:{root}:32").parse().unwrap();
+    let mut chunks = Vec::new();
+    keys.extend(&tokens, &mut chunks);
+    let feed = open(&indexer, "holes", Naming::Kvik { root, block_tokens: 32 }).await;
+    let hashes = vec![EngineHash(chunks[0].0)];
+    let event = KvEvent::Stored(BlocksStored { hashes, medium: Medium::Cpu, ..BlocksStored::default() });
+    let batch =
+        FeedBatch { epoch: Some(1), sequence: 0, replayed: false, published_s: 0.0, events: vec![event] };
+    feed.apply(batch).await.unwrap();
+
+    let with_tail: Vec<u32> = tokens.iter().copied().chain([1, 2, 3]).collect();
+    let request = PromptHoldersRequest {
+        model: MODEL.to_owned(),
+        token_ids: Some(with_tail.clone()),
+        ..PromptHoldersRequest::default()
+    };
+    let answer = indexer.prompt_holders(request.clone()).await.unwrap();
+    assert!(answer.is_complete);
+    assert_eq!((answer.block_tokens, &answer.token_ids), (16, &with_tail));
+    let run = |first_token, tokens, tier: &str| HeldRun { first_token, tokens, tier: tier.to_owned() };
+    assert_eq!(answer.workers["whole"], [run(0, 128, "gpu")]);
+    let holes =
+        [run(0, 16, "gpu"), run(16, 16, "cpu"), run(32, 32, "gpu"), run(64, 16, "cpu"), run(112, 16, "disk")];
+    assert_eq!(answer.workers["holes"], holes);
+    assert_eq!(answer.workers.len(), 2);
+    let salted = PromptHoldersRequest { cache_salt: Some("s".to_owned()), ..request.clone() };
+    assert!(indexer.prompt_holders(salted).await.unwrap().workers.is_empty());
+    let both = PromptHoldersRequest { prompt: Some("text".to_owned()), ..request };
+    assert!(indexer.prompt_holders(both).await.unwrap_err().to_string().contains("`prompt`"));
 }
 
 #[tokio::test]

@@ -153,6 +153,8 @@ async fn metrics_have_the_names_that_dashboards_know() {
         "vllm:request_decode_time_seconds_count{model_name=\"kvik-tiny\",engine=\"measured\"} 1",
         "kvik_worker_kv_blocks{model_name=\"kvik-tiny\",engine=\"measured\"} 1024",
         "kvik_worker_kv_blocks_limit{model_name=\"kvik-tiny\",engine=\"measured\"} 1024",
+        "kvik_worker_kv_blocks_cached{model_name=\"kvik-tiny\",engine=\"measured\"} ",
+        "kvik_worker_kv_blocks_evicted_total{model_name=\"kvik-tiny\",engine=\"measured\"} 0",
         "kvik_worker_kv_blocks_given_back_total{model_name=\"kvik-tiny\",engine=\"measured\"} 0",
         "kvik_worker_refused_total{model_name=\"kvik-tiny\",engine=\"measured\",status=\"400\"} 1",
     ] {

@@ -9,6 +9,7 @@ mod errors;
 mod kv;
 mod kv_events;
 mod lifecycle;
+mod memory;
 mod moves;
 mod planner;
 mod registration;
