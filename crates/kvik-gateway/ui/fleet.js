@@ -76,7 +76,8 @@ function card(id) {
   return {
     element,
     goneAt: 0,
-    set(worker) {
+    /** Shows a worker; `isBrief` leaves out what cards of a large fleet do not show. */
+    set(worker, isBrief) {
       const { gauges } = worker;
       element.dataset.state = worker.state;
       setText(badge, worker.state);
@@ -86,6 +87,8 @@ function card(id) {
       const tellsBlocks = gauges?.kv_blocks > 0;
       kv.set(tellsBlocks ? gauges.kv_blocks_cached / gauges.kv_blocks : (gauges?.kv_usage ?? 0));
       setText(kvText, !gauges ? "–" : tellsBlocks ? `${count(gauges.kv_blocks_cached)} of ${count(gauges.kv_blocks)} blocks` : `${percent(gauges.kv_usage)} held`);
+      setText(load, gauges ? `${count(gauges.running)} running · ${count(gauges.waiting)} waiting` : "no figures");
+      if (isBrief) return;
       for (const [tier, tierGauges] of byTier(gauges?.tiers)) {
         if (!tiers.has(tier)) {
           tiers.set(tier, tierRow(tier));
@@ -93,7 +96,6 @@ function card(id) {
         }
         tiers.get(tier).set(tierGauges);
       }
-      setText(load, gauges ? `${count(gauges.running)} running · ${count(gauges.waiting)} waiting` : "no figures");
       setText(known, worker.index_blocks === null ? "" : ` · ${count(worker.index_blocks)} blocks known`);
       const now = worker.rates;
       if (now) {
@@ -189,7 +191,7 @@ export function fleetView() {
       }
       const each = cards.get(worker.id);
       each.goneAt = 0;
-      each.set(worker);
+      each.set(worker, workers.length > MANY);
     }
     for (const [id, each] of cards) {
       if (present.has(id)) continue;

