@@ -47,6 +47,10 @@ const MAX_THREADS: u64 = 1024;
     disable_help_subcommand = true
 )]
 pub(crate) struct Cli {
+    /// With --version: also print commit, target, profile, compiler and features of the build
+    #[arg(long, requires = "version")]
+    pub(crate) verbose: bool,
+
     #[command(subcommand)]
     pub(crate) command: Command,
 }
@@ -88,6 +92,39 @@ pub(crate) enum Command {
     /// Share the elastic memory of this machine
     #[command(subcommand)]
     Memory(MemoryCommand),
+    /// Print a script that completes command lines in a shell
+    Completions(CompletionsArguments),
+    /// Write manual pages
+    Man(ManArguments),
+}
+
+/// `kvik completions bash > /usr/share/bash-completion/completions/kvik`, or where your shell looks for them.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct CompletionsArguments {
+    /// The shell
+    #[arg(value_name = "SHELL")]
+    pub(crate) shell: clap_complete::Shell,
+
+    /// The program whose command lines are completed
+    #[arg(long, value_name = "PROGRAM", value_enum, default_value_t = Program::Kvik)]
+    pub(crate) program: Program,
+}
+
+/// The programs of this package.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Program {
+    Kvik,
+    Kvctl,
+}
+
+/// A page for each command of kvik and kvctl, such as `kvik-gateway.1`; `man -l FILE` shows one.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct ManArguments {
+    /// Folder to write to; it is made if it is missing
+    #[arg(value_name = "DIR")]
+    pub(crate) folder: PathBuf,
 }
 
 /// What is replayed.

@@ -20,6 +20,7 @@ use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::Parser;
+use clap::error::ErrorKind;
 use kvik_bench::eval::EvalError;
 use kvik_bench::sim::TraceError;
 use kvik_coordinator::CoordinatorError;
@@ -46,7 +47,12 @@ mod exit {
 }
 
 fn main() -> ExitCode {
-    match run(&Cli::parse()) {
+    let done = match Cli::try_parse() {
+        Ok(cli) => run(&cli),
+        Err(error) if is_verbose_version(&error) => commands::version::run(),
+        Err(error) => error.exit(),
+    };
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) if is_closed_output(&error) => ExitCode::SUCCESS,
         Err(error) => {
@@ -56,6 +62,12 @@ fn main() -> ExitCode {
             ExitCode::from(exit_code(&error))
         }
     }
+}
+
+/// Whether the command line asks for the version with all that belongs to it. The parser ends at `--version`, whatever
+/// else there is.
+fn is_verbose_version(error: &clap::Error) -> bool {
+    error.kind() == ErrorKind::DisplayVersion && std::env::args_os().any(|argument| argument == "--verbose")
 }
 
 fn run(cli: &Cli) -> anyhow::Result<()> {
@@ -88,6 +100,8 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Sim(arguments) => commands::sim::run(arguments),
         Command::Top(arguments) => commands::top::run(arguments),
         Command::Memory(MemoryCommand::Serve(arguments)) => commands::memory::serve(arguments),
+        Command::Completions(arguments) => commands::completions::run(arguments),
+        Command::Man(arguments) => commands::man::run(arguments),
         Command::Store(StoreCommand::Serve(arguments)) => commands::store::serve(arguments),
         Command::Store(StoreCommand::Format(arguments)) => commands::store::format(arguments),
     }

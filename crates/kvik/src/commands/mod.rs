@@ -1,10 +1,12 @@
 //! One file a verb, and what the verbs share: how a model is opened and how its engine is sized.
 
 pub(crate) mod bench;
+pub(crate) mod completions;
 pub(crate) mod config;
 pub(crate) mod demo;
 pub(crate) mod eval;
 pub(crate) mod generate;
+pub(crate) mod man;
 pub(crate) mod memory;
 pub(crate) mod models;
 pub(crate) mod roles;
@@ -13,6 +15,7 @@ pub(crate) mod sim;
 pub(crate) mod store;
 pub(crate) mod top;
 pub(crate) mod up;
+pub(crate) mod version;
 
 use std::io::{self, Write};
 use std::path::Path;

@@ -66,6 +66,11 @@ trait Answer: Serialize {
     }
 }
 
+/// The command line of `kvctl`, for what describes it.
+pub fn command() -> clap::Command {
+    Cli::command()
+}
+
 /// Runs `kvctl` with the arguments of the process.
 pub fn main() -> ExitCode {
     let cli = Cli::parse();

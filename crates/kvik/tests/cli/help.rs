@@ -81,7 +81,7 @@ fn help_of_bench_routing_states_every_default_and_unit() {
 fn without_a_command_the_help_is_printed_as_an_error() {
     let answer = run::<&str>([]);
     assert_eq!((answer.exit_code, answer.stdout.as_str()), (Some(2), ""));
-    assert!(answer.stderr.contains("Usage: kvik <COMMAND>"), "{answer:?}");
+    assert!(answer.stderr.contains("Usage: kvik [OPTIONS] <COMMAND>"), "{answer:?}");
 }
 
 #[test]

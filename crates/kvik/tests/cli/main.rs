@@ -12,6 +12,7 @@ mod bench_memory;
 mod bench_moving;
 mod configuration;
 mod demo;
+mod documents;
 mod eval;
 mod generate;
 mod help;
