@@ -16,8 +16,8 @@ use miniz_oxide::deflate::core::{
     CompressionStrategy, CompressorOxide, TDEFLFlush, TDEFLStatus, compress_to_output,
 };
 
-const WEIGHTS: &str = "../../models/kvik-tiny/model.safetensors";
-const TOKENIZER: &str = "../../models/kvik-tiny/tokenizer.json";
+const WEIGHTS: &str = "bundled/model.safetensors";
+const TOKENIZER: &str = "bundled/tokenizer.json";
 
 /// Of 1 to 10: beyond it the result hardly gets smaller.
 const LEVEL: u8 = 6;

@@ -7,10 +7,9 @@ use crate::error::{ModelError, Result};
 /// Name of the bundled model.
 pub(crate) const NAME: &str = "kvik-tiny";
 
-pub(crate) const CONFIG: &str = include_str!("../../../models/kvik-tiny/config.json");
-pub(crate) const GENERATION_CONFIG: &[u8] =
-    include_bytes!("../../../models/kvik-tiny/generation_config.json");
-pub(crate) const TOKENIZER_CONFIG: &[u8] = include_bytes!("../../../models/kvik-tiny/tokenizer_config.json");
+pub(crate) const CONFIG: &str = include_str!("../bundled/config.json");
+pub(crate) const GENERATION_CONFIG: &[u8] = include_bytes!("../bundled/generation_config.json");
+pub(crate) const TOKENIZER_CONFIG: &[u8] = include_bytes!("../bundled/tokenizer_config.json");
 
 /// `tokenizer.json` as the build script deflates it.
 const DEFLATED_TOKENIZER: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/tokenizer.deflated"));
