@@ -2,7 +2,7 @@
 //!
 //! The unit of a time is part of its field's name.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kvik_index::ring::MAX_VIRTUAL_NODES;
@@ -14,6 +14,9 @@ use kvik_runtime::trust::TrustSettings;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{CoordinatorError, Result};
+
+/// The longest time that a lead is kept for a leader that is not heard of.
+pub(crate) const MAX_LEASE_DURATION_S: u64 = 60;
 
 /// Everything that can be configured.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -78,10 +81,12 @@ pub struct RebalanceConfig {
 #[serde(default, deny_unknown_fields)]
 pub struct StateConfig {
     /// `embedded`: in the memory of the only coordinator. `etcd`: in etcd, for any number of
-    /// coordinators of which one leads. Default: `embedded`.
+    /// coordinators of which one leads. `kubernetes`: the same, in a Lease and two `ConfigMaps`. Default: `embedded`.
     pub backend: StateBackendKind,
     /// The etcd, for the backend `etcd`.
     pub etcd: EtcdConfig,
+    /// The API server, for the backend `kubernetes`.
+    pub kubernetes: KubernetesStateConfig,
 }
 
 /// A kind of state backend.
@@ -93,6 +98,8 @@ pub enum StateBackendKind {
     Embedded,
     /// In etcd.
     Etcd,
+    /// In the API server of Kubernetes.
+    Kubernetes,
 }
 
 /// An etcd cluster.
@@ -111,6 +118,27 @@ pub struct EtcdConfig {
     pub username: Option<String>,
     /// File with the user's password, less a line break at its end. Default: none.
     pub password_file: Option<PathBuf>,
+}
+
+/// The API server of a Kubernetes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct KubernetesStateConfig {
+    /// The API server. Default: `https://kubernetes.default.svc`.
+    pub api: String,
+    /// The namespace of the objects. Default: none, that of the pod.
+    pub namespace: Option<String>,
+    /// Name of the Lease, and what the names of the `ConfigMaps` begin with; coordinators of one system share it.
+    /// Default: `kvik-coordinator`.
+    pub name: String,
+    /// Time after which a leader that does not renew its Lease has lost the lead, 3 to 60. Default: 6 s.
+    pub lease_duration_s: u64,
+    /// File with the token that is shown to the API server, read anew for each call. Default: the pod's own.
+    pub token_file: PathBuf,
+    /// File with the authorities that sign the API server's certificate. Default: the pod's own.
+    pub ca_file: PathBuf,
+    /// File with the namespace of the pod. Default: the pod's own.
+    pub namespace_file: PathBuf,
 }
 
 // === impl defaults ===
@@ -155,6 +183,21 @@ impl Default for EtcdConfig {
     }
 }
 
+impl Default for KubernetesStateConfig {
+    fn default() -> Self {
+        let account = Path::new("/var/run/secrets/kubernetes.io/serviceaccount");
+        Self {
+            api: "https://kubernetes.default.svc".to_owned(),
+            namespace: None,
+            name: "kvik-coordinator".to_owned(),
+            lease_duration_s: 6,
+            token_file: account.join("token"),
+            ca_file: account.join("ca.crt"),
+            namespace_file: account.join("namespace"),
+        }
+    }
+}
+
 // === impl CoordinatorConfig ===
 
 impl CoordinatorConfig {
@@ -184,10 +227,11 @@ impl CoordinatorConfig {
         check((0.0..=100.0).contains(&factor), "ring.load_factor", &factor, "0 to 100")?;
         self.rebalance.validate()?;
         check(self.peer_tls.is_paired(), "peer_tls", &"only one of `certificate` and `key`", "both or none")?;
-        if self.state.backend == StateBackendKind::Etcd {
-            self.state.etcd.validate()?;
+        match self.state.backend {
+            StateBackendKind::Embedded => Ok(()),
+            StateBackendKind::Etcd => self.state.etcd.validate(),
+            StateBackendKind::Kubernetes => self.state.kubernetes.validate(),
         }
-        Ok(())
     }
 
     /// What it says about trust.
@@ -249,6 +293,30 @@ impl EtcdConfig {
         let ttl = self.session_ttl_s;
         check((2..=60).contains(&ttl), "state.etcd.session_ttl_s", &ttl, "2 to 60")
     }
+}
+
+impl KubernetesStateConfig {
+    fn validate(&self) -> Result<()> {
+        let allowed = "http://host:port or https://host:port";
+        check(is_base_address(&self.api), "state.kubernetes.api", &redacted_url(&self.api), allowed)?;
+        // They become part of paths.
+        let allowed = "small letters, digits and hyphens, 1 to 50";
+        let namespace = self.namespace.as_deref().unwrap_or("default");
+        check(is_label(namespace), "state.kubernetes.namespace", &namespace, allowed)?;
+        check(is_label(&self.name), "state.kubernetes.name", &self.name, allowed)?;
+        let duration = self.lease_duration_s;
+        let fits = (3..=MAX_LEASE_DURATION_S).contains(&duration);
+        check(fits, "state.kubernetes.lease_duration_s", &duration, "3 to 60")
+    }
+}
+
+/// Says whether `name` can name an object of Kubernetes, with room for more at its end.
+fn is_label(name: &str) -> bool {
+    let is_plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    (1..=50).contains(&name.len())
+        && name.bytes().all(is_plain)
+        && !name.starts_with('-')
+        && !name.ends_with('-')
 }
 
 /// Says whether `address` is `http://host:port` or the same with TLS, without a path.
@@ -314,6 +382,30 @@ mod tests {
         assert!(message(|config| config.state.etcd.username = Some("kvik".into())).contains("both or none"));
         assert!(message(|config| config.advertise = Some("host:1/path".into())).contains("`advertise`"));
         assert!(message(|config| config.peer_tls.key = Some("key.pem".into())).contains("both or none"));
+    }
+
+    #[test]
+    fn a_bad_value_of_kubernetes_is_refused_only_where_it_is_used() {
+        let message = |change: fn(&mut KubernetesStateConfig)| {
+            let mut config = CoordinatorConfig::default();
+            change(&mut config.state.kubernetes);
+            config.validate().unwrap();
+            config.state.backend = StateBackendKind::Kubernetes;
+            config.validate().unwrap_err().to_string()
+        };
+        assert_eq!(
+            message(|config| config.lease_duration_s = 2),
+            "`state.kubernetes.lease_duration_s` is 2; allowed: 3 to 60"
+        );
+        assert!(message(|config| config.lease_duration_s = 61).contains("is 61;"));
+        assert!(
+            message(|config| config.name = "a/../b".into()).starts_with("`state.kubernetes.name` is a/../b;")
+        );
+        assert!(
+            message(|config| config.namespace = Some(String::new())).contains("`state.kubernetes.namespace`")
+        );
+        let login = message(|config| config.api = "https://u:canary@h".into());
+        assert!(login.starts_with("`state.kubernetes.api` is https://(hidden)@h; allowed: "), "{login}");
     }
 
     #[test]

@@ -26,7 +26,7 @@ pub enum CoordinatorError {
     /// The TLS towards other coordinators or etcd cannot be used.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// The file with etcd's password cannot be read.
+    /// The file with etcd's password, or with the pod's namespace, cannot be read.
     #[error("read {}: {source}", path.display())]
     Io {
         /// The file.

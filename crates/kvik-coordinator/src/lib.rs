@@ -4,7 +4,7 @@
 //! themselves, so a coordinator that is away stops no request. Parts:
 //!
 //! * `membership`: the members, workers and store daemons apart, as a state machine; the time is an argument;
-//! * `state`: the current leader and what the next one must know, in memory or in etcd;
+//! * `state`: the current leader and what the next one must know, in memory, in etcd or in Kubernetes;
 //! * `election`, `leader`, `mirror`: the tasks that keep the lead, own the membership while it is
 //!   held, and follow another leader while it is not;
 //! * `publish`: the snapshot held, with its ring; `api`: the calls;
@@ -59,14 +59,16 @@ use kvik_runtime::tls::TlsClientPem;
 use kvik_runtime::trust::Trust;
 use tokio::sync::{mpsc, watch};
 
-pub use config::{CoordinatorConfig, EtcdConfig, RebalanceConfig, StateBackendKind, StateConfig};
+pub use config::{
+    CoordinatorConfig, EtcdConfig, KubernetesStateConfig, RebalanceConfig, StateBackendKind, StateConfig,
+};
 pub use error::{CoordinatorError, Result};
 
 use crate::api::Api;
 use crate::leader::{Leader, Settings};
 use crate::publish::Publisher;
 use crate::rebalance::{BalanceSettings, Rebalancer};
-use crate::state::{EmbeddedState, EtcdState, Role, StateBackend};
+use crate::state::{EmbeddedState, EtcdState, KubernetesState, Role, StateBackend};
 
 /// Calls that wait for the leader's task; more wait in their connections.
 const MAX_WAITING_COMMANDS: usize = 1024;
@@ -90,7 +92,7 @@ impl Coordinator {
     ///
     /// # Errors
     /// If the configuration is not valid, a file of it cannot be used, or the address cannot be
-    /// listened on. An etcd that cannot be reached is no error: the coordinator goes on trying.
+    /// listened on. An etcd or API server that cannot be reached is no error: the coordinator goes on trying.
     pub fn start(
         config: CoordinatorConfig,
         shutdown: &Shutdown,
@@ -122,6 +124,10 @@ impl Coordinator {
             }
             StateBackendKind::Etcd => {
                 let backend = EtcdState::new(http.clone(), &config.state.etcd, base.clone())?;
+                spawn(backend, &config, http, &trust, shutdown)
+            }
+            StateBackendKind::Kubernetes => {
+                let backend = KubernetesState::new(&config.state.kubernetes, base.clone())?;
                 spawn(backend, &config, http, &trust, shutdown)
             }
         };

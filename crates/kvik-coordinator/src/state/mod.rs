@@ -7,6 +7,8 @@
 
 mod embedded;
 mod etcd;
+mod kubernetes;
+mod record;
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -15,6 +17,7 @@ use tokio::time::Instant;
 
 pub(crate) use embedded::EmbeddedState;
 pub(crate) use etcd::EtcdState;
+pub(crate) use kubernetes::KubernetesState;
 
 use crate::membership::{Change, MemberInfo, Record};
 

@@ -4,8 +4,12 @@
 
 mod api_server;
 mod engine;
+#[cfg(feature = "kubernetes-tests")]
+#[path = "../../../../tests/support/etcd.rs"]
+mod etcd;
 mod hostile;
 #[cfg(feature = "kubernetes-tests")]
+#[path = "../../../../tests/support/kube_server.rs"]
 mod kube_server;
 mod kubernetes;
 #[cfg(feature = "kubernetes-tests")]
@@ -16,4 +20,7 @@ mod peer;
 #[cfg(feature = "kubernetes-tests")]
 #[path = "../../../../tests/support/poll.rs"]
 mod poll;
+#[cfg(feature = "kubernetes-tests")]
+#[path = "../../../../tests/support/port.rs"]
+mod port;
 mod support;

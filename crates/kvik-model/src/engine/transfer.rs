@@ -146,7 +146,9 @@ impl Engine {
             }
             if self.backend.import_blocks(&imports).is_err() {
                 // What they hold has no meaning.
-                blocks.into_iter().for_each(|block| self.pool.release_block(block));
+                for block in blocks {
+                    self.pool.release_block(block);
+                }
                 return false;
             }
             let is_whole = blocks.len() == group.len();

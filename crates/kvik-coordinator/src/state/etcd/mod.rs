@@ -18,15 +18,14 @@
 
 mod api;
 
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use kvik_proto::client::HttpClient;
-use kvik_proto::coordinator::WorkerState;
 use parking_lot::Mutex;
-use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use self::api::{Credentials, EtcdApi};
+use super::record::{StoredRecord, unix_ms};
 use super::{Role, StateBackend, StateError};
 use crate::config::EtcdConfig;
 use crate::error::{CoordinatorError, Result};
@@ -69,17 +68,6 @@ struct Lead {
     term: i64,
     session: i64,
     records_session: i64,
-}
-
-/// A member as it is written down.
-#[derive(Debug, Serialize, Deserialize)]
-struct StoredRecord<I> {
-    #[serde(rename = "worker")]
-    info: I,
-    state: WorkerState,
-    /// Milliseconds since 1970. Clocks of coordinators may differ by what a slow start can bear.
-    joined_unix_ms: u64,
-    ramps: bool,
 }
 
 // === impl EtcdState ===
@@ -279,32 +267,10 @@ impl StateBackend for EtcdState {
     }
 }
 
-// === impl StoredRecord ===
-
-impl<I: MemberInfo> StoredRecord<I> {
-    fn from_record(record: &Record<I>, now_ms: u64) -> Self {
-        Self {
-            info: record.info.clone(),
-            state: record.state,
-            joined_unix_ms: now_ms.saturating_sub(record.age.as_millis() as u64),
-            ramps: record.ramps,
-        }
-    }
-
-    fn into_record(self, now_ms: u64) -> Record<I> {
-        let age = Duration::from_millis(now_ms.saturating_sub(self.joined_unix_ms));
-        Record { info: self.info, state: self.state, age, ramps: self.ramps }
-    }
-}
-
 /// The last change of each member: etcd refuses a transaction that changes a key twice.
 fn last_of_each_member<I: MemberInfo>(changes: &[Change<I>]) -> impl Iterator<Item = &Change<I>> {
     changes.iter().enumerate().filter_map(|(place, change)| {
         let is_last = changes[place + 1..].iter().all(|later| later.id() != change.id());
         is_last.then_some(change)
     })
-}
-
-fn unix_ms() -> u64 {
-    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis() as u64
 }

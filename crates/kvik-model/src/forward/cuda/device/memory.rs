@@ -187,6 +187,9 @@ impl Device {
 
     /// Whether the copy engine reaches memory of the host by itself, because it is registered with the driver.
     pub(in super::super) fn reaches(&self, bytes: &[u8]) -> bool {
+        if self.enter().is_err() {
+            return false;
+        }
         let mut kind = 0_u32;
         let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
         // SAFETY: the kind goes to a local of its size; the driver only looks the address up.

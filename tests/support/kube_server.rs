@@ -1,9 +1,6 @@
 //! A real API server of Kubernetes with an etcd of its own, as processes of a test.
 
-#[path = "../../../../tests/support/etcd.rs"]
-mod etcd;
-#[path = "../../../../tests/support/port.rs"]
-mod port;
+#![allow(dead_code, reason = "each test uses a part")]
 
 use std::net::{IpAddr, UdpSocket};
 use std::path::Path;
@@ -11,21 +8,22 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use bytes::Bytes;
-use etcd::etcd_command;
 use http::{Method, Request, StatusCode};
 use http_body_util::{BodyExt as _, Full};
 use kvik_proto::client::{HttpClient, TlsClientConfig, http_client};
-use port::free_port;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
+use crate::etcd::etcd_command;
 use crate::poll::{poll, poll_for};
-use crate::support::PATIENCE;
+use crate::port::free_port;
 
 /// Time to start: it writes hundreds of objects of its own first.
 const START: Duration = Duration::from_mins(2);
+/// Far above what anything else here takes.
+const PATIENCE: Duration = Duration::from_secs(30);
 const ADMIN_TOKEN: &str = "token-of-the-administrator";
 pub(crate) const NAMESPACE: &str = "serving";
 
