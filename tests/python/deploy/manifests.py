@@ -18,6 +18,7 @@ NAMESPACE = "kvik"
 RENDERINGS = {
     "base": None,
     "examples/all": CHART / "examples" / "all.yaml",
+    "examples/etcd": CHART / "examples" / "etcd.yaml",
     "examples/vllm-gateway": CHART / "examples" / "vllm-gateway.yaml",
     "examples/node-store": CHART / "examples" / "node-store.yaml",
     "gke": CHART / "examples" / "gke.yaml",

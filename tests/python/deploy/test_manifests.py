@@ -30,10 +30,27 @@ from manifests import (
     workspace_version,
 )
 
+
+def rule(group: str, resource: str, verbs: list[str], names: list[str] | None = None) -> dict:
+    """What an account may do, as a Role says it."""
+    limited = {"resourceNames": names} if names else {}
+    return {"apiGroups": [group], "resources": [resource], "verbs": verbs, **limited}
+
+
 # The oldest that has a sleep before the stop of a container, one in the middle, and the newest.
 RELEASES = ["1.30", "1.33", "1.37"]
 # Objects that Kubernetes itself does not know, by the operator that brings them.
 CUSTOM_KINDS = {"ServiceMonitor", "PrometheusRule", "ManagedCertificate", "BackendConfig"}
+# The account of a coordinator has the same in the tests of `crates/kvik-coordinator` with a real API server.
+RULES = {
+    "kvik-gateway": [rule("discovery.k8s.io", "endpointslices", ["get", "list", "watch"])],
+    "kvik-coordinator": [
+        rule("coordination.k8s.io", "leases", ["create"]),
+        rule("coordination.k8s.io", "leases", ["get", "update"], ["kvik-coordinator"]),
+        rule("", "configmaps", ["create"]),
+        rule("", "configmaps", ["get", "update"], ["kvik-coordinator-workers", "kvik-coordinator-stores"]),
+    ],
+}
 SUBCOMMANDS = {
     "gateway": ["gateway"],
     "coordinator": ["coordinator"],
@@ -117,12 +134,9 @@ def test_images_have_the_version_of_the_workspace(workloads):
     assert (chart["version"], chart["appVersion"]) == (workspace_version(), workspace_version())
 
 
-def test_only_engine_discovery_gives_a_pod_a_token_and_it_may_read_endpoint_slices_alone(rendered, workloads):
-    roles = of_kind(rendered, "Role")
-    for role in roles:
-        assert role["rules"] == [
-            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
-        ]
+def test_only_what_talks_to_the_api_server_has_a_token_and_the_fewest_rights(rendered, workloads):
+    for role in of_kind(rendered, "Role"):
+        assert role["rules"] == RULES[role["metadata"]["name"]]
     assert not of_kind(rendered, "ClusterRole", "ClusterRoleBinding")
     bound = {subject["name"] for binding in of_kind(rendered, "RoleBinding") for subject in binding["subjects"]}
     for workload in workloads:
@@ -266,7 +280,8 @@ def test_metrics_of_rules_and_autoscalers_are_those_of_the_adapter_and_the_rules
     ("setting", "message"),
     [
         ("gateway.replcas=3", "replcas"),
-        ("coordinator.replicas=3", "coordinator.etcd.endpoints"),
+        ("coordinator.replicas=3", "coordinator.kubernetesState.enabled"),
+        ("coordinator.kubernetesState.enabled=true,coordinator.etcd.endpoints={http://e:1}", "one of them"),
         ("coordinator.replicas=4", "replicas"),
         ("gateway.config.drain_grace_s=25", "gateway.terminationGracePeriodSeconds (30)"),
         ("worker.config.drain_grace_s=30", "worker.terminationGracePeriodSeconds (30)"),

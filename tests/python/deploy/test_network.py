@@ -42,7 +42,7 @@ def allowed(overlay: str, sources: list[Endpoint], targets: list[Endpoint]) -> s
     }
 
 
-@pytest.mark.parametrize("overlay", ["base", "examples/all", "gke"])
+@pytest.mark.parametrize("overlay", ["base", "examples/all", "examples/etcd", "gke"])
 def test_roles_reach_each_other_as_the_firewall_table_says_and_in_no_other_way(overlay: str):
     assert allowed(overlay, ROLES, ROLES) == BETWEEN_ROLES
 
@@ -68,11 +68,13 @@ def test_nothing_goes_out_but_to_dns_and_what_an_example_needs(overlay: str):
     roles = [*ROLES, pod("store")]
     targets = [CLIENT, STRANGER, NEIGHBOR, PROMETHEUS, DNS, INTERNET, ETCD, VLLM]
     wanted = {(role.name, DNS.name, 53) for role in roles}
-    if overlay == "examples/all":
+    if overlay == "examples/etcd":
         wanted |= {("coordinator", ETCD.name, 2379)}
+    if overlay in ("examples/all", "gke"):
+        # The API server, which no selector can name.
+        wanted |= {("coordinator", INTERNET.name, port) for port in (443, 6443)}
     if overlay == "examples/vllm-gateway":
         wanted |= {("gateway", VLLM.name, port) for port in (8000, 5557, 5558)}
-        # The API server, which no selector can name.
         wanted |= {("gateway", INTERNET.name, port) for port in (443, 6443)}
     assert allowed(overlay, roles, targets) == wanted
     assert all(allows(manifests, role, DNS, 53, "UDP") for role in roles)
