@@ -89,13 +89,14 @@ impl Model {
         let name = folder
             .file_name()
             .map_or_else(|| folder.display().to_string(), |name| name.to_string_lossy().into());
+        let model_config = ModelConfig::from_json(&config)?;
         let settings = settings_of(&config)?;
         let random_weights = settings.random_weights;
         let checkpoint =
             if random_weights.is_some() { Checkpoint::empty() } else { Checkpoint::open(folder)? };
         Ok(Self {
             name,
-            config: ModelConfig::from_json(&config)?,
+            config: model_config,
             blend: blend_setting(&settings)?,
             random_weights,
             config_hash: xxh3_128(config.as_bytes()),
