@@ -7,6 +7,7 @@ import { bytes, byTier, count, percent, plural, sum, tierKind, tierName } from "
 import { state, subscribe } from "./live.js";
 
 const REFRESH_MS = 1000;
+const MAX_SEQUENCES = 200;
 
 function row(label) {
   const value = h("dd", {}, "–");
@@ -69,35 +70,56 @@ function move(id, sequence) {
   });
 }
 
+/** The row of a running sequence; it stays while the sequence runs, so that a focus on its button does. */
+function sequenceRow(id, sequence) {
+  const shown = { ...sequence };
+  const prompt = h("td", { class: "number" });
+  const output = h("td", { class: "number" });
+  const button = h("button", { type: "button", on: { click: () => move(id, shown) } });
+  return {
+    element: h("tr", {}, h("td", {}, h("code", {}, sequence.seq_id ?? sequence.id.slice(0, 12))), prompt, output, h("td", {}, button)),
+    set(now) {
+      Object.assign(shown, now);
+      setText(prompt, count(now.prompt_tokens));
+      setText(output, count(now.output_tokens));
+      setText(button, now.is_moving ? "moves" : "Move");
+      button.disabled = !now.can_move || now.is_moving;
+    },
+  };
+}
+
 function sequenceTable(id) {
+  const rows = new Map();
   const body = h("tbody");
   const note = h("p", { class: "empty" }, "Asking the worker.");
-  const table = h(
-    "table",
-    { hidden: true },
-    h("thead", {}, h("tr", {}, ["Sequence", "Prompt", "Output", ""].map((name) => h("th", { scope: "col" }, name)))),
-    body,
-  );
+  const heads = ["Sequence", "Prompt", "Output", "Move"].map((name, place) => h("th", { scope: "col", class: place === 1 || place === 2 ? "number" : null }, name));
+  const table = h("table", { hidden: true }, h("thead", {}, h("tr", {}, heads)), body);
+
+  function show(sequences) {
+    const present = new Set(sequences.map((sequence) => sequence.id));
+    for (const [name, row] of rows) {
+      if (present.has(name)) continue;
+      row.element.remove();
+      rows.delete(name);
+    }
+    for (const sequence of sequences) {
+      if (!rows.has(sequence.id)) {
+        rows.set(sequence.id, sequenceRow(id, sequence));
+        body.append(rows.get(sequence.id).element);
+      }
+      rows.get(sequence.id).set(sequence);
+    }
+    table.hidden = rows.size === 0;
+    note.hidden = rows.size > 0;
+    setText(note, "Nothing runs here.");
+  }
+
   return {
     element: h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Running sequences" }, note, table),
     async refresh(signal) {
       try {
         const { sequences } = await get(path(id, "sequences"), signal);
-        body.replaceChildren(
-          ...sequences.slice(0, 200).map((sequence) =>
-            h(
-              "tr",
-              {},
-              h("td", {}, h("code", {}, sequence.seq_id ?? sequence.id.slice(0, 12))),
-              h("td", { class: "number" }, count(sequence.prompt_tokens)),
-              h("td", { class: "number" }, count(sequence.output_tokens)),
-              h("td", {}, h("button", { type: "button", disabled: !sequence.can_move || sequence.is_moving, on: { click: () => move(id, sequence) } }, sequence.is_moving ? "moves" : "Move")),
-            ),
-          ),
-        );
-        table.hidden = sequences.length === 0;
-        note.hidden = sequences.length > 0;
-        setText(note, "Nothing runs here.");
+        show(sequences.slice(0, MAX_SEQUENCES));
       } catch (error) {
         if (error.name === "AbortError") return;
         table.hidden = true;
@@ -148,7 +170,8 @@ export function openWorker(id) {
     setText(rows["Share of the ring"].value, `weight ${count(worker.weight)}`);
     setText(rows["Sent by this gateway"].value, `${count(worker.outstanding_tokens)} tokens outstanding`);
     setText(rows["Prefill speed"].value, worker.prefill_tokens_per_s ? `${count(worker.prefill_tokens_per_s)} tokens/s` : "not measured lately");
-    setText(rows["KV blocks"].value, gauges ? `${count(gauges.kv_blocks_cached)} of ${count(gauges.kv_blocks)} filled, ${percent(gauges.kv_usage)} held by running sequences${gauges.kv_blocks_limit > gauges.kv_blocks ? `, up to ${count(gauges.kv_blocks_limit)}` : ""}` : "–");
+    const most = gauges?.kv_blocks_limit > gauges?.kv_blocks ? ` (at most ${count(gauges.kv_blocks_limit)})` : "";
+    setText(rows["KV blocks"].value, gauges ? `${count(gauges.kv_blocks_cached)} of ${count(gauges.kv_blocks)}${most} filled, ${percent(gauges.kv_usage)} held by running sequences` : "–");
     setText(rows["Known to the index"].value, worker.index_blocks === null ? "nothing" : `${count(worker.index_blocks)} blocks${worker.is_unsure ? ", events are missing" : ""}`);
     setText(rows["Since its start"].value, totals ? `${count(totals.prompt_tokens)} prompt tokens, ${count(sum(totals.cached_tokens))} of them cached; ${count(totals.generated_tokens)} generated` : "–");
     tiers.replaceChildren(
