@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Makes an image of a folder without a container engine: `archive.py ROOT TAG FILE.tar`.
 
-FILE.tar is an OCI archive: `podman load --input FILE.tar`, `docker load`, `skopeo copy oci-archive:FILE.tar ...`. The same folder
-gives the same bytes. Needs Python 3.9 or newer.
+FILE.tar is an OCI archive, for `podman load --input FILE.tar`, `docker load` and `skopeo copy oci-archive:FILE.tar`. The
+same folder gives the same bytes. Needs Python 3.9 or newer.
 """
 
 import gzip

@@ -57,9 +57,7 @@ def kustomized(overlay: str) -> list[Manifest]:
 def charted(values: pathlib.Path | None, *settings: str) -> list[Manifest]:
     """The objects of the chart."""
     files = [f"--values={values}"] if values else []
-    text = output_of(
-        tool("helm"), "template", "kvik", str(CHART), f"--namespace={NAMESPACE}", *files, *settings
-    )
+    text = output_of(tool("helm"), "template", "kvik", str(CHART), f"--namespace={NAMESPACE}", *files, *settings)
     return [manifest for manifest in yaml.safe_load_all(text) if manifest]
 
 

@@ -28,9 +28,7 @@ def pod(role: str) -> Endpoint:
 
 def pod_elsewhere(name: str, labels: dict[str, str], namespace: str, **namespace_labels: str) -> Endpoint:
     namespace_labels = {key.replace("__", "-"): value for key, value in namespace_labels.items()}
-    return Endpoint(
-        name, labels, namespace, {"kubernetes.io/metadata.name": namespace, **namespace_labels}
-    )
+    return Endpoint(name, labels, namespace, {"kubernetes.io/metadata.name": namespace, **namespace_labels})
 
 
 def external(name: str, address: str) -> Endpoint:

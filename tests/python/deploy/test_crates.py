@@ -4,14 +4,16 @@ import pathlib
 import re
 import shutil
 import subprocess
-import tarfile
 import tomllib
 
 import pytest
 from manifests import ROOT, output_of, workspace_version
 
 # Read by the program or its build, at a path that is written in the source.
-EMBEDDED = re.compile(r'include(?:_str|_bytes)?!\(\s*"([^"]+)"|^const [A-Z_]+: &str = "([^"\s]*/[^"\s]+\.(?:safetensors|json))";', re.MULTILINE)
+EMBEDDED = re.compile(
+    r'include(?:_str|_bytes)?!\(\s*"([^"]+)"|^const [A-Z_]+: &str = "([^"\s]*/[^"\s]+\.(?:safetensors|json))";',
+    re.MULTILINE,
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +26,14 @@ def crates(tmp_path_factory) -> dict[str, pathlib.Path]:
     # Without the lock file: crates that are in no registry cannot be looked up there. That they compile is what the tests of
     # the tree show; that nothing is missing is looked at here.
     command = [cargo, "package", "--workspace", "--no-verify", "--offline", "--allow-dirty", "--exclude-lockfile"]
-    done = subprocess.run(
-        [*command, f"--target-dir={target}"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([*command, f"--target-dir={target}"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    folder = target / "crates"
+    folder.mkdir()
     for file in (target / "package").glob("*.crate"):
-        with tarfile.open(file) as archive:
-            archive.extractall(target / "crates", filter="data")
+        output_of("tar", "--extract", f"--file={file}", f"--directory={folder}")
     suffix = f"-{workspace_version()}"
-    return {folder.name.removesuffix(suffix): folder for folder in (target / "crates").iterdir()}
+    return {crate.name.removesuffix(suffix): crate for crate in folder.iterdir()}
 
 
 def manifest_of(folder: pathlib.Path) -> dict:

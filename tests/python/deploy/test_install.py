@@ -52,7 +52,9 @@ def installed_units(tmp_path) -> pathlib.Path:
 
 def test_every_role_has_a_unit_that_systemd_finds_nothing_wrong_with(installed_units):
     analyze = needed("systemd-analyze")
-    assert {unit.stem for unit in UNITS} == {f"kvik-{role}" for role in ("gateway", "coordinator", "worker", "indexer", "store")}
+    assert {unit.stem for unit in UNITS} == {
+        f"kvik-{role}" for role in ("gateway", "coordinator", "worker", "indexer", "store")
+    }
     names = [f"{unit.stem}.service" for unit in UNITS]
     command = [analyze, "verify", "--man=no", f"--root={installed_units}", *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

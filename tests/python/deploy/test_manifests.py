@@ -51,6 +51,8 @@ RULES = {
         rule("", "configmaps", ["get", "update"], ["kvik-coordinator-workers", "kvik-coordinator-stores"]),
     ],
 }
+# Metrics of others: cAdvisor, kube-state-metrics and NVIDIA's DCGM exporter.
+OTHER_METRICS = {"container_cpu_usage_seconds_total", "kube_pod_container_resource_limits", "DCGM_FI_DEV_GPU_UTIL"}
 SUBCOMMANDS = {
     "gateway": ["gateway"],
     "coordinator": ["coordinator"],
@@ -167,7 +169,9 @@ def test_selectors_find_the_pods_they_are_for(rendered, workloads):
     for monitor in of_kind(rendered, "ServiceMonitor"):
         labels = monitor["spec"]["selector"]["matchLabels"]
         services = [
-            service for service in of_kind(rendered, "Service") if labels.items() <= service["metadata"]["labels"].items()
+            service
+            for service in of_kind(rendered, "Service")
+            if labels.items() <= service["metadata"]["labels"].items()
         ]
         assert len(services) == len(workloads)
         for endpoint, service in ((e, s) for e in monitor["spec"]["endpoints"] for s in services):
@@ -236,7 +240,7 @@ def test_what_is_mounted_is_there(rendered, workloads):
     for workload in workloads:
         pod = pod_of(workload)
         claims = [claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])]
-        volumes = {volume["name"]: volume for volume in pod["volumes"]} | dict.fromkeys(claims, {})
+        volumes = {volume["name"]: volume for volume in pod["volumes"]} | {claim: {} for claim in claims}
         for container in [*pod["containers"], *pod.get("initContainers", [])]:
             for mount in container["volumeMounts"]:
                 volume = volumes[mount["name"]]
@@ -245,12 +249,17 @@ def test_what_is_mounted_is_there(rendered, workloads):
                     find(rendered, "ConfigMap", volume["configMap"]["name"])
         files = {item["path"] for item in volumes["tokens"]["secret"]["items"]}
         named = [variable["value"] for variable in container_of(workload)["env"] if variable["name"].endswith("_FILE")]
-        named += re.findall(r"token_file: (\S+)", find(rendered, "ConfigMap", f"kvik-{role_of(workload)}")["data"]["kvik.yaml"])
+        named += re.findall(
+            r"token_file: (\S+)", find(rendered, "ConfigMap", f"kvik-{role_of(workload)}")["data"]["kvik.yaml"]
+        )
         assert {f"/run/secrets/kvik/{file}" for file in files} == set(named)
 
 
 def test_autoscalers_have_the_numbers_of_the_design():
-    scalers = {manifest["metadata"]["name"]: manifest["spec"] for manifest in of_kind(kustomized("gke"), "HorizontalPodAutoscaler")}
+    scalers = {
+        manifest["metadata"]["name"]: manifest["spec"]
+        for manifest in of_kind(kustomized("gke"), "HorizontalPodAutoscaler")
+    }
     gateway, worker = scalers["kvik-gateway"], scalers["kvik-worker"]
     assert (gateway["minReplicas"], gateway["maxReplicas"]) == (2, 10)
     assert gateway["metrics"][0]["resource"]["target"]["averageUtilization"] == 70
@@ -262,8 +271,9 @@ def test_autoscalers_have_the_numbers_of_the_design():
         assert "replicas" not in find(kustomized("gke"), spec["scaleTargetRef"]["kind"], name)["spec"]
 
 
-def test_metrics_of_rules_and_autoscalers_are_those_of_the_adapter_and_the_rules():
-    manifests = kustomized("examples/all")
+@pytest.mark.parametrize("overlay", ["examples/all", "gke"])
+def test_metrics_of_rules_and_autoscalers_are_those_of_the_adapter_and_the_rules(overlay: str):
+    manifests = kustomized(overlay)
     adapter = yaml.safe_load((KUBERNETES / "components/worker-autoscaling/prometheus-adapter.yaml").read_text())
     served = {rule["name"]["as"]: rule for kind in ("custom", "external") for rule in adapter["rules"][kind]}
     spec = find(manifests, "HorizontalPodAutoscaler", "kvik-worker")["spec"]
@@ -271,6 +281,10 @@ def test_metrics_of_rules_and_autoscalers_are_those_of_the_adapter_and_the_rules
     assert asked == served.keys()
     groups = find(manifests, "PrometheusRule", "kvik-worker-autoscaling")["spec"]["groups"]
     recorded = {rule["record"] for group in groups for rule in group["rules"]}
+    for expression in (rule["expr"] for group in groups for rule in group["rules"]):
+        asked = set(re.findall(r"[A-Za-z_][A-Za-z0-9_:]*(?=\{)|kvik:[a-z_:]+", expression))
+        assert asked, expression
+        assert asked <= recorded | OTHER_METRICS, expression
     for rule in served.values():
         (series,) = re.findall(r'__name__="([^"]+)"', rule["seriesQuery"])
         assert series in recorded or f"| `{series}`" in (ROOT / "crates/kvik-worker/src/metrics.rs").read_text()

@@ -15,7 +15,15 @@ import urllib.request
 import pytest
 import yaml
 from conftest import binary
-from manifests import config_of, container_of, find, kustomized, of_kind, role_of
+from manifests import (
+    KUBERNETES,
+    config_of,
+    container_of,
+    find,
+    kustomized,
+    of_kind,
+    role_of,
+)
 
 PATIENCE_S = 60
 TOKENS = {"cluster": "c" * 32, "admin": "a" * 32, "peer": "p" * 32}
@@ -55,7 +63,7 @@ class Fleet:
         (home / "kvik.yaml").write_text(self.local(config, home))
         environment = {"PATH": os.environ["PATH"]}
         for variable in container["env"]:
-            value = variable["value"] if "value" in variable else pod
+            value = variable.get("value", pod)
             environment[variable["name"]] = self.local(value, home)
         args = [self.local(arg.replace("$(POD_NAME)", pod), home) for arg in container["args"]]
         with (home / "log").open("w") as log:
@@ -154,7 +162,12 @@ def fleet(request, tmp_path):
 
 @pytest.mark.parametrize("fleet", ["base"], indirect=True)
 def test_the_base_serves_a_request_has_every_metric_it_is_scaled_by_and_drains(fleet: Fleet):
-    pods = [("coordinator", "kvik-coordinator-0"), ("worker", "kvik-worker-0"), ("worker", "kvik-worker-1"), ("gateway", "kvik-gateway")]
+    pods = [
+        ("coordinator", "kvik-coordinator-0"),
+        ("worker", "kvik-worker-0"),
+        ("worker", "kvik-worker-1"),
+        ("gateway", "kvik-gateway"),
+    ]
     addresses = {}
     for role, pod in pods:
         addresses[pod] = fleet.start(role, pod)
@@ -165,9 +178,7 @@ def test_the_base_serves_a_request_has_every_metric_it_is_scaled_by_and_drains(f
     assert status_of(addresses["kvik-worker-0"] + "/v1/models") == 401
     assert status_of(addresses["kvik-coordinator-0"] + "/workers") == 401
     metrics = text_of(addresses["kvik-worker-0"] + "/metrics")
-    adapter = yaml.safe_load(
-        (pathlib.Path(__file__).parents[3] / "deploy/kubernetes/components/worker-autoscaling/prometheus-adapter.yaml").read_text()
-    )
+    adapter = yaml.safe_load((KUBERNETES / "components/worker-autoscaling/prometheus-adapter.yaml").read_text())
     for rule in adapter["rules"]["custom"]:
         (series,) = re.findall(r'__name__="([^"]+)"', rule["seriesQuery"])
         assert re.search(rf"^{re.escape(series)}\b", metrics, re.MULTILINE), f"a worker has no metric {series}"

@@ -26,7 +26,6 @@ impl SharedState for RealKubernetes {
         let server = KubeServer::start().await;
         server.add_account(ACCOUNT).await;
         let roles = format!("/apis/rbac.authorization.k8s.io/v1/namespaces/{NAMESPACE}");
-        let rule = |group: &str, resource: &str, verbs: &[&str], names: &[&str]| json!({ "apiGroups": [group], "resources": [resource], "verbs": verbs, "resourceNames": names });
         let maps = ["kvik-coordinator-workers", "kvik-coordinator-stores"];
         let rules = json!([
             rule("coordination.k8s.io", "leases", &["create"], &[]),
@@ -91,4 +90,9 @@ impl ApiServer for RealKubernetes {
         let (status, object) = self.server.call(method, path, body).await.unwrap();
         (status.as_u16(), object)
     }
+}
+
+/// What an account may do to objects of some names; of no name: of every name.
+fn rule(group: &str, resource: &str, verbs: &[&str], names: &[&str]) -> Value {
+    json!({ "apiGroups": [group], "resources": [resource], "verbs": verbs, "resourceNames": names })
 }
