@@ -10,6 +10,9 @@
 //! | `POST /cache/pin`, `POST /cache/unpin` | [`PromptInput`] | [`PinResponse`] |
 //! | `POST /cache/move` | [`MoveRequest`] | [`MoveResponse`] |
 //! | `POST /cache/clear` | [`ClearRequest`] | [`ClearResponse`] |
+//! | `POST /cache/compress` | [`CompressRequest`] | [`CompressStatus`], at once |
+//! | `GET /cache/compress` | none | [`CompressStatus`] |
+//! | `DELETE /cache/compress` | none | [`CompressStatus`], cancelled |
 //! | `POST /cache/retrieve[?layer=..&tier=..]` | [`PromptInput`] | safetensors: `token_ids`, `chunk.N.layer.N` |
 //! | `POST /cache/store[?tier=..]` | safetensors as `retrieve` gives them, all layers | [`StoreResponse`] |
 //! | `POST /cache/segments` | [`SegmentsRequest`] | [`SegmentsResponse`] |
@@ -188,6 +191,48 @@ pub struct ClearRequest {
 pub struct ClearResponse {
     /// Chunks by tier.
     pub chunks: BTreeMap<String, usize>,
+}
+
+/// Codes cold chunks of a tier by another codec, in the background.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct CompressRequest {
+    /// Name of the tier; it has a codec and is a disk. Default: `nvme`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tier: Option<String>,
+    /// The codec; a lossy one only where `store.allow_lossy` names it. Default: that of the tier.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub codec: Option<String>,
+    /// Seconds for which a chunk was not used to be cold. Default: 3600.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub idle_s: Option<u64>,
+    /// Bytes a second that are read from the tier for it, at least 1. Default: 33554432.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes_per_s: Option<u64>,
+}
+
+/// How far the coding of cold chunks has come.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CompressStatus {
+    /// `idle` before the first, `running`, `done`, `cancelled` or `failed`.
+    pub state: String,
+    /// Why it failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// The tier.
+    pub tier: String,
+    /// The codec.
+    pub codec: String,
+    /// Chunks that were cold at the start.
+    pub cold_chunks: u64,
+    /// Of these, chunks that were looked at.
+    pub seen_chunks: u64,
+    /// Of these, chunks that are smaller now.
+    pub recoded_chunks: u64,
+    /// What the smaller ones took before.
+    pub bytes_before: u64,
+    /// What they take now.
+    pub bytes_after: u64,
 }
 
 /// What was stored.

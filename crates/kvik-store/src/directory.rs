@@ -46,6 +46,8 @@ pub(crate) struct Entry {
     pub(crate) n_writers: u16,
     /// Whether it was retrieved before.
     pub(crate) was_used: bool,
+    /// When it was stored in memory or retrieved last, in seconds of the store's clock.
+    pub(crate) used_s: u32,
     /// The lower tiers that it left for others: it is not written there again while it is in memory.
     pub(crate) left_tiers: TierSet,
     /// Whether it came from another node, which has it too as far as is known here.
@@ -279,6 +281,7 @@ impl Entry {
             depth,
             n_writers: 0,
             was_used: false,
+            used_s: 0,
             left_tiers: TierSet::default(),
             is_copy: false,
             is_low: false,

@@ -89,6 +89,32 @@ pub trait Tier: fmt::Debug + Send + Sync {
     /// If the medium does not confirm.
     fn flush(&self) -> Result<()>;
 
+    /// The codec of chunks that are put; `None` where they are stored as they are. Default: none.
+    fn codec(&self) -> Option<&str> {
+        None
+    }
+
+    /// Lets `change` make other bytes of a chunk that mean the same, and puts them in its place under the same key and for the
+    /// same tokens. At any time, and after a death of the process, a reader finds either the old bytes or the new ones.
+    /// Default: refused.
+    ///
+    /// # Errors
+    /// [`TierError::Invalid`] if the tier cannot do this; else if it cannot read or write.
+    fn rewrite(&self, key: ChunkKey, change: Change<'_>) -> Result<Rewritten> {
+        let _ = (key, change);
+        Err(TierError::invalid("tier", &self.kind(), "a disk without encryption"))
+    }
+
+    /// Codes a chunk by another codec, where that makes it smaller and it was not coded with loss before: so losses do not
+    /// add up. Default: refused.
+    ///
+    /// # Errors
+    /// As [`Tier::rewrite`], and if there is no such codec or it is not allowed.
+    fn recode(&self, key: ChunkKey, codec: &str) -> Result<Rewritten> {
+        let _ = (key, codec);
+        Err(TierError::invalid("tier", &self.kind(), "a disk with a codec and without encryption"))
+    }
+
     /// The tier's counts and state, without I/O.
     fn stat(&self) -> TierStat;
 }
@@ -113,6 +139,27 @@ impl Heads for NoHeads {
     fn head_of(&self, _item_idx: usize) -> &[u8] {
         &[]
     }
+}
+
+/// Makes other bytes of a chunk, with the unit in which they will be read; `None` leaves it as it is.
+pub type Change<'a> = &'a mut dyn FnMut(&[u8]) -> Option<(Vec<u8>, usize)>;
+
+/// What became of a chunk that was to be changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rewritten {
+    /// It is not there.
+    Missing,
+    /// It is as it was.
+    Kept,
+    /// The tier is full: it is as it was.
+    NoRoom,
+    /// It has other bytes now.
+    Changed {
+        /// What it took before.
+        n_before_bytes: u64,
+        /// What it takes now.
+        n_after_bytes: u64,
+    },
 }
 
 /// The callback for each item that was read, with its index in the batch.

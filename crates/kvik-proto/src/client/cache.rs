@@ -9,8 +9,9 @@ use hyper::Method;
 use super::calls::{Calls, json_body, parse, percent_encoded};
 use super::{ClientError, HttpClient};
 use crate::cache::{
-    CacheHealth, CacheStats, ClearRequest, ClearResponse, ExplainResponse, LookupResponse, MoveRequest,
-    MoveResponse, PinResponse, PrefetchStatus, SegmentsRequest, SegmentsResponse, StoreResponse,
+    CacheHealth, CacheStats, ClearRequest, ClearResponse, CompressRequest, CompressStatus, ExplainResponse,
+    LookupResponse, MoveRequest, MoveResponse, PinResponse, PrefetchStatus, SegmentsRequest,
+    SegmentsResponse, StoreResponse,
 };
 use crate::worker::PromptInput;
 
@@ -45,6 +46,22 @@ impl CacheClient {
     /// Whether a prompt's KV would be loaded or computed now, and why.
     pub async fn explain(&self, input: &PromptInput) -> Result<ExplainResponse, ClientError> {
         self.calls.post("/cache/explain", input).await
+    }
+
+    /// Starts coding the cold chunks of a tier by another codec.
+    pub async fn compress(&self, request: &CompressRequest) -> Result<CompressStatus, ClientError> {
+        self.calls.post("/cache/compress", request).await
+    }
+
+    /// How far that has come.
+    pub async fn compress_status(&self) -> Result<CompressStatus, ClientError> {
+        self.calls.get("/cache/compress").await
+    }
+
+    /// Ends it.
+    pub async fn cancel_compress(&self) -> Result<CompressStatus, ClientError> {
+        let (url, response) = self.calls.send("/cache/compress", Method::DELETE, Bytes::new()).await?;
+        parse(&url, &self.calls.read(&url, response).await?)
     }
 
     /// Starts loading a prompt's KV into memory.

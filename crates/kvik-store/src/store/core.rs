@@ -56,6 +56,22 @@ impl Core {
         self.opened.elapsed().as_millis() as u64
     }
 
+    /// Seconds since the store was opened.
+    pub(crate) fn now_s(&self) -> u32 {
+        u32::try_from(self.opened.elapsed().as_secs()).unwrap_or(u32::MAX)
+    }
+
+    /// Takes note of a chunk that is retrieved, of which `entry` was known; at most once a second.
+    pub(crate) fn note_used(&self, chain: &Chain, chunk_idx: usize, entry: &Entry) {
+        let now_s = self.now_s();
+        if !entry.was_used || entry.used_s < now_s {
+            self.directory.update_known(chain.id(chunk_idx), |_, entry| {
+                entry.was_used = true;
+                entry.used_s = now_s;
+            });
+        }
+    }
+
     /// The lower tier of an index; `None` for memory.
     pub(crate) fn lower(&self, tier: TierIdx) -> Option<&Lower> {
         tier.checked_sub(1).and_then(|lower_idx| self.lowers.get(lower_idx))

@@ -171,9 +171,7 @@ fn start_promotions(
                 PromotionSource::Lower { may_displace, tier: core.kind_of(*tier) }
             }
         }));
-        if !entry.was_used {
-            core.directory.update_known(chain.id(chunk_idx), |_, entry| entry.was_used = true);
-        }
+        core.note_used(chain, chunk_idx, &entry);
     }
     Promotions::start(core, chain, first_chunk, generation, &promoted)
 }

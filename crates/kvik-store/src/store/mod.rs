@@ -3,7 +3,7 @@
 //! Each file stands on those named before it. `core` is the state that all share. On it stand `room` (what
 //! leaves memory), `publish` (what becomes visible there) and `survey` (what remote tiers have), then `reads`
 //! and `write_back`, which work on the queues of the lower tiers. What callers use comes last: `lookup`,
-//! `inquiry`, `retrieve` with `prefetch` and `arriving`, `layers` with `promotion`, `write` with `layer_write`, `times` (chunks that end), `pins`, `moves`, `one_tier`, `clear`, `observe`,
+//! `inquiry`, `retrieve` with `prefetch` and `arriving`, `layers` with `promotion`, `write` with `layer_write`, `times` (chunks that end), `pins`, `moves`, `one_tier`, `recode`, `clear`, `observe`,
 //! `provide` (for other nodes) and `stats`; `builder`, `threads` and `kept` begin and end a store.
 
 mod arriving;
@@ -26,6 +26,7 @@ mod promotion;
 mod provide;
 mod publish;
 mod reads;
+mod recode;
 mod retrieve;
 mod room;
 mod stats;

@@ -223,8 +223,8 @@ fn plan(
         if is_use && wish.only.is_none() && reads.len() == n_reads && core.lacks_write(&entry, chain) {
             reused.push((chunk_idx, entry));
         }
-        if is_use && !entry.was_used {
-            core.directory.update_known(chain.id(chunk_idx), |_, entry| entry.was_used = true);
+        if is_use {
+            core.note_used(chain, chunk_idx, &entry);
         }
         cells.push(cell);
     }

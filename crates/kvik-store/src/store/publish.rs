@@ -120,6 +120,7 @@ impl Core {
                 self.note_kept_until(entry, kept, chain, chunk_idx, parent_end_ms, was_any_there);
             }
             leaves_early = Some(entry.leaves_early());
+            entry.used_s = self.now_s();
             entry.ranks[RAM] |= bit;
             if was_there { Published::Present } else { Published::Stored(visible) }
         });

@@ -16,7 +16,9 @@ use parking_lot::Mutex;
 use super::{Clock, SystemClock, get_error, not_asked, put_error, skip_gets, skip_puts};
 use crate::error::{Result, TierError};
 use crate::key::ChunkKey;
-use crate::tier::{GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierHealth, TierKind, TierStat};
+use crate::tier::{
+    Change, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierHealth, TierKind, TierStat,
+};
 
 /// When a breaker opens, and for how long.
 #[derive(Debug, Clone)]
@@ -181,6 +183,18 @@ impl<T: Tier> Tier for Breaker<T> {
 
     fn flush(&self) -> Result<()> {
         self.call(Tier::flush)
+    }
+
+    fn codec(&self) -> Option<&str> {
+        self.inner.codec()
+    }
+
+    fn rewrite(&self, key: ChunkKey, change: Change<'_>) -> Result<Rewritten> {
+        self.call(|inner| inner.rewrite(key, change))
+    }
+
+    fn recode(&self, key: ChunkKey, codec: &str) -> Result<Rewritten> {
+        self.call(|inner| inner.recode(key, codec))
     }
 
     fn stat(&self) -> TierStat {

@@ -8,7 +8,9 @@ use super::wanted::{Wanted, get_by_range, section_bytes_behind_page};
 use crate::envelope::{ENVELOPE_BYTES, Envelope, seal};
 use crate::error::Result;
 use crate::key::{ChunkKey, TokenDigest};
-use crate::tier::{GetItem, GetOutcome, Heads, PutItem, PutOutcome, Tier, TierKind, TierStat};
+use crate::tier::{
+    Change, GetItem, GetOutcome, Heads, PutItem, PutOutcome, Rewritten, Tier, TierKind, TierStat,
+};
 
 /// Sections up to this length are read without asking first whether they are there.
 const MAX_TRUSTED_BYTES: u64 = 16 << 20;
@@ -204,6 +206,22 @@ impl<T: Tier> Tier for Checksummed<T> {
 
     fn flush(&self) -> Result<()> {
         self.inner.flush()
+    }
+
+    fn rewrite(&self, key: ChunkKey, change: Change<'_>) -> Result<Rewritten> {
+        self.inner.rewrite(key, &mut |sealed| {
+            let (envelope, chunk) = sealed.split_at_checked(ENVELOPE_BYTES)?;
+            let envelope = Envelope::decode(envelope).ok()?;
+            // What does not prove itself stays as it is: its next reader finds out.
+            let is_whole = envelope.key() == key && envelope.chunk_bytes() == chunk.len() as u64;
+            if !is_whole || envelope.prove(0, chunk).is_err() {
+                return None;
+            }
+            let (changed, section_bytes) = change(chunk)?;
+            let mut head = AlignedEnvelope([0; ENVELOPE_BYTES]);
+            seal(key, envelope.digest(), &[&changed], section_bytes, &mut head.0);
+            Some(([&head.0[..], &changed].concat(), ENVELOPE_BYTES))
+        })
     }
 
     fn stat(&self) -> TierStat {

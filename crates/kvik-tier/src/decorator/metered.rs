@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::histogram::Histogram;
 use crate::key::ChunkKey;
 use crate::operations::OperationMetrics;
-use crate::tier::{GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierKind, TierStat};
+use crate::tier::{Change, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierKind, TierStat};
 
 /// Counts every operation by outcome, its bytes, and the time of its calls.
 #[derive(Debug)]
@@ -148,6 +148,18 @@ impl<T: Tier> Tier for Metered<T> {
 
     fn flush(&self) -> Result<()> {
         self.call(FLUSH, Tier::flush)
+    }
+
+    fn codec(&self) -> Option<&str> {
+        self.inner.codec()
+    }
+
+    fn rewrite(&self, key: ChunkKey, change: Change<'_>) -> Result<Rewritten> {
+        self.inner.rewrite(key, change)
+    }
+
+    fn recode(&self, key: ChunkKey, codec: &str) -> Result<Rewritten> {
+        self.inner.recode(key, codec)
     }
 
     fn stat(&self) -> TierStat {

@@ -39,7 +39,9 @@ pub use throttled::{Throttled, ThrottledOptions};
 
 use crate::error::{Result, TierError};
 use crate::key::ChunkKey;
-use crate::tier::{Arrived, GetItem, GetOutcome, Heads, PutItem, PutOutcome, Tier, TierKind, TierStat};
+use crate::tier::{
+    Arrived, Change, GetItem, GetOutcome, Heads, PutItem, PutOutcome, Rewritten, Tier, TierKind, TierStat,
+};
 
 /// Implements [`Tier`] for pointers to one.
 macro_rules! impl_tier_for_pointer {
@@ -87,6 +89,18 @@ macro_rules! impl_tier_for_pointer {
 
             fn stat(&self) -> TierStat {
                 (**self).stat()
+            }
+
+            fn codec(&self) -> Option<&str> {
+                (**self).codec()
+            }
+
+            fn rewrite(&self, key: ChunkKey, change: Change<'_>) -> Result<Rewritten> {
+                (**self).rewrite(key, change)
+            }
+
+            fn recode(&self, key: ChunkKey, codec: &str) -> Result<Rewritten> {
+                (**self).recode(key, codec)
             }
         }
     };

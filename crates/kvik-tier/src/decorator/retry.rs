@@ -11,7 +11,7 @@ use super::{Clock, SystemClock, get_error, put_error};
 use crate::error::{Result, TierError};
 use crate::key::ChunkKey;
 use crate::random::SplitMix64;
-use crate::tier::{GetItem, GetOutcome, PutItem, Tier, TierKind, TierStat};
+use crate::tier::{Change, GetItem, GetOutcome, PutItem, Rewritten, Tier, TierKind, TierStat};
 
 /// How often something is tried, and how long that may take.
 #[derive(Debug, Clone)]
@@ -169,6 +169,18 @@ impl<T: Tier> Tier for Retry<T> {
 
     fn flush(&self) -> Result<()> {
         self.call(Tier::flush)
+    }
+
+    fn codec(&self) -> Option<&str> {
+        self.inner.codec()
+    }
+
+    fn rewrite(&self, key: ChunkKey, change: Change<'_>) -> Result<Rewritten> {
+        self.inner.rewrite(key, change)
+    }
+
+    fn recode(&self, key: ChunkKey, codec: &str) -> Result<Rewritten> {
+        self.inner.recode(key, codec)
     }
 
     fn stat(&self) -> TierStat {

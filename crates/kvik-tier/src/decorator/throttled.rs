@@ -7,7 +7,7 @@ use super::bandwidth::{Bandwidth, BandwidthShare};
 use super::{Clock, SystemClock, not_asked, skip_gets, skip_puts};
 use crate::error::Result;
 use crate::key::ChunkKey;
-use crate::tier::{GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierKind, TierStat};
+use crate::tier::{Change, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierKind, TierStat};
 
 /// The bounds of a throttled tier.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -216,6 +216,19 @@ impl<T: Tier> Tier for Throttled<T> {
 
     fn flush(&self) -> Result<()> {
         self.inner.flush()
+    }
+
+    fn codec(&self) -> Option<&str> {
+        self.inner.codec()
+    }
+
+    /// Not bounded: what changes chunks bounds itself.
+    fn rewrite(&self, key: ChunkKey, change: Change<'_>) -> Result<Rewritten> {
+        self.inner.rewrite(key, change)
+    }
+
+    fn recode(&self, key: ChunkKey, codec: &str) -> Result<Rewritten> {
+        self.inner.recode(key, codec)
     }
 
     fn stat(&self) -> TierStat {

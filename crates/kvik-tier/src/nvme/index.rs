@@ -83,6 +83,23 @@ impl Index {
         }
     }
 
+    /// Gives a chunk another place, whose room is claimed, and gives the room of the old one back; false, and the claimed room is
+    /// given back, if it has none.
+    pub(crate) fn replace(&self, key: ChunkKey, location: Location) -> bool {
+        match self.shard(&key).lock().entry(key) {
+            MapEntry::Occupied(mut occupied) => {
+                location.segment.add_live(location.n_bytes);
+                let old = occupied.insert(location);
+                self.forget(&old);
+                true
+            }
+            MapEntry::Vacant(_) => {
+                self.unclaim(location.n_bytes);
+                false
+            }
+        }
+    }
+
     /// Takes a chunk out; returns what `number` gives while no other thread can place it again.
     pub(crate) fn remove<T>(&self, key: &ChunkKey, number: impl FnOnce() -> T) -> Option<T> {
         let mut shard = self.shard(key).lock();

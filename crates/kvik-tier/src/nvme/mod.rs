@@ -15,6 +15,8 @@
 //! * What is read is not verified here: headers prove places, not content. Users wrap the tier in
 //!   [`Checksummed`](crate::Checksummed), whose envelopes prove each chunk.
 //!
+//! A chunk may be written again in other bytes that mean the same (`rewrite`): a later entry of its key counts.
+//!
 //! A deletion is written down with the next batch, or by `flush`, or when the tier is closed. A loss of power or of
 //! the process before that can bring a deleted chunk back; content does not change under a key, so it is
 //! right.
@@ -32,6 +34,7 @@ mod log;
 mod options;
 mod reclaim;
 mod recovery;
+mod rewrite;
 mod segment;
 mod signature;
 mod transfer;
@@ -65,7 +68,7 @@ use transfer::Gather;
 
 use crate::error::{Result, TierError};
 use crate::key::ChunkKey;
-use crate::tier::{GetItem, PutItem, PutOutcome, Tier, TierHealth, TierKind, TierStat};
+use crate::tier::{Change, GetItem, PutItem, PutOutcome, Rewritten, Tier, TierHealth, TierKind, TierStat};
 
 /// The name of the file whose lock says that a tier uses the directory.
 const LOCK_NAME: &str = "lock";
@@ -276,6 +279,10 @@ impl Tier for NvmeTier {
         transfer::read_batch(&*self.log.io, batch, |key| self.log.index.get(key));
         let hits = batch.iter().filter(|item| item.outcome.is_hit());
         self.log.counters.get_bytes.add(hits.map(|item| item.n_bytes() as u64).sum());
+    }
+
+    fn rewrite(&self, key: ChunkKey, change: Change<'_>) -> Result<Rewritten> {
+        self.rewrite_chunk(key, change)
     }
 
     fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> Result<()> {

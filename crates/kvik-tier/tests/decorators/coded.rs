@@ -8,36 +8,36 @@ use kvik_tier::{
 };
 use kvik_types::{Dtype, Namespace};
 
-const N_LAYERS: usize = 3;
-const N_TOKENS: usize = 64;
-const TOKEN_LAYER_BYTES: usize = 2 * 2 * 16 * 2;
-const SECTION_BYTES: usize = N_TOKENS * TOKEN_LAYER_BYTES;
+pub(crate) const N_LAYERS: usize = 3;
+pub(crate) const N_TOKENS: usize = 64;
+pub(crate) const TOKEN_LAYER_BYTES: usize = 2 * 2 * 16 * 2;
+pub(crate) const SECTION_BYTES: usize = N_TOKENS * TOKEN_LAYER_BYTES;
 
-fn namespace() -> Namespace {
+pub(crate) fn namespace() -> Namespace {
     let layout = "kvik_paged_1/layers=3/heads=2/head_dim=16/block=16/bf16_le/keys=head,dim,token\
                   /values=head,token,dim";
     Namespace { model: "m".to_owned(), dtype: Dtype::BF16, layout: layout.to_owned(), tenant: String::new() }
 }
 
-fn key() -> ChunkKey {
+pub(crate) fn key() -> ChunkKey {
     ChunkKey { namespace: NamespaceId::from(&namespace()), ..content_key(0) }
 }
 
 /// Numbers around 1, as bf16.
-fn chunk() -> Vec<u8> {
+pub(crate) fn chunk() -> Vec<u8> {
     let number = |idx: usize| 1.0 + ((idx * 7919 % 1009) as f32 / 1009.0 - 0.5) * 0.7;
     let bf16 = |idx: usize| ((number(idx).to_bits() >> 16) as u16).to_le_bytes();
     (0..N_LAYERS * SECTION_BYTES / 2).flat_map(bf16).collect()
 }
 
-fn coded<T: Tier>(inner: T, codec: &str, allowed_lossy: &[&str]) -> Coded<T> {
+pub(crate) fn coded<T: Tier>(inner: T, codec: &str, allowed_lossy: &[&str]) -> Coded<T> {
     let spaces = Arc::new(CodedSpaces::default());
     spaces.learn(&namespace(), TOKEN_LAYER_BYTES as u64);
     let allowed: Vec<String> = allowed_lossy.iter().map(|name| (*name).to_owned()).collect();
     Coded::try_new(inner, codec, &allowed, spaces).unwrap()
 }
 
-fn put_chunk(tier: &dyn Tier) {
+pub(crate) fn put_chunk(tier: &dyn Tier) {
     let chunk = chunk();
     let parts = [&chunk[..100], &chunk[100..]];
     let mut batch = [PutItem::with_sections(key(), &parts, SECTION_BYTES)];
@@ -45,7 +45,7 @@ fn put_chunk(tier: &dyn Tier) {
     assert!(batch[0].outcome.is_present(), "{:?}", batch[0].outcome);
 }
 
-fn get_range(tier: &dyn Tier, offset: usize, n_bytes: usize) -> Result<Vec<u8>, GetOutcome> {
+pub(crate) fn get_range(tier: &dyn Tier, offset: usize, n_bytes: usize) -> Result<Vec<u8>, GetOutcome> {
     let mut buffer = vec![0xee; n_bytes];
     let mut batch = [GetItem::range(key(), offset as u64, &mut buffer)];
     tier.get(&mut batch);

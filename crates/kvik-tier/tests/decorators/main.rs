@@ -8,6 +8,7 @@ mod coded;
 mod encrypted;
 mod faulty;
 mod metered;
+mod recode;
 mod retry;
 mod shares;
 mod suite;

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use axum::body::Body;
 use axum::extract::{Path, Request, State};
 use http::StatusCode;
-use kvik_proto::cache::{CacheHealth, ClearRequest, MoveRequest, SegmentsRequest, SegmentsResponse};
+use kvik_proto::cache::{
+    CacheHealth, ClearRequest, CompressRequest, MoveRequest, SegmentsRequest, SegmentsResponse,
+};
 use kvik_proto::worker::PromptInput;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -89,6 +91,23 @@ pub(super) async fn clear(State(state): Shared, request: Request) -> Answer {
     let ClearRequest { input, tiers } = read_json_with(&state, request, parts).await?;
     let prompt = if input == PromptInput::default() { None } else { Some(read_input(&loaded, input).await?) };
     answer(&loaded, move |admin| admin.clear(prompt.as_ref(), tiers.as_deref())).await
+}
+
+/// `POST /cache/compress`.
+pub(super) async fn compress(State(state): Shared, request: Request) -> Answer {
+    let loaded = Arc::clone(state.loaded()?);
+    let request: CompressRequest = read_json(&state, request).await?;
+    answer(&loaded, move |admin| admin.compress(&request)).await
+}
+
+/// `GET /cache/compress`.
+pub(super) async fn compress_status(State(state): Shared) -> Answer {
+    answer(state.loaded()?, |admin| Ok(admin.compress_status())).await
+}
+
+/// `DELETE /cache/compress`.
+pub(super) async fn cancel_compress(State(state): Shared) -> Answer {
+    answer(state.loaded()?, |admin| Ok(admin.cancel_compress())).await
 }
 
 /// `POST /cache/retrieve`.

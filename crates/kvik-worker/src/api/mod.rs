@@ -113,6 +113,10 @@ fn admin_router() -> Router<Arc<WorkerState>> {
         .route("/cache/unpin", post(cache::unpin))
         .route("/cache/move", post(cache::relocate))
         .route("/cache/clear", post(cache::clear))
+        .route(
+            "/cache/compress",
+            post(cache::compress).get(cache::compress_status).delete(cache::cancel_compress),
+        )
         .route("/cache/retrieve", post(cache::retrieve))
         .route("/cache/store", post(cache::store))
         .route("/cache/segments", post(cache::segments))

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvik_node::{HeldPrefetch, cache_stats, tier_reports};
 use kvik_proto::cache::{CacheStats, ExplainResponse, PrefetchState, StoreResponse, TierReport};
-use kvik_store::{Chain, Clear, Lookup, Space, TierName, TierWrite, Write};
+use kvik_store::{Chain, Clear, Lookup, Space, Store, TierName, TierWrite, Write};
 use kvik_tier::TierKind;
 use kvik_types::BlockHash;
 
@@ -113,6 +113,10 @@ impl StoreOperations for LocalStore {
 
     fn explain(&self, prompt: &Prompt) -> Result<ExplainResponse, Refusal> {
         Ok(explain::explain(self, prompt))
+    }
+
+    fn local(&self) -> Option<&Store> {
+        Some(self.store())
     }
 
     fn plan_counts(&self) -> Vec<(&'static str, u64)> {

@@ -4,6 +4,7 @@
 //! this process, `daemon` asks a daemon for it. All operations may wait for disks, servers and other processes; callers
 //! bring a thread that may block.
 
+mod compress;
 mod daemon;
 mod explain;
 mod export;
@@ -13,10 +14,10 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 
 use kvik_proto::cache::{
-    CacheHealth, CacheStats, ClearResponse, ExplainResponse, LookupResponse, MoveResponse, PinResponse,
-    PrefetchState, PrefetchStatus, StoreResponse, TierReport,
+    CacheHealth, CacheStats, ClearResponse, CompressRequest, CompressStatus, ExplainResponse, LookupResponse,
+    MoveResponse, PinResponse, PrefetchState, PrefetchStatus, StoreResponse, TierReport,
 };
-use kvik_store::{Chain, Lookup, Retrieved, Space, TierName};
+use kvik_store::{Chain, Lookup, Retrieved, Space, Store, TierName};
 use kvik_tier::TierKind;
 use kvik_types::BlockHash;
 use parking_lot::Mutex;
@@ -25,6 +26,7 @@ use crate::error::Refusal;
 use crate::prompt::Prompt;
 use crate::store::{SinkCounts, WorkerStore};
 
+use compress::Compression;
 use daemon::DaemonOperations;
 
 /// Prefetches that are remembered; the oldest are forgotten, and with that cancelled.
@@ -95,6 +97,11 @@ pub(crate) trait StoreOperations: fmt::Debug + Send + Sync {
     /// Sequences whose KV the worker did not hand to the store.
     fn sink_counts(&self) -> &SinkCounts;
 
+    /// The store, if it is in this process.
+    fn local(&self) -> Option<&Store> {
+        None
+    }
+
     /// What the planner has decided, by name.
     fn plan_counts(&self) -> Vec<(&'static str, u64)> {
         Vec::new()
@@ -130,6 +137,8 @@ pub(crate) enum ReadChunks {
 pub(crate) struct StoreAdmin {
     store: Box<dyn StoreOperations>,
     prefetches: Mutex<Prefetches>,
+    /// The last run over cold chunks.
+    compression: Mutex<Option<Compression>>,
 }
 
 #[derive(Debug, Default)]
@@ -155,11 +164,12 @@ impl StoreAdmin {
             WorkerStore::Local(store) => Box::new(store.clone()),
             WorkerStore::Daemon(store) => Box::new(DaemonOperations::new(store)),
         };
-        Self { store, prefetches: Mutex::default() }
+        Self { store, prefetches: Mutex::default(), compression: Mutex::default() }
     }
 
     /// Gives up all prefetches.
     pub(crate) fn close(&self) {
+        self.compression.lock().take();
         self.store.close();
         self.prefetches.lock().remembered.clear();
     }
@@ -288,6 +298,39 @@ impl StoreAdmin {
         };
         let chain = prompt.map(|prompt| self.chain(prompt)).transpose()?;
         Ok(ClearResponse { chunks: by_name(self.store.clear(chain.as_ref(), tiers)?) })
+    }
+
+    /// Begins to code the cold chunks of a tier by another codec.
+    ///
+    /// # Errors
+    /// If that is under way already, the store is a daemon's, or tier or codec cannot be used.
+    pub(crate) fn compress(&self, request: &CompressRequest) -> Result<CompressStatus, Refusal> {
+        let Some(store) = self.store.local() else {
+            return Err(Refusal::conflict("the chunks of a daemon are not coded again from here", None));
+        };
+        let tier = self.tier("tier", request.tier.as_deref().unwrap_or(TierKind::Nvme.name()))?;
+        let mut compression = self.compression.lock();
+        if compression.as_ref().is_some_and(Compression::is_running) {
+            return Err(Refusal::conflict("chunks are being coded again already", None));
+        }
+        let begun = Compression::start(store, tier, request)?;
+        let status = begun.status();
+        *compression = Some(begun);
+        Ok(status)
+    }
+
+    /// How far the last run has come.
+    pub(crate) fn compress_status(&self) -> CompressStatus {
+        let idle = || CompressStatus { state: "idle".to_owned(), ..CompressStatus::default() };
+        self.compression.lock().as_ref().map_or_else(idle, Compression::status)
+    }
+
+    /// Ends the run after the chunk that is being coded.
+    pub(crate) fn cancel_compress(&self) -> CompressStatus {
+        if let Some(compression) = &*self.compression.lock() {
+            compression.cancel();
+        }
+        self.compress_status()
     }
 
     /// A prompt's KV as safetensors, of one layer or of all, and from one tier or from all.

@@ -5,6 +5,7 @@
 mod chat;
 mod codecs;
 mod completions;
+mod compress;
 mod errors;
 mod kv;
 mod kv_events;

@@ -1,6 +1,7 @@
 //! Chunks that are smaller where they are stored.
 
 mod page;
+mod recode;
 mod spaces;
 
 use std::ops::Range;
@@ -18,7 +19,7 @@ use super::wanted::{Wanted, get_by_range};
 use crate::envelope::ENVELOPE_BYTES;
 use crate::error::{Result, TierError};
 use crate::key::{ChunkKey, NamespaceId};
-use crate::tier::{GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierKind, TierStat};
+use crate::tier::{GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierKind, TierStat};
 
 // The memory for pages is that for envelopes.
 const _: () = assert!(PAGE_BYTES == ENVELOPE_BYTES);
@@ -128,6 +129,20 @@ impl<T: Tier> Coded<T> {
             }
             None => as_it_is,
         }
+    }
+
+    /// Reads the ranges, and those again of whose page and layers one may be older than the other: a chunk that was coded again
+    /// between the two calls is there.
+    fn get_settled(&self, wanted: &mut [Wanted<'_>]) -> Vec<GetOutcome> {
+        let mut outcomes = self.get_wanted(wanted);
+        for (range, outcome) in wanted.iter_mut().zip(&mut outcomes) {
+            if matches!(outcome, GetOutcome::Corrupt("coded layer" | "length"))
+                && let Some(again) = self.get_wanted(std::slice::from_mut(range)).pop()
+            {
+                *outcome = again;
+            }
+        }
+        outcomes
     }
 
     /// Reads the ranges; the outcomes are in their order.
@@ -288,7 +303,7 @@ impl<T: Tier> Tier for Coded<T> {
     }
 
     fn get(&self, batch: &mut [GetItem<'_>]) {
-        get_by_range(batch, |wanted| self.get_wanted(wanted));
+        get_by_range(batch, |wanted| self.get_settled(wanted));
     }
 
     fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> Result<()> {
@@ -307,6 +322,20 @@ impl<T: Tier> Tier for Coded<T> {
 
     fn flush(&self) -> Result<()> {
         self.inner.flush()
+    }
+
+    fn codec(&self) -> Option<&str> {
+        Some(self.codec.name())
+    }
+
+    fn recode(&self, key: ChunkKey, codec: &str) -> Result<Rewritten> {
+        let Some(wanted) = self.readable.iter().find(|known| known.name() == codec) else {
+            let names: Vec<&str> = self.readable.iter().map(|known| known.name()).collect();
+            return Err(TierError::invalid("codec", &codec, names.join(", ")));
+        };
+        self.inner.rewrite(coded_key(key), &mut |stored| {
+            recode::recode(&**wanted, &self.readable, stored).map(|coded| (coded, PAGE_BYTES))
+        })
     }
 
     fn stat(&self) -> TierStat {

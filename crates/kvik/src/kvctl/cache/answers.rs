@@ -4,8 +4,8 @@ use std::io::{self, Write};
 
 use anstyle::{AnsiColor, Style};
 use kvik_proto::cache::{
-    CacheHealth, CacheStats, ClearResponse, LookupResponse, MoveResponse, PinResponse, PrefetchState,
-    PrefetchStatus, SegmentsResponse, StoreResponse, TierOperation, TierReport,
+    CacheHealth, CacheStats, ClearResponse, CompressStatus, LookupResponse, MoveResponse, PinResponse,
+    PrefetchState, PrefetchStatus, SegmentsResponse, StoreResponse, TierOperation, TierReport,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -97,6 +97,23 @@ impl Answer for Shown<ClearResponse> {
             writeln!(output, "{tier:<8} {n_chunks:>8} chunks forgotten")?;
         }
         Ok(())
+    }
+}
+
+impl Answer for Shown<CompressStatus> {
+    fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
+        let CompressStatus { state, reason, tier, codec, cold_chunks, seen_chunks, .. } = &self.0;
+        if state == "idle" {
+            return writeln!(output, "idle: no chunk was coded again since the start");
+        }
+        writeln!(
+            output,
+            "{state}: {seen_chunks} of {cold_chunks} cold chunks of {tier} seen, codec {codec}"
+        )?;
+        let CompressStatus { recoded_chunks, bytes_before, bytes_after, .. } = self.0;
+        let [before, after] = [bytes_before, bytes_after].map(size::long);
+        writeln!(output, "{recoded_chunks} chunks are smaller: {after} instead of {before}")?;
+        reason.as_ref().map_or(Ok(()), |reason| writeln!(output, "{reason}"))
     }
 }
 

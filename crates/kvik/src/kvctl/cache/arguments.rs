@@ -15,6 +15,7 @@ Examples:
   kvctl cache move --prompt-file question.txt --from ram --to nvme
   kvctl cache move --prompt-file question.txt --to-worker http://node-2:8082
   kvctl cache clear --all --tier redis
+  kvctl cache compress --codec cachegen --idle-s 86400 --wait
   kvctl cache add manual.txt faq.txt
   kvctl cache --all-nodes --dry-run clear --prompt-file question.txt
   kvctl --json cache stats";
@@ -82,6 +83,8 @@ pub(crate) enum CacheVerb {
     Move(MoveArguments),
     /// Forget the KV of a prompt and what hangs on it, or all of it
     Clear(ClearArguments),
+    /// Code chunks of a tier that were not used for long by a stronger codec, in the background
+    Compress(CompressArguments),
     /// Write the KV of a prompt to a safetensors file
     Retrieve(RetrieveArguments),
     /// Store what `retrieve` has written, also of another worker with the same model
@@ -149,6 +152,37 @@ pub(crate) struct ClearArguments {
     /// Only in this tier; may be repeated [default: all]
     #[arg(long, value_name = "TIER")]
     pub(crate) tier: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CompressArguments {
+    /// Name of the tier, a disk with a codec
+    #[arg(long, value_name = "TIER", default_value = "nvme")]
+    pub(crate) tier: String,
+
+    /// The codec; a lossy one only where `store.allow_lossy` names it [default: that of the tier]
+    #[arg(long, value_name = "CODEC")]
+    pub(crate) codec: Option<String>,
+
+    /// Seconds for which a chunk was not used
+    #[arg(long, value_name = "SECONDS", default_value_t = 3600)]
+    pub(crate) idle_s: u64,
+
+    /// Bytes a second that are read from the tier for it
+    #[arg(long, value_name = "BYTES", default_value_t = 32 << 20, value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) bytes_per_s: u64,
+
+    /// Return when it has ended
+    #[arg(long)]
+    pub(crate) wait: bool,
+
+    /// Begin nothing, and print how far it has come
+    #[arg(long, conflicts_with_all = ["cancel", "wait"])]
+    pub(crate) status: bool,
+
+    /// Begin nothing, and end what is under way
+    #[arg(long)]
+    pub(crate) cancel: bool,
 }
 
 #[derive(Debug, Args)]

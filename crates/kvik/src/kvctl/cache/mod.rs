@@ -12,7 +12,9 @@ use std::path::Path;
 
 use anyhow::{Context as _, bail};
 use http::{HeaderName, HeaderValue};
-use kvik_proto::cache::{ClearRequest, MoveRequest, PrefetchState, PrefetchStatus};
+use kvik_proto::cache::{
+    ClearRequest, CompressRequest, CompressStatus, MoveRequest, PrefetchState, PrefetchStatus,
+};
 use kvik_proto::client::{CacheClient, CoordinatorClient, HttpClient, TlsClientConfig, http_client};
 use kvik_proto::worker::PromptInput;
 use kvik_runtime::trust::client_header;
@@ -21,7 +23,7 @@ use tokio::time::{Duration, sleep};
 use super::print;
 use answers::{FileAnswer, Rendered, SameStore, Shown};
 pub(crate) use arguments::CacheArguments;
-use arguments::{CacheVerb, MoveArguments};
+use arguments::{CacheVerb, CompressArguments, MoveArguments};
 
 /// Time between two looks at a prefetch that is waited for.
 const PREFETCH_INTERVAL: Duration = Duration::from_millis(50);
@@ -63,6 +65,7 @@ async fn run_verb(verb: &CacheVerb, connector: &Connector, worker: &str) -> anyh
             let tiers = (!clear.tier.is_empty()).then(|| clear.tier.clone());
             Rendered::of(&Shown(client.clear(&ClearRequest { input, tiers }).await?))
         }
+        CacheVerb::Compress(arguments) => Rendered::of(&Shown(compress(arguments, &client).await?)),
         CacheVerb::Retrieve(retrieve) => {
             let bytes =
                 client.retrieve(&retrieve.prompt.read()?, retrieve.layer, retrieve.tier.as_deref()).await?;
@@ -109,6 +112,28 @@ async fn relocate(
             .context("forget the KV in the first worker")?;
     }
     Rendered::of(&Shown(stored))
+}
+
+/// Begins, follows or ends the coding of cold chunks.
+async fn compress(arguments: &CompressArguments, client: &CacheClient) -> anyhow::Result<CompressStatus> {
+    if arguments.status {
+        return Ok(client.compress_status().await?);
+    }
+    if arguments.cancel {
+        return Ok(client.cancel_compress().await?);
+    }
+    let request = CompressRequest {
+        tier: Some(arguments.tier.clone()),
+        codec: arguments.codec.clone(),
+        idle_s: Some(arguments.idle_s),
+        bytes_per_s: Some(arguments.bytes_per_s),
+    };
+    let mut status = client.compress(&request).await?;
+    while arguments.wait && status.state == "running" {
+        sleep(PREFETCH_INTERVAL).await;
+        status = client.compress_status().await?;
+    }
+    Ok(status)
 }
 
 /// Whether two workers are one, or share the store of a daemon.

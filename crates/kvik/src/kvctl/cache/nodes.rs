@@ -104,6 +104,7 @@ pub(super) async fn run(
 fn check_verb(verb: &CacheVerb) -> anyhow::Result<()> {
     let name = match verb {
         CacheVerb::Explain(_) => "explain",
+        CacheVerb::Compress(_) => "compress",
         CacheVerb::PrefetchStatus(_) => "prefetch-status",
         CacheVerb::Cancel(_) => "cancel",
         CacheVerb::Retrieve(_) => "retrieve",
