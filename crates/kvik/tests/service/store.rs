@@ -98,6 +98,34 @@ fn kvctl_looks_into_the_store_of_a_worker_and_carries_kv_to_another() {
 }
 
 #[test]
+fn kvctl_explains_what_would_be_loaded_and_says_what_cannot_be_compressed() {
+    let folder = tempfile::tempdir().unwrap();
+    let worker = start_worker(folder.path());
+    complete(&worker.client, &prompt(3));
+    let tokens: Vec<String> = prompt(3).iter().map(u32::to_string).collect();
+    let explain = ["explain", "--token-ids", &tokens.join(",")];
+    let answer = eventually("the KV of the ended sequence is in memory", || {
+        let answer = kvctl(&worker.client, &explain).unwrap();
+        (answer["chunks"].as_array().unwrap().len() == 2).then_some(answer)
+    });
+    assert_eq!((&answer["decision"], &answer["planner"]), (&json!("load"), &json!("on")));
+    assert_eq!(answer["chunks"][1]["action"], "load");
+    assert!(answer["predicted"]["plan_ms"].as_f64().unwrap() > 0.0, "{answer}");
+    let output = Command::new(env!("CARGO_BIN_EXE_kvctl"))
+        .args(["cache", "--worker", &format!("http://{}", worker.client.address)])
+        .args(explain)
+        .output()
+        .unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    for line in ["load: all that is stored is loaded", "nvme: never read", "512 of 600 tokens are stored"] {
+        assert!(text.contains(line), "{text}");
+    }
+    let refused = kvctl(&worker.client, &["compress", "--codec", "lossless"]).unwrap_err();
+    assert!(refused.contains("`tier` is nvme; allowed: a tier with a codec"), "{refused}");
+    assert_eq!(kvctl(&worker.client, &["compress", "--status"]).unwrap()["state"], "idle");
+}
+
+#[test]
 fn kvctl_governs_the_stores_of_all_workers_that_a_coordinator_lists() {
     let coordinator = cluster::start_coordinator("127.0.0.1:0", &[]);
     let base = format!("http://{}", coordinator.address);
