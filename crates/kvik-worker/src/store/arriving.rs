@@ -39,8 +39,9 @@ pub(crate) struct ArrivingPrefix {
 #[derive(Debug)]
 struct Progress {
     at: Instant,
-    n_pending: usize,
-    has_any: bool,
+    n_arrived: usize,
+    /// Those that were in memory when it began.
+    n_at_once: usize,
 }
 
 impl ArrivingPrefix {
@@ -61,8 +62,8 @@ impl ArrivingPrefix {
             return None;
         }
         let range = first_chunk..first_chunk + chunks.len();
-        let arriving = store.arrive(&request.chain, range.clone(), places, first_chunk + plan.n_chunks);
-        let n_pending = range.filter(|chunk_idx| arriving.is_pending(*chunk_idx)).count();
+        let arriving = store.arrive(&request.chain, range, places, first_chunk + plan.n_chunks);
+        let n_at_once = n_arrived(&arriving);
         Some(Self {
             arriving,
             chain: request.chain.clone(),
@@ -71,7 +72,7 @@ impl ArrivingPrefix {
             tiers: chunks.iter().map(|chunk| chunk.tier).collect(),
             states,
             load_timeout,
-            progress: Mutex::new(Progress { at: Instant::now(), n_pending, has_any: false }),
+            progress: Mutex::new(Progress { at: Instant::now(), n_arrived: n_at_once, n_at_once }),
             taken: Arc::default(),
         })
     }
@@ -95,19 +96,20 @@ impl ArrivingPrefix {
     fn progress_s(&self, chunk_idx: usize) -> (f64, Option<f64>) {
         let chunks = self.arriving.chunks();
         let mut bytes_by_tier = vec![0_u64; self.states.len()];
-        let mut n_pending = 0;
         for pending in (chunk_idx..chunks.end).filter(|idx| self.arriving.is_pending(*idx)) {
-            n_pending += 1;
             if let Some(Some(tier)) = self.tiers.get(pending - chunks.start) {
                 bytes_by_tier[*tier] += self.chain.payload_bytes(pending) as u64;
             }
         }
         let now = Instant::now();
+        let n_arrived = n_arrived(&self.arriving);
         let mut progress = self.progress.lock();
-        if n_pending < progress.n_pending {
-            *progress = Progress { at: now, n_pending, has_any: true };
+        if progress.n_arrived < n_arrived {
+            progress.n_arrived = n_arrived;
+            progress.at = now;
         }
-        let (is_first, passed_s) = (!progress.has_any, (now - progress.at).as_secs_f64());
+        let (is_first, passed_s) =
+            (progress.n_arrived == progress.n_at_once, (now - progress.at).as_secs_f64());
         drop(progress);
         let needed = bytes_by_tier.into_iter().enumerate().filter(|(_, n_bytes)| *n_bytes > 0);
         let tier_s = |(tier, n_bytes): (usize, u64)| {
@@ -121,6 +123,11 @@ impl ArrivingPrefix {
         let expected_s = needed.map(tier_s).try_fold(0.0, |longest: f64, tier_s| Some(longest.max(tier_s?)));
         (passed_s, expected_s)
     }
+}
+
+/// Chunks that are there.
+fn n_arrived(arriving: &Arriving) -> usize {
+    arriving.chunks().filter(|chunk_idx| arriving.chunk(*chunk_idx).is_some()).count()
 }
 
 impl PrefixKv for ArrivingPrefix {
