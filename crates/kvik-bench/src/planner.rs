@@ -158,7 +158,13 @@ impl PlannerBench {
         // The first round is not counted: engine and tiers are measured in it.
         for round in 0..=self.n_repeats() {
             for cell in &mut cells {
-                for (mode, worker) in workers.iter().enumerate() {
+                for turn in 0..MODES.len() {
+                    // Each is first, second and third equally often, and none runs beside what another still copies.
+                    let mode = (round + turn) % MODES.len();
+                    let worker = &workers[mode];
+                    for other in &workers {
+                        wait_for_copies(other).await?;
+                    }
                     let prompt = prompt(cell.n_tokens, round % 2);
                     let time_ms = measure_one(worker, &prompt, speed, MODES[mode]).await?;
                     if 0 < round {
@@ -233,7 +239,6 @@ fn config(folder: &Path, speed: Speed, mode: &str) -> WorkerConfig {
 
 /// Milliseconds until the first token of a prompt that the engine does not have.
 async fn measure_one(worker: &LocalWorker, prompt: &[u32], speed: Speed, mode: &str) -> anyhow::Result<f64> {
-    wait_for_copies(worker).await?;
     if speed == Speed::Memory {
         worker.post("/cache/prefetch", &json!({"token_ids": prompt})).await?;
         wait_until_in_memory(worker, prompt).await?;
