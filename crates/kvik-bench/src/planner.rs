@@ -22,7 +22,7 @@ const KV_BLOCKS: usize = 256;
 
 const CHUNK_TOKENS: usize = 256;
 
-const MODES: [&str; 3] = ["load_all", "compute_all", "on"];
+const MODES: [&str; 3] = ["load_all", "compute_all", "auto"];
 
 /// A wait for copies or for the disk that is longer is a failure.
 const LONGEST_WAIT: Duration = Duration::from_secs(20);

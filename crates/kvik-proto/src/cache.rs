@@ -53,7 +53,7 @@ pub struct ExplainResponse {
     pub prompt_tokens: usize,
     /// Tokens in a chunk.
     pub chunk_tokens: usize,
-    /// The setting `store.planner`: where it is not `on`, the decision is not followed.
+    /// The setting `store.planner`: where it is not `auto`, the decision is not followed.
     pub planner: String,
     /// `load`: all of it before anything is computed; `meet`: the front is computed while the back loads; `compute`: nothing
     /// is loaded from below memory.

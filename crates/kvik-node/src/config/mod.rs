@@ -87,9 +87,9 @@ pub struct StoreConfig {
     pub write_back: String,
     /// Longest time that a request waits for chunks of lower tiers before it computes them. Default: 2000 ms.
     pub load_timeout_ms: u64,
-    /// Whether chunks of lower tiers are loaded or computed: `on`, whichever is predicted to be faster, and both at a time
+    /// Whether chunks of lower tiers are loaded or computed: `auto`, whichever is predicted to be faster, and both at a time
     /// where that is; `load_all`; or `compute_all`. Chunks that are read layer by layer, or by a daemon, are all loaded.
-    /// Default: `on`.
+    /// Default: `auto`.
     pub planner: String,
     /// Socket of a store daemon on this machine, which then has all tiers: the other settings but `load_timeout_ms`,
     /// `layerwise` and `daemon_token_file` are the daemon's and must not be set here. Default: none, a store in this
@@ -218,7 +218,7 @@ pub struct DaemonPlan {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PlannerMode {
     /// Whichever is predicted to be faster.
-    On,
+    Auto,
     /// They are loaded.
     LoadAll,
     /// They are computed.
@@ -261,7 +261,7 @@ impl Default for StoreConfig {
             tails: false,
             write_back: "store".to_owned(),
             load_timeout_ms: 2000,
-            planner: "on".to_owned(),
+            planner: "auto".to_owned(),
             daemon: None,
             daemon_token_file: None,
             tenant: String::new(),
@@ -395,10 +395,10 @@ impl StoreConfig {
         let write_back = self.write_back.as_str();
         check(["store", "reuse"].contains(&write_back), "store.write_back", write_back, "store or reuse")?;
         let planner = match self.planner.as_str() {
-            "on" => PlannerMode::On,
+            "auto" => PlannerMode::Auto,
             "load_all" => PlannerMode::LoadAll,
             "compute_all" => PlannerMode::ComputeAll,
-            other => return refuse("store.planner", other, "on, load_all or compute_all"),
+            other => return refuse("store.planner", other, "auto, load_all or compute_all"),
         };
         let io = self.nvme_io.as_str();
         check(

@@ -126,7 +126,7 @@ impl LocalStore {
             // A tier must be known to have its first chunk.
             Some(_) if self.store.tiers_of(chain, first_chunk).is_empty() => Loading::Nothing,
             Some(loader) => loader.load(chain, first_chunk, self.load_timeout),
-            None if self.planner_mode == PlannerMode::On => {
+            None if self.planner_mode == PlannerMode::Auto => {
                 load::begin_planned(&self.store, &self.planner, request, self.load_timeout)
             }
             None => load::begin(&self.store, chain, first_chunk, self.load_timeout),

@@ -56,7 +56,7 @@ pub(super) fn explain(local: &LocalStore, prompt: &Prompt) -> ExplainResponse {
 
 fn mode_name(mode: PlannerMode) -> &'static str {
     match mode {
-        PlannerMode::On => "on",
+        PlannerMode::Auto => "auto",
         PlannerMode::LoadAll => "load_all",
         PlannerMode::ComputeAll => "compute_all",
     }

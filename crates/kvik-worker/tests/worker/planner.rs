@@ -49,7 +49,7 @@ const OTHER: u32 = 99;
 
 /// Leaves the KV of prompts on a disk, and gives what was answered to them.
 async fn fill(folder: &Path, prompts: &[Vec<u32>]) -> Vec<Value> {
-    let worker = start(slow_disk(folder, 0, "on")).await;
+    let worker = start(slow_disk(folder, 0, "auto")).await;
     let mut outputs = Vec::new();
     // The other one too: it is not written to a slow disk then.
     for prompt in prompts.iter().chain([&prompt(OTHER)]) {
@@ -72,7 +72,7 @@ async fn answers_are_the_same_to_the_bit_at_every_speed_of_a_tier() {
     let folder = tempfile::tempdir().unwrap();
     let expected = fill(folder.path(), &[prompt(1)]).await.remove(0);
     for (bytes_per_s, planner) in
-        [(0, "on"), (0, "load_all"), (0, "compute_all"), (20_000_000, "on"), (4_000_000, "on")]
+        [(0, "auto"), (0, "load_all"), (0, "compute_all"), (20_000_000, "auto"), (4_000_000, "auto")]
     {
         let worker = start(slow_disk(folder.path(), bytes_per_s, planner)).await;
         // Three times: nothing was measured before the first.
@@ -91,7 +91,7 @@ async fn answers_are_the_same_to_the_bit_at_every_speed_of_a_tier() {
             .map(|decision| counts[format!("planned_{decision}_requests")].as_u64().unwrap())
             .iter()
             .sum();
-        assert_eq!(n_planned > 0, planner == "on", "{counts}");
+        assert_eq!(n_planned > 0, planner == "auto", "{counts}");
         worker.end().await;
     }
 }
@@ -107,7 +107,7 @@ async fn a_slow_tier_brings_the_back_of_a_prompt_while_its_front_is_computed() {
     worker.end().await;
     // All chunks take as long to load as to compute, so half of them come in time.
     let bytes_per_s = (6.0 * 256.0 * 8192.0 / compute_s) as u64;
-    let worker = start(slow_disk(folder.path(), bytes_per_s, "on")).await;
+    let worker = start(slow_disk(folder.path(), bytes_per_s, "auto")).await;
     let mut n_loaded = Vec::new();
     for _ in 0..4 {
         forget(&worker).await;
@@ -130,7 +130,7 @@ async fn chunks_that_are_lost_on_their_way_are_computed() {
             "remote": format!("file://{}", objects.display()),
         })
     };
-    let worker = start(store("on")).await;
+    let worker = start(store("auto")).await;
     let (expected, _) = complete(&worker, &prompt(1)).await;
     worker.client.wait_for_copies().await;
     worker.end().await;
@@ -142,7 +142,7 @@ async fn chunks_that_are_lost_on_their_way_are_computed() {
         let middle = bytes.len() / 2;
         bytes[middle] ^= 1;
         std::fs::write(damaged, &bytes).unwrap();
-        let worker = start(store("on")).await;
+        let worker = start(store("auto")).await;
         let (output, tiers) = complete(&worker, &prompt(1)).await;
         assert_eq!(output, expected);
         assert_eq!(tiers, json!({"object": 5 * 256}), "all but the one that is lost");
@@ -171,7 +171,7 @@ fn files_below(folder: &Path) -> Vec<std::path::PathBuf> {
 async fn a_request_that_is_given_up_while_its_kv_loads_leaves_nothing_behind() {
     let folder = tempfile::tempdir().unwrap();
     let expected = fill(folder.path(), &[prompt(1), prompt(2)]).await;
-    let worker = start(slow_disk(folder.path(), 4_000_000, "on")).await;
+    let worker = start(slow_disk(folder.path(), 4_000_000, "auto")).await;
     let n_free = worker.client.kv_stats().await.free_blocks;
     for _ in 0..2 {
         let body = json!({"prompt": prompt(1), "max_tokens": 4, "stream": true});
@@ -197,7 +197,7 @@ async fn a_request_that_is_given_up_while_its_kv_loads_leaves_nothing_behind() {
 async fn the_decision_for_a_prompt_is_explained() {
     let folder = tempfile::tempdir().unwrap();
     fill(folder.path(), &[prompt(1)]).await;
-    let worker = start(slow_disk(folder.path(), 50_000_000, "on")).await;
+    let worker = start(slow_disk(folder.path(), 50_000_000, "auto")).await;
     let explain = async || worker.client.ask("/cache/explain", &json!({"token_ids": prompt(1)})).await;
     let unmeasured = explain().await;
     assert_eq!((&unmeasured["decision"], &unmeasured["predicted"]), (&json!("meet"), &Value::Null));
@@ -207,7 +207,7 @@ async fn the_decision_for_a_prompt_is_explained() {
         forget(&worker).await;
     }
     let measured = explain().await;
-    assert_eq!((&measured["prompt_tokens"], &measured["planner"]), (&json!(1600), &json!("on")));
+    assert_eq!((&measured["prompt_tokens"], &measured["planner"]), (&json!(1600), &json!("auto")));
     let speed = measured["tiers"][0]["bytes_per_s"].as_f64().unwrap();
     assert!((2e7..6e7).contains(&speed), "{measured}");
     let chunks = measured["chunks"].as_array().unwrap();

@@ -108,7 +108,7 @@ fn kvctl_explains_what_would_be_loaded_and_says_what_cannot_be_compressed() {
         let answer = kvctl(&worker.client, &explain).unwrap();
         (answer["chunks"].as_array().unwrap().len() == 2).then_some(answer)
     });
-    assert_eq!((&answer["decision"], &answer["planner"]), (&json!("load"), &json!("on")));
+    assert_eq!((&answer["decision"], &answer["planner"]), (&json!("load"), &json!("auto")));
     assert_eq!(answer["chunks"][1]["action"], "load");
     assert!(answer["predicted"]["plan_ms"].as_f64().unwrap() > 0.0, "{answer}");
     let output = Command::new(env!("CARGO_BIN_EXE_kvctl"))

@@ -17,7 +17,7 @@ impl Answer for Shown<ExplainResponse> {
             _ => "nothing is loaded from below memory",
         };
         writeln!(output, "{decision}: {meaning}")?;
-        if planner != "on" {
+        if planner != "auto" {
             writeln!(output, "not followed: store.planner is {planner}")?;
         }
         match predicted {
