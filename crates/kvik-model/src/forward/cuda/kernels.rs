@@ -265,9 +265,10 @@ impl Kernels {
         let row_kernel = |name: &str| module.function(name, ROW_THREADS, 0);
         let attention = if is_tiled {
             let tile_bytes = (2 * 64 * head_dim * 2) as u32;
+            let query_bytes = (WIDE_QUERIES * head_dim * 2) as u32;
             // Tiles of keys and values: one that is computed with, the others on their way.
             let (many, many_queries) = if matches!(head_dim, 64 | 128) {
-                (module.function("attend_wide", 256, 3 * tile_bytes)?, WIDE_QUERIES)
+                (module.function("attend_wide", 256, 4 * tile_bytes + query_bytes)?, WIDE_QUERIES)
             } else {
                 (module.function("attend_many", 128, 2 * tile_bytes)?, MANY_QUERIES)
             };

@@ -121,12 +121,37 @@ struct Rows {
     int position[2]; // -1 for a row that does not exist
 };
 
+// The weights of a tile as the first operand of a matrix instruction.
+static __device__ __forceinline__ void pack_weights(const float (&scores)[8][4], u32 (&weights)[4][4]) {
+    #pragma unroll
+    for (int step = 0; step < 4; step++) {
+        weights[step][0] = pair_of<KvType>(scores[step * 2][0], scores[step * 2][1]);
+        weights[step][1] = pair_of<KvType>(scores[step * 2][2], scores[step * 2][3]);
+        weights[step][2] = pair_of<KvType>(scores[step * 2 + 1][0], scores[step * 2 + 1][1]);
+        weights[step][3] = pair_of<KvType>(scores[step * 2 + 1][2], scores[step * 2 + 1][3]);
+    }
+}
+
+// The sums of a row over its tiles, of which each thread has its own columns.
+static __device__ __forceinline__ void finish_parts(Part (&parts)[2]) {
+    #pragma unroll
+    for (int row = 0; row < 2; row++) {
+        parts[row].sum = __fadd_rn(parts[row].sum, __shfl_xor_sync(~0u, parts[row].sum, 1));
+        parts[row].sum = __fadd_rn(parts[row].sum, __shfl_xor_sync(~0u, parts[row].sum, 2));
+    }
+}
+
 // One warp's sums over the tiles of one chunk.
 struct ChunkSums {
     float values[UNITS][4];
     Part parts[2];
 
     __device__ __forceinline__ void clear() {
+        clear_values();
+        clear_parts();
+    }
+
+    __device__ __forceinline__ void clear_values() {
         #pragma unroll
         for (int unit = 0; unit < UNITS; unit++) {
             #pragma unroll
@@ -134,6 +159,9 @@ struct ChunkSums {
                 values[unit][idx] = 0.0f;
             }
         }
+    }
+
+    __device__ __forceinline__ void clear_parts() {
         #pragma unroll
         for (int row = 0; row < 2; row++) {
             parts[row].maximum = LOWEST;
@@ -141,9 +169,9 @@ struct ChunkSums {
         }
     }
 
-    // Turns the scores of a tile into weights, and what was summed before into their scale.
+    // Turns the scores of a tile into weights; what was summed before comes to their scale by `shrinks`.
     __device__ __forceinline__ void weigh(const Attention &attention, const Rows &rows, int tile, float (&scores)[8][4],
-                                          u32 (&weights)[4][4]) {
+                                          float (&shrinks)[2]) {
         int lane = threadIdx.x % 32;
         #pragma unroll
         for (int row = 0; row < 2; row++) {
@@ -177,18 +205,7 @@ struct ChunkSums {
             }
             parts[row].maximum = largest;
             parts[row].sum = __fmaf_rn(parts[row].sum, shrink, sum);
-            #pragma unroll
-            for (int unit = 0; unit < UNITS; unit++) {
-                values[unit][row * 2] = __fmul_rn(values[unit][row * 2], shrink);
-                values[unit][row * 2 + 1] = __fmul_rn(values[unit][row * 2 + 1], shrink);
-            }
-        }
-        #pragma unroll
-        for (int step = 0; step < 4; step++) {
-            weights[step][0] = pair_of<KvType>(scores[step * 2][0], scores[step * 2][1]);
-            weights[step][1] = pair_of<KvType>(scores[step * 2][2], scores[step * 2][3]);
-            weights[step][2] = pair_of<KvType>(scores[step * 2 + 1][0], scores[step * 2 + 1][1]);
-            weights[step][3] = pair_of<KvType>(scores[step * 2 + 1][2], scores[step * 2 + 1][3]);
+            shrinks[row] = shrink;
         }
     }
 
@@ -215,7 +232,10 @@ struct ChunkSums {
             }
         }
         u32 weights[4][4];
-        weigh(attention, rows, tile, scores, weights);
+        float shrinks[2];
+        weigh(attention, rows, tile, scores, shrinks);
+        pack_weights(scores, weights);
+        rescale(shrinks);
         #pragma unroll
         for (int step = 0; step < 4; step++) {
             #pragma unroll
@@ -229,12 +249,13 @@ struct ChunkSums {
         }
     }
 
-    // Until now each thread summed its own columns.
-    __device__ __forceinline__ void finish() {
+    __device__ __forceinline__ void rescale(const float (&shrinks)[2]) {
         #pragma unroll
-        for (int row = 0; row < 2; row++) {
-            parts[row].sum = __fadd_rn(parts[row].sum, __shfl_xor_sync(~0u, parts[row].sum, 1));
-            parts[row].sum = __fadd_rn(parts[row].sum, __shfl_xor_sync(~0u, parts[row].sum, 2));
+        for (int unit = 0; unit < UNITS; unit++) {
+            #pragma unroll
+            for (int idx = 0; idx < 4; idx++) {
+                values[unit][idx] = __fmul_rn(values[unit][idx], shrinks[idx / 2]);
+            }
         }
     }
 };
@@ -259,12 +280,12 @@ struct Totals {
         }
     }
 
-    // Adds a chunk that is finished.
-    __device__ __forceinline__ void merge(const ChunkSums &chunk, float scale) {
+    // Adds the values of a chunk with its parts, which are finished.
+    __device__ __forceinline__ void merge(const ChunkSums &chunk, const Part (&chunk_parts)[2], float scale) {
         #pragma unroll
         for (int row = 0; row < 2; row++) {
             float old_weight, new_weight;
-            merge_parts(parts[row], chunk.parts[row], scale, old_weight, new_weight);
+            merge_parts(parts[row], chunk_parts[row], scale, old_weight, new_weight);
             #pragma unroll
             for (int unit = 0; unit < UNITS; unit++) {
                 #pragma unroll
@@ -292,8 +313,13 @@ struct Totals {
             for (int unit = 0; unit < UNITS; unit++) {
                 float low = __fmul_rn(values[unit][half * 2], inverse);
                 float high = __fmul_rn(values[unit][half * 2 + 1], inverse);
+#if WEIGHT == 0
                 store_input(attention.out, first_row + row, column + unit * 8, attention.out_padded, low);
                 store_input(attention.out, first_row + row, column + unit * 8 + 1, attention.out_padded, high);
+#else
+                u32 pair = pair_of<Weight>(low, high);
+                store_input_pair(attention.out, first_row + row, column + unit * 8, attention.out_padded, pair);
+#endif
             }
         }
     }
@@ -355,8 +381,8 @@ extern "C" __global__ void __launch_bounds__(128) attend_many(const __grid_const
         chunk.add_tile(attention, rows, tile, place + stage * 2 * TILE_BYTES);
         __syncthreads();
         if (tile % CHUNK_TILES == CHUNK_TILES - 1 || tile == last_tile) {
-            chunk.finish();
-            totals.merge(chunk, attention.scale);
+            finish_parts(chunk.parts);
+            totals.merge(chunk, chunk.parts, attention.scale);
             chunk.clear();
         }
     }
@@ -397,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(32) attend_chunk(const __grid_const
         chunk.add_tile(attention, rows, tile, place + stage * 2 * TILE_BYTES);
         __syncwarp();
     }
-    chunk.finish();
+    finish_parts(chunk.parts);
     #pragma unroll
     for (int half = 0; half < 2; half++) {
         int query = lane / 4 + half * 8;

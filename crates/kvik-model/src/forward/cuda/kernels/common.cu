@@ -106,6 +106,13 @@ static __device__ __forceinline__ void store_input(Weight::Bits *x, int row, int
 #endif
 }
 
+#if WEIGHT != 0
+// Two neighbouring inputs, the first of them even.
+static __device__ __forceinline__ void store_input_pair(u16 *x, int row, int input, int n_padded, u32 pair) {
+    *(u32 *)(x + ((u64)(row >> 3) * (n_padded >> 3) + (input >> 3)) * 64 + (row & 7) * 8 + (input & 7)) = pair;
+}
+#endif
+
 // === Weights ===
 //
 // 16-bit weights lie in tiles of sixteen outputs and sixteen inputs, 512 bytes each: for each group of sixteen outputs, the
@@ -218,4 +225,15 @@ static __device__ __forceinline__ float warp_max(float value) {
         value = fmaxf(value, __shfl_xor_sync(~0u, value, distance));
     }
     return value;
+}
+
+// === Matrix instructions of a warpgroup: queued, then waited for ===
+
+static __device__ __forceinline__ void group_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+static __device__ __forceinline__ void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int N_LATER>
+static __device__ __forceinline__ void group_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N_LATER) : "memory");
 }
