@@ -120,7 +120,7 @@ async fn a_worker_that_cannot_start_leaves_nothing_behind() {
     };
     let message = start(|config| config.model = Some("/no/such/model".into())).await;
     assert_eq!(message, "load the model: /no/such/model has no config.json");
-    assert!(start(|config| config.kv_blocks = 0).await.contains("`kv_blocks` is 0"));
+    assert!(start(|config| config.threads = 5000).await.contains("`threads` is 5000"));
     assert!(start(|config| config.listen = "nowhere".into()).await.contains("listen on nowhere"));
     shutdown.finish().await;
 }
