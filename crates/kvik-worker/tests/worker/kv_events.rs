@@ -107,8 +107,9 @@ fn with_store(store: StoreConfig) -> WorkerConfig {
     WorkerConfig { kv_blocks: KV_BLOCKS, store, ..config() }
 }
 
+/// Memory, and lower tiers whose chunks are all loaded: how many the planner would compute instead depends on the machine's load.
 fn ram() -> StoreConfig {
-    StoreConfig { ram: "64MiB".to_owned(), ..StoreConfig::default() }
+    StoreConfig { ram: "64MiB".to_owned(), planner: "load_all".to_owned(), ..StoreConfig::default() }
 }
 
 fn prompt(seed: u32) -> Vec<u32> {

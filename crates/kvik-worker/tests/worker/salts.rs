@@ -42,7 +42,8 @@ async fn the_engine_shares_blocks_between_requests_of_one_salt_alone() {
 async fn the_tiers_share_chunks_between_requests_of_one_salt_alone() {
     let folder = tempfile::tempdir().unwrap();
     let nvme = Some(format!("{}:256MiB", folder.path().display()));
-    let store = StoreConfig { ram: "64MiB".to_owned(), nvme, ..StoreConfig::default() };
+    let planner = "load_all".to_owned();
+    let store = StoreConfig { ram: "64MiB".to_owned(), nvme, planner, ..StoreConfig::default() };
     let start = || start_with(WorkerConfig { kv_blocks: KV_BLOCKS, store: store.clone(), ..config() });
     let worker = start().await;
     assert_eq!(tiers(&worker, 1, Some("a")).await, Value::Null);

@@ -12,11 +12,18 @@ use crate::process::{self, Process, eventually};
 /// Two chunks and some.
 const PROMPT_TOKENS: u32 = 600;
 
+/// A worker that loads all chunks: how many the planner would compute instead depends on the machine's load.
 #[track_caller]
 fn start_worker(folder: &Path) -> Role {
+    start_planning_worker(folder, "load_all")
+}
+
+#[track_caller]
+fn start_planning_worker(folder: &Path, planner: &str) -> Role {
     let mut command = process::kvik();
     command.args(["worker", "--log-format", "json", "--listen", "127.0.0.1:0", "--threads", "1"]);
     command.args(["--ram", "64MiB", "--nvme"]).arg(format!("{}:256MiB", folder.display()));
+    command.arg("--set").arg(format!("store.planner={planner}"));
     let mut process = Process::start(&mut command);
     let address = process.logged("worker is ready")["address"].as_str().unwrap().to_owned();
     Role { process, client: Client { address } }
@@ -100,7 +107,7 @@ fn kvctl_looks_into_the_store_of_a_worker_and_carries_kv_to_another() {
 #[test]
 fn kvctl_explains_what_would_be_loaded_and_says_what_cannot_be_compressed() {
     let folder = tempfile::tempdir().unwrap();
-    let worker = start_worker(folder.path());
+    let worker = start_planning_worker(folder.path(), "auto");
     complete(&worker.client, &prompt(3));
     let tokens: Vec<String> = prompt(3).iter().map(u32::to_string).collect();
     let explain = ["explain", "--token-ids", &tokens.join(",")];
