@@ -13,9 +13,9 @@ fn prompt() -> Vec<u32> {
 }
 
 async fn start(store: Value) -> TestWorker {
-    let mut store: StoreConfig = serde_json::from_value(store).unwrap();
+    let store: StoreConfig = serde_json::from_value(store).unwrap();
     // How many chunks the planner would compute instead depends on the machine's load.
-    store.planner = "load_all".to_owned();
+    let store = StoreConfig { planner: "load_all".to_owned(), ..store };
     start_with(WorkerConfig { kv_blocks: KV_BLOCKS, store, ..config() }).await
 }
 
