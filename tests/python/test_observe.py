@@ -5,6 +5,8 @@ import json
 import re
 import shutil
 import subprocess
+import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -68,11 +70,25 @@ def base(name):
     return re.sub(r"_(bucket|sum|count)$", "", name)
 
 
+def complete(gateway):
+    """Completes a prompt, as soon as the gateway knows a worker: until then it answers 503."""
+    body = json.dumps({"model": "kvik-tiny", "prompt": "Once", "max_tokens": 2}).encode()
+    request = urllib.request.Request(f"{gateway}/v1/completions", body, {"content-type": "application/json"})
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.read()
+        except urllib.error.HTTPError as error:
+            if error.code != 503 or time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
 @pytest.fixture(scope="module")
 def live(gateway):
     """The metrics of a running service and the labels of each."""
-    with urllib.request.urlopen(urllib.request.Request(f"{gateway}/v1/completions", json.dumps({"model": "kvik-tiny", "prompt": "Once", "max_tokens": 2}).encode(), {"content-type": "application/json"}), timeout=60) as response:
-        response.read()
+    complete(gateway)
     with urllib.request.urlopen(f"{gateway}/ui/events", timeout=60) as response:
         fleet = json.loads(response.readline().removeprefix(b"data: "))
         while not fleet["fleet"]["workers"]:
