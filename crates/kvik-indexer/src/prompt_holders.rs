@@ -18,7 +18,7 @@ use crate::indexer::{Indexer, prompt_in, tier_name};
 /// Questions about one book, where it is in memory and where it is on a server.
 const MAX_QUESTIONS: usize = 8192;
 const MAX_REMOTE_QUESTIONS: usize = 256;
-/// Pairs of worker and piece of the prompt that are told apart.
+/// Most pairs of worker and piece of the prompt in one answer.
 const MAX_CELLS: usize = 1 << 26;
 /// A piece of a prompt that a worker does not have.
 const NOTHING: u8 = u8::MAX;

@@ -1,4 +1,4 @@
-"""A gateway that is none: the page's own files, and the answers of a fleet of 200 workers to a prompt of 10 000 blocks."""
+"""A stand-in for a gateway: the page's own files, and the answers of a fleet of 200 workers to a prompt of 10 000 blocks."""
 
 import json
 import math

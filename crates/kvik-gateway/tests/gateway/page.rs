@@ -215,7 +215,7 @@ async fn a_change_goes_to_the_worker_with_the_operators_token_and_never_for_anot
     for (path, body, status) in [
         (format!("/ui/workers/{}/sequences/seq-1/move", id(&worker)), json!({"to": id(&worker)}), 400),
         (format!("/ui/workers/{}/sequences/..%2Fdrain/move", id(&worker)), json!({"to": id(&other)}), 400),
-        ("/ui/workers/nobody/drain".to_owned(), json!({}), 404),
+        ("/ui/workers/unknown/drain".to_owned(), json!({}), 404),
         (format!("/ui/workers/{}/cache/retrieve", id(&worker)), json!({}), 404),
         (format!("/ui/workers/{}/kv/put", id(&worker)), json!({}), 404),
     ] {

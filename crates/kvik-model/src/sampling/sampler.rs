@@ -32,7 +32,7 @@ pub(crate) struct Sampler {
 }
 
 impl SamplerInput<'_> {
-    /// Whether the choice is the most likely token and nothing else is told of it.
+    /// Whether the choice is the most likely token, reported without log probabilities.
     pub(crate) fn takes_best(&self) -> bool {
         self.params.temperature <= 0.0 && self.counts.is_none() && self.params.logprobs.is_none()
     }

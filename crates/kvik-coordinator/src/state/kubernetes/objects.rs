@@ -94,7 +94,7 @@ impl Lease {
         Self { metadata: Metadata::new(name), spec: LeaseSpec::default(), others: Map::new() }
     }
 
-    /// Who holds it; empty if none does.
+    /// The identity of the holder; empty without one.
     pub(super) fn holder(&self) -> &str {
         self.spec.holder_identity.as_deref().unwrap_or_default()
     }
