@@ -6,8 +6,9 @@ use crate::checkpoint::WeightDtype;
 use crate::config::{Activation, ModelConfig};
 use crate::error::Result;
 
-use super::device::{Buffer, Device, HostBuffer, TensorMap, TensorShape};
-use super::kernels::{CHUNK_QUERIES, WIDE_ROW_GROUPS, WIDE_STEPS};
+use super::device::{Buffer, Device, HostBuffer};
+use super::kernels::CHUNK_QUERIES;
+use super::products::InputMaps;
 use super::weights::padded_inputs;
 
 /// Bytes of the most likely token of a row, as the kernel writes it: the token, and whether all logits are numbers.
@@ -19,7 +20,7 @@ pub(super) struct Inputs {
     buffer: Buffer,
     pub(super) n_padded: usize,
     /// For 16-bit weights.
-    pub(super) map: Option<TensorMap>,
+    pub(super) maps: Option<InputMaps>,
 }
 
 /// Buffers for so many rows, and for what rows ask for.
@@ -48,20 +49,13 @@ impl Inputs {
         let n_padded = padded_inputs(n_inputs);
         let n_groups = n_rows.div_ceil(8);
         let buffer = Buffer::zeroed(device, n_groups * 8 * n_padded * dtype.size())?;
-        let map = match dtype {
+        let maps = match dtype {
             WeightDtype::F32 => None,
-            WeightDtype::F16 | WeightDtype::BF16 => Some(TensorMap::of(
-                buffer.address(),
-                TensorShape {
-                    tile_elements: 128,
-                    n_groups: n_groups as u64,
-                    n_steps: (n_padded / 16) as u64,
-                    box_groups: WIDE_ROW_GROUPS,
-                    box_steps: WIDE_STEPS,
-                },
-            )?),
+            WeightDtype::F16 | WeightDtype::BF16 => {
+                Some(InputMaps::new(buffer.address(), n_groups, n_padded)?)
+            }
         };
-        Ok(Self { buffer, n_padded, map })
+        Ok(Self { buffer, n_padded, maps })
     }
 
     pub(super) fn address(&self) -> u64 {

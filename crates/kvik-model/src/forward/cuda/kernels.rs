@@ -3,7 +3,6 @@
 //! Every `queue_*` method is unsafe for one reason: a kernel reads and writes memory that its arguments name by address. The
 //! caller guarantees that until the stream has passed the kernel, that memory is alive and as large as the numbers say.
 
-use std::ffi::c_void;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -11,17 +10,21 @@ use kvik_types::Dtype;
 
 use crate::checkpoint::WeightDtype;
 use crate::config::ModelConfig;
-use crate::error::Result;
+use crate::error::{ModelError, Result};
 
-use super::device::{Device, Function, Module, TensorMap, compile};
+use super::device::{Device, Function, Module, TensorMap, arguments, compile};
+use super::pages::{KvMaps, has_wide_attention};
+use super::products::{InputMaps, OutKind, ProductArguments, Products};
 
 /// The text of all kernels; the first file is what the others use.
-const SOURCES: [&str; 7] = [
+const SOURCES: [&str; 9] = [
     include_str!("kernels/common.cu"),
     include_str!("kernels/product.cu"),
+    include_str!("kernels/product_wide.cu"),
     include_str!("kernels/rows.cu"),
     include_str!("kernels/attention.cu"),
     include_str!("kernels/attention_wide.cu"),
+    include_str!("kernels/attention_plain.cu"),
     include_str!("kernels/blocks.cu"),
     include_str!("kernels/weights.cu"),
 ];
@@ -39,39 +42,11 @@ pub(super) const CHUNK_TOKENS: usize = 256;
 const MANY_QUERIES: usize = 64;
 const WIDE_QUERIES: usize = 128;
 
+/// Tiles of keys and values that the latter has room for, as `attention_wide.cu` has it.
+const WIDE_STAGES: u32 = 5;
+
 /// Queries that a warp of the kernel for few rows takes.
 pub(super) const CHUNK_QUERIES: usize = 16;
-
-/// Steps of sixteen inputs, groups of eight rows and tiles of sixteen outputs that the wide product copies at a time.
-pub(super) const WIDE_STEPS: u32 = 4;
-pub(super) const WIDE_ROW_GROUPS: u32 = 16;
-pub(super) const WIDE_WEIGHT_TILES: u32 = 8;
-
-/// What becomes of the outputs of a product, as `product.cu` numbers it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(i32)]
-pub(super) enum OutKind {
-    Store = 0,
-    Add = 1,
-    Gate = 2,
-    Gelu = 3,
-}
-
-/// Arguments of a product.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-pub(super) struct ProductArguments {
-    pub(super) weights: u64,
-    pub(super) inputs: u64,
-    /// 0 without.
-    pub(super) bias: u64,
-    pub(super) out: u64,
-    pub(super) n_outputs: i32,
-    pub(super) n_rows: i32,
-    pub(super) n_padded_inputs: i32,
-    pub(super) out_stride: i32,
-    pub(super) out_kind: OutKind,
-}
 
 /// Arguments of the kernels of attention.
 #[repr(C)]
@@ -91,6 +66,17 @@ pub(super) struct AttentionArguments {
     pub(super) window: i32,
     /// Of scores, for powers of two.
     pub(super) scale: f32,
+}
+
+/// How much attention there is to queue.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct AttentionCounts {
+    pub(super) many_items: usize,
+    /// Of few rows.
+    pub(super) chunks: usize,
+    /// Rows that have chunks.
+    pub(super) merged_rows: usize,
+    pub(super) query_heads: usize,
 }
 
 /// Arguments of `place_rows`.
@@ -154,47 +140,18 @@ pub(super) struct PackingArguments {
     pub(super) offset: i32,
 }
 
-/// A variant of the product of 16-bit weights for few rows: its numbers in `product.cu`.
-struct Variant {
-    name: &'static str,
-    warps_o: u32,
-    warps_r: u32,
-    rows: u32,
-    steps: u32,
-    n_stages: u32,
-}
-
-const VARIANTS: [Variant; 4] = [
-    Variant { name: "product_8_rows", warps_o: 2, warps_r: 1, rows: 1, steps: 16, n_stages: 5 },
-    Variant { name: "product_16_rows", warps_o: 2, warps_r: 1, rows: 2, steps: 8, n_stages: 8 },
-    Variant { name: "product_32_rows", warps_o: 2, warps_r: 2, rows: 2, steps: 8, n_stages: 6 },
-    Variant { name: "product_64_rows", warps_o: 2, warps_r: 4, rows: 2, steps: 8, n_stages: 4 },
-];
-
-/// A product kernel with the tile of results of one of its blocks.
-#[derive(Debug)]
-struct TileProduct {
-    function: Function,
-    n_outputs: u32,
-    n_rows: u32,
-}
-
-/// The product kernels, by the type of weights.
-#[derive(Debug)]
-enum Products {
-    Plain(Function),
-    /// For few rows, in rising order, and for many.
-    Tiled {
-        narrow: Vec<TileProduct>,
-        wide: TileProduct,
-    },
-}
-
 /// The kernels of attention, by the type and shape of heads.
 #[derive(Debug)]
 enum AttentionKernels {
     Plain(Function),
-    Tiled { many: Function, many_queries: usize, chunk: Function, merge: Function },
+    Tiled { many: ManyRows, chunk: Function, merge: Function },
+}
+
+/// The kernel for many rows: of a warp's instructions, or of a warpgroup's.
+#[derive(Debug)]
+enum ManyRows {
+    Warps(Function),
+    Warpgroups(Function),
 }
 
 /// All kernels of one model.
@@ -211,13 +168,6 @@ pub(super) struct Kernels {
     products: Products,
     attention: AttentionKernels,
     head_dim: usize,
-}
-
-/// Pointers to arguments, in the form that the driver takes.
-macro_rules! arguments {
-    ($($argument:ident),+) => {
-        [$((&raw const $argument).cast::<c_void>().cast_mut()),+]
-    };
 }
 
 /// A number of a weight type in the kernels' texts.
@@ -256,6 +206,7 @@ impl Kernels {
         let definitions = [
             format!("-DWEIGHT={}", weight_type(weights)),
             format!("-DKV={}", kv_type(kv_dtype)),
+            format!("-DACTIVATION={}", OutKind::of(config.activation) as i32),
             format!("-DHEAD_DIM={head_dim}"),
             format!("-DGROUP={group}"),
             format!("-DTILED={}", i32::from(is_tiled)),
@@ -267,15 +218,16 @@ impl Kernels {
             let tile_bytes = (2 * 64 * head_dim * 2) as u32;
             let query_bytes = (WIDE_QUERIES * head_dim * 2) as u32;
             // Tiles of keys and values: one that is computed with, the others on their way.
-            let (many, many_queries) = if matches!(head_dim, 64 | 128) {
-                (module.function("attend_wide", 256, 4 * tile_bytes + query_bytes)?, WIDE_QUERIES)
+            let many = if has_wide_attention(config, kv_dtype) {
+                // Two barriers a tile.
+                let shared_bytes = WIDE_STAGES * (tile_bytes + 16) + query_bytes;
+                ManyRows::Warpgroups(module.function("attend_wide", 384, shared_bytes)?)
             } else {
-                (module.function("attend_many", 128, 2 * tile_bytes)?, MANY_QUERIES)
+                ManyRows::Warps(module.function("attend_many", 128, 2 * tile_bytes)?)
             };
             AttentionKernels::Tiled {
                 many,
-                many_queries,
-                chunk: module.function("attend_chunk", 32, 2 * tile_bytes)?,
+                chunk: module.function("attend_chunk", 32, 2 * (tile_bytes + 8))?,
                 merge: module.function("merge_chunks", head_dim as u32, 0)?,
             }
         } else {
@@ -300,7 +252,8 @@ impl Kernels {
     pub(super) fn many_queries(&self) -> Option<usize> {
         match &self.attention {
             AttentionKernels::Plain(_) => None,
-            AttentionKernels::Tiled { many_queries, .. } => Some(*many_queries),
+            AttentionKernels::Tiled { many: ManyRows::Warps(_), .. } => Some(MANY_QUERIES),
+            AttentionKernels::Tiled { many: ManyRows::Warpgroups(_), .. } => Some(WIDE_QUERIES),
         }
     }
 
@@ -406,107 +359,68 @@ impl Kernels {
         unsafe { self.fill_weights.launch(ELEMENT_BLOCKS, 1, &mut arguments) }
     }
 
-    /// Queues a product; `maps` name weights and inputs for many rows of 16-bit weights.
+    /// Queues a product of `weights` and `inputs`; `maps` name them to the copy engine where they are of 16 bits.
     ///
     /// # Safety
     /// See the module.
     pub(super) unsafe fn queue_product(
         &self,
         product: ProductArguments,
-        maps: Option<(&TensorMap, &TensorMap)>,
+        maps: Option<(&TensorMap, &InputMaps)>,
     ) -> Result<()> {
-        let (n_outputs, n_rows) = (product.n_outputs.unsigned_abs(), product.n_rows.unsigned_abs());
-        match (&self.products, maps) {
-            (Products::Plain(function), _) => {
-                let mut arguments = arguments![product];
-                // SAFETY: the caller answers for the memory; the arguments are those of the kernel.
-                unsafe { function.launch(n_outputs.div_ceil(16), n_rows.div_ceil(16), &mut arguments) }
-            }
-            (Products::Tiled { narrow, wide }, maps) => {
-                let fitting = narrow.iter().find(|kernel| n_rows <= kernel.n_rows);
-                let (kernel, maps) = match (fitting, maps) {
-                    (None, Some(maps)) => (wide, Some(maps)),
-                    (fitting, _) => (fitting.or(narrow.last()).unwrap_or(wide), None),
-                };
-                let n_tiles = n_outputs.div_ceil(kernel.n_outputs) * n_rows.div_ceil(kernel.n_rows);
-                let n_blocks = n_tiles.min(kernel.function.resident_blocks());
-                if let Some((weights, inputs)) = maps {
-                    let mut arguments = [
-                        (&raw const product).cast::<c_void>().cast_mut(),
-                        std::ptr::from_ref(weights).cast::<c_void>().cast_mut(),
-                        std::ptr::from_ref(inputs).cast::<c_void>().cast_mut(),
-                    ];
-                    // SAFETY: as above.
-                    unsafe { kernel.function.launch(n_blocks, 1, &mut arguments) }
-                } else {
-                    let mut arguments = arguments![product];
-                    // SAFETY: as above.
-                    unsafe { kernel.function.launch(n_blocks, 1, &mut arguments) }
-                }
-            }
-        }
+        // SAFETY: the caller answers for the memory.
+        unsafe { self.products.queue(product, maps) }
     }
 
-    /// Queues attention of `n_many` items of many rows, and of `n_chunks` chunks of few rows, which `n_merged` rows have. The items
-    /// lie behind each other from `arguments.items` on.
+    /// Queues attention. The items lie behind each other from `arguments.items` on: those of many rows, of chunks, and of rows that
+    /// have chunks. `maps` name the pages to the copy engine where the kernel fetches them by it.
     ///
     /// # Safety
     /// See the module; `partials` has room for a slot a chunk.
     pub(super) unsafe fn queue_attention(
         &self,
         arguments: AttentionArguments,
-        counts: (usize, usize, usize),
-        n_query_heads: usize,
+        counts: AttentionCounts,
+        maps: Option<&KvMaps>,
     ) -> Result<()> {
-        let (n_many, n_chunks, n_merged) = counts;
+        let [n_many, n_chunks, n_merged, n_query_heads] =
+            [counts.many_items, counts.chunks, counts.merged_rows, counts.query_heads]
+                .map(|count| count as u32);
         let kv_heads = arguments.n_kv_heads.unsigned_abs();
         let item_bytes = 4 * size_of::<u32>() as u64;
         match &self.attention {
             AttentionKernels::Plain(function) => {
-                let mut pointers = arguments![arguments];
                 // SAFETY: the caller answers for the memory; the arguments are those of the kernel.
-                unsafe { function.launch(n_many as u32, n_query_heads as u32, &mut pointers) }
+                unsafe { function.launch(n_many, n_query_heads, &mut arguments![arguments]) }
             }
-            AttentionKernels::Tiled { many, chunk, merge, .. } => {
-                let chunks =
-                    AttentionArguments { items: arguments.items + n_many as u64 * item_bytes, ..arguments };
-                let merged =
-                    AttentionArguments { items: chunks.items + n_chunks as u64 * item_bytes, ..arguments };
+            AttentionKernels::Tiled { many, chunk, merge } => {
+                let chunks = AttentionArguments {
+                    items: arguments.items + u64::from(n_many) * item_bytes,
+                    ..arguments
+                };
+                let merged = AttentionArguments {
+                    items: chunks.items + u64::from(n_chunks) * item_bytes,
+                    ..arguments
+                };
                 // SAFETY: as above; the kernels run one after the other.
                 unsafe {
-                    many.launch(n_many as u32, kv_heads, &mut arguments![arguments])?;
-                    chunk.launch(n_chunks as u32, kv_heads, &mut arguments![chunks])?;
-                    merge.launch(n_merged as u32, n_query_heads as u32, &mut arguments![merged])
+                    match (many, maps) {
+                        (ManyRows::Warpgroups(many), Some(KvMaps { keys, values })) => {
+                            many.launch(kv_heads, n_many, &mut arguments![arguments, *keys, *values])?;
+                            chunk.launch(n_chunks, kv_heads, &mut arguments![chunks, *keys, *values])?;
+                        }
+                        (ManyRows::Warpgroups(_), None) => {
+                            let reason = "pages that are not named to the copy engine".to_owned();
+                            return Err(ModelError::Device { call: "attend_wide", reason });
+                        }
+                        (ManyRows::Warps(many), _) => {
+                            many.launch(n_many, kv_heads, &mut arguments![arguments])?;
+                            chunk.launch(n_chunks, kv_heads, &mut arguments![chunks])?;
+                        }
+                    }
+                    merge.launch(n_merged, n_query_heads, &mut arguments![merged])
                 }
             }
         }
-    }
-}
-
-impl Products {
-    fn load(module: &Arc<Module>, weights: WeightDtype) -> Result<Self> {
-        if weights == WeightDtype::F32 {
-            return Ok(Self::Plain(module.function("product_f32", 256, 0)?));
-        }
-        let narrow = VARIANTS.iter().map(|variant| {
-            let n_threads = (variant.warps_o * variant.warps_r + 1) * 32;
-            let stage_bytes = variant.steps * (variant.warps_o * 512 + variant.warps_r * variant.rows * 256);
-            // Two barriers a stage.
-            let shared_bytes = variant.n_stages * (stage_bytes + 16);
-            Ok(TileProduct {
-                function: module.function(variant.name, n_threads, shared_bytes)?,
-                n_outputs: variant.warps_o * 16,
-                n_rows: variant.warps_r * variant.rows * 8,
-            })
-        });
-        let stage_bytes = WIDE_STEPS * (WIDE_WEIGHT_TILES * 512 + WIDE_ROW_GROUPS * 256);
-        Ok(Self::Tiled {
-            narrow: narrow.collect::<Result<Vec<_>>>()?,
-            wide: TileProduct {
-                function: module.function("product_128_rows", 384, 6 * (stage_bytes + 16))?,
-                n_outputs: WIDE_WEIGHT_TILES * 16,
-                n_rows: WIDE_ROW_GROUPS * 8,
-            },
-        })
     }
 }

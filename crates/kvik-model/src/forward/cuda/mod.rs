@@ -11,6 +11,7 @@ mod kernels;
 mod lists;
 mod pages;
 mod pass;
+mod products;
 mod watch;
 mod weights;
 

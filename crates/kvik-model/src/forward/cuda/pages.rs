@@ -11,7 +11,7 @@ use crate::error::{ModelError, Result};
 use crate::paging::{BLOCK_TOKENS, BlockId};
 
 use super::super::{LayerKv, PinnedKv};
-use super::device::{Buffer, Device};
+use super::device::{Buffer, Device, Swizzle, TensorMap, TensorShape};
 
 /// Keys and values of all layers.
 ///
@@ -21,6 +21,37 @@ use super::device::{Buffer, Device};
 pub(super) struct Pages {
     memory: Arc<PageMemory>,
     n_blocks: usize,
+    /// For each layer, where attention fetches blocks by the copy engine.
+    maps: Option<Vec<KvMaps>>,
+}
+
+/// Names the keys and the values of a layer to the copy engine, as `attention_wide.cu` asks for them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct KvMaps {
+    /// Of a head's half of a block: a line of sixteen tokens for each dimension.
+    pub(super) keys: TensorMap,
+    /// Of the same: a line of 64 dimensions for each token, the first 64 before the others.
+    pub(super) values: TensorMap,
+}
+
+impl KvMaps {
+    fn new(address: u64, config: &ModelConfig, n_blocks: usize) -> Result<Self> {
+        let head_dim = config.head_dim as u64;
+        let n_halves = (n_blocks * config.n_kv_heads) as u64;
+        let keys = TensorShape {
+            elements: [16, 2 * head_dim, n_halves],
+            stride_bytes: [32, 64 * head_dim],
+            box_elements: [16, head_dim as u32, 1],
+            swizzle: Swizzle::Lines32,
+        };
+        let values = TensorShape {
+            elements: [64, 32 * n_halves, head_dim / 64],
+            stride_bytes: [2 * head_dim, 128],
+            box_elements: [64, 16, head_dim as u32 / 64],
+            swizzle: Swizzle::Lines128,
+        };
+        Ok(Self { keys: TensorMap::of(address, keys)?, values: TensorMap::of(address, values)? })
+    }
 }
 
 #[derive(Debug)]
@@ -53,6 +84,11 @@ pub(super) struct PinnedBlocks {
     blocks: Vec<BlockId>,
 }
 
+/// Whether there are instructions of a warpgroup for heads of this kind.
+pub(super) fn has_wide_attention(config: &ModelConfig, kv_dtype: Dtype) -> bool {
+    kv_dtype != Dtype::F32 && matches!(config.head_dim, 64 | 128)
+}
+
 /// Bytes of one block in one layer.
 pub(super) fn block_bytes(config: &ModelConfig, kv_dtype: Dtype) -> usize {
     2 * config.n_kv_heads * config.head_dim * BLOCK_TOKENS * kv_dtype.size_bytes()
@@ -70,7 +106,7 @@ impl Pages {
         let buffer = Buffer::zeroed(device, layer_bytes * config.n_layers)?;
         let layers =
             (0..config.n_layers).map(|layer| buffer.address() + (layer * layer_bytes) as u64).collect();
-        Ok(Self::on(device, config, kv_dtype, n_blocks, layers, Owner::Pages { _buffer: buffer }))
+        Self::on(device, config, kv_dtype, n_blocks, layers, Owner::Pages { _buffer: buffer })
     }
 
     /// The blocks of `pool`, a buffer for each layer.
@@ -90,7 +126,7 @@ impl Pages {
             ModelError::request("memory", "a pool without a region", "a pool with one buffer a layer")
         })?;
         let owner = Owner::Pool { _pool: Arc::clone(pool) };
-        Ok(Self::on(device, config, kv_dtype, n_blocks, layers, owner))
+        Self::on(device, config, kv_dtype, n_blocks, layers, owner)
     }
 
     fn on(
@@ -100,7 +136,11 @@ impl Pages {
         n_blocks: usize,
         layers: Vec<u64>,
         owner: Owner,
-    ) -> Self {
+    ) -> Result<Self> {
+        let maps = has_wide_attention(config, kv_dtype).then(|| {
+            layers.iter().map(|address| KvMaps::new(*address, config, n_blocks)).collect::<Result<Vec<_>>>()
+        });
+        let maps = maps.transpose()?;
         let memory = PageMemory {
             device: Arc::clone(device),
             layers,
@@ -110,7 +150,7 @@ impl Pages {
             element_bytes: kv_dtype.size_bytes(),
             _owner: owner,
         };
-        Self { memory: Arc::new(memory), n_blocks }
+        Ok(Self { memory: Arc::new(memory), n_blocks, maps })
     }
 
     pub(super) fn n_blocks(&self) -> usize {
@@ -124,6 +164,11 @@ impl Pages {
     /// Where the blocks of a layer begin.
     pub(super) fn layer_address(&self, layer_idx: usize) -> u64 {
         self.memory.layers[layer_idx]
+    }
+
+    /// How the copy engine fetches the blocks of a layer, where it does.
+    pub(super) fn maps(&self, layer_idx: usize) -> Option<&KvMaps> {
+        self.maps.as_ref()?.get(layer_idx)
     }
 
     /// Where a block of a layer lies.

@@ -1,14 +1,13 @@
 //! One pass through the layers: all rows of a batch together, in one stream.
 
-use crate::config::{Activation, ModelConfig, Norm};
+use crate::config::{ModelConfig, Norm};
 use crate::error::Result;
 
 use super::activations::{Activations, Inputs, qkv_width};
-use super::kernels::{
-    AttentionArguments, Kernels, NormalizeArguments, OutKind, PlacingArguments, ProductArguments,
-};
+use super::kernels::{AttentionArguments, AttentionCounts, Kernels, NormalizeArguments, PlacingArguments};
 use super::lists::RowLists;
 use super::pages::Pages;
+use super::products::{OutKind, ProductArguments};
 use super::weights::{LayerWeights, Linear, Matrix, ModelWeights, NormWeights};
 
 /// What the kernels of one pass share. The caller has made room in `activations` for all rows, chunks and logits of `lists`, and
@@ -73,10 +72,7 @@ impl Pass<'_> {
         self.attend(layer_idx)?;
         self.linear(&layer.output, &activations.attended, hidden, OutKind::Add)?;
         self.normalize(&layer.mlp_norm, None)?;
-        let kind = match config.activation {
-            Activation::SiluGated => OutKind::Gate,
-            Activation::GeluTanh => OutKind::Gelu,
-        };
+        let kind = OutKind::of(config.activation);
         let activated = (activations.activated.address(), activations.activated.n_padded);
         self.linear(&layer.up, &activations.normalized, activated, kind)?;
         self.linear(&layer.down, &activations.activated, hidden, OutKind::Add)
@@ -144,7 +140,7 @@ impl Pass<'_> {
             out_stride: out.1 as i32,
             out_kind,
         };
-        let maps = matrix.map.as_ref().zip(inputs.map.as_ref());
+        let maps = matrix.map.as_ref().zip(inputs.maps.as_ref());
         // SAFETY: the struct says that there is room for all rows, and the callers pass buffers that are as wide as the matrix.
         unsafe { self.kernels.queue_product(product, maps) }
     }
@@ -190,8 +186,13 @@ impl Pass<'_> {
             // The kernels take powers of two instead of e.
             scale: std::f32::consts::LOG2_E / (config.head_dim as f32).sqrt(),
         };
-        let counts = (lists.n_many, lists.n_chunks, lists.n_merged);
+        let counts = AttentionCounts {
+            many_items: lists.n_many,
+            chunks: lists.n_chunks,
+            merged_rows: lists.n_merged,
+            query_heads: config.n_query_heads,
+        };
         // SAFETY: as above; there is a slot for each chunk.
-        unsafe { self.kernels.queue_attention(arguments, counts, config.n_query_heads) }
+        unsafe { self.kernels.queue_attention(arguments, counts, self.pages.maps(layer_idx)) }
     }
 }

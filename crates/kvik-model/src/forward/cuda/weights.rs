@@ -8,8 +8,9 @@ use crate::error::{ModelError, Result};
 use crate::forward::tensors::{LinearPart, NormTensors, TensorReader};
 use crate::kernels::MatrixSource;
 
-use super::device::{Buffer, Device, TensorMap, TensorShape};
-use super::kernels::{Kernels, PackingArguments, WIDE_STEPS, WIDE_WEIGHT_TILES, weight_type};
+use super::device::{Buffer, Device, TensorMap};
+use super::kernels::{Kernels, PackingArguments, weight_type};
+use super::products::weight_map;
 
 /// What the number of inputs of a matrix is rounded up to: two steps of the matrix instructions.
 const INPUT_UNIT: usize = 32;
@@ -260,16 +261,9 @@ impl Loader<'_> {
         let buffer = Buffer::zeroed(self.device, n_tiles * 16 * n_padded_inputs * self.dtype.size())?;
         let map = match self.dtype {
             WeightDtype::F32 => None,
-            WeightDtype::F16 | WeightDtype::BF16 => Some(TensorMap::of(
-                buffer.address(),
-                TensorShape {
-                    tile_elements: 256,
-                    n_groups: n_tiles as u64,
-                    n_steps: (n_padded_inputs / 16) as u64,
-                    box_groups: WIDE_WEIGHT_TILES,
-                    box_steps: WIDE_STEPS,
-                },
-            )?),
+            WeightDtype::F16 | WeightDtype::BF16 => {
+                Some(weight_map(buffer.address(), n_tiles, n_padded_inputs)?)
+            }
         };
         Ok(Matrix { buffer, n_outputs, n_padded_inputs, map })
     }

@@ -18,7 +18,7 @@ use crate::error::{ModelError, Result};
 
 pub(super) use compiler::compile;
 pub(super) use memory::{Buffer, HostBuffer};
-pub(super) use module::{Function, Module, TensorMap, TensorShape};
+pub(super) use module::{Function, Module, Swizzle, TensorMap, TensorShape, arguments};
 
 /// The oldest compute capability whose copy engine and matrix instructions the kernels use: Hopper's.
 const MIN_CAPABILITY: (i32, i32) = (9, 0);

@@ -9,6 +9,14 @@ use cudarc::driver::sys;
 use super::{Device, check, warn_of};
 use crate::error::{ModelError, Result};
 
+/// Pointers to the arguments of a kernel, in the form that the driver takes.
+macro_rules! arguments {
+    ($($argument:expr),+) => {
+        [$((&raw const $argument).cast::<::std::ffi::c_void>().cast_mut()),+]
+    };
+}
+pub(in super::super) use arguments;
+
 /// Kernels that were loaded together.
 #[derive(Debug)]
 pub(in super::super) struct Module {
@@ -42,17 +50,24 @@ unsafe impl Sync for Function {}
 #[derive(Debug, Clone, Copy)]
 pub(in super::super) struct TensorMap([u64; 16]);
 
-/// Tiles of 16-bit elements: for each group the tiles of all steps behind each other.
+/// A tensor of 16-bit elements in three dimensions, the innermost first, and the box of it that is copied at a time.
 #[derive(Debug, Clone, Copy)]
 pub(in super::super) struct TensorShape {
-    /// Elements of a tile; 256 at most.
-    pub(in super::super) tile_elements: u64,
-    pub(in super::super) n_groups: u64,
-    pub(in super::super) n_steps: u64,
-    /// Groups that are copied at a time.
-    pub(in super::super) box_groups: u32,
-    /// Steps that are copied at a time.
-    pub(in super::super) box_steps: u32,
+    pub(in super::super) elements: [u64; 3],
+    /// Bytes from one line to the next, and from one plane to the next.
+    pub(in super::super) stride_bytes: [u64; 2],
+    pub(in super::super) box_elements: [u32; 3],
+    pub(in super::super) swizzle: Swizzle,
+}
+
+/// How the copy engine exchanges units of sixteen bytes in shared memory, so that matrix instructions read them without conflicts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in super::super) enum Swizzle {
+    None,
+    /// In lines of 32 bytes.
+    Lines32,
+    /// In lines of 128 bytes.
+    Lines128,
 }
 
 impl Module {
@@ -121,11 +136,13 @@ impl Function {
         self.blocks_per_multiprocessor * self.module.device.n_multiprocessors()
     }
 
-    /// Queues the kernel with a grid of `columns` by `rows` blocks; the device's context must be current.
+    /// Queues the kernel with a grid of `columns` by `rows` blocks; the device's context must be current. The kernel may be started
+    /// while the one before it still runs: it waits for it by itself.
     ///
     /// # Safety
     /// `arguments` points to the kernel's arguments in their order and types. Until the stream has passed the kernel, all memory
-    /// that these name is alive and large enough for what the kernel does with it.
+    /// that these name is alive and large enough for what the kernel does with it. All blocks of the kernel wait for the kernels
+    /// before it.
     pub(in super::super) unsafe fn launch(
         &self,
         columns: u32,
@@ -135,21 +152,26 @@ impl Function {
         if columns == 0 || rows == 0 {
             return Ok(());
         }
-        // SAFETY: the arguments are read before the call returns; the caller answers for them.
-        check("cuLaunchKernel", unsafe {
-            sys::cuLaunchKernel(
-                self.raw,
-                columns,
-                rows,
-                1,
-                self.n_threads,
-                1,
-                1,
-                self.shared_bytes,
-                self.module.device.stream(),
-                arguments.as_mut_ptr(),
-                ptr::null_mut(),
-            )
+        let mut starts_early = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: columns,
+            gridDimY: rows,
+            gridDimZ: 1,
+            blockDimX: self.n_threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: self.shared_bytes,
+            hStream: self.module.device.stream(),
+            attrs: &raw mut starts_early,
+            numAttrs: 1,
+        };
+        // SAFETY: configuration and arguments are read before the call returns; the caller answers for the arguments.
+        check("cuLaunchKernelEx", unsafe {
+            sys::cuLaunchKernelEx(&raw const config, self.raw, arguments.as_mut_ptr(), ptr::null_mut())
         })
     }
 }
@@ -157,10 +179,11 @@ impl Function {
 impl TensorMap {
     /// Names the tensor of 16-bit elements at `address`.
     pub(in super::super) fn of(address: u64, shape: TensorShape) -> Result<Self> {
-        let tile_bytes = shape.tile_elements * 2;
-        let dimensions = [shape.tile_elements, shape.n_groups, shape.n_steps];
-        let strides = [shape.n_steps * tile_bytes, tile_bytes];
-        let box_elements = [shape.tile_elements as u32, shape.box_groups, shape.box_steps];
+        let swizzle = match shape.swizzle {
+            Swizzle::None => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+            Swizzle::Lines32 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_32B,
+            Swizzle::Lines128 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+        };
         let element_strides = [1_u32; 3];
         let mut map = Self([0; 16]);
         // SAFETY: the map is as large and as aligned as the driver's type, and the lists have one entry a dimension (strides:
@@ -171,12 +194,12 @@ impl TensorMap {
                 sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT16,
                 3,
                 ptr::with_exposed_provenance_mut(address as usize),
-                dimensions.as_ptr(),
-                strides.as_ptr(),
-                box_elements.as_ptr(),
+                shape.elements.as_ptr(),
+                shape.stride_bytes.as_ptr(),
+                shape.box_elements.as_ptr(),
                 element_strides.as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
+                swizzle,
                 sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )

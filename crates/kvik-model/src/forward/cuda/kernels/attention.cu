@@ -64,17 +64,24 @@ static __device__ __forceinline__ u64 block_elements(int n_kv_heads) { return (u
 
 #if TILED
 
+// Whether the copy engine fetches keys and values: the widths of heads that models have.
+#define BOXED (HEAD_DIM == 64 || HEAD_DIM == 128)
 #define DIM_STEPS (HEAD_DIM / 16)
 #define UNITS (HEAD_DIM / 8)
 #define TILE_BYTES (TILE_TOKENS * HEAD_DIM * 2)
 
-// Where the sixteen bytes of half a block's tokens in one dimension of the keys lie, so that eight dimensions are read at once.
+// Where the sixteen bytes of half a block's tokens in one dimension of the keys lie, so that eight dimensions are read at once. The
+// copy engine writes lines of 32 bytes so.
 static __device__ __forceinline__ u32 key_unit(int block, int dim, int half) {
     return ((block * HEAD_DIM + dim) * 2 + (half ^ (dim >> 2 & 1))) * 16;
 }
 
 // Where eight dimensions of the values of a token lie, so that eight tokens are read at once.
 static __device__ __forceinline__ u32 value_unit(int token, int unit) {
+#if BOXED
+    // As the copy engine writes lines of 128 bytes: of a block, the first 64 dimensions before the others.
+    return ((token / 16 * (UNITS / 8) + unit / 8) * 128 + token % 16 * 8 + (unit % 8 ^ (token & 7))) * 16;
+#else
     int turned = unit;
     if (UNITS % 8 == 0) {
         turned = unit ^ (token & 7);
@@ -84,7 +91,47 @@ static __device__ __forceinline__ u32 value_unit(int token, int unit) {
         turned = unit ^ (token >> 2 & 1);
     }
     return (token * UNITS + turned) * 16;
+#endif
 }
+
+#if BOXED
+
+// Has the copy engine fetch the keys and values of a tile, of which `n_blocks` blocks are there. `block` is that of this lane of
+// the warp: each has the keys or the values of one.
+static __device__ __forceinline__ void copy_boxes(const TensorMap *keys_map, const TensorMap *values_map, int head, int n_kv_heads,
+                                                  u32 block, int n_blocks, u8 *target, u64 *filled) {
+    int lane = threadIdx.x % 32;
+    int first = lane / 2;
+    if (lane == 0) {
+        barrier_expect(filled, n_blocks * HEAD_DIM * 64);
+    }
+    __syncwarp();
+    u8 *place = target + first * HEAD_DIM * 32;
+    int at = block * n_kv_heads + head;
+    if (first < n_blocks && lane % 2 == 0) {
+        copy_box(place, keys_map, 0, 0, at, filled);
+    } else if (first < n_blocks) {
+        copy_box(place + TILE_BYTES, values_map, 0, at * 32 + 16, 0, filled);
+    }
+}
+
+// The block of this lane in a tile; `n_blocks` are in the table.
+static __device__ __forceinline__ u32 block_of_lane(const u32 *table, int tile, int n_blocks) {
+    int lane = threadIdx.x % 32;
+    return lane < 8 && tile * 4 + lane / 2 < n_blocks ? table[tile * 4 + lane / 2] : 0;
+}
+
+// Values behind `last` were never written, or are of another tile: they become zeros. Their weights are zero already, but what lies
+// there may not be a number.
+template <int N_THREADS>
+static __device__ __forceinline__ void clear_behind(int last, u8 *values) {
+    int n_there = last % TILE_TOKENS + 1;
+    for (int idx = threadIdx.x % N_THREADS; idx < (TILE_TOKENS - n_there) * UNITS; idx += N_THREADS) {
+        *(uint4 *)(values + value_unit(n_there + idx / UNITS, idx % UNITS)) = make_uint4(0, 0, 0, 0);
+    }
+}
+
+#else
 
 // Copies keys and values of one tile; what lies behind `last` was never written and becomes zeros.
 template <int N_THREADS>
@@ -114,6 +161,8 @@ static __device__ __forceinline__ void copy_tile(const Attention &attention, con
     }
     copy_commit();
 }
+
+#endif
 
 // What a warp computes: sixteen rows of queries, of which a thread has parts of two.
 struct Rows {
@@ -169,7 +218,9 @@ struct ChunkSums {
         }
     }
 
-    // Turns the scores of a tile into weights; what was summed before comes to their scale by `shrinks`.
+    // Turns the scores of a tile into weights; what was summed before comes to their scale by `shrinks`. With `IS_WHOLE` the rows
+    // see all of the tile.
+    template <bool IS_WHOLE>
     __device__ __forceinline__ void weigh(const Attention &attention, const Rows &rows, int tile, float (&scores)[8][4],
                                           float (&shrinks)[2]) {
         int lane = threadIdx.x % 32;
@@ -177,33 +228,41 @@ struct ChunkSums {
         for (int row = 0; row < 2; row++) {
             int position = rows.position[row];
             int seen_from = first_seen(position, attention.window);
-            float largest = parts[row].maximum;
+            // Four at a time: a chain of sixteen would be waited for.
+            float largest[4];
             #pragma unroll
             for (int column = 0; column < 8; column++) {
                 #pragma unroll
                 for (int next = 0; next < 2; next++) {
                     int token = tile * TILE_TOKENS + column * 8 + lane % 4 * 2 + next;
                     float &score = scores[column][row * 2 + next];
-                    score = token <= position && token >= seen_from ? score : LOWEST;
-                    largest = fmaxf(largest, score);
+                    if (!IS_WHOLE) {
+                        score = token <= position && token >= seen_from ? score : LOWEST;
+                    }
+                    int at = (column * 2 + next) % 4;
+                    largest[at] = column < 2 ? score : fmaxf(largest[at], score);
                 }
             }
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-            float base = largest == LOWEST ? 0.0f : largest;
+            float maximum = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+            maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
+            maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
+            maximum = fmaxf(maximum, parts[row].maximum);
+            float base = maximum == LOWEST ? 0.0f : maximum;
             float shrink = power_of_two(__fmul_rn(__fsub_rn(parts[row].maximum, base), attention.scale));
             float offset = -__fmul_rn(base, attention.scale);
-            float sum = 0.0f;
+            float sums[4];
             #pragma unroll
             for (int column = 0; column < 8; column++) {
                 #pragma unroll
                 for (int next = 0; next < 2; next++) {
                     float &score = scores[column][row * 2 + next];
                     score = power_of_two(__fmaf_rn(score, attention.scale, offset));
-                    sum = __fadd_rn(sum, score);
+                    int at = (column * 2 + next) % 4;
+                    sums[at] = column < 2 ? score : __fadd_rn(sums[at], score);
                 }
             }
-            parts[row].maximum = largest;
+            float sum = __fadd_rn(__fadd_rn(sums[0], sums[1]), __fadd_rn(sums[2], sums[3]));
+            parts[row].maximum = maximum;
             parts[row].sum = __fmaf_rn(parts[row].sum, shrink, sum);
             shrinks[row] = shrink;
         }
@@ -233,7 +292,7 @@ struct ChunkSums {
         }
         u32 weights[4][4];
         float shrinks[2];
-        weigh(attention, rows, tile, scores, shrinks);
+        weigh<false>(attention, rows, tile, scores, shrinks);
         pack_weights(scores, weights);
         rescale(shrinks);
         #pragma unroll
@@ -348,8 +407,11 @@ static __device__ __forceinline__ void load_rows(const Attention &attention, int
     }
 }
 
+#if !BOXED
+
 // Items of four: first row, rows, where the table starts, number of items (unused). Four warps take 64 queries.
 extern "C" __global__ void __launch_bounds__(128) attend_many(const __grid_constant__ Attention attention) {
+    begin_kernel();
     // The last items see the most positions: they begin first.
     const int *item = attention.items + (gridDim.x - 1 - blockIdx.x) * 4;
     int first_row = item[0];
@@ -389,26 +451,66 @@ extern "C" __global__ void __launch_bounds__(128) attend_many(const __grid_const
     totals.store(attention, first_row, n_rows, kv_head, warp * 16);
 }
 
+#endif
+
 // Items of four: first row, rows, where the table starts, chunk. One warp takes sixteen queries over one chunk; its slot is its
 // place among the items.
+#if BOXED
+extern "C" __global__ void __launch_bounds__(32)
+attend_chunk(const __grid_constant__ Attention attention, const __grid_constant__ TensorMap keys_map,
+             const __grid_constant__ TensorMap values_map) {
+#else
 extern "C" __global__ void __launch_bounds__(32) attend_chunk(const __grid_constant__ Attention attention) {
+#endif
+    begin_kernel();
     const int *item = attention.items + blockIdx.x * 4;
     int first_row = item[0];
     int n_rows = item[1];
     const u32 *table = attention.tables + item[2];
     int kv_head = blockIdx.y;
     int lane = threadIdx.x;
-    Rows rows;
-    load_rows(attention, first_row, n_rows, kv_head, 0, rows);
     int last = attention.positions[first_row + n_rows - 1];
     int tile = item[3] * CHUNK_TILES;
     int last_tile = min(last / TILE_TOKENS, tile + CHUNK_TILES - 1);
     tile = max(tile, first_seen(attention.positions[first_row], attention.window) / TILE_TOKENS);
     u32 place = shared_address(shared);
-
+    Rows rows;
     ChunkSums chunk;
     chunk.clear();
-    // Nothing of a chunk before the window is seen.
+    // Nothing of a chunk before the window is seen: then there is no tile.
+#if BOXED
+    u64 *filled = (u64 *)(shared + 2 * 2 * TILE_BYTES);
+    if (lane == 0) {
+        barrier_init(filled, 1);
+        barrier_init(filled + 1, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    int n_blocks = last / 16 + 1;
+    auto copy = [&](int tile, int stage) {
+        copy_boxes(&keys_map, &values_map, kv_head, attention.n_kv_heads, block_of_lane(table, tile, n_blocks),
+                   min(4, n_blocks - tile * 4), shared + stage * 2 * TILE_BYTES, filled + stage);
+    };
+    for (int stage = 0; stage < 2 && tile + stage <= last_tile; stage++) {
+        copy(tile + stage, stage);
+    }
+    load_rows(attention, first_row, n_rows, kv_head, 0, rows);
+    u32 parity = 0;
+    for (int stage = 0; tile <= last_tile; tile++, stage ^= 1) {
+        barrier_wait(filled + stage, parity);
+        if (tile == last / TILE_TOKENS) {
+            clear_behind<32>(last, shared + stage * 2 * TILE_BYTES + TILE_BYTES);
+            __syncwarp();
+        }
+        chunk.add_tile(attention, rows, tile, place + stage * 2 * TILE_BYTES);
+        __syncwarp();
+        if (tile + 2 <= last_tile) {
+            copy(tile + 2, stage);
+        }
+        parity ^= stage;
+    }
+#else
+    load_rows(attention, first_row, n_rows, kv_head, 0, rows);
     if (tile <= last_tile) {
         copy_tile<32>(attention, table, kv_head, tile, last, place);
     }
@@ -423,6 +525,7 @@ extern "C" __global__ void __launch_bounds__(32) attend_chunk(const __grid_const
         chunk.add_tile(attention, rows, tile, place + stage * 2 * TILE_BYTES);
         __syncwarp();
     }
+#endif
     finish_parts(chunk.parts);
     #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -446,6 +549,7 @@ extern "C" __global__ void __launch_bounds__(32) attend_chunk(const __grid_const
 // Items of four: row, its place in its item of `attend_chunk`, first slot, slots. A block for each query head, a thread for
 // each dimension.
 extern "C" __global__ void __launch_bounds__(HEAD_DIM) merge_chunks(const __grid_constant__ Attention attention) {
+    begin_kernel();
     const int *item = attention.items + blockIdx.x * 4;
     int head = blockIdx.y;
     int kv_head = head / GROUP;
@@ -464,72 +568,6 @@ extern "C" __global__ void __launch_bounds__(HEAD_DIM) merge_chunks(const __grid
     }
     float value = __fmul_rn(total, __fdiv_rn(1.0f, part.sum));
     store_input(attention.out, item[0], head * HEAD_DIM + dim, attention.out_padded, value);
-}
-
-#else
-
-// For f32, and for heads that do not fit matrix instructions. Items of four: first row, rows, where the table starts, unused.
-// A warp takes one query; positions come 32 at a time, in rising order.
-extern "C" __global__ void __launch_bounds__(128) attend_plain(const __grid_constant__ Attention attention) {
-    __shared__ float weights[4][32];
-    const int *item = attention.items + blockIdx.x * 4;
-    const u32 *table = attention.tables + item[2];
-    int head = blockIdx.y;
-    int kv_head = head / GROUP;
-    int warp = threadIdx.x / 32;
-    int lane = threadIdx.x % 32;
-    u64 stride = block_elements(attention.n_kv_heads);
-    const KvType::Bits *pages = attention.pages + (u64)kv_head * HEAD_DIM * 32;
-    for (int row = item[0] + warp; row < item[0] + item[1]; row += 4) {
-        int position = attention.positions[row];
-        int seen_from = first_seen(position, attention.window);
-        const float *query = attention.queries + (u64)row * attention.query_stride + head * HEAD_DIM;
-        Part part = {LOWEST, 0.0f};
-        float totals[(HEAD_DIM + 31) / 32] = {};
-        for (int first = seen_from / 32 * 32; first <= position; first += 32) {
-            int token = first + lane;
-            bool is_seen = token <= position && token >= seen_from;
-            float score = 0.0f;
-            if (is_seen) {
-                const KvType::Bits *keys = pages + table[token / 16] * stride + token % 16;
-                for (int dim = 0; dim < HEAD_DIM; dim++) {
-                    score = __fmaf_rn(query[dim], KvType::from(keys[dim * 16]), score);
-                }
-            }
-            score = is_seen ? score : LOWEST;
-            float largest = fmaxf(part.maximum, warp_max(score));
-            float shrink = power_of_two(__fmul_rn(__fsub_rn(part.maximum, largest), attention.scale));
-            float weight = power_of_two(__fmul_rn(__fsub_rn(score, largest), attention.scale));
-            part.maximum = largest;
-            part.sum = __fmaf_rn(part.sum, shrink, warp_sum(weight));
-            weights[warp][lane] = weight;
-            __syncwarp();
-            int n_tokens = min(32, position + 1 - first);
-            #pragma unroll
-            for (int unit = 0; unit < (HEAD_DIM + 31) / 32; unit++) {
-                int dim = unit * 32 + lane;
-                if (dim >= HEAD_DIM) {
-                    continue;
-                }
-                float total = __fmul_rn(totals[unit], shrink);
-                for (int at = max(0, seen_from - first); at < n_tokens; at++) {
-                    int seen = first + at;
-                    const KvType::Bits *values = pages + table[seen / 16] * stride + HEAD_DIM * 16 + (seen % 16) * HEAD_DIM;
-                    total = __fmaf_rn(weights[warp][at], KvType::from(values[dim]), total);
-                }
-                totals[unit] = total;
-            }
-            __syncwarp();
-        }
-        float inverse = __fdiv_rn(1.0f, part.sum);
-        #pragma unroll
-        for (int unit = 0; unit < (HEAD_DIM + 31) / 32; unit++) {
-            int dim = unit * 32 + lane;
-            if (dim < HEAD_DIM) {
-                store_input(attention.out, row, head * HEAD_DIM + dim, attention.out_padded, __fmul_rn(totals[unit], inverse));
-            }
-        }
-    }
 }
 
 #endif

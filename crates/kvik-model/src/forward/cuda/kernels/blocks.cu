@@ -12,6 +12,7 @@ struct Segment {
 
 // A block for each token; a thread for each pair of dimensions of each head in turns.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS) place_segment(const __grid_constant__ Segment segment) {
+    begin_kernel();
     constexpr int HALF = HEAD_DIM / 2;
     int position = segment.first_position + blockIdx.x;
     u64 block = segment.table[position / 16];

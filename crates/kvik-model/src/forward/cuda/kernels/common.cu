@@ -2,6 +2,7 @@
 //
 // The host sets when it compiles:
 //   WEIGHT, KV   element types of weights and of keys and values: 0 f32, 1 f16, 2 bf16
+//   ACTIVATION   what becomes of the first products of an MLP: OUT_GATE or OUT_GELU
 //   HEAD_DIM     width of a head
 //   GROUP        query heads of one KV head
 //   TILED        whether attention runs on matrix instructions: 16-bit keys and values, HEAD_DIM a multiple of 16 up to 128,
@@ -48,6 +49,11 @@ struct F16 {
     typedef u16 Bits;
     static __device__ __forceinline__ u16 of(float value) { return f16_of(value); }
     static __device__ __forceinline__ float from(u16 bits) { return from_f16(bits); }
+    static __device__ __forceinline__ u32 pair(float low, float high) {
+        u32 bits;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+        return bits;
+    }
     static __device__ __forceinline__ void mma(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         asm volatile(
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -61,6 +67,11 @@ struct Bf16 {
     typedef u16 Bits;
     static __device__ __forceinline__ u16 of(float value) { return bf16_of(value); }
     static __device__ __forceinline__ float from(u16 bits) { return from_bf16(bits); }
+    static __device__ __forceinline__ u32 pair(float low, float high) {
+        u32 bits;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+        return bits;
+    }
     static __device__ __forceinline__ void mma(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         asm volatile(
             "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -89,7 +100,7 @@ typedef Bf16 KvType;
 // Two values side by side, the first in the lower half.
 template <typename Type>
 static __device__ __forceinline__ u32 pair_of(float low, float high) {
-    return (u32)Type::of(low) | (u32)Type::of(high) << 16;
+    return Type::pair(low, high);
 }
 
 // === Activations that a matrix product reads ===
@@ -104,6 +115,25 @@ static __device__ __forceinline__ void store_input(Weight::Bits *x, int row, int
 #else
     x[((u64)(row >> 3) * (n_padded >> 3) + (input >> 3)) * 64 + (row & 7) * 8 + (input & 7)] = Weight::of(value);
 #endif
+}
+
+// Eight neighbouring inputs, the first of them a multiple of eight; those behind `n_inputs` are not written.
+static __device__ __forceinline__ void store_eight(Weight::Bits *x, int row, int input, int n_padded, int n_inputs,
+                                                   const float (&values)[8]) {
+#if WEIGHT != 0
+    if (input + 8 <= n_inputs) {
+        uint4 bits = make_uint4(pair_of<Weight>(values[0], values[1]), pair_of<Weight>(values[2], values[3]),
+                                pair_of<Weight>(values[4], values[5]), pair_of<Weight>(values[6], values[7]));
+        *(uint4 *)(x + ((u64)(row >> 3) * (n_padded >> 3) + (input >> 3)) * 64 + (row & 7) * 8) = bits;
+        return;
+    }
+#endif
+    #pragma unroll
+    for (int idx = 0; idx < 8; idx++) {
+        if (input + idx < n_inputs) {
+            store_input(x, row, input + idx, n_padded, values[idx]);
+        }
+    }
 }
 
 #if WEIGHT != 0
@@ -127,6 +157,22 @@ static __device__ __forceinline__ u64 weight_index(int output, int input, int n_
     u64 tile = (u64)(output >> 4) * (n_padded >> 4) + (input >> 4);
     return tile * 256 + part * 64 + (output & 7) * 8 + (input & 7);
 #endif
+}
+
+// === Order of kernels ===
+//
+// A kernel is started while the one before it still runs. Each lets the next be started as soon as all of its own blocks run, and
+// touches nothing that others write before all kernels before it are done. Every block waits, so a kernel that is done has waited
+// for all before it.
+
+static __device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+static __device__ __forceinline__ void wait_for_kernels_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// What a kernel begins with that prepares nothing.
+static __device__ __forceinline__ void begin_kernel() {
+    let_next_start();
+    wait_for_kernels_before();
 }
 
 // === Shared memory, copies and barriers ===

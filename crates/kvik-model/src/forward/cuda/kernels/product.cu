@@ -34,20 +34,12 @@ struct Product {
 
 #if WEIGHT != 0
 
-// What a thread holds of one tile of sixteen outputs and eight rows goes out.
-static __device__ __forceinline__ void put_tile(const Product &product, int output, int row, float (&sum)[4]) {
-    // `output` and `row` are those of sum[0]; sum[1] is the next row, sum[2] and sum[3] are eight outputs further.
-    bool has_low = output < product.n_outputs;
-    bool has_high = output + 8 < product.n_outputs;
-    if (product.bias != nullptr) {
-        float low = has_low ? product.bias[output] : 0.0f;
-        float high = has_high ? product.bias[output + 8] : 0.0f;
-        sum[0] = __fadd_rn(sum[0], low);
-        sum[1] = __fadd_rn(sum[1], low);
-        sum[2] = __fadd_rn(sum[2], high);
-        sum[3] = __fadd_rn(sum[3], high);
-    }
-    if (product.out_kind == OUT_GATE) {
+// The sums of one tile of sixteen outputs and eight rows become activations. `output` and `row` are those of sum[0]; sum[1] is
+// the next row, sum[2] and sum[3] are eight outputs further.
+template <int KIND>
+static __device__ __forceinline__ void put_activation(const Product &product, int output, int row, float (&sum)[4], bool has_low,
+                                                      bool has_high) {
+    if (KIND == OUT_GATE) {
         // Threads of neighbouring features exchange values, so that each writes two features of one row.
         float first = silu_gate(sum[0], sum[2]);
         float second = silu_gate(sum[1], sum[3]);
@@ -63,25 +55,47 @@ static __device__ __forceinline__ void put_tile(const Product &product, int outp
     }
     #pragma unroll
     for (int next = 0; next < 2; next++) {
+        if (row + next < product.n_rows && has_low) {
+            store_input((u16 *)product.out, row + next, output, product.out_stride, gelu_tanh(sum[next]));
+        }
+        if (row + next < product.n_rows && has_high) {
+            store_input((u16 *)product.out, row + next, output + 8, product.out_stride, gelu_tanh(sum[2 + next]));
+        }
+    }
+}
+
+// What a thread holds of one tile goes out; places as in `put_activation`.
+static __device__ __forceinline__ void put_tile(const Product &product, int output, int row, float (&sum)[4]) {
+    bool has_low = output < product.n_outputs;
+    bool has_high = output + 8 < product.n_outputs;
+    if (product.bias != nullptr) {
+        float low = has_low ? product.bias[output] : 0.0f;
+        float high = has_high ? product.bias[output + 8] : 0.0f;
+        sum[0] = __fadd_rn(sum[0], low);
+        sum[1] = __fadd_rn(sum[1], low);
+        sum[2] = __fadd_rn(sum[2], high);
+        sum[3] = __fadd_rn(sum[3], high);
+    }
+    if (product.out_kind == OUT_GATE) {
+        put_activation<OUT_GATE>(product, output, row, sum, has_low, has_high);
+        return;
+    }
+    if (product.out_kind == OUT_GELU) {
+        put_activation<OUT_GELU>(product, output, row, sum, has_low, has_high);
+        return;
+    }
+    #pragma unroll
+    for (int next = 0; next < 2; next++) {
         if (row + next >= product.n_rows) {
             return;
         }
-        if (product.out_kind == OUT_STORE || product.out_kind == OUT_ADD) {
-            float *out = (float *)product.out + (u64)(row + next) * product.out_stride + output;
-            bool is_added = product.out_kind == OUT_ADD;
-            if (has_low) {
-                out[0] = is_added ? __fadd_rn(out[0], sum[next]) : sum[next];
-            }
-            if (has_high) {
-                out[8] = is_added ? __fadd_rn(out[8], sum[2 + next]) : sum[2 + next];
-            }
-        } else {
-            if (has_low) {
-                store_input((u16 *)product.out, row + next, output, product.out_stride, gelu_tanh(sum[next]));
-            }
-            if (has_high) {
-                store_input((u16 *)product.out, row + next, output + 8, product.out_stride, gelu_tanh(sum[2 + next]));
-            }
+        float *out = (float *)product.out + (u64)(row + next) * product.out_stride + output;
+        bool is_added = product.out_kind == OUT_ADD;
+        if (has_low) {
+            out[0] = is_added ? __fadd_rn(out[0], sum[next]) : sum[next];
+        }
+        if (has_high) {
+            out[8] = is_added ? __fadd_rn(out[8], sum[2 + next]) : sum[2 + next];
         }
     }
 }
@@ -108,6 +122,7 @@ static __device__ __forceinline__ void multiply(const Product &product) {
     u64 *emptied = filled + N_STAGES;
     int warp = threadIdx.x / 32;
     int lane = threadIdx.x % 32;
+    let_next_start();
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < N_STAGES; stage++) {
             barrier_init(filled + stage, 1);
@@ -128,32 +143,40 @@ static __device__ __forceinline__ void multiply(const Product &product) {
     u32 parity = 0;
 
     if (warp == WARPS_O * WARPS_R) {
+        auto copy_weights = [&](int tile, int turn, int stage) {
+            int n_now = min(STEPS, n_steps - turn * STEPS);
+            if (lane == 0) {
+                barrier_expect(filled + stage, n_now * (WEIGHT_TILES * 512 + ROW_GROUPS * 256));
+            }
+            __syncwarp();
+            if (lane < WEIGHT_TILES) {
+                // What lies beyond the matrix is copied from its end, and its results are dropped.
+                int from = min(tile / n_tiles_r * WEIGHT_TILES + lane, n_weight_tiles - 1);
+                const Weight::Bits *source = product.weights + ((u64)from * n_steps + turn * STEPS) * 256;
+                copy_bulk(shared + stage * STAGE_BYTES + lane * STEPS * 512, source, n_now * 512, filled + stage);
+            }
+        };
+        // Weights are written by no kernel: the first are fetched while the kernels before still run.
+        int n_ahead = blockIdx.x < n_tiles ? min(N_STAGES, n_turns) : 0;
+        for (int turn = 0; turn < n_ahead; turn++) {
+            copy_weights(blockIdx.x, turn, turn);
+        }
+        wait_for_kernels_before();
         for (int tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
-            int first_tile = tile / n_tiles_r * WEIGHT_TILES;
             int first_group = tile % n_tiles_r * ROW_GROUPS;
             for (int turn = 0; turn < n_turns; turn++) {
-                int step = turn * STEPS;
-                int n_now = min(STEPS, n_steps - step);
-                barrier_wait(emptied + stage, parity ^ 1);
-                if (lane == 0) {
-                    barrier_expect(filled + stage, n_now * (WEIGHT_TILES * 512 + ROW_GROUPS * 256));
+                if (n_ahead > 0) {
+                    n_ahead--;
+                } else {
+                    barrier_wait(emptied + stage, parity ^ 1);
+                    copy_weights(tile, turn, stage);
                 }
-                __syncwarp();
-                u8 *place = shared + stage * STAGE_BYTES;
-                #pragma unroll
-                for (int first = 0; first < WEIGHT_TILES + ROW_GROUPS; first += 32) {
-                    int copy = first + lane;
-                    // What lies beyond the matrix is copied from its end, and its results are dropped.
-                    if (copy < WEIGHT_TILES) {
-                        int from = min(first_tile + copy, n_weight_tiles - 1);
-                        const Weight::Bits *source = product.weights + ((u64)from * n_steps + step) * 256;
-                        copy_bulk(place + copy * STEPS * 512, source, n_now * 512, filled + stage);
-                    } else if (copy < WEIGHT_TILES + ROW_GROUPS) {
-                        int group = copy - WEIGHT_TILES;
-                        int from = min(first_group + group, n_row_groups - 1);
-                        const Weight::Bits *source = product.inputs + ((u64)from * n_steps + step) * 128;
-                        copy_bulk(place + WEIGHT_BYTES + group * STEPS * 256, source, n_now * 256, filled + stage);
-                    }
+                if (lane < ROW_GROUPS) {
+                    int n_now = min(STEPS, n_steps - turn * STEPS);
+                    int from = min(first_group + lane, n_row_groups - 1);
+                    const Weight::Bits *source = product.inputs + ((u64)from * n_steps + turn * STEPS) * 128;
+                    u8 *place = shared + stage * STAGE_BYTES + WEIGHT_BYTES + lane * STEPS * 256;
+                    copy_bulk(place, source, n_now * 256, filled + stage);
                 }
                 if (++stage == N_STAGES) {
                     stage = 0;
@@ -164,6 +187,7 @@ static __device__ __forceinline__ void multiply(const Product &product) {
         return;
     }
 
+    wait_for_kernels_before();
     int warp_o = warp / WARPS_R;
     int warp_r = warp % WARPS_R;
     for (int tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
@@ -234,169 +258,13 @@ static __device__ __forceinline__ void multiply(const Product &product) {
 
 PRODUCT(product_8_rows, 2, 1, 1, 1, 16, 5)
 PRODUCT(product_16_rows, 2, 1, 1, 2, 8, 8)
-PRODUCT(product_32_rows, 2, 2, 1, 2, 8, 6)
-PRODUCT(product_64_rows, 2, 4, 1, 2, 8, 4)
-
-// === Many rows: matrix instructions of a warpgroup ===
-
-// Names an operand in shared memory: tiles of eight by eight, the two of sixteen inputs 128 bytes apart, those of the next
-// eight outputs or rows 256 bytes apart.
-static __device__ __forceinline__ u64 operand_at(u32 address) {
-    return (u64)((address & 0x3ffff) >> 4) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32;
-}
-
-#if WEIGHT == 1
-#define GROUP_INSTRUCTION "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16"
-#else
-#define GROUP_INSTRUCTION "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
-#endif
-
-// Adds the product of 64 outputs and 128 rows over sixteen inputs.
-static __device__ __forceinline__ void group_mma(float (&sums)[64], u64 weights, u64 inputs) {
-    asm volatile(
-        GROUP_INSTRUCTION " {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, %64, %65, 1, 1, 1, 0, 0;"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]), "+f"(sums[4]), "+f"(sums[5]),
-          "+f"(sums[6]), "+f"(sums[7]), "+f"(sums[8]), "+f"(sums[9]), "+f"(sums[10]), "+f"(sums[11]),
-          "+f"(sums[12]), "+f"(sums[13]), "+f"(sums[14]), "+f"(sums[15]), "+f"(sums[16]), "+f"(sums[17]),
-          "+f"(sums[18]), "+f"(sums[19]), "+f"(sums[20]), "+f"(sums[21]), "+f"(sums[22]), "+f"(sums[23]),
-          "+f"(sums[24]), "+f"(sums[25]), "+f"(sums[26]), "+f"(sums[27]), "+f"(sums[28]), "+f"(sums[29]),
-          "+f"(sums[30]), "+f"(sums[31]), "+f"(sums[32]), "+f"(sums[33]), "+f"(sums[34]), "+f"(sums[35]),
-          "+f"(sums[36]), "+f"(sums[37]), "+f"(sums[38]), "+f"(sums[39]), "+f"(sums[40]), "+f"(sums[41]),
-          "+f"(sums[42]), "+f"(sums[43]), "+f"(sums[44]), "+f"(sums[45]), "+f"(sums[46]), "+f"(sums[47]),
-          "+f"(sums[48]), "+f"(sums[49]), "+f"(sums[50]), "+f"(sums[51]), "+f"(sums[52]), "+f"(sums[53]),
-          "+f"(sums[54]), "+f"(sums[55]), "+f"(sums[56]), "+f"(sums[57]), "+f"(sums[58]), "+f"(sums[59]),
-          "+f"(sums[60]), "+f"(sums[61]), "+f"(sums[62]), "+f"(sums[63])
-        : "l"(weights), "l"(inputs));
-}
-
-// Two warpgroups compute 64 outputs each by GROUPS times 128 rows; a third copies. As for the other variants, an output is one
-// chain of instructions over sixteen inputs each.
-template <int GROUPS, int STEPS, int N_STAGES>
-static __device__ __forceinline__ void multiply_wide(const Product &product, const TensorMap *weights_map,
-                                                     const TensorMap *inputs_map) {
-    constexpr int WEIGHT_TILES = 8;
-    constexpr int ROW_GROUPS = GROUPS * 16;
-    constexpr int WEIGHT_BYTES = WEIGHT_TILES * STEPS * 512;
-    constexpr int STAGE_BYTES = WEIGHT_BYTES + ROW_GROUPS * STEPS * 256;
-    u64 *filled = (u64 *)(shared + N_STAGES * STAGE_BYTES);
-    u64 *emptied = filled + N_STAGES;
-    int warpgroup = threadIdx.x / 128;
-    if (threadIdx.x == 0) {
-        for (int stage = 0; stage < N_STAGES; stage++) {
-            barrier_init(filled + stage, 1);
-            barrier_init(emptied + stage, 2);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    __syncthreads();
-
-    int n_steps = product.n_padded_inputs / 16;
-    int n_turns = (n_steps + STEPS - 1) / STEPS;
-    int n_weight_tiles = (product.n_outputs + 15) / 16;
-    int n_row_groups = (product.n_rows + 7) / 8;
-    int n_tiles_o = (n_weight_tiles + WEIGHT_TILES - 1) / WEIGHT_TILES;
-    int n_tiles_r = (n_row_groups + ROW_GROUPS - 1) / ROW_GROUPS;
-    int n_tiles = n_tiles_o * n_tiles_r;
-    int stage = 0;
-    u32 parity = 0;
-
-    if (warpgroup == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x != 256) {
-            return;
-        }
-        for (int tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
-            int first_tile = tile / n_tiles_r * WEIGHT_TILES;
-            int first_group = tile % n_tiles_r * ROW_GROUPS;
-            for (int turn = 0; turn < n_turns; turn++) {
-                barrier_wait(emptied + stage, parity ^ 1);
-                barrier_expect(filled + stage, STAGE_BYTES);
-                u8 *place = shared + stage * STAGE_BYTES;
-                copy_box(place, weights_map, 0, first_tile, turn * STEPS, filled + stage);
-                copy_box(place + WEIGHT_BYTES, inputs_map, 0, first_group, turn * STEPS, filled + stage);
-                if (++stage == N_STAGES) {
-                    stage = 0;
-                    parity ^= 1;
-                }
-            }
-        }
-        return;
-    }
-
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    for (int tile = blockIdx.x; tile < n_tiles; tile += gridDim.x) {
-        float sums[GROUPS][64];
-        #pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
-            #pragma unroll
-            for (int idx = 0; idx < 64; idx++) {
-                sums[group][idx] = 0.0f;
-            }
-        }
-        int before = -1;
-        for (int turn = 0; turn < n_turns; turn++) {
-            u32 place = shared_address(shared) + stage * STAGE_BYTES;
-            u32 weights = place + warpgroup * 2048;
-            u32 inputs = place + WEIGHT_BYTES;
-            barrier_wait(filled + stage, parity);
-            group_fence();
-            #pragma unroll
-            for (int step = 0; step < STEPS; step++) {
-                #pragma unroll
-                for (int group = 0; group < GROUPS; group++) {
-                    group_mma(sums[group], operand_at(weights + step * WEIGHT_TILES * 512),
-                              operand_at(inputs + (step * ROW_GROUPS + group * 16) * 256));
-                }
-            }
-            group_commit();
-            group_wait<1>();
-            if (before >= 0 && threadIdx.x % 128 == 0) {
-                barrier_arrive(emptied + before);
-            }
-            before = stage;
-            if (++stage == N_STAGES) {
-                stage = 0;
-                parity ^= 1;
-            }
-        }
-        group_wait<0>();
-        if (threadIdx.x % 128 == 0) {
-            barrier_arrive(emptied + before);
-        }
-        int lane = threadIdx.x % 32;
-        int first_output = (tile / n_tiles_r * WEIGHT_TILES + threadIdx.x / 32) * 16 + lane / 4;
-        int first_row = tile % n_tiles_r * ROW_GROUPS * 8 + lane % 4 * 2;
-        #pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
-            #pragma unroll
-            for (int row = 0; row < 16; row++) {
-                float part[4] = {sums[group][row * 4], sums[group][row * 4 + 1], sums[group][row * 4 + 2],
-                                 sums[group][row * 4 + 3]};
-                put_tile(product, first_output, first_row + (group * 16 + row) * 8, part);
-            }
-        }
-    }
-}
-
-#define WIDE_PRODUCT(NAME, GROUPS, STEPS, N_STAGES)                                                                 \
-    extern "C" __global__ void __launch_bounds__(384, 1)                                                            \
-        NAME(const __grid_constant__ Product product, const __grid_constant__ TensorMap weights_map,                \
-             const __grid_constant__ TensorMap inputs_map) {                                                        \
-        multiply_wide<GROUPS, STEPS, N_STAGES>(product, &weights_map, &inputs_map);                                 \
-    }
-
-WIDE_PRODUCT(product_128_rows, 1, 4, 6)
 
 #else
 
 // One thread an output: the sum runs over the inputs in rising order.
 extern "C" __global__ void __launch_bounds__(256) product_f32(const __grid_constant__ Product product) {
     __shared__ float weights[16][17], inputs[16][17];
+    begin_kernel();
     int column = threadIdx.x % 16;
     int line = threadIdx.x / 16;
     int output = blockIdx.x * 16 + column;

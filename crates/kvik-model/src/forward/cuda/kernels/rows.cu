@@ -21,6 +21,7 @@ static __device__ __forceinline__ float block_sum(float value) {
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 embed(const Weight::Bits *embedding, const Weight::Bits *position_embedding, const u32 *tokens, const int *positions, float *hidden,
       int hidden_size, int n_padded) {
+    begin_kernel();
     int row = blockIdx.x;
     for (int idx = threadIdx.x; idx < hidden_size; idx += ROW_THREADS) {
         float value = Weight::from(embedding[weight_index(tokens[row], idx, n_padded)]);
@@ -31,35 +32,71 @@ embed(const Weight::Bits *embedding, const Weight::Bits *position_embedding, con
     }
 }
 
+// Eight neighbouring elements of a row.
+struct Eight {
+    float values[8];
+
+    // Those behind the end of the row are zero.
+    __device__ __forceinline__ Eight(const float *row, int first, int n_elements) {
+        if (n_elements % 8 == 0) {
+            float4 low = *(const float4 *)(row + first), high = *(const float4 *)(row + first + 4);
+            values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+            values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+        } else {
+            #pragma unroll
+            for (int idx = 0; idx < 8; idx++) {
+                values[idx] = first + idx < n_elements ? row[first + idx] : 0.0f;
+            }
+        }
+    }
+};
+
 // Normalizes rows of the residual stream; the rows named by `chosen`, or all in order. With a shift, mean and variance are
-// taken, else the root mean square alone.
+// taken, else the root mean square alone. A thread has eight elements at a time.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 normalize(const float *hidden, const int *chosen, const float *scale, const float *shift, Weight::Bits *out, int hidden_size,
           int n_padded, float epsilon) {
+    begin_kernel();
     const float *row = hidden + (u64)(chosen == nullptr ? blockIdx.x : chosen[blockIdx.x]) * hidden_size;
     float mean = 0.0f;
     if (shift != nullptr) {
         float sum = 0.0f;
-        for (int idx = threadIdx.x; idx < hidden_size; idx += ROW_THREADS) {
-            sum = __fadd_rn(sum, row[idx]);
+        for (int first = threadIdx.x * 8; first < hidden_size; first += ROW_THREADS * 8) {
+            Eight eight(row, first, hidden_size);
+            #pragma unroll
+            for (int idx = 0; idx < 8; idx++) {
+                sum = __fadd_rn(sum, eight.values[idx]);
+            }
         }
         mean = __fdiv_rn(block_sum(sum), (float)hidden_size);
     }
     float squares = 0.0f;
-    for (int idx = threadIdx.x; idx < hidden_size; idx += ROW_THREADS) {
-        float value = __fsub_rn(row[idx], mean);
-        squares = __fmaf_rn(value, value, squares);
+    #pragma unroll 2
+    for (int first = threadIdx.x * 8; first < hidden_size; first += ROW_THREADS * 8) {
+        Eight eight(row, first, hidden_size);
+        #pragma unroll
+        for (int idx = 0; idx < 8; idx++) {
+            float value = first + idx < hidden_size ? __fsub_rn(eight.values[idx], mean) : 0.0f;
+            squares = __fmaf_rn(value, value, squares);
+        }
     }
     float factor = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(block_sum(squares), (float)hidden_size), epsilon)));
-    for (int idx = threadIdx.x; idx < hidden_size; idx += ROW_THREADS) {
-        float value = __fmul_rn(__fmul_rn(__fsub_rn(row[idx], mean), factor), scale[idx]);
-        value = shift == nullptr ? value : __fadd_rn(value, shift[idx]);
-        store_input(out, blockIdx.x, idx, n_padded, value);
+    #pragma unroll 2
+    for (int first = threadIdx.x * 8; first < hidden_size; first += ROW_THREADS * 8) {
+        Eight eight(row, first, hidden_size), scales(scale, first, hidden_size);
+        #pragma unroll
+        for (int idx = 0; idx < 8; idx++) {
+            float &value = eight.values[idx];
+            value = __fmul_rn(__fmul_rn(__fsub_rn(value, mean), factor), scales.values[idx]);
+            value = shift == nullptr || first + idx >= hidden_size ? value : __fadd_rn(value, shift[first + idx]);
+        }
+        store_eight(out, blockIdx.x, first, n_padded, hidden_size, eight.values);
     }
 }
 
 // Cosine and sine of each row's position times each frequency; the angle is rounded to f32 before, as models are trained.
 extern "C" __global__ void rotations(const int *positions, const float *frequencies, float2 *rotations, int n_rows) {
+    begin_kernel();
     int at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= n_rows * (HEAD_DIM / 2)) {
         return;
@@ -93,6 +130,7 @@ struct Placing {
 
 // A block for each row, a warp for each head in turns: normalizes and rotates queries and keys, and writes keys and values.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS) place_rows(const __grid_constant__ Placing placing) {
+    begin_kernel();
     constexpr int HALF = HEAD_DIM / 2;
     constexpr int PAIRS = (HALF + 31) / 32;
     int row = blockIdx.x;
@@ -158,12 +196,15 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) place_rows(const __gri
 
 // The index of the largest logit of each row, the first of equal ones, and whether all of them are numbers.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS) best_tokens(const float *logits, uint2 *best, int vocab_size) {
+    begin_kernel();
     __shared__ float values[ROW_THREADS / 32];
     __shared__ int tokens[ROW_THREADS / 32];
     const float *row = logits + (u64)blockIdx.x * vocab_size;
     float value = LOWEST;
     int token = vocab_size;
     int is_finite = 1;
+    // Many are read before the first is compared.
+    #pragma unroll 16
     for (int idx = threadIdx.x; idx < vocab_size; idx += ROW_THREADS) {
         float next = row[idx];
         is_finite &= fabsf(next) < -LOWEST;

@@ -14,6 +14,7 @@ struct Packing {
 };
 
 extern "C" __global__ void __launch_bounds__(256) pack_weights(const __grid_constant__ Packing packing) {
+    begin_kernel();
     u64 n_elements = (u64)packing.n_outputs * packing.n_inputs;
     for (u64 at = (u64)blockIdx.x * 256 + threadIdx.x; at < n_elements; at += (u64)gridDim.x * 256) {
         int output = at / packing.n_inputs;
@@ -35,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(256) pack_weights(const __grid_cons
 // Numbers that look random, evenly spread from -range to range, the same for the same seed.
 extern "C" __global__ void __launch_bounds__(256)
 fill_weights(Weight::Bits *target, int n_outputs, int n_inputs, int n_padded, float range, u64 seed) {
+    begin_kernel();
     u64 n_elements = (u64)n_outputs * n_inputs;
     for (u64 at = (u64)blockIdx.x * 256 + threadIdx.x; at < n_elements; at += (u64)gridDim.x * 256) {
         u64 bits = (at + 1) * 0x9e3779b97f4a7c15ull + seed * 0xd1342543de82ef95ull;
