@@ -65,8 +65,9 @@ pub use engine::{
 };
 pub use error::{ModelError, Result};
 pub use forward::{
-    Backend, BestToken, BlockImport, CpuBackend, CpuBackendOptions, CudaBackend, CudaBackendOptions,
-    DeviceName, KvSize, LayerKv, Logits, PinnedKv, RowPositions, SegmentPart, SequenceRows,
+    Backend, BestToken, BlockImport, BlockSource, CpuBackend, CpuBackendOptions, CudaBackend,
+    CudaBackendOptions, DeviceName, KvImport, KvSize, LayerKv, Logits, PinnedKv, RowPositions, SegmentPart,
+    SequenceRows,
 };
 pub use kernels::Isa;
 pub use model::{BackendOptions, Model};

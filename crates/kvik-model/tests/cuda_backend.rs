@@ -7,11 +7,12 @@
 pub mod support;
 
 use std::cell::RefCell;
+use std::sync::Arc;
 
 use kvik_model::{
-    Backend, BestToken, BlockId, Checkpoint, CudaBackend, CudaBackendOptions, EngineEvent, EngineOptions,
-    GenerateRequest, KvSize, Logits, Model, ModelConfig, RowPositions, SamplingParams, SequenceRows,
-    WeightDtype,
+    Backend, BestToken, BlockId, BlockSource, Checkpoint, CudaBackend, CudaBackendOptions, EngineEvent,
+    EngineOptions, GenerateRequest, KvSize, Logits, Model, ModelConfig, RowPositions, SamplingParams,
+    SequenceRows, WeightDtype,
 };
 use kvik_types::Dtype;
 use safetensors::SafeTensors;
@@ -319,6 +320,46 @@ fn blocks_go_out_and_in_as_they_are_and_tokens_go_on_from_them() {
         to.copy_block(BlockId::new(3), BlockId::new(5));
         let actual = forward_alone(&mut to, &prompt[48..], 48, &blocks([1, 2, 5, 6]), 16);
         assert!(actual == expected[48..], "{kv_dtype} copied");
+    }
+}
+
+/// Blocks of one layer behind the other, as they were exported.
+#[derive(Debug)]
+struct Exported {
+    layers: Vec<Vec<Vec<u8>>>,
+}
+
+impl BlockSource for Exported {
+    fn block(&self, layer_idx: usize, block_idx: usize) -> Option<&[u8]> {
+        self.layers.get(layer_idx)?.get(block_idx).map(Vec::as_slice)
+    }
+}
+
+#[test]
+fn blocks_come_in_beside_passes_and_tokens_go_on_from_them() {
+    let model = TestModel::bundled();
+    let (prompt, other) = (tokens(model.config.vocab_size, 64, 9), tokens(model.config.vocab_size, 40, 2));
+    for kv_dtype in KV_DTYPES {
+        let (mut from, mut to) = (backend(&model, 8, kv_dtype), backend(&model, 16, kv_dtype));
+        let expected = whole(&mut from, &prompt);
+        let expected_other = whole(&mut from, &other);
+        whole(&mut from, &prompt);
+        let block_of = |layer_idx, block| {
+            let mut bytes = vec![0; from.block_layer_bytes()];
+            from.export_block(layer_idx, BlockId::new(block), &mut bytes);
+            bytes
+        };
+        let layers = (0..model.config.n_layers).map(|idx| (0..3).map(|block| block_of(idx, block)).collect());
+        let source: Arc<dyn BlockSource> = Arc::new(Exported { layers: layers.collect() });
+        let pairs = [(0, BlockId::new(12)), (1, BlockId::new(11)), (2, BlockId::new(10))];
+        assert!(to.imports_beside_passes());
+        let import = to.start_import(&source, &pairs).unwrap();
+        assert!(whole(&mut to, &other) == expected_other, "{kv_dtype} beside");
+        import.finish().unwrap();
+        let actual = forward_alone(&mut to, &prompt[48..], 48, &blocks([12, 11, 10, 9]), 16);
+        assert!(actual == expected[48..], "{kv_dtype} imported");
+        let missing = to.start_import(&source, &[(3, BlockId::new(5))]).unwrap();
+        assert!(missing.finish().unwrap_err().to_string().contains("block"));
     }
 }
 

@@ -131,7 +131,11 @@ fn exit_code(error: &anyhow::Error) -> u8 {
         let is_failed = matches!(error, EvalError::Io(error) if error.kind() != io::ErrorKind::InvalidData);
         return if is_failed { exit::FAILED } else { exit::INVALID_INPUT };
     }
-    match error.downcast_ref::<ModelError>() {
+    let of_worker = error.downcast_ref::<WorkerError>().and_then(|error| match error {
+        WorkerError::Model(error) => Some(error),
+        _ => None,
+    });
+    match error.downcast_ref::<ModelError>().or(of_worker) {
         None
         | Some(
             ModelError::Io { .. } | ModelError::NotFinite { .. } | ModelError::Tokens(TokensError::Io { .. }),

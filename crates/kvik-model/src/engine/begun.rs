@@ -5,6 +5,7 @@
 //! computing it again.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use kvik_types::TokenId;
 
@@ -62,7 +63,7 @@ impl Engine {
         &mut self,
         prepared: PreparedRequest,
         begun: &Begun,
-        prefix: Option<Box<dyn PrefixKv>>,
+        prefix: Option<Arc<dyn PrefixKv>>,
     ) -> Result<RequestId> {
         let (n_choices, n_prompt) = (prepared.request.sampling.n as usize, prepared.request.prompt.len());
         if begun.outputs.len() != n_choices || begun.outputs.iter().all(|output| output.is_ended) {

@@ -283,7 +283,7 @@ impl Engine {
     pub fn submit_prepared(
         &mut self,
         prepared: PreparedRequest,
-        prefix: Option<Box<dyn PrefixKv>>,
+        prefix: Option<Arc<dyn PrefixKv>>,
     ) -> Result<RequestId> {
         let request = &prepared.request;
         request.sampling.validate()?;

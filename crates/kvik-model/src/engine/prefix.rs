@@ -1,7 +1,8 @@
 //! KV that comes in with a request.
 
-use std::fmt;
 use std::ops::Range;
+
+use crate::forward::BlockSource;
 
 /// KV of blocks of a prompt, from outside of the engine. Some of it may still be on its way.
 ///
@@ -10,16 +11,14 @@ use std::ops::Range;
 ///
 /// The engine computes a prompt from its front, so what is on its way should come from its back: the two meet, and what
 /// arrives too late is computed. It looks for more before each pass, and drops the KV when nothing more can come.
-pub trait PrefixKv: Send + fmt::Debug {
+///
+/// A block that is `None`, or has another length than [`Engine::block_layer_bytes`](super::Engine::block_layer_bytes), ends the
+/// prefix before it; where KV is copied in beside passes, before all blocks that were copied with it.
+pub trait PrefixKv: BlockSource {
     /// Position up to which all KV from `token` on is there now; `token` or less where none is.
     ///
     /// `token` is a multiple of [`BLOCK_TOKENS`](crate::BLOCK_TOKENS), and of the answer only whole blocks count.
     fn there_until(&self, token: usize) -> usize;
-
-    /// The bytes of one block of one layer; `block_idx` counts from the start of the prompt.
-    ///
-    /// `None`, or another length than [`Engine::block_layer_bytes`](super::Engine::block_layer_bytes), ends the prefix before this block.
-    fn block(&self, layer_idx: usize, block_idx: usize) -> Option<&[u8]>;
 
     /// Position behind `token` to which the engine computes before it looks for more; `None` where nothing can come any more
     /// that lies at `token` or behind it.

@@ -95,7 +95,8 @@ impl Engine {
     }
 
     /// Ends one sequence; a named one stays resident.
-    pub(super) fn retire(&mut self, sequence: Sequence) {
+    pub(super) fn retire(&mut self, mut sequence: Sequence) {
+        sequence.end_import(&mut self.pool);
         self.offer(&sequence);
         match sequence.into_resident() {
             (Some(name), resident) if !resident.tokens.is_empty() => {

@@ -41,7 +41,7 @@ impl Engine {
                 let Some(idx) = self.index_of(key) else { continue };
                 let n_pending = self.running[idx].n_pending();
                 let sequence = &self.running[idx];
-                if (n_pending == 1) != wants_one_row || sequence.is_paused() || sequence.is_waiting_for_kv() {
+                if (n_pending == 1) != wants_one_row || sequence.is_paused() || !sequence.has_its_kv() {
                     continue;
                 }
                 let n_rows = n_pending.min(budget).min(sequence.rows_before_look());
@@ -114,7 +114,7 @@ impl Engine {
             let key = sequence.key();
             sequence.note_cached();
             self.tell_admitted(&mut sequence, events);
-            let is_waiting = sequence.is_waiting_for_kv();
+            let is_waiting = !sequence.has_its_kv();
             let place = self.running.partition_point(|other| other.key() < key);
             self.running.insert(place, sequence);
             if is_waiting {

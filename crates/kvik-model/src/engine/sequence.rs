@@ -1,7 +1,8 @@
 //! One output in the making: its tokens, its blocks, its text.
 
+mod incoming;
+
 use std::any::Any;
-use std::ops::Range;
 use std::sync::Arc;
 
 use kvik_tokens::TextStream;
@@ -16,6 +17,8 @@ use crate::blend::Blend;
 use crate::forward::RowPositions;
 use crate::paging::{BLOCK_TOKENS, BlockId, BlockPool};
 use crate::sampling::{SamplerInput, SamplingParams, TokenCounts, TokenLogprobs};
+
+pub(super) use incoming::Incoming;
 
 /// Names a sequence: its request and choice. Sequences are ordered by arrival.
 pub(super) type SequenceKey = (RequestId, u32);
@@ -42,7 +45,9 @@ pub(super) struct Sequence {
     /// What the sink gets with it.
     attachment: Option<Arc<dyn Any + Send + Sync>>,
     /// KV that came in with the request, until all of it is copied or passed, or the sequence is preempted.
-    prefix: Option<Box<dyn PrefixKv>>,
+    prefix: Option<Arc<dyn PrefixKv>>,
+    /// Blocks of the prefix that are being copied.
+    incoming: Option<Incoming>,
     cached: Cached,
     /// Of these, tokens whose KV came in with the request.
     n_loaded: usize,
@@ -104,7 +109,7 @@ impl Sequence {
         prepared: PreparedRequest,
         seed: u64,
         text: Option<TextStream>,
-        prefix: Option<Box<dyn PrefixKv>>,
+        prefix: Option<Arc<dyn PrefixKv>>,
     ) -> Self {
         let PreparedRequest { request: generate, options, hashes, attachment } = prepared;
         Self {
@@ -123,6 +128,7 @@ impl Sequence {
             salt: options.salt,
             attachment,
             prefix,
+            incoming: None,
             cached: Cached::Unknown,
             n_loaded: 0,
             text,
@@ -374,76 +380,6 @@ impl Sequence {
         self.hashes.extend_to(self.n_registered, &self.tokens);
     }
 
-    pub(super) fn take_prefix(&mut self) -> Option<Box<dyn PrefixKv>> {
-        self.prefix.take()
-    }
-
-    pub(super) fn has_prefix(&self) -> bool {
-        self.prefix.is_some()
-    }
-
-    /// Keeps a prefix of which more may come; one of which nothing more can is dropped.
-    pub(super) fn keep_prefix(&mut self, prefix: Box<dyn PrefixKv>) {
-        let next = prefix.look_again_at(self.n_computed);
-        // The last token is computed without it: its pass ends the prompt.
-        let is_wanted = next.is_some_and(|at| self.n_computed < at && at < self.tokens.len());
-        self.prefix = Some(prefix).filter(|_| is_wanted && !self.is_foreign);
-    }
-
-    /// Rows that may be computed before the sequence looks for more KV from outside.
-    pub(super) fn rows_before_look(&self) -> usize {
-        let next = self.prefix.as_ref().and_then(|prefix| prefix.look_again_at(self.n_computed));
-        next.map_or(usize::MAX, |at| at.saturating_sub(self.n_computed).max(1))
-    }
-
-    /// Whether its next KV comes from outside before it could be computed.
-    pub(super) fn is_waiting_for_kv(&self) -> bool {
-        self.prefix.as_ref().is_some_and(|prefix| prefix.is_due(self.n_computed))
-    }
-
-    /// The blocks that `prefix` may add now to what the sequence has: none if there is a gap between the two, or
-    /// if what it has came from outside, because blocks behind that are never registered. At least the last
-    /// token is left to compute.
-    pub(super) fn loadable_blocks(&self, prefix: &dyn PrefixKv) -> Range<usize> {
-        let first = self.n_computed / BLOCK_TOKENS;
-        let end_token = prefix.there_until(first * BLOCK_TOKENS);
-        let end = (end_token / BLOCK_TOKENS).min((self.tokens.len() - 1) / BLOCK_TOKENS);
-        if self.is_foreign { first..first } else { first..end.max(first) }
-    }
-
-    /// Goes on after a full block that came in with the request, in the place of a partly filled one if there
-    /// is one, and registers it.
-    pub(super) fn push_loaded(&mut self, block_idx: usize, block: BlockId, pool: &mut BlockPool) {
-        match self.table.get_mut(block_idx) {
-            Some(partial) => pool.release_block(std::mem::replace(partial, block)),
-            None => self.table.push(block),
-        }
-        let n_more = (block_idx + 1) * BLOCK_TOKENS - self.n_computed;
-        self.n_loaded += n_more;
-        if let Cached::Counted(n_cached) = &mut self.cached {
-            *n_cached += n_more;
-        }
-        self.advance(n_more, pool);
-    }
-
-    /// Remembers, at the first admission, how much of the prompt was found.
-    pub(super) fn note_cached(&mut self) {
-        if let Cached::Unknown = self.cached {
-            // Tokens of segments are counted as blended, not as cached.
-            self.cached = Cached::Counted(if self.is_exact() { self.n_computed } else { 0 });
-        }
-    }
-
-    /// How much of the prompt was found and how much of that came in with the request: once, when no more can come.
-    pub(super) fn take_admitted(&mut self) -> Option<(usize, usize)> {
-        let Cached::Counted(n_cached) = self.cached else { return None };
-        if self.prefix.is_some() {
-            return None;
-        }
-        self.cached = Cached::Told(n_cached);
-        Some((n_cached, self.n_loaded))
-    }
-
     /// Number of its full blocks that may be kept when it has ended: none if some of its KV came from outside
     /// by name, or if it has failed.
     pub(super) fn n_offered_blocks(&self) -> usize {
@@ -510,6 +446,7 @@ impl Sequence {
             salt: self.salt.clone(),
             attachment: self.attachment.clone(),
             prefix: None,
+            incoming: None,
             cached: self.cached,
             n_loaded: self.n_loaded,
             n_forks: 0,
@@ -527,6 +464,7 @@ impl Sequence {
 
     /// Gives all blocks back; the sequence can be computed again.
     pub(super) fn preempt(&mut self, pool: &mut BlockPool) {
+        self.end_import(pool);
         pool.release(&mut self.table);
         self.n_computed = 0;
         self.n_registered = 0;
@@ -539,6 +477,7 @@ impl Sequence {
 
     /// Gives all blocks back for good.
     pub(super) fn release(mut self, pool: &mut BlockPool) {
+        self.end_import(pool);
         pool.release(&mut self.table);
     }
 

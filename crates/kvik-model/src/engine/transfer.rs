@@ -6,20 +6,25 @@
 //! promises that they belong to the same model, layout and tokens. KV that came in by name carries no such
 //! promise and never leaves this way.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use kvik_types::{BlockHash, Namespace};
+use tracing::warn;
 
 use super::Engine;
 use super::ended::{EndedSequence, KvSink};
 use super::prefix::PrefixKv;
 use super::request::{EngineEvent, PreparedRequest};
-use super::sequence::Sequence;
-use crate::forward::BlockImport;
-use crate::paging::{BLOCK_TOKENS, BlockChange};
+use super::sequence::{Incoming, Sequence};
+use crate::forward::{BlockImport, BlockSource};
+use crate::paging::{BLOCK_TOKENS, BlockChange, BlockId};
 
 /// Blocks that are copied at a time: enough for a device's copy engine, few enough that little is lost where one is missing.
 const BLOCKS_AT_A_TIME: usize = 256;
+
+/// Fewer blocks are copied at once: the next pass need not wait for another.
+const MIN_IMPORTED_BLOCKS: usize = 4;
 
 impl Engine {
     /// Sets what is offered the KV of ended sequences.
@@ -117,20 +122,79 @@ impl Engine {
     /// sequence has, and blocks can be had without a preemption; the rest is computed. The KV is dropped unless more of it
     /// may come.
     pub(super) fn load_prefix(&mut self, sequence: &mut Sequence) {
+        if sequence.is_importing() && !self.take_imported(sequence) {
+            return;
+        }
         let Some(prefix) = sequence.take_prefix() else { return };
         let first_token = sequence.n_computed();
-        let is_whole = self.load_blocks(sequence, prefix.as_ref());
+        let block_idxs = sequence.loadable_blocks(prefix.as_ref());
+        let is_beside = MIN_IMPORTED_BLOCKS <= block_idxs.len() && self.backend.imports_beside_passes();
+        let is_whole = if is_beside {
+            self.start_import(sequence, &prefix, block_idxs)
+        } else {
+            self.load_blocks(sequence, prefix.as_ref(), block_idxs)
+        };
         if first_token < sequence.n_computed() {
             prefix.note_taken(first_token..sequence.n_computed());
         }
-        if is_whole {
+        if sequence.is_importing() {
+            sequence.hold_prefix(prefix);
+        } else if is_whole {
             sequence.keep_prefix(prefix);
         }
     }
 
+    /// Has the blocks of a prefix copied in beside passes; false if none of it can be copied.
+    fn start_import(
+        &mut self,
+        sequence: &mut Sequence,
+        prefix: &Arc<dyn PrefixKv>,
+        block_idxs: Range<usize>,
+    ) -> bool {
+        let blocks: Vec<(usize, BlockId)> =
+            block_idxs.map_while(|block_idx| Some((block_idx, self.pool.allocate()?))).collect();
+        let source: Arc<dyn BlockSource> = Arc::clone(prefix) as Arc<dyn BlockSource>;
+        if let Some(import) = self.backend.start_import(&source, &blocks) {
+            sequence.expect(Incoming { blocks, import });
+            return true;
+        }
+        for (_, block) in blocks {
+            self.pool.release_block(block);
+        }
+        false
+    }
+
+    /// Goes on after blocks that were copied in beside passes; false while they still are.
+    fn take_imported(&mut self, sequence: &mut Sequence) -> bool {
+        let Some(Incoming { blocks, import }) = sequence.take_arrived() else { return false };
+        let first_token = sequence.n_computed();
+        if let Err(error) = import.finish() {
+            warn!(%error, "could not copy KV in; it is computed");
+            for (_, block) in blocks {
+                // What they hold has no meaning.
+                self.pool.release_block(block);
+            }
+            drop(sequence.take_prefix());
+            return true;
+        }
+        for (block_idx, block) in blocks {
+            sequence.push_loaded(block_idx, block, &mut self.pool);
+        }
+        if let Some(prefix) = sequence.take_prefix() {
+            prefix.note_taken(first_token..sequence.n_computed());
+            sequence.keep_prefix(prefix);
+        }
+        true
+    }
+
     /// Copies what is there of a prefix; false if not all of it could be copied.
-    fn load_blocks(&mut self, sequence: &mut Sequence, prefix: &dyn PrefixKv) -> bool {
-        let block_idxs: Vec<usize> = sequence.loadable_blocks(prefix).collect();
+    fn load_blocks(
+        &mut self,
+        sequence: &mut Sequence,
+        prefix: &dyn PrefixKv,
+        block_idxs: Range<usize>,
+    ) -> bool {
+        let block_idxs: Vec<usize> = block_idxs.collect();
         let (n_layers, layer_bytes) = (self.backend.config().n_layers, self.backend.block_layer_bytes());
         for group in block_idxs.chunks(BLOCKS_AT_A_TIME) {
             let mut blocks = Vec::with_capacity(group.len());

@@ -15,6 +15,7 @@ pub use cuda::{CudaBackend, CudaBackendOptions};
 pub use place::{DeviceName, KvSize};
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use kvik_types::{Dtype, TokenId};
 
@@ -97,6 +98,25 @@ pub struct BlockImport<'a> {
     pub block: BlockId,
     /// As [`Backend::export_block`] gave them.
     pub bytes: &'a [u8],
+}
+
+/// The bytes of blocks of a prompt.
+pub trait BlockSource: Send + Sync + std::fmt::Debug {
+    /// The bytes of one block of one layer, as [`Backend::export_block`] gave them; `block_idx` counts from the start of the
+    /// prompt. `None` where there is no such block.
+    fn block(&self, layer_idx: usize, block_idx: usize) -> Option<&[u8]>;
+}
+
+/// Blocks that are copied in beside passes. Dropping it waits for the end of the copy.
+pub trait KvImport: Send + std::fmt::Debug {
+    /// Whether the copy has ended.
+    fn is_done(&self) -> bool;
+
+    /// How the copy ended; waits for that. After a failure any of the blocks may have been written.
+    ///
+    /// # Errors
+    /// If the source does not have a block of the right length, or the device fails.
+    fn finish(self: Box<Self>) -> Result<()>;
 }
 
 /// Blocks that stay as they are until this is dropped.
@@ -239,6 +259,24 @@ pub trait Backend: Send + std::fmt::Debug {
     /// As there; any of the blocks may have been written.
     fn import_blocks(&mut self, imports: &[BlockImport<'_>]) -> Result<()> {
         imports.iter().try_for_each(|import| self.import_block(import.layer_idx, import.block, import.bytes))
+    }
+
+    /// Whether blocks can be copied in while passes go on.
+    fn imports_beside_passes(&self) -> bool {
+        false
+    }
+
+    /// Begins to copy all layers of blocks in while passes go on: of each pair, the block of the source with this index
+    /// becomes this block. `None` where it cannot be begun; nothing has happened then.
+    ///
+    /// The caller guarantees that the blocks have no other holder, and uses none of them before the copy has ended.
+    fn start_import(
+        &mut self,
+        source: &Arc<dyn BlockSource>,
+        blocks: &[(usize, BlockId)],
+    ) -> Option<Box<dyn KvImport>> {
+        let _ = (source, blocks);
+        None
     }
 }
 

@@ -4,7 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvik_model::{BLOCK_TOKENS, Engine, EngineEvent, EngineOptions, PrefixKv, RequestId, SubmitOptions};
+use kvik_model::{
+    BLOCK_TOKENS, BlockSource, Engine, EngineEvent, EngineOptions, PrefixKv, RequestId, SubmitOptions,
+};
 use parking_lot::Mutex;
 use proptest::prelude::*;
 
@@ -49,16 +51,18 @@ impl Arriving {
     }
 }
 
+impl BlockSource for Arriving {
+    fn block(&self, layer_idx: usize, block_idx: usize) -> Option<&[u8]> {
+        self.kv.block(layer_idx, block_idx)
+    }
+}
+
 impl PrefixKv for Arriving {
     fn there_until(&self, token: usize) -> usize {
         self.n_asked.fetch_add(1, Ordering::Relaxed);
         let first = token / CHUNK_TOKENS;
         let n_there = (first..self.fates.len()).take_while(|chunk_idx| self.is_there(*chunk_idx)).count();
         if n_there == 0 { token } else { (first + n_there) * CHUNK_TOKENS }
-    }
-
-    fn block(&self, layer_idx: usize, block_idx: usize) -> Option<&[u8]> {
-        self.kv.block(layer_idx, block_idx)
     }
 
     fn look_again_at(&self, token: usize) -> Option<usize> {
@@ -96,7 +100,7 @@ fn run_all(engine: &mut Engine) -> Vec<EngineEvent> {
 
 fn submit(engine: &mut Engine, prompt: &[u32], arriving: Arriving) -> RequestId {
     let prepared = engine.prepare(greedy(prompt, 4), SubmitOptions::default());
-    engine.submit_prepared(prepared, Some(Box::new(arriving))).unwrap()
+    engine.submit_prepared(prepared, Some(Arc::new(arriving))).unwrap()
 }
 
 fn fate() -> impl Strategy<Value = Fate> {

@@ -282,7 +282,7 @@ fn blocks_behind_kv_that_came_by_name_are_neither_loaded_nor_offered() {
     let mut engine = engine(&model, 8, EngineOptions::default());
     engine.set_kv_sink(shelf.sink());
     engine.import_kv("a", &wrong_kv(&model, &long[..40])).unwrap();
-    let kv = Box::new(shelf.prefix(&long, 0));
+    let kv = std::sync::Arc::new(shelf.prefix(&long, 0));
     let prepared = engine.prepare(greedy(&long, 5), named("a"));
     let id = engine.submit_prepared(prepared, Some(kv)).unwrap();
     let output = only(run(&mut engine));

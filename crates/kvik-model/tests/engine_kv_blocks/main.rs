@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
 mod arriving;
+mod importing;
 mod lent;
 mod loaded;
 mod names;
@@ -12,6 +13,8 @@ mod schedules;
 mod shared_memory;
 #[path = "../support/mod.rs"]
 pub mod support;
+
+use std::sync::Arc;
 
 use kvik_model::{Engine, EngineOptions, GenerateRequest, RequestId, SamplingParams, SubmitOptions};
 use kvik_types::Dtype;
@@ -60,7 +63,7 @@ fn submit_with_kv(
     kv: ShelfKv,
 ) -> RequestId {
     let prepared = engine.prepare(request, options);
-    engine.submit_prepared(prepared, Some(Box::new(kv))).unwrap()
+    engine.submit_prepared(prepared, Some(Arc::new(kv))).unwrap()
 }
 
 /// How many tokens of a prompt without a salt the engine has.

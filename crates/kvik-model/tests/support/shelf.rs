@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvik_model::{BLOCK_TOKENS, EndedSequence, KvSink, PrefixKv};
+use kvik_model::{BLOCK_TOKENS, BlockSource, EndedSequence, KvSink, PrefixKv};
 use parking_lot::Mutex;
 
 /// The bytes of one block, layer by layer; `None` for a layer that is missing.
@@ -99,13 +99,15 @@ impl KvSink for Shelf {
     }
 }
 
-impl PrefixKv for ShelfKv {
-    fn there_until(&self, token: usize) -> usize {
-        if self.first_token <= token { self.first_token.saturating_add(self.n_tokens) } else { token }
-    }
-
+impl BlockSource for ShelfKv {
     fn block(&self, layer_idx: usize, block_idx: usize) -> Option<&[u8]> {
         let idx = block_idx.checked_sub(self.first_token / BLOCK_TOKENS)?;
         self.blocks.get(idx)?.get(layer_idx)?.as_deref()
+    }
+}
+
+impl PrefixKv for ShelfKv {
+    fn there_until(&self, token: usize) -> usize {
+        if self.first_token <= token { self.first_token.saturating_add(self.n_tokens) } else { token }
     }
 }

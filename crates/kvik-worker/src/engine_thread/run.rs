@@ -24,8 +24,11 @@ use crate::metrics::WorkerMetrics;
 use crate::snapshot::Snapshot;
 use crate::store::{KvStore, LoadRequest, Loading, PromptKv};
 
-/// Time between two tries to get memory that other engines hold, and between two looks for KV that is due.
+/// Time between two tries to get memory that other engines hold.
 const STARVED_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Time between two looks for KV that is due: what has come is waited for no longer.
+const DUE_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Time between two looks for clients that do not read.
 const LOOK_INTERVAL: Duration = Duration::from_secs(1);
@@ -138,8 +141,10 @@ impl EngineThread {
             let deadlines = [self.loads.next_deadline(), self.blends.next_deadline()];
             let late =
                 deadlines.into_iter().flatten().min().map(|at| at.saturating_duration_since(Instant::now()));
-            let command = if is_starved || self.engine.is_waiting_for_kv() {
+            let command = if is_starved {
                 self.commands.recv_timeout(STARVED_INTERVAL)
+            } else if self.engine.is_waiting_for_kv() {
+                self.commands.recv_timeout(DUE_INTERVAL)
             } else if self.entries.is_empty() && late.is_none() {
                 self.commands.recv().map_err(|_| RecvTimeoutError::Disconnected)
             } else {

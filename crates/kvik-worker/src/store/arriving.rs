@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvik_model::{BLOCK_TOKENS, PrefixKv};
+use kvik_model::{BLOCK_TOKENS, BlockSource, PrefixKv};
 use kvik_store::plan::TierState;
 use kvik_store::{Arriving, Chain, ChunkPlaces, Store};
 use kvik_tier::TierKind;
@@ -130,13 +130,7 @@ fn n_arrived(arriving: &Arriving) -> usize {
     arriving.chunks().filter(|chunk_idx| arriving.chunk(*chunk_idx).is_some()).count()
 }
 
-impl PrefixKv for ArrivingPrefix {
-    fn there_until(&self, token: usize) -> usize {
-        let chunks = self.chunk_of(token)..self.arriving.chunks().end;
-        let there = chunks.take_while(|chunk_idx| self.arriving.chunk(*chunk_idx).is_some());
-        there.last().map_or(token, |chunk_idx| self.chain.tokens_of(chunk_idx).end)
-    }
-
+impl BlockSource for ArrivingPrefix {
     fn block(&self, layer_idx: usize, block_idx: usize) -> Option<&[u8]> {
         let token = block_idx.checked_mul(BLOCK_TOKENS)?;
         let chunk_idx = self.chunk_of(token);
@@ -145,6 +139,14 @@ impl PrefixKv for ArrivingPrefix {
         let block_bytes = section.len().checked_div(tokens.len() / BLOCK_TOKENS)?;
         let place = token.checked_sub(tokens.start)? / BLOCK_TOKENS;
         section.get(place * block_bytes..(place + 1) * block_bytes)
+    }
+}
+
+impl PrefixKv for ArrivingPrefix {
+    fn there_until(&self, token: usize) -> usize {
+        let chunks = self.chunk_of(token)..self.arriving.chunks().end;
+        let there = chunks.take_while(|chunk_idx| self.arriving.chunk(*chunk_idx).is_some());
+        there.last().map_or(token, |chunk_idx| self.chain.tokens_of(chunk_idx).end)
     }
 
     fn look_again_at(&self, token: usize) -> Option<usize> {

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvik_model::{BLOCK_TOKENS, PrefixKv};
+use kvik_model::{BLOCK_TOKENS, BlockSource, PrefixKv};
 use kvik_store::{Chain, Inquiry, Layer, Prefetch, Retrieved, Store};
 use kvik_tier::TierKind;
 
@@ -137,15 +137,15 @@ impl PlannedLoad {
 
 impl PromptKv {
     /// What the engine gets, and where its tokens come from.
-    pub(crate) fn into_parts(self) -> (Box<dyn PrefixKv>, ChunkTiers) {
+    pub(crate) fn into_parts(self) -> (Arc<dyn PrefixKv>, ChunkTiers) {
         match self {
             Self::Loaded(prefix) => {
                 let chunks = prefix.chunks.clone();
-                (Box::new(prefix), ChunkTiers::Loaded(chunks))
+                (Arc::new(prefix), ChunkTiers::Loaded(chunks))
             }
             Self::Arriving(prefix) => {
                 let taken = prefix.taken();
-                (Box::new(prefix), ChunkTiers::Taken(taken))
+                (Arc::new(prefix), ChunkTiers::Taken(taken))
             }
         }
     }
@@ -224,13 +224,7 @@ impl LoadedPrefix {
     }
 }
 
-impl PrefixKv for LoadedPrefix {
-    fn there_until(&self, token: usize) -> usize {
-        let first_token = self.chunks.first().map_or(0, |(tokens, _)| tokens.start);
-        let end = self.chunks.last().map_or(0, |(tokens, _)| tokens.end);
-        if first_token <= token { end } else { token }
-    }
-
+impl BlockSource for LoadedPrefix {
     fn block(&self, layer_idx: usize, block_idx: usize) -> Option<&[u8]> {
         let token = block_idx.checked_mul(BLOCK_TOKENS)?;
         let chunk_idx = self.chunks.partition_point(|(tokens, _)| tokens.end <= token);
@@ -248,5 +242,13 @@ impl PrefixKv for LoadedPrefix {
         let block_bytes = section.len().checked_div(n_blocks)?;
         let place = token.checked_sub(tokens.start)? / BLOCK_TOKENS;
         section.get(place * block_bytes..(place + 1) * block_bytes)
+    }
+}
+
+impl PrefixKv for LoadedPrefix {
+    fn there_until(&self, token: usize) -> usize {
+        let first_token = self.chunks.first().map_or(0, |(tokens, _)| tokens.start);
+        let end = self.chunks.last().map_or(0, |(tokens, _)| tokens.end);
+        if first_token <= token { end } else { token }
     }
 }

@@ -7,6 +7,7 @@
 
 mod activations;
 mod device;
+mod import;
 mod kernels;
 mod lists;
 mod pages;
@@ -20,7 +21,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvik_memory::vmm::Vmm;
-use kvik_memory::vmm::cuda::{CopyPiece, CopyWay, CudaCopier, CudaVmm};
+use kvik_memory::vmm::cuda::CudaVmm;
 use kvik_types::Dtype;
 
 use crate::checkpoint::{Checkpoint, WeightDtype};
@@ -30,9 +31,13 @@ use crate::kernels::RotaryTable;
 use crate::paging::{BLOCK_TOKENS, BlockId, BlockMemory, ElasticMemory, MemoryGroup};
 
 use super::checked::{check_sequences, plan_rows, spans_of};
-use super::{Backend, BestToken, BlockImport, KvSize, LayerKv, Logits, PinnedKv, SegmentPart, SequenceRows};
+use super::{
+    Backend, BestToken, BlockImport, BlockSource, KvImport, KvSize, LayerKv, Logits, PinnedKv, SegmentPart,
+    SequenceRows,
+};
 use activations::{Activations, BEST_BYTES};
 use device::{Buffer, Device};
+use import::Importer;
 use kernels::{Kernels, SegmentArguments};
 use lists::{ListShape, RowLists};
 use pages::{Pages, or_lost};
@@ -99,7 +104,7 @@ pub struct CudaBackend {
     frequencies: Option<Buffer>,
     kernels: Kernels,
     /// Copies KV that comes in.
-    copier: CudaCopier,
+    importer: Importer,
     device: Arc<Device>,
 }
 
@@ -165,8 +170,7 @@ impl CudaBackend {
                 (Pages::on_pool(&device, &config, kv_dtype, memory.pool())?, Some(memory))
             }
         };
-        let copier =
-            CudaCopier::open(options.ordinal).map_err(|error| ModelError::Memory(Box::new(error)))?;
+        let importer = Importer::start(&device, &pages)?;
         device.synchronize()?;
         tracing::info!(
             device = device.ordinal(),
@@ -184,7 +188,7 @@ impl CudaBackend {
             activations,
             frequencies,
             kernels,
-            copier,
+            importer,
             device,
         })
     }
@@ -486,19 +490,22 @@ impl Backend for CudaBackend {
             let value = format!("{} bytes long", import.bytes.len());
             return Err(ModelError::request("block", value, format!("{expected} bytes")));
         }
-        let pieces: Vec<CopyPiece> = imports
-            .iter()
-            .map(|import| CopyPiece {
-                target: self.pages.block_address(import.layer_idx, import.block),
-                source: import.bytes.as_ptr().expose_provenance() as u64,
-                n_bytes: expected,
-            })
-            .collect();
-        let is_registered = imports.iter().all(|import| self.device.reaches(import.bytes));
-        let way = if is_registered { CopyWay::Batch } else { CopyWay::Single };
         // What was queued may read the blocks' former contents.
         self.device.synchronize()?;
-        // SAFETY: the sources are borrowed and the targets are blocks that the caller alone holds, until this returns.
-        unsafe { self.copier.copy(&pieces, way, None) }.map_err(|error| ModelError::Memory(Box::new(error)))
+        self.importer.import(imports)
+    }
+
+    fn imports_beside_passes(&self) -> bool {
+        true
+    }
+
+    fn start_import(
+        &mut self,
+        source: &Arc<dyn BlockSource>,
+        blocks: &[(usize, BlockId)],
+    ) -> Option<Box<dyn KvImport>> {
+        // What was queued may read the blocks' former contents.
+        self.device.synchronize().ok()?;
+        self.importer.begin(Arc::clone(source), blocks.to_vec())
     }
 }

@@ -89,6 +89,25 @@ pub(super) fn has_wide_attention(config: &ModelConfig, kv_dtype: Dtype) -> bool 
     kv_dtype != Dtype::F32 && matches!(config.head_dim, 64 | 128)
 }
 
+/// Where blocks lie, for a thread that copies them in; the memory stays as long as this does.
+#[derive(Debug, Clone)]
+pub(super) struct PageAddresses(Arc<PageMemory>);
+
+impl PageAddresses {
+    pub(super) fn n_layers(&self) -> usize {
+        self.0.layers.len()
+    }
+
+    /// Of one block in one layer.
+    pub(super) fn block_bytes(&self) -> usize {
+        self.0.block_bytes
+    }
+
+    pub(super) fn address(&self, layer_idx: usize, block: BlockId) -> u64 {
+        self.0.address(layer_idx, block)
+    }
+}
+
 /// Bytes of one block in one layer.
 pub(super) fn block_bytes(config: &ModelConfig, kv_dtype: Dtype) -> usize {
     2 * config.n_kv_heads * config.head_dim * BLOCK_TOKENS * kv_dtype.size_bytes()
@@ -171,9 +190,9 @@ impl Pages {
         self.maps.as_ref()?.get(layer_idx)
     }
 
-    /// Where a block of a layer lies.
-    pub(super) fn block_address(&self, layer_idx: usize, block: BlockId) -> u64 {
-        self.memory.address(layer_idx, block)
+    /// Where all blocks lie.
+    pub(super) fn addresses(&self) -> PageAddresses {
+        PageAddresses(Arc::clone(&self.memory))
     }
 
     pub(super) fn pin(&self, blocks: &[BlockId]) -> PinnedBlocks {

@@ -1,5 +1,7 @@
 //! Memory of the device and of the host beside it.
 
+use std::ffi::c_void;
+use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
 
@@ -185,22 +187,35 @@ impl Device {
         })
     }
 
-    /// Whether the copy engine reaches memory of the host by itself, because it is registered with the driver.
-    pub(in super::super) fn reaches(&self, bytes: &[u8]) -> bool {
-        if self.enter().is_err() {
-            return false;
-        }
+    /// The memory of the host around `bytes` that is registered with the driver, so that the copy engine reaches it by itself;
+    /// `None` where they are not. At least the first byte is in the answer.
+    pub(in super::super) fn registered_around(&self, bytes: &[u8]) -> Option<Range<usize>> {
+        self.enter().ok()?;
+        let address = bytes.as_ptr().expose_provenance();
         let mut kind = 0_u32;
-        let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
-        // SAFETY: the kind goes to a local of its size; the driver only looks the address up.
-        let asked = unsafe {
-            sys::cuPointerGetAttribute(
-                (&raw mut kind).cast(),
-                attribute,
-                bytes.as_ptr().expose_provenance() as sys::CUdeviceptr,
-            )
-        };
-        asked == sys::CUresult::CUDA_SUCCESS && kind == sys::CUmemorytype::CU_MEMORYTYPE_HOST as u32
+        let mut start = 0_u64;
+        let mut n_bytes = 0_usize;
+        let answers = [
+            (sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, (&raw mut kind).cast::<c_void>()),
+            (sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, (&raw mut start).cast()),
+            (sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE, (&raw mut n_bytes).cast()),
+        ];
+        // SAFETY: each answer goes to a local of its size; the driver only looks the address up.
+        let asked = answers.map(|(attribute, answer)| unsafe {
+            sys::cuPointerGetAttribute(answer, attribute, address as sys::CUdeviceptr)
+        });
+        let [is_known, has_start, has_size] = asked.map(|result| result == sys::CUresult::CUDA_SUCCESS);
+        if !is_known || kind != sys::CUmemorytype::CU_MEMORYTYPE_HOST as u32 {
+            return None;
+        }
+        let start = start as usize;
+        let range = start..start.saturating_add(n_bytes);
+        // A driver that does not tell the range knows at least the address.
+        if has_start && has_size && range.contains(&address) {
+            Some(range)
+        } else {
+            Some(address..address + bytes.len())
+        }
     }
 
     /// Queues a copy inside of the device's memory.

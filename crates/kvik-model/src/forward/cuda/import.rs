@@ -1,0 +1,246 @@
+//! KV on its way into the device, copied by a thread of its own while passes go on.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+
+use kvik_memory::vmm::cuda::{CopyPiece, CopyWay, CudaCopier};
+use parking_lot::{Condvar, Mutex};
+
+use super::device::Device;
+use super::pages::{PageAddresses, Pages};
+use crate::error::{ModelError, Result};
+use crate::forward::{BlockImport, BlockSource, KvImport};
+use crate::paging::BlockId;
+
+/// Blocks that are copied by one call: the gathering of the next takes little beside it.
+const BLOCKS_AT_A_TIME: usize = 256;
+
+/// Copies blocks in, at once or on a thread of its own, which ends with this.
+#[derive(Debug)]
+pub(super) struct Importer {
+    copier: Arc<Copier>,
+    /// `None` only while this is dropped.
+    jobs: Option<Sender<Job>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Copier {
+    device: Arc<Device>,
+    stream: CudaCopier,
+    pages: PageAddresses,
+}
+
+/// A copy that the thread does.
+#[derive(Debug)]
+struct Job {
+    source: Arc<dyn BlockSource>,
+    blocks: Vec<(usize, BlockId)>,
+    teller: Teller,
+}
+
+/// How far a copy is.
+#[derive(Debug, Default)]
+enum Progress {
+    #[default]
+    UnderWay,
+    Ended(Result<()>),
+    Told,
+}
+
+/// Tells of the end of a copy.
+#[derive(Debug, Default)]
+struct Ending {
+    progress: Mutex<Progress>,
+    ended: Condvar,
+}
+
+/// The obligation to tell of the end of a copy; one that is dropped tells of a failure.
+#[derive(Debug)]
+struct Teller(Arc<Ending>);
+
+/// A copy under way.
+#[derive(Debug)]
+struct DeviceImport {
+    ending: Arc<Ending>,
+}
+
+/// Memory of the host that is known to be registered with the driver.
+#[derive(Debug, Default)]
+struct KnownMemory(Option<Range<usize>>);
+
+impl Importer {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// If the device gives no stream, or the system no thread.
+    pub(super) fn start(device: &Arc<Device>, pages: &Pages) -> Result<Self> {
+        let stream = CudaCopier::open_staged(device.ordinal());
+        let copier = Arc::new(Copier {
+            device: Arc::clone(device),
+            stream: stream.map_err(|error| ModelError::Memory(Box::new(error)))?,
+            pages: pages.addresses(),
+        });
+        let (jobs, received) = channel();
+        let for_thread = Arc::clone(&copier);
+        let thread = std::thread::Builder::new().name("kvik-import".to_owned());
+        let thread = thread.spawn(move || for_thread.run(&received));
+        let thread = thread
+            .map_err(|error| ModelError::Device { call: "start a thread", reason: error.to_string() })?;
+        Ok(Self { copier, jobs: Some(jobs), thread: Some(thread) })
+    }
+
+    /// Copies blocks in at once. The caller has waited for what uses them, and has checked their lengths.
+    pub(super) fn import(&self, imports: &[BlockImport<'_>]) -> Result<()> {
+        let pieces = imports.iter().map(|import| (import.layer_idx, import.block, import.bytes));
+        self.copier.copy(pieces, &mut KnownMemory::default())
+    }
+
+    /// Begins to copy all layers of blocks of `source`. The caller has waited for what uses the blocks.
+    pub(super) fn begin(
+        &self,
+        source: Arc<dyn BlockSource>,
+        blocks: Vec<(usize, BlockId)>,
+    ) -> Option<Box<dyn KvImport>> {
+        let ending = Arc::new(Ending::default());
+        let job = Job { source, blocks, teller: Teller(Arc::clone(&ending)) };
+        self.jobs.as_ref()?.send(job).ok()?;
+        Some(Box::new(DeviceImport { ending }))
+    }
+}
+
+impl Drop for Importer {
+    fn drop(&mut self) {
+        drop(self.jobs.take());
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::warn!("the thread that copies KV in has panicked");
+        }
+    }
+}
+
+impl Copier {
+    fn run(&self, jobs: &Receiver<Job>) {
+        let mut known = KnownMemory::default();
+        for Job { source, blocks, teller } in jobs {
+            let result = self.copy_blocks(source.as_ref(), &blocks, &mut known);
+            // The bytes are let go before the end is told: they may be lent by the store.
+            drop(source);
+            teller.0.tell(result);
+        }
+    }
+
+    fn copy_blocks(
+        &self,
+        source: &dyn BlockSource,
+        blocks: &[(usize, BlockId)],
+        known: &mut KnownMemory,
+    ) -> Result<()> {
+        let n_layers = self.pages.n_layers();
+        for group in blocks.chunks(BLOCKS_AT_A_TIME) {
+            let mut pieces = Vec::with_capacity(group.len() * n_layers);
+            // Layer by layer: neighbours in a chunk of the store are neighbours here.
+            for layer_idx in 0..n_layers {
+                for &(block_idx, block) in group {
+                    let bytes = source.block(layer_idx, block_idx);
+                    let bytes = bytes.filter(|bytes| bytes.len() == self.pages.block_bytes());
+                    let bytes = bytes.ok_or_else(|| {
+                        let allowed = format!("{} bytes in layer {layer_idx}", self.pages.block_bytes());
+                        ModelError::request("block", block_idx, allowed)
+                    })?;
+                    pieces.push((layer_idx, block, bytes));
+                }
+            }
+            self.copy(pieces.into_iter(), known)?;
+        }
+        Ok(())
+    }
+
+    fn copy<'a>(
+        &self,
+        pieces: impl Iterator<Item = (usize, BlockId, &'a [u8])>,
+        known: &mut KnownMemory,
+    ) -> Result<()> {
+        let mut is_registered = true;
+        let mut joined: Vec<CopyPiece> = Vec::new();
+        for (layer_idx, block, bytes) in pieces {
+            is_registered = is_registered && known.has(&self.device, bytes);
+            let target = self.pages.address(layer_idx, block);
+            let source = bytes.as_ptr().expose_provenance() as u64;
+            match joined.last_mut() {
+                Some(last)
+                    if last.target + last.n_bytes as u64 == target
+                        && last.source + last.n_bytes as u64 == source =>
+                {
+                    last.n_bytes += bytes.len();
+                }
+                _ => joined.push(CopyPiece { target, source, n_bytes: bytes.len() }),
+            }
+        }
+        let way = if is_registered { CopyWay::BatchOrKernel } else { CopyWay::Single };
+        // SAFETY: the sources are borrowed, and the targets are blocks that the caller alone holds, until this returns.
+        unsafe { self.stream.copy(&joined, way, None) }.map_err(|error| ModelError::Memory(Box::new(error)))
+    }
+}
+
+impl Ending {
+    fn tell(&self, result: Result<()>) {
+        let mut progress = self.progress.lock();
+        if let Progress::UnderWay = *progress {
+            *progress = Progress::Ended(result);
+            self.ended.notify_all();
+        }
+    }
+
+    /// Waits for the end; says once how it was.
+    fn wait(&self) -> Result<()> {
+        let mut progress = self.progress.lock();
+        self.ended.wait_while(&mut progress, |progress| matches!(progress, Progress::UnderWay));
+        match std::mem::replace(&mut *progress, Progress::Told) {
+            Progress::Ended(result) => result,
+            Progress::UnderWay | Progress::Told => Ok(()),
+        }
+    }
+}
+
+impl Drop for Teller {
+    fn drop(&mut self) {
+        let reason = "the thread that copies has ended".to_owned();
+        self.0.tell(Err(ModelError::Device { call: "copy KV in", reason }));
+    }
+}
+
+impl KvImport for DeviceImport {
+    fn is_done(&self) -> bool {
+        !matches!(*self.ending.progress.lock(), Progress::UnderWay)
+    }
+
+    fn finish(self: Box<Self>) -> Result<()> {
+        self.ending.wait()
+    }
+}
+
+impl Drop for DeviceImport {
+    fn drop(&mut self) {
+        // How it ended does not matter any more, but the blocks may be used again only then.
+        drop(self.ending.wait());
+    }
+}
+
+impl KnownMemory {
+    /// Whether the copy engine reaches `bytes` by itself.
+    fn has(&mut self, device: &Device, bytes: &[u8]) -> bool {
+        let range = bytes.as_ptr_range();
+        let (start, end) = (range.start.addr(), range.end.addr());
+        if self.0.as_ref().is_some_and(|known| known.start <= start && end <= known.end) {
+            return true;
+        }
+        let Some(registered) = device.registered_around(bytes) else { return false };
+        let is_inside = registered.start <= start && end <= registered.end;
+        self.0 = Some(registered);
+        is_inside
+    }
+}

@@ -1,0 +1,268 @@
+//! KV that is copied in beside passes.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use kvik_model::{
+    Backend, BlockId, BlockSource, CpuBackend, Engine, EngineOptions, KvImport, LayerKv, Logits, ModelConfig,
+    ModelError, PinnedKv, Result, SegmentPart, SequenceRows,
+};
+use kvik_types::Dtype;
+use proptest::prelude::*;
+
+use crate::support::requests::{Outputs, alone, collect};
+use crate::support::{TestModel, backend_options, namespace};
+use crate::{N_BLOCKS, assert_as_alone, greedy, only, shelf_of, submit_from, tokens};
+
+/// When copies end, and how.
+#[derive(Debug, Default)]
+struct Gate {
+    is_open: AtomicBool,
+    fails: AtomicBool,
+    /// Looks at a copy that are answered with no, once the gate is open.
+    n_looks: AtomicUsize,
+    n_under_way: AtomicUsize,
+}
+
+/// The real backend, with copies that end when a gate opens.
+#[derive(Debug)]
+struct Gated {
+    inner: CpuBackend,
+    gate: Arc<Gate>,
+}
+
+#[derive(Debug)]
+struct GatedImport(Arc<Gate>);
+
+impl Drop for GatedImport {
+    fn drop(&mut self) {
+        self.0.n_under_way.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl KvImport for GatedImport {
+    fn is_done(&self) -> bool {
+        let n_looks = &self.0.n_looks;
+        self.0.is_open.load(Ordering::Relaxed)
+            && n_looks.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1)).is_err()
+    }
+
+    fn finish(self: Box<Self>) -> Result<()> {
+        if self.0.fails.load(Ordering::Relaxed) {
+            return Err(ModelError::Device { call: "copy", reason: "as the test asks".to_owned() });
+        }
+        Ok(())
+    }
+}
+
+impl Backend for Gated {
+    fn config(&self) -> &ModelConfig {
+        self.inner.config()
+    }
+
+    fn n_blocks(&self) -> usize {
+        self.inner.n_blocks()
+    }
+
+    fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
+        self.inner.forward(sequences, logits)
+    }
+
+    fn forward_layers(&mut self, sequences: &[SequenceRows<'_>], n_layers: usize) -> Result<()> {
+        self.inner.forward_layers(sequences, n_layers)
+    }
+
+    fn forward_watched(
+        &mut self,
+        sequence: SequenceRows<'_>,
+        n_watched: usize,
+        layers: Range<usize>,
+        weights: &mut [f32],
+    ) -> Result<()> {
+        self.inner.forward_watched(sequence, n_watched, layers, weights)
+    }
+
+    fn place_kv(
+        &mut self,
+        layer_idx: usize,
+        block_table: &[BlockId],
+        first_position: usize,
+        turned_by: usize,
+        part: SegmentPart<'_>,
+    ) -> Result<()> {
+        self.inner.place_kv(layer_idx, block_table, first_position, turned_by, part)
+    }
+
+    fn copy_block(&mut self, from: BlockId, to: BlockId) {
+        self.inner.copy_block(from, to);
+    }
+
+    fn kv_dtype(&self) -> Dtype {
+        self.inner.kv_dtype()
+    }
+
+    fn export_kv(&self, layer_idx: usize, block_table: &[BlockId], n_tokens: usize) -> LayerKv {
+        self.inner.export_kv(layer_idx, block_table, n_tokens)
+    }
+
+    fn import_kv(&mut self, layer_idx: usize, block_table: &[BlockId], kv: &LayerKv) -> Result<()> {
+        self.inner.import_kv(layer_idx, block_table, kv)
+    }
+
+    fn kv_layout(&self) -> String {
+        self.inner.kv_layout()
+    }
+
+    fn block_layer_bytes(&self) -> usize {
+        self.inner.block_layer_bytes()
+    }
+
+    fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) {
+        self.inner.export_block(layer_idx, block, out);
+    }
+
+    fn pin_blocks(&mut self, blocks: &[BlockId]) -> Box<dyn PinnedKv> {
+        self.inner.pin_blocks(blocks)
+    }
+
+    fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) -> Result<()> {
+        self.inner.import_block(layer_idx, block, bytes)
+    }
+
+    fn imports_beside_passes(&self) -> bool {
+        true
+    }
+
+    fn start_import(
+        &mut self,
+        source: &Arc<dyn BlockSource>,
+        blocks: &[(usize, BlockId)],
+    ) -> Option<Box<dyn KvImport>> {
+        let garbage = vec![0x3f; self.block_layer_bytes()];
+        for &(block_idx, block) in blocks {
+            for layer_idx in 0..self.config().n_layers {
+                // A copy that fails may have written anything.
+                let fails = self.gate.fails.load(Ordering::Relaxed);
+                let bytes = if fails { &garbage } else { source.block(layer_idx, block_idx)? };
+                self.inner.import_block(layer_idx, block, bytes).unwrap();
+            }
+        }
+        self.gate.n_under_way.fetch_add(1, Ordering::Relaxed);
+        Some(Box::new(GatedImport(Arc::clone(&self.gate))))
+    }
+}
+
+fn gated_engine(model: &TestModel, n_blocks: usize, options: EngineOptions) -> (Engine, Arc<Gate>) {
+    let gate = Arc::new(Gate::default());
+    let inner = model.backend(&backend_options(n_blocks));
+    let backend = Box::new(Gated { inner, gate: Arc::clone(&gate) });
+    (Engine::new(backend, None, &namespace(), options).unwrap(), gate)
+}
+
+#[test]
+fn others_go_on_while_kv_is_copied_in_and_its_request_goes_on_from_it() {
+    let model = TestModel::fixture("qwen3");
+    let (prompt, other) = (tokens(101, 1), greedy(&tokens(20, 2), 12));
+    let shelf = shelf_of(&model, &prompt);
+    let (mut engine, gate) = gated_engine(&model, N_BLOCKS, EngineOptions::default());
+    let id = submit_from(&mut engine, greedy(&prompt, 4), shelf.prefix(&prompt, 0));
+    let mut events = Vec::new();
+    engine.step(&mut events).unwrap();
+    assert!(events.is_empty() && !engine.has_work() && engine.is_waiting_for_kv());
+    let other_id = engine.submit(other.clone()).unwrap();
+    while engine.has_work() {
+        engine.step(&mut events).unwrap();
+    }
+    let mut outputs = Outputs::new();
+    collect(std::mem::take(&mut events), &mut outputs);
+    assert_eq!(outputs.keys().collect::<Vec<_>>(), [&(other_id, 0)]);
+    assert_as_alone(&model, &other, &only(outputs));
+
+    gate.is_open.store(true, Ordering::Relaxed);
+    assert!(engine.has_work());
+    let mut outputs = Outputs::new();
+    collect(engine.run_until_idle().unwrap(), &mut outputs);
+    let output = outputs.remove(&(id, 0)).unwrap();
+    assert_as_alone(&model, &greedy(&prompt, 4), &output);
+    assert_eq!((output.usage.loaded_tokens, engine.stats().n_loaded_tokens), (96, 96));
+    assert_eq!(engine.pool_stats().n_free, N_BLOCKS);
+    assert_eq!(gate.n_under_way.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn what_a_failed_copy_wrote_is_used_by_nothing() {
+    let model = TestModel::fixture("qwen3");
+    let prompt = tokens(101, 1);
+    let shelf = shelf_of(&model, &prompt);
+    let (mut engine, gate) = gated_engine(&model, N_BLOCKS, EngineOptions::default());
+    gate.fails.store(true, Ordering::Relaxed);
+    gate.is_open.store(true, Ordering::Relaxed);
+    for n_cached in [0, 96] {
+        submit_from(&mut engine, greedy(&prompt, 4), shelf.prefix(&prompt, 0));
+        let mut outputs = Outputs::new();
+        collect(engine.run_until_idle().unwrap(), &mut outputs);
+        let output = only(outputs);
+        assert_as_alone(&model, &greedy(&prompt, 4), &output);
+        // The second finds what the first has computed.
+        assert_eq!((output.usage.loaded_tokens, output.usage.cached_tokens), (0, n_cached));
+    }
+    assert_eq!(engine.pool_stats().n_free, N_BLOCKS);
+}
+
+#[test]
+fn a_request_that_ends_while_its_kv_is_copied_gives_the_blocks_back() {
+    let model = TestModel::fixture("qwen3");
+    let prompt = tokens(101, 1);
+    let shelf = shelf_of(&model, &prompt);
+    let (mut engine, gate) = gated_engine(&model, N_BLOCKS, EngineOptions::default());
+    let id = submit_from(&mut engine, greedy(&prompt, 4), shelf.prefix(&prompt, 0));
+    let mut events = Vec::new();
+    engine.step(&mut events).unwrap();
+    assert_eq!((engine.pool_stats().n_free, gate.n_under_way.load(Ordering::Relaxed)), (N_BLOCKS - 6, 1));
+    engine.cancel(id);
+    engine.step(&mut events).unwrap();
+    assert_eq!((engine.pool_stats().n_free, gate.n_under_way.load(Ordering::Relaxed)), (N_BLOCKS, 0));
+    assert!(engine.is_idle());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn outputs_are_the_same_to_the_bit_whenever_copies_end_and_memory_is_short(
+        prompts in proptest::collection::vec((70_u32..115, 0_usize..12), 1..4),
+        n_looks in 0_usize..12,
+        n_blocks in 10_usize..24,
+        max_batched_tokens in 1_usize..80,
+    ) {
+        let model = TestModel::fixture("qwen3");
+        let mut options = EngineOptions::default();
+        options.max_batched_tokens = max_batched_tokens;
+        let (mut engine, gate) = gated_engine(&model, n_blocks, options);
+        gate.n_looks.store(n_looks, Ordering::Relaxed);
+        gate.is_open.store(true, Ordering::Relaxed);
+        let mut requests = Vec::new();
+        let mut events = Vec::new();
+        for (idx, (n_tokens, n_steps)) in prompts.into_iter().enumerate() {
+            let prompt = tokens(n_tokens, idx as u32);
+            let shelf = shelf_of(&model, &prompt);
+            let request = greedy(&prompt, 8);
+            requests.push((submit_from(&mut engine, request.clone(), shelf.prefix(&prompt, 0)), request));
+            for _ in 0..n_steps {
+                engine.step(&mut events).unwrap();
+            }
+        }
+        while !engine.is_idle() {
+            engine.step(&mut events).unwrap();
+        }
+        let mut outputs = Outputs::new();
+        collect(events, &mut outputs);
+        for (id, request) in requests {
+            let output = outputs.remove(&(id, 0)).unwrap();
+            prop_assert_eq!(&output.tokens, &alone(&model, None, &request)[0].tokens);
+        }
+        prop_assert_eq!(engine.pool_stats().n_free, n_blocks);
+        prop_assert_eq!(gate.n_under_way.load(Ordering::Relaxed), 0);
+    }
+}
