@@ -175,3 +175,13 @@ fn options_that_are_not_utf8_are_refused_by_name() {
         assert_eq!(answer.failure(3), format!("error: failed to {message}"));
     }
 }
+
+#[test]
+fn a_device_that_is_not_there_is_refused_by_every_command_that_runs_a_model() {
+    let generate = ["generate", "--prompt", "Once"].as_slice();
+    for command in [generate, &["worker", "--listen", "127.0.0.1:0", "--log", "off"]] {
+        let arguments = command.iter().copied().chain(["--device", "cuda:99"]);
+        let message = run(arguments).failure(3);
+        assert!(message.contains("cuda:99"), "{message}");
+    }
+}

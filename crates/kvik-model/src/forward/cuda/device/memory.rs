@@ -195,27 +195,30 @@ impl Device {
         let mut kind = 0_u32;
         let mut start = 0_u64;
         let mut n_bytes = 0_usize;
-        let answers = [
-            (sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, (&raw mut kind).cast::<c_void>()),
-            (sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, (&raw mut start).cast()),
-            (sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE, (&raw mut n_bytes).cast()),
+        let mut attributes = [
+            sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+            sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+            sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE,
         ];
-        // SAFETY: each answer goes to a local of its size; the driver only looks the address up.
-        let asked = answers.map(|(attribute, answer)| unsafe {
-            sys::cuPointerGetAttribute(answer, attribute, address as sys::CUdeviceptr)
-        });
-        let [is_known, has_start, has_size] = asked.map(|result| result == sys::CUresult::CUDA_SUCCESS);
-        if !is_known || kind != sys::CUmemorytype::CU_MEMORYTYPE_HOST as u32 {
+        let mut answers =
+            [(&raw mut kind).cast::<c_void>(), (&raw mut start).cast(), (&raw mut n_bytes).cast()];
+        // SAFETY: there are as many attributes as answers, and each answer goes to a local of its size; the driver only looks the
+        // address up, and answers with zeros for one that it does not know.
+        let asked = unsafe {
+            sys::cuPointerGetAttributes(
+                attributes.len() as u32,
+                attributes.as_mut_ptr(),
+                answers.as_mut_ptr(),
+                address as sys::CUdeviceptr,
+            )
+        };
+        if asked != sys::CUresult::CUDA_SUCCESS || kind != sys::CUmemorytype::CU_MEMORYTYPE_HOST as u32 {
             return None;
         }
         let start = start as usize;
         let range = start..start.saturating_add(n_bytes);
         // A driver that does not tell the range knows at least the address.
-        if has_start && has_size && range.contains(&address) {
-            Some(range)
-        } else {
-            Some(address..address + bytes.len())
-        }
+        if range.contains(&address) { Some(range) } else { Some(address..address + bytes.len()) }
     }
 
     /// Queues a copy inside of the device's memory.
