@@ -82,11 +82,12 @@ pub(super) struct TileProduct {
     n_rows: u32,
 }
 
-/// The kernels for more than a few rows, one for each thing that may become of the outputs.
+/// The kernels for more than a few rows, by what becomes of the outputs.
 #[derive(Debug)]
 pub(super) struct WideProduct {
-    store: Function,
-    add: Function,
+    /// Outputs that stay rows.
+    rows: Function,
+    /// Outputs that become activations.
     activation: Function,
     n_outputs: u32,
     n_rows: u32,
@@ -175,8 +176,7 @@ impl Products {
                 module.function(&name, variant.n_threads, shared_bytes)
             };
             Ok(WideProduct {
-                store: function("store")?,
-                add: function("add")?,
+                rows: function("rows")?,
                 activation: function("activation")?,
                 n_outputs: variant.warpgroups * 64,
                 n_rows: variant.n_rows,
@@ -231,8 +231,7 @@ impl Products {
 impl WideProduct {
     fn function(&self, kind: OutKind) -> &Function {
         match kind {
-            OutKind::Store => &self.store,
-            OutKind::Add => &self.add,
+            OutKind::Store | OutKind::Add => &self.rows,
             OutKind::Gate | OutKind::Gelu => &self.activation,
         }
     }
@@ -240,7 +239,7 @@ impl WideProduct {
     /// What all rounds of blocks take.
     fn cost(&self, n_outputs: u32, n_rows: u32) -> f32 {
         let n_tiles = n_outputs.div_ceil(self.n_outputs) * n_rows.div_ceil(self.n_rows);
-        n_tiles.div_ceil(self.store.resident_blocks()) as f32 * self.cost
+        n_tiles.div_ceil(self.rows.resident_blocks()) as f32 * self.cost
     }
 }
 

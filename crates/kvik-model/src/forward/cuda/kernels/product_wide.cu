@@ -63,9 +63,9 @@ static __device__ __forceinline__ void group_mma(float (&sums)[64], u64 weights,
         : "l"(weights), "l"(inputs));
 }
 
-// The sums of a thread go out: of two outputs, eight apart, in pairs of rows, eight apart. As `put_tile`, for one kind and without
+// The sums of a thread go out: of two outputs, eight apart, in pairs of rows, eight apart. As `put_tile`, without
 // comparisons where the tile lies inside of the matrix: the instructions of a tile are read from memory as often as it is written.
-template <int KIND, bool IS_INSIDE, int N_SUMS>
+template <bool IS_ACTIVATION, bool IS_INSIDE, int N_SUMS>
 static __device__ __forceinline__ void put_wide(const Product &product, int output, int row, float (&sums)[N_SUMS]) {
     bool has_low = IS_INSIDE || output < product.n_outputs;
     bool has_high = IS_INSIDE || output + 8 < product.n_outputs;
@@ -77,7 +77,8 @@ static __device__ __forceinline__ void put_wide(const Product &product, int outp
             sums[idx] = __fadd_rn(sums[idx], idx & 2 ? high : low);
         }
     }
-    if (KIND == OUT_STORE || KIND == OUT_ADD) {
+    if (!IS_ACTIVATION) {
+        bool is_added = product.out_kind == OUT_ADD;
         u64 stride = product.out_stride;
         float *out = (float *)product.out + row * stride + output;
         // What is added to is read for sixteen sums at a time: one wait for all of them.
@@ -90,7 +91,8 @@ static __device__ __forceinline__ void put_wide(const Product &product, int outp
             for (int idx = 0; idx < 16; idx++) {
                 int at = idx / 4 * 8 + idx % 2;
                 is_there[idx] = IS_INSIDE || (row + first * 2 + at < product.n_rows && (idx & 2 ? has_high : has_low));
-                if (KIND == OUT_ADD && is_there[idx]) {
+                before[idx] = 0.0f;
+                if (is_added && is_there[idx]) {
                     before[idx] = from[at * stride + (idx & 2) * 4];
                 }
             }
@@ -98,7 +100,7 @@ static __device__ __forceinline__ void put_wide(const Product &product, int outp
             for (int idx = 0; idx < 16; idx++) {
                 float sum = sums[first + idx];
                 if (is_there[idx]) {
-                    from[(idx / 4 * 8 + idx % 2) * stride + (idx & 2) * 4] = KIND == OUT_ADD ? __fadd_rn(before[idx], sum) : sum;
+                    from[(idx / 4 * 8 + idx % 2) * stride + (idx & 2) * 4] = is_added ? __fadd_rn(before[idx], sum) : sum;
                 }
             }
         }
@@ -106,7 +108,7 @@ static __device__ __forceinline__ void put_wide(const Product &product, int outp
         #pragma unroll
         for (int part = 0; part < N_SUMS / 4; part++) {
             float sum[4] = {sums[part * 4], sums[part * 4 + 1], sums[part * 4 + 2], sums[part * 4 + 3]};
-            put_activation<KIND>(product, output, row + part * 8, sum, has_low, has_high);
+            put_activation<ACTIVATION>(product, output, row + part * 8, sum, has_low, has_high);
         }
     }
 }
@@ -118,7 +120,7 @@ static __device__ __forceinline__ void put_wide(const Product &product, int outp
 
 // WARPGROUPS compute 64 outputs each by GROUPS times GROUP_ROWS rows; one thread of the warps behind them has the copy engine
 // fetch STEPS tiles of inputs at a time into a ring of N_STAGES. Blocks take tiles of the result in turns until all are done.
-template <int KIND, int WARPGROUPS, int GROUPS, int GROUP_ROWS, int STEPS, int N_STAGES>
+template <bool IS_ACTIVATION, int WARPGROUPS, int GROUPS, int GROUP_ROWS, int STEPS, int N_STAGES>
 static __device__ __forceinline__ void multiply_wide(const Product &product, const TensorMap *weights_map,
                                                      const TensorMap *inputs_map) {
     constexpr int BOX_INPUT_BYTES = BOX_STEPS * GROUP_ROWS * 32;
@@ -262,25 +264,24 @@ static __device__ __forceinline__ void multiply_wide(const Product &product, con
         #pragma unroll
         for (int group = 0; group < GROUPS; group++) {
             if (is_inside) {
-                put_wide<KIND, true>(product, output, row + group * GROUP_ROWS, sums[group]);
+                put_wide<IS_ACTIVATION, true>(product, output, row + group * GROUP_ROWS, sums[group]);
             } else {
-                put_wide<KIND, false>(product, output, row + group * GROUP_ROWS, sums[group]);
+                put_wide<IS_ACTIVATION, false>(product, output, row + group * GROUP_ROWS, sums[group]);
             }
         }
     }
 }
 
 // The host's table has the same numbers: threads and bytes of shared memory follow from them.
-#define WIDE_PRODUCT(NAME, KIND, N_THREADS, ...)                                                                    \
+#define WIDE_PRODUCT(NAME, IS_ACTIVATION, N_THREADS, ...)                                                           \
     extern "C" __global__ void __launch_bounds__(N_THREADS, 1)                                                      \
         NAME(const __grid_constant__ Product product, const __grid_constant__ TensorMap weights_map,                \
              const __grid_constant__ TensorMap inputs_map) {                                                        \
-        multiply_wide<KIND, __VA_ARGS__>(product, &weights_map, &inputs_map);                                       \
+        multiply_wide<IS_ACTIVATION, __VA_ARGS__>(product, &weights_map, &inputs_map);                              \
     }
-#define WIDE_PRODUCTS(N_ROWS, N_THREADS, ...)                                      \
-    WIDE_PRODUCT(product_##N_ROWS##_store, OUT_STORE, N_THREADS, __VA_ARGS__)      \
-    WIDE_PRODUCT(product_##N_ROWS##_add, OUT_ADD, N_THREADS, __VA_ARGS__)          \
-    WIDE_PRODUCT(product_##N_ROWS##_activation, ACTIVATION, N_THREADS, __VA_ARGS__)
+#define WIDE_PRODUCTS(N_ROWS, N_THREADS, ...)                                  \
+    WIDE_PRODUCT(product_##N_ROWS##_rows, false, N_THREADS, __VA_ARGS__)       \
+    WIDE_PRODUCT(product_##N_ROWS##_activation, true, N_THREADS, __VA_ARGS__)
 
 WIDE_PRODUCTS(32, 160, 1, 1, 32, 8, 4)
 WIDE_PRODUCTS(64, 160, 1, 1, 64, 8, 3)
