@@ -1,6 +1,6 @@
 //! What measures kvik: benches, simulators, workloads and plots.
 //!
-//! - [`blend`], [`edges`], [`engine`], [`gateway`], [`index`], [`memory`], [`moving`], [`node`], [`planner`], [`store`] and [`routing`] are the benches of
+//! - [`blend`], [`edges`], [`engine`], [`gateway`], [`index`], [`memory`], [`moving`], [`node`], [`planner`], [`sharing`], [`store`] and [`routing`] are the benches of
 //!   `kvik bench`, one a subject. [`report`] is what they find, as a table and as JSON, with the [`machine`] it was found on.
 //! - [`sim`] replays request traces through the eviction policies of the store, [`replay`] through the placement of
 //!   requests, both in virtual time: equal arguments give equal figures.
@@ -43,6 +43,8 @@ pub mod replay;
 pub mod report;
 mod role;
 pub mod routing;
+pub mod sharing;
 pub mod sim;
 pub mod store;
+mod stream;
 pub mod workload;

@@ -10,7 +10,6 @@ mod parts;
 mod pause;
 mod request;
 mod rolling;
-mod stream;
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -19,9 +18,9 @@ use anyhow::{Context as _, ensure};
 use tokio::runtime::Runtime;
 
 use self::fleet::Fleet;
-use self::stream::percentile;
 use crate::interrupt::Interrupt;
 use crate::report::{Baseline, Goal, Measurement};
+use crate::stream::percentile;
 
 /// Lengths of the sequences, in tokens.
 const LENGTHS: [usize; 4] = [512, 2048, 4096, 8192];

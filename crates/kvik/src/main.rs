@@ -80,6 +80,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Bench(BenchCommand::Gateway(arguments)) => commands::bench::gateway(arguments),
         Command::Bench(BenchCommand::Edges(arguments)) => commands::bench::edges(arguments),
         Command::Bench(BenchCommand::Moving(arguments)) => commands::bench::moving(arguments),
+        Command::Bench(BenchCommand::Sharing(arguments)) => commands::bench::sharing(arguments),
         Command::Bench(BenchCommand::Memory(arguments)) => commands::bench::memory(arguments),
         Command::Bench(BenchCommand::Store(arguments)) => commands::bench::store(arguments),
         Command::Bench(BenchCommand::Planner(arguments)) => commands::bench::planner(arguments),

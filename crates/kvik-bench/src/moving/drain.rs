@@ -6,7 +6,7 @@ use anyhow::{Context as _, ensure};
 
 use super::fleet::Fleet;
 use super::request::Request;
-use super::stream::Stream;
+use crate::stream::Stream;
 
 /// Streams on the worker that ends.
 pub(super) const N_STREAMS: u64 = 32;

@@ -9,7 +9,7 @@ use anyhow::ensure;
 
 use super::fleet::Fleet;
 use super::request::Request;
-use super::stream::{Stream, gaps_ms};
+use crate::stream::{Stream, gaps_ms};
 
 /// Streams that generate.
 pub(super) const N_STREAMS: u64 = 4;

@@ -11,7 +11,7 @@ use anyhow::{Context as _, ensure};
 
 use super::fleet::Fleet;
 use super::request::Request;
-use super::stream::{Stream, gaps_ms, percentile};
+use crate::stream::{Stream, gaps_ms, percentile};
 
 /// Tokens before the first disturbance.
 const FIRST_TOKENS: usize = 32;

@@ -3,9 +3,7 @@
 use serde_json::{Value, json};
 
 use super::fleet::MODEL;
-
-/// Tokens that prompts are made of: neither special ones nor single bytes.
-const PROMPT_TOKENS: std::ops::Range<u64> = 300..4000;
+use crate::stream::random_prompt;
 
 /// A request for a stream.
 #[derive(Debug, Clone)]
@@ -25,7 +23,7 @@ impl Request {
     pub(super) fn body(&self, seq_id: &str, salt: &str) -> Value {
         let mut body = json!({
             "model": MODEL,
-            "prompt": self.prompt(),
+            "prompt": random_prompt(self.number, self.prompt_tokens),
             "max_tokens": self.output_tokens,
             "ignore_eos": true,
             "temperature": 0,
@@ -39,18 +37,5 @@ impl Request {
             body["seed"] = json!(self.number);
         }
         body
-    }
-
-    /// Random tokens, the same on every machine (`SplitMix64`).
-    fn prompt(&self) -> Vec<u64> {
-        let mut state = self.number.wrapping_mul(0x2545_f491_4f6c_dd1d);
-        let mut next_token = || {
-            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mut mixed = state;
-            mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            PROMPT_TOKENS.start + (mixed ^ (mixed >> 31)) % (PROMPT_TOKENS.end - PROMPT_TOKENS.start)
-        };
-        (0..self.prompt_tokens).map(|_| next_token()).collect()
     }
 }

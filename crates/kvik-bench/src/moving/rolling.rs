@@ -11,7 +11,7 @@ use tokio::task::JoinSet;
 
 use super::fleet::Fleet;
 use super::request::Request;
-use super::stream::Stream;
+use crate::stream::Stream;
 
 /// Workers of the service.
 pub(super) const N_WORKERS: u32 = 3;

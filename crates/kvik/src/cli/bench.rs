@@ -20,6 +20,8 @@ pub(crate) enum BenchCommand {
     Moving(BenchMovingArguments),
     /// Measure elastic memory: blocks, pages, grants, growth, and giving memory back
     Memory(BenchMemoryArguments),
+    /// Measure three models on one device under bursts in turns: shared memory beside a static split
+    Sharing(BenchSharingArguments),
     /// Measure the KV store: each tier beside what its medium gives without it, lookups, and what a hit saves
     Store(BenchStoreArguments),
     /// Measure what the planner of the store gains: first tokens beside loading everything and computing everything
@@ -147,6 +149,28 @@ pub(crate) struct BenchMemoryArguments {
     pub(crate) device: BenchDevice,
 
     /// Measure a second only, less precisely, with at most 1 GiB of growth
+    #[arg(long)]
+    pub(crate) quick: bool,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Starts three workers as processes, first with a third of the memory each, then with all of it shared, and sends both the same
+/// bursts. Texts must be equal. Takes some minutes on a CPU; with --quick half a minute.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct BenchSharingArguments {
+    /// Folder of the model that all workers run [default: the bundled kvik-tiny]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// Device that the models run on: `cpu`, or `cuda:N` for an NVIDIA GPU
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceName::Cpu)]
+    pub(crate) device: DeviceName,
+
+    /// Send a burst to each model only, with shorter requests
     #[arg(long)]
     pub(crate) quick: bool,
 

@@ -15,7 +15,7 @@ use crate::cli::bench::{
     BenchBlendArguments, BenchCodecArguments, BenchEdgesArguments, BenchEngineArguments,
     BenchGatewayArguments, BenchIndexArguments, BenchMemoryArguments, BenchMemoryPeerArguments,
     BenchMovingArguments, BenchNodeArguments, BenchNodeClientArguments, BenchPlannerArguments,
-    BenchRoutingArguments, BenchStoreArguments,
+    BenchRoutingArguments, BenchSharingArguments, BenchStoreArguments,
 };
 use crate::scratch::ScratchFolder;
 use kvik_bench::blend::{self, BlendBench};
@@ -31,6 +31,7 @@ use kvik_bench::node::{self, NodeBench, NodeBenchOptions};
 use kvik_bench::planner::{self, PlannerBench, PlannerBenchOptions};
 use kvik_bench::report::Report;
 use kvik_bench::routing::{self, RoutingBench, RoutingBenchOptions};
+use kvik_bench::sharing::{SharingBench, SharingBenchOptions};
 use kvik_bench::store::{self, StoreBench, StoreBenchOptions};
 use kvik_model::DeviceName;
 use kvik_runtime::machine;
@@ -148,6 +149,33 @@ pub(crate) fn moving(arguments: &BenchMovingArguments) -> anyhow::Result<()> {
 
     let report = Report {
         bench: "moving",
+        machine: Machine::detect(),
+        settings: bench.settings(),
+        description: bench.description(),
+        results,
+    };
+    print(&report, arguments.json)
+}
+
+/// Runs `kvik bench sharing`.
+pub(crate) fn sharing(arguments: &BenchSharingArguments) -> anyhow::Result<()> {
+    let scratch = ScratchFolder::create("sharing", false).context("make a folder for the ledger")?;
+    let mut bench = SharingBench::try_new(SharingBenchOptions {
+        program: std::env::current_exe().context("find this program")?,
+        folder: scratch.path().to_owned(),
+        model: arguments.model.clone(),
+        device: arguments.device,
+        is_quick: arguments.quick,
+    })?;
+    let progress = progress_bar(bench.n_steps());
+    let results = bench.measure(|step| {
+        progress.inc(u64::from(!progress.message().is_empty()));
+        progress.set_message(step);
+    })?;
+    progress.finish_and_clear();
+
+    let report = Report {
+        bench: "sharing",
         machine: Machine::detect(),
         settings: bench.settings(),
         description: bench.description(),

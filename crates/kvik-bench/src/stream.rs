@@ -18,18 +18,34 @@ use tokio::task::JoinHandle;
 /// Longest time between two tokens that is waited for.
 const MAX_SILENCE: Duration = Duration::from_mins(2);
 
+/// Tokens that prompts are made of: neither special ones nor single bytes.
+const PROMPT_TOKENS: std::ops::Range<u64> = 300..4000;
+
+/// A prompt of random tokens, the same on every machine for equal numbers (`SplitMix64`).
+pub(crate) fn random_prompt(number: u64, n_tokens: usize) -> Vec<u64> {
+    let mut state = number.wrapping_mul(0x2545_f491_4f6c_dd1d);
+    let mut next_token = || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = state;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        PROMPT_TOKENS.start + (mixed ^ (mixed >> 31)) % (PROMPT_TOKENS.end - PROMPT_TOKENS.start)
+    };
+    (0..n_tokens).map(|_| next_token()).collect()
+}
+
 /// What a stream gave: its text, and the time of each of its events with text.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Recorded {
-    pub(super) text: String,
-    pub(super) times: Vec<Instant>,
+pub(crate) struct Recorded {
+    pub(crate) text: String,
+    pub(crate) times: Vec<Instant>,
 }
 
 /// A stream that is read as it comes; dropped, it ends.
 #[derive(Debug)]
-pub(super) struct Stream {
+pub(crate) struct Stream {
     /// The worker that it began at.
-    pub(super) worker: String,
+    pub(crate) worker: String,
     recorded: Arc<Mutex<Recorded>>,
     n_events: watch::Receiver<usize>,
     reading: JoinHandle<anyhow::Result<()>>,
@@ -40,7 +56,7 @@ impl Stream {
     ///
     /// # Errors
     /// If it is not answered with a stream.
-    pub(super) async fn open(http: &HttpClient, gateway: &str, body: &Value) -> anyhow::Result<Self> {
+    pub(crate) async fn open(http: &HttpClient, gateway: &str, body: &Value) -> anyhow::Result<Self> {
         let request = Request::post(format!("{gateway}/v1/completions"))
             .header("content-type", "application/json")
             .body(Full::new(Bytes::from(body.to_string())))?;
@@ -60,7 +76,7 @@ impl Stream {
     }
 
     /// Events so far.
-    pub(super) fn n_events(&self) -> usize {
+    pub(crate) fn n_events(&self) -> usize {
         *self.n_events.borrow()
     }
 
@@ -68,7 +84,7 @@ impl Stream {
     ///
     /// # Errors
     /// If nothing comes for two minutes.
-    pub(super) async fn reached(&mut self, n_events: usize) -> anyhow::Result<bool> {
+    pub(crate) async fn reached(&mut self, n_events: usize) -> anyhow::Result<bool> {
         let waiting = self.n_events.wait_for(|n| n_events <= *n);
         let waited = tokio::time::timeout(MAX_SILENCE, waiting).await.context("wait for tokens")?;
         Ok(waited.is_ok())
@@ -78,7 +94,7 @@ impl Stream {
     ///
     /// # Errors
     /// If the stream has failed or broken off.
-    pub(super) async fn finish(mut self) -> anyhow::Result<Recorded> {
+    pub(crate) async fn finish(mut self) -> anyhow::Result<Recorded> {
         (&mut self.reading).await.context("read a stream")??;
         Ok(std::mem::take(&mut *self.recorded.lock()))
     }
@@ -125,12 +141,12 @@ async fn read(
 }
 
 /// The times between events, in milliseconds; one less than there are events.
-pub(super) fn gaps_ms(times: &[Instant]) -> Vec<f64> {
+pub(crate) fn gaps_ms(times: &[Instant]) -> Vec<f64> {
     times.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64() * 1e3).collect()
 }
 
 /// The value that a share of all is at most; not a number if there are none.
-pub(super) fn percentile(values: &[f64], share: f64) -> f64 {
+pub(crate) fn percentile(values: &[f64], share: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
     let rank = (share * sorted.len() as f64).ceil() as usize;
