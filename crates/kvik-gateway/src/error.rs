@@ -6,6 +6,8 @@ use http::header::{CONNECTION, WWW_AUTHENTICATE};
 use http::{HeaderValue, StatusCode};
 use kvik_proto::openai::ErrorBody;
 
+use crate::management::NotReady;
+
 /// Result of this crate's operations.
 pub type Result<T, E = GatewayError> = std::result::Result<T, E>;
 
@@ -128,6 +130,17 @@ impl Refusal {
     pub(crate) fn no_backend(retry_after: u64) -> Self {
         let body = ErrorBody::server("no worker can take the request now; try again later");
         Self::new(StatusCode::SERVICE_UNAVAILABLE, "no_backend", body).after(retry_after)
+    }
+
+    /// 503, or 429 where too many wait: the engine of the model cannot take the request.
+    pub(crate) fn not_ready(not_ready: NotReady) -> Self {
+        let NotReady { message, retry_after_s, is_full } = not_ready;
+        let refusal = if is_full {
+            Self::new(StatusCode::TOO_MANY_REQUESTS, "queue_full", ErrorBody::rate_limit(message))
+        } else {
+            Self::new(StatusCode::SERVICE_UNAVAILABLE, "not_ready", ErrorBody::server(message))
+        };
+        refusal.after(retry_after_s)
     }
 
     /// 404: the index is switched off.

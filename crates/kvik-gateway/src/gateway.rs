@@ -21,6 +21,7 @@ use tokio_util::sync::CancellationToken;
 use crate::api;
 use crate::config::{FIXED_FIELDS, GatewayConfig};
 use crate::error::{GatewayError, Result};
+use crate::management::Management;
 use crate::state::Shared;
 use crate::ui::collector;
 use crate::upstream::breaker::State;
@@ -90,7 +91,20 @@ impl Gateway {
         shutdown: &Shutdown,
     ) -> Pin<Box<dyn Future<Output = Result<Running>> + Send + '_>> {
         // Boxed, so that the gateway is compiled with this crate and not again with each program that polls it.
-        Box::pin(Self::run(config, shutdown, Role::Gateway))
+        Box::pin(Self::run(config, shutdown, Role::Gateway, None))
+    }
+
+    /// Starts a gateway for models whose engines another part of this process manages; [`manage`](Self::manage) says
+    /// which there are.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_managed(
+        config: GatewayConfig,
+        shutdown: &Shutdown,
+        management: Management,
+    ) -> Pin<Box<dyn Future<Output = Result<Running>> + Send + '_>> {
+        Box::pin(Self::run(config, shutdown, Role::Gateway, Some(management)))
     }
 
     /// Starts the index alone: it learns from the configured engines and from the workers of the coordinators, answers
@@ -111,11 +125,16 @@ impl Gateway {
                     allowed: "true for a service that is the index alone".to_owned(),
                 });
             }
-            Self::run(config, shutdown, Role::Index).await
+            Self::run(config, shutdown, Role::Index, None).await
         })
     }
 
-    async fn run(config: GatewayConfig, shutdown: &Shutdown, role: Role) -> Result<Running> {
+    async fn run(
+        config: GatewayConfig,
+        shutdown: &Shutdown,
+        role: Role,
+        management: Option<Management>,
+    ) -> Result<Running> {
         config.validate()?;
         telemetry::start_metrics()?;
         let TlsClientPem { authorities_pem, identity_pem } = config.backend_tls.read()?;
@@ -157,9 +176,13 @@ impl Gateway {
             http,
             (trust, listeners),
             indexer.clone(),
+            management.as_ref().map(|management| Arc::clone(&management.readiness)),
             tracer,
             shutdown.clone(),
         ));
+        for model in management.iter().flat_map(|management| &management.models) {
+            shared.change_members(|book| book.manage(model, None));
+        }
         if let Some(indexer) = indexer {
             if let Some(listener) = grpc {
                 let guard = Arc::new(GrpcGuard(Arc::clone(&shared)));
@@ -174,7 +197,7 @@ impl Gateway {
                 if shared.view().config.ui.enabled {
                     shutdown.spawn(collector::run(Arc::clone(&shared)));
                 }
-                api::router(Arc::clone(&shared))
+                api::router(Arc::clone(&shared), management.as_ref())
             }
             Role::Index => api::index_router(Arc::clone(&shared)),
         };
@@ -258,6 +281,17 @@ impl Gateway {
                 }
             }
         });
+    }
+
+    /// Serves `model`, at `url` while that is given; without one its requests wait for [`Readiness`](crate::Readiness). A backend that comes
+    /// back at the same address begins anew: nothing that it did before counts against it.
+    pub fn manage(&self, model: &str, url: Option<&str>) {
+        self.shared.change_members(|book| book.manage(model, url));
+    }
+
+    /// Ends to serve a managed model.
+    pub fn unmanage(&self, model: &str) {
+        self.shared.change_members(|book| book.unmanage(model));
     }
 
     /// Hands over the tokenizer of a model that `index.tokenizers` names none for.

@@ -41,6 +41,7 @@ mod error;
 mod gateway;
 mod held;
 mod held_book;
+mod management;
 mod metrics;
 mod placement;
 mod request;
@@ -56,5 +57,6 @@ pub use config::{
 };
 pub use error::{GatewayError, Result};
 pub use gateway::{Gateway, Running, WorkerStatus};
+pub use management::{Management, ModelUse, NotReady, Readiness};
 #[doc(hidden)]
 pub use request::splice::{Edit, splice_bytes};

@@ -16,6 +16,7 @@ use tokio::time::Instant;
 
 use crate::config::GatewayConfig;
 use crate::held_book::HeldBook;
+use crate::management::Readiness;
 use crate::metrics::Metrics;
 use crate::placement::admission::Admission;
 use crate::placement::retry::RetryBudget;
@@ -40,6 +41,8 @@ pub(crate) struct Shared {
     pub(crate) cluster_header: Option<(HeaderName, HeaderValue)>,
     /// `None` where it is switched off.
     pub(crate) indexer: Option<Arc<Indexer>>,
+    /// `None` where no program manages engines.
+    pub(crate) readiness: Option<Arc<dyn Readiness>>,
     pub(crate) admission: Arc<Admission>,
     pub(crate) under_way: Arc<UnderWay>,
     /// What clients step.
@@ -69,6 +72,7 @@ impl Shared {
         http: HttpClient,
         (trust, listeners): (Arc<Trust>, Vec<(&'static str, SocketAddr)>),
         indexer: Option<Arc<Indexer>>,
+        readiness: Option<Arc<dyn Readiness>>,
         tracer: Tracer,
         shutdown: Shutdown,
     ) -> Self {
@@ -86,6 +90,7 @@ impl Shared {
             trust,
             listeners,
             indexer,
+            readiness,
             admission,
             under_way: Arc::default(),
             held: HeldBook::default(),

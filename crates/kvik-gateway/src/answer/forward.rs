@@ -120,12 +120,18 @@ pub(crate) async fn receive(record: &Record, view: &View, request: Request) -> R
 }
 
 async fn ask(record: &mut Record, route: Route, request: Request) -> Result<Answer, Refusal> {
-    let view = record.shared().view();
-    let config = &*view.config;
+    let mut view = record.shared().view();
     let Received { mut parts, body, deadline } = receive(record, &view, request).await?;
     let peek = Peek::read(&body).map_err(|error| Refusal::invalid(error.message, error.param))?;
-    let group = Arc::clone(find_group(&view.fleet, &peek)?);
+    let mut group = Arc::clone(find_group(&view.fleet, &peek)?);
     record.group = Some(Arc::clone(&group));
+    if group.is_managed {
+        make_ready(record, &group, deadline).await?;
+        // Its backend may have come meanwhile.
+        view = record.shared().view();
+        group = Arc::clone(find_group(&view.fleet, &peek)?);
+    }
+    let config = &*view.config;
     record.is_stream = peek.is_stream || route == Route::Generate;
     let prompt_tokens = estimated_prompt_tokens(peek.n_prompt_bytes());
     let output_tokens = expected_output_tokens(route, &peek, config);
@@ -376,6 +382,20 @@ fn deliver(mut record: Record, route: Route, answer: Answer) -> Response {
     // The body has the same times, but is not asked while the client reads nothing.
     parts.extensions.insert(AnswerLimits { deadline: answer.deadline, max_stall: answer.max_silence });
     Response::from_parts(parts, body)
+}
+
+/// Waits until the engine of a managed model can take the request, and keeps it there until the request has ended.
+async fn make_ready(record: &mut Record, group: &ModelGroup, deadline: Instant) -> Result<(), Refusal> {
+    let readiness = record.shared().readiness.as_ref();
+    let Some(mut model_use) = readiness.and_then(|readiness| readiness.begin(&group.model)) else {
+        return Ok(());
+    };
+    if !model_use.try_enter() {
+        let entered = tokio::time::timeout_at(deadline, model_use.enter()).await;
+        entered.map_err(|_| Refusal::deadline())?.map_err(Refusal::not_ready)?;
+    }
+    record.model_use = Some(model_use);
+    Ok(())
 }
 
 /// Waits until a request of `n_bytes` may run.

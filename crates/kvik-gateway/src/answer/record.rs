@@ -12,6 +12,7 @@ use kvik_runtime::telemetry::Span;
 use tokio::time::Instant;
 use tokio_util::sync::DropGuard;
 
+use crate::management::ModelUse;
 use crate::placement::admission::Permit;
 use crate::placement::prediction::Prediction;
 use crate::placement::under_way::UnderWayGuard;
@@ -47,6 +48,8 @@ pub(crate) struct Record {
     pub(crate) request_id: HeaderValue,
     started: Instant,
     pub(crate) group: Option<Arc<ModelGroup>>,
+    /// Of a model whose engine is managed; held until the answer has ended.
+    pub(crate) model_use: Option<Box<dyn ModelUse>>,
     pub(crate) permit: Option<Permit>,
     pub(crate) load: Option<LoadGuard>,
     /// On the worker that will go on with the answer.
@@ -79,6 +82,7 @@ impl Record {
             request_id,
             started: Instant::now(),
             group: None,
+            model_use: None,
             permit: None,
             load: None,
             next_load: None,
@@ -229,6 +233,9 @@ impl Record {
         }
         drop(load);
         self.permit = None;
+        if let Some(mut model_use) = self.model_use.take() {
+            model_use.end(ending == Ending::Complete && self.status < 400);
+        }
     }
 
     fn end_span(&mut self, ending: Ending, load: Option<&LoadGuard>) {

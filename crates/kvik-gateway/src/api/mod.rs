@@ -19,6 +19,7 @@ use crate::answer::forward;
 use crate::answer::{WRONG_KEY, json_answer, refuse, text_answer};
 use crate::error::Refusal;
 use crate::held;
+use crate::management::Management;
 use crate::route::Route;
 use crate::state::Shared;
 use crate::ui;
@@ -28,7 +29,7 @@ use crate::upstream::fleet::Seat;
 pub const OPENAPI: &str = include_str!("openapi.json");
 
 /// All routes.
-pub(crate) fn router(shared: Arc<Shared>) -> Router {
+pub(crate) fn router(shared: Arc<Shared>, management: Option<&Management>) -> Router {
     let mut router = Router::new();
     for route in Route::ALL {
         let serve = async move |State(shared): State<Arc<Shared>>, request: Request| {
@@ -48,7 +49,12 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         router = router.merge(ui::router(&shared));
     }
     let admin = Router::new().route("/route/explain", post(explain::explain));
-    with_index(router.merge(shared.trust.admins_only(admin)), shared)
+    router = router.merge(shared.trust.admins_only(admin));
+    if let Some(management) = management {
+        let admin = shared.trust.admins_only(management.admin_routes.clone());
+        router = router.merge(management.routes.clone().with_state(())).merge(admin.with_state(()));
+    }
+    with_index(router, shared)
 }
 
 /// The routes of the index alone.
@@ -78,7 +84,7 @@ async fn models(State(shared): State<Arc<Shared>>, headers: HeaderMap) -> Respon
     if !view.keys.accepts(&headers) {
         return refuse(Refusal::unauthorized(WRONG_KEY));
     }
-    let groups = view.fleet.groups.iter().filter(|group| !group.seats.is_empty());
+    let groups = view.fleet.groups.iter().filter(|group| group.is_served());
     let data: Vec<_> = groups.map(|group| model_object(&group.model)).collect();
     json_answer(StatusCode::OK, &json!({ "object": "list", "data": data }))
 }
@@ -88,7 +94,7 @@ async fn model(State(shared): State<Arc<Shared>>, Path(model): Path<String>, hea
     if !view.keys.accepts(&headers) {
         return refuse(Refusal::unauthorized(WRONG_KEY));
     }
-    if view.fleet.group(&model).is_none_or(|group| group.seats.is_empty()) {
+    if view.fleet.group(&model).is_none_or(|group| !group.is_served()) {
         return refuse(Refusal::unknown_model(&model));
     }
     json_answer(StatusCode::OK, &model_object(&model))

@@ -174,6 +174,7 @@ mod tests {
             part: Part::default(),
         };
         ModelGroup {
+            is_managed: false,
             model: "m".to_owned(),
             seats: ids.iter().map(seat).collect(),
             weights: vec![1.0; n_backends],

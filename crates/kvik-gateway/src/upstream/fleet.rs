@@ -25,6 +25,8 @@ pub(crate) struct ModelGroup {
     /// Each by its place in [`Ring::members`].
     pub(crate) weights: Vec<f64>,
     pub(crate) load_factor: f64,
+    /// Whether its backend is there when a request needs it, though it may have none now.
+    pub(crate) is_managed: bool,
 }
 
 /// A backend's place in a group.
@@ -70,7 +72,7 @@ impl Fleet {
 
     /// Whether some request can be served.
     pub(crate) fn is_usable(&self) -> bool {
-        self.groups.iter().any(|group| group.seats.iter().any(Seat::is_usable))
+        self.groups.iter().any(|group| group.is_managed || group.seats.iter().any(Seat::is_usable))
     }
 }
 
@@ -79,6 +81,11 @@ impl ModelGroup {
     pub(crate) fn time_to_probe(&self) -> Duration {
         let seats = self.seats.iter().filter(|seat| seat.takes_requests);
         seats.map(|seat| seat.backend.time_to_probe()).min().unwrap_or(Duration::from_secs(1))
+    }
+
+    /// Whether requests for it can be served, now or after a wait.
+    pub(crate) fn is_served(&self) -> bool {
+        self.is_managed || !self.seats.is_empty()
     }
 
     /// The seat of a backend, and its number.

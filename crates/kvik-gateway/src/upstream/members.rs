@@ -36,6 +36,8 @@ pub(crate) struct MemberBook {
     /// By id: members that the snapshot lacks, and until when they are kept.
     retained: BTreeMap<String, (Member, Instant)>,
     engines: Vec<Engine>,
+    /// By model: those of a controller of engines, with the address of the engine while it takes requests.
+    managed: BTreeMap<String, Option<String>>,
     /// By id; loads and breakers live here through all changes.
     backends: HashMap<String, Arc<Backend>>,
     /// Backends that have left the fleet while answers of theirs may be on their way.
@@ -130,6 +132,19 @@ impl MemberBook {
         }
     }
 
+    /// Sets where the engine of a managed model takes requests, if it does now; returns whether the fleet differs.
+    pub(crate) fn manage(&mut self, model: &str, url: Option<&str>) -> bool {
+        let url = url.map(|url| url.trim_end_matches('/').to_owned());
+        let before = self.managed.insert(model.to_owned(), url.clone());
+        before != Some(url)
+    }
+
+    /// Forgets a managed model; returns whether there was one.
+    pub(crate) fn unmanage(&mut self, model: &str) -> bool {
+        self.known_models.remove(model);
+        self.managed.remove(model).is_some()
+    }
+
     /// Addresses of engines whose models are to be asked for, and whether they are known.
     pub(crate) fn engines_to_ask(&self) -> Vec<(String, bool)> {
         let asked = self.engines.iter().filter(|engine| !engine.is_model_given);
@@ -175,6 +190,14 @@ impl MemberBook {
             }
             self.backends.insert(engine.url.clone(), backend);
         }
+        for (model, url) in &self.managed {
+            let seats = by_model.entry(model.clone()).or_default();
+            let Some(url) = url else { continue };
+            let backend = adopt(&mut before, &mut left, url, (BackendKind::OpenAi, 0, url));
+            let part = Part::default();
+            seats.push((Seat { backend: Arc::clone(&backend), takes_requests: true, part }, 1.0));
+            self.backends.insert(url.clone(), backend);
+        }
         self.departed.retain(|backend| 0 < backend.strong_count());
         left.extend(before.into_values());
         for backend in left {
@@ -189,7 +212,10 @@ impl MemberBook {
         for model in &self.known_models {
             by_model.entry(model.clone()).or_default();
         }
-        let groups = by_model.into_iter().map(|(model, seats)| Arc::new(group(model, seats, ring)));
+        let groups = by_model.into_iter().map(|(model, seats)| {
+            let is_managed = self.managed.contains_key(&model);
+            Arc::new(ModelGroup { is_managed, ..group(model, seats, ring) })
+        });
         Fleet { groups: groups.collect() }
     }
 
@@ -274,6 +300,7 @@ fn group(model: String, mut seats: Vec<(Seat, f64)>, ring_config: RingConfig) ->
         seats: seats.into_iter().map(|(seat, _)| seat).collect(),
         weights,
         load_factor: ring_config.load_factor,
+        is_managed: false,
     }
 }
 
