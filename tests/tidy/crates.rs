@@ -52,6 +52,7 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
     ),
     ("kvik-coordinator", &["kvik-index", "kvik-proto", "kvik-runtime"]),
     ("kvik-gateway", &["kvik-index", "kvik-proto", "kvik-runtime", "kvik-indexer"]),
+    ("kvik-engines", &["kvik-types", "kvik-memory", "kvik-proto", "kvik-runtime", "kvik-gateway"]),
     (
         BINDINGS,
         &["kvik-types", "kvik-memory", "kvik-tier", "kvik-index", "kvik-proto", "kvik-store", "kvik-node"],
@@ -88,6 +89,7 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
             "kvik-worker",
             "kvik-coordinator",
             "kvik-gateway",
+            "kvik-engines",
             BENCH,
         ],
     ),

@@ -1,6 +1,7 @@
 //! The arguments of every command, with their defaults and units.
 
 pub(crate) mod bench;
+pub(crate) mod engines;
 pub(crate) mod eval;
 pub(crate) mod roles;
 pub(crate) mod store;
@@ -16,6 +17,7 @@ use kvik_types::Dtype;
 
 use crate::commands::memory::MemoryCommand;
 use bench::BenchCommand;
+use engines::EnginesCommand;
 use eval::EvalCommand;
 use roles::{WorkerRoles, parse_roles};
 use store::StoreCommand;
@@ -80,6 +82,9 @@ pub(crate) enum Command {
     Gateway(GatewayArguments),
     /// Run the KV index alone: which worker has how much of a prompt
     Indexer(IndexerArguments),
+    /// Run the engines of many models behind one gateway, some awake and some asleep
+    #[command(subcommand)]
+    Engines(EnginesCommand),
     /// Keep KV for all engines of this machine
     #[command(subcommand)]
     Store(StoreCommand),

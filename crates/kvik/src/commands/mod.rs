@@ -4,6 +4,7 @@ pub(crate) mod bench;
 pub(crate) mod completions;
 pub(crate) mod config;
 pub(crate) mod demo;
+pub(crate) mod engines;
 pub(crate) mod eval;
 pub(crate) mod generate;
 pub(crate) mod man;

@@ -6,6 +6,7 @@ mod clients;
 mod cluster;
 mod config;
 mod coordinators;
+mod engines;
 mod etcd;
 mod fault_proxy;
 mod held;
