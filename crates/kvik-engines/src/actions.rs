@@ -26,7 +26,7 @@ pub(crate) async fn wake(supervisor: &Supervisor, engine: &Arc<EngineHandle>) ->
 /// # Errors
 /// Why it does not sleep.
 pub(crate) async fn sleep(supervisor: &Supervisor, engine: &Arc<EngineHandle>) -> Result<(), String> {
-    let order = supervisor.act(|machine, now| machine.sleep(engine.name(), now))?;
+    let order = supervisor.act(|machine, now| machine.suspend(engine.name(), now))?;
     if let Some(order) = order {
         supervisor.order(engine.name(), order);
     }

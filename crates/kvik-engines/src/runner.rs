@@ -223,7 +223,7 @@ impl Runner {
             return Err(NotServing::Failed("its process cannot be woken".to_owned()));
         };
         tokio::select! {
-            woke = native.wake(&self.calls) => {
+            woke = native.resume(&self.calls) => {
                 woke.map_err(|reason| NotServing::Failed(format!("it did not wake: {reason}")))?;
             }
             () = process.ended() => return Err(self.end_of_process()),
@@ -321,13 +321,13 @@ impl Runner {
         // Written first: a controller that comes after this one wakes it, whatever became of the call.
         self.is_asleep = true;
         self.write_record();
-        match native.sleep(&self.calls).await {
+        match native.release(&self.calls).await {
             Ok(()) => self.slept(),
             Err(reason) => {
                 let is_healthy = self.calls.is_good(&self.config().health_path, HEALTH_TIMEOUT).await;
                 // One that fell asleep half way may lack its weights: only what wakes well serves again.
                 let woke = match (&self.native, is_healthy) {
-                    (Some(native), true) => native.wake(&self.calls).await.is_ok(),
+                    (Some(native), true) => native.resume(&self.calls).await.is_ok(),
                     _ => false,
                 };
                 if !woke {
@@ -347,7 +347,7 @@ impl Runner {
 
     fn slept(&mut self) {
         tracing::info!(engine = self.name(), model = self.config().model, "engine is asleep");
-        self.supervisor.act(|machine, now| machine.fell_asleep(self.engine.name(), now));
+        self.supervisor.act(|machine, now| machine.slept(self.engine.name(), now));
     }
 
     /// Looks whether an engine that serves still does, and at the length of its log.

@@ -157,7 +157,11 @@ impl Instance {
             "sglang" | "sgl" => EngineKind::Sglang,
             "kvik" => EngineKind::Kvik,
             _ => {
-                return Err(EnginesError::invalid(inner("engine"), &self.engine, "vllm, sglang, sgl or kvik"));
+                return Err(EnginesError::invalid(
+                    inner("engine"),
+                    &self.engine,
+                    "vllm, sglang, sgl or kvik",
+                ));
             }
         };
         let name = self

@@ -260,7 +260,7 @@ impl Machine {
     ///
     /// # Errors
     /// Why it does not sleep now.
-    pub(crate) fn sleep(&mut self, name: &str, now: Instant) -> Result<Option<Order>, String> {
+    pub(crate) fn suspend(&mut self, name: &str, now: Instant) -> Result<Option<Order>, String> {
         let Some(engine) = self.engines.get_mut(name) else {
             return Err("there is no such engine".to_owned());
         };
@@ -301,7 +301,7 @@ impl Machine {
     }
 
     /// Notes that an engine sleeps.
-    pub(crate) fn fell_asleep(&mut self, name: &str, now: Instant) {
+    pub(crate) fn slept(&mut self, name: &str, now: Instant) {
         if self.engines.get(name).is_some_and(|engine| engine.phase == Phase::FallingAsleep) {
             self.change(name, Phase::Asleep, now);
         }
@@ -530,3 +530,6 @@ fn gone() -> Entry {
         retry_after: Duration::from_secs(1),
     }
 }
+
+#[cfg(test)]
+mod tests;

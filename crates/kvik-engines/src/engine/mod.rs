@@ -2,5 +2,3 @@
 
 pub(crate) mod handle;
 pub(crate) mod machine;
-#[cfg(test)]
-mod machine_tests;

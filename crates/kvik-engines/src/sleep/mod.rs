@@ -20,10 +20,10 @@ type Done<'a> = Pin<Box<dyn Future<Output = Result<(), String>> + Send + 'a>>;
 pub(crate) trait NativeSleep: Debug + Send + Sync {
     /// Gives memory back. After an error the engine serves on as before, or cannot be told from one that is broken: its
     /// health decides.
-    fn sleep<'a>(&'a self, calls: &'a EngineCalls) -> Done<'a>;
+    fn release<'a>(&'a self, calls: &'a EngineCalls) -> Done<'a>;
 
     /// Takes memory again with all that it held. After an error the engine must not serve: its weights may be missing.
-    fn wake<'a>(&'a self, calls: &'a EngineCalls) -> Done<'a>;
+    fn resume<'a>(&'a self, calls: &'a EngineCalls) -> Done<'a>;
 }
 
 /// The way of an engine to sleep with its process; `None` if its process ends instead.

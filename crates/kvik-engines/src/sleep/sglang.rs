@@ -12,13 +12,13 @@ pub(super) struct SglangSleeper {
 }
 
 impl NativeSleep for SglangSleeper {
-    fn sleep<'a>(&'a self, calls: &'a EngineCalls) -> Done<'a> {
+    fn release<'a>(&'a self, calls: &'a EngineCalls) -> Done<'a> {
         Box::pin(async move {
             calls.post("/release_memory_occupation", Some(&json!({})), CALL_TIMEOUT).await.map(|_| ())
         })
     }
 
-    fn wake<'a>(&'a self, calls: &'a EngineCalls) -> Done<'a> {
+    fn resume<'a>(&'a self, calls: &'a EngineCalls) -> Done<'a> {
         Box::pin(async move {
             calls.post("/resume_memory_occupation", Some(&json!({})), CALL_TIMEOUT).await?;
             // The memory of the weights comes back without them.

@@ -50,8 +50,8 @@ async fn heard(method: SleepMethod, fake: Fake) -> (Vec<String>, Result<(), Stri
     let server = tokio::spawn(async move { axum::serve(listener, router).await });
     let calls = EngineCalls::new(http_client(&TlsClientConfig::default()).unwrap(), base);
     let sleeper = native(&method).unwrap();
-    let slept = sleeper.sleep(&calls).await;
-    let woke = sleeper.wake(&calls).await;
+    let slept = sleeper.release(&calls).await;
+    let woke = sleeper.resume(&calls).await;
     server.abort();
     let heard = fake.heard.lock().clone();
     (heard, slept, woke)

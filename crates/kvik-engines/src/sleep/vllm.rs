@@ -11,7 +11,7 @@ use crate::config::VllmSleep;
 pub(super) struct VllmSleeper(pub(super) VllmSleep);
 
 impl NativeSleep for VllmSleeper {
-    fn sleep<'a>(&'a self, calls: &'a EngineCalls) -> Done<'a> {
+    fn release<'a>(&'a self, calls: &'a EngineCalls) -> Done<'a> {
         Box::pin(async move {
             match self.0 {
                 VllmSleep::KvCache => {
@@ -30,7 +30,7 @@ impl NativeSleep for VllmSleeper {
         })
     }
 
-    fn wake<'a>(&'a self, calls: &'a EngineCalls) -> Done<'a> {
+    fn resume<'a>(&'a self, calls: &'a EngineCalls) -> Done<'a> {
         Box::pin(async move {
             match self.0 {
                 VllmSleep::KvCache => post(calls, "/wake_up?tags=kv_cache", None).await?,

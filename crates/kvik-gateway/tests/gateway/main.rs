@@ -10,6 +10,7 @@ mod disconnect;
 mod engine;
 mod fields;
 mod limits;
+mod managed;
 mod mock;
 mod moving_model;
 mod nixl;

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use http::{HeaderMap, Request, Response, StatusCode};
 use http_body_util::{BodyExt as _, Full};
 use hyper::body::Incoming;
-use kvik_gateway::{BackendConfig, Gateway, GatewayConfig, Running};
+use kvik_gateway::{BackendConfig, Gateway, GatewayConfig, Management, Running};
 use kvik_proto::client::{HttpClient, TlsClientConfig, http_client};
 use kvik_runtime::shutdown::Shutdown;
 use serde_json::Value;
@@ -45,6 +45,15 @@ impl TestGateway {
         let shutdown = Shutdown::new();
         METRICS.call_once(|| kvik_runtime::telemetry::start_metrics().unwrap());
         let running = Gateway::start(config, &shutdown).await.unwrap();
+        Self { running, shutdown, http: http_client(&TlsClientConfig::default()).unwrap() }
+    }
+
+    /// A gateway for models that `management` makes ready.
+    pub(crate) async fn start_managed(mut config: GatewayConfig, management: Management) -> Self {
+        "127.0.0.1:0".clone_into(&mut config.listen);
+        let shutdown = Shutdown::new();
+        METRICS.call_once(|| kvik_runtime::telemetry::start_metrics().unwrap());
+        let running = Gateway::start_managed(config, &shutdown, management).await.unwrap();
         Self { running, shutdown, http: http_client(&TlsClientConfig::default()).unwrap() }
     }
 

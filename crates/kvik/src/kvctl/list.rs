@@ -3,6 +3,7 @@
 use std::io::{self, Write};
 
 use anstyle::{AnsiColor, Style};
+use kvik_engines::EngineStatus;
 use serde::Serialize;
 
 use super::Answer;
@@ -20,6 +21,9 @@ pub(crate) struct ListAnswer {
     devices: Vec<DeviceReport>,
     kvcached: Vec<KvcachedReport>,
     unreadable: Vec<UnreadableReport>,
+    /// Those of a controller, where there is one.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    engines: Vec<EngineStatus>,
 }
 
 struct Line<'a> {
@@ -46,7 +50,13 @@ impl ListAnswer {
             devices: reading.devices.iter().map(|device| DeviceReport::new(device, rates)).collect(),
             kvcached: reading.kvcached.iter().map(KvcachedReport::from).collect(),
             unreadable: reading.unreadable.iter().map(UnreadableReport::from).collect(),
+            engines: Vec::new(),
         }
+    }
+
+    /// The same with the engines of a controller.
+    pub(crate) fn with_engines(self, engines: Vec<EngineStatus>) -> Self {
+        Self { engines, ..self }
     }
 
     fn lines(&self) -> Vec<Line<'_>> {

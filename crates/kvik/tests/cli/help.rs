@@ -13,6 +13,16 @@ fn help_of_up_states_every_default() {
 }
 
 #[test]
+fn help_of_engines_lists_its_commands() {
+    insta::assert_snapshot!(run(["engines", "--help"]).success());
+}
+
+#[test]
+fn help_of_engines_up_states_every_default() {
+    insta::assert_snapshot!(run(["engines", "up", "--help"]).success());
+}
+
+#[test]
 fn help_of_demo_states_every_default_and_unit() {
     insta::assert_snapshot!(run(["demo", "--help"]).success());
 }

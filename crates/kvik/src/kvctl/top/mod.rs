@@ -1,8 +1,10 @@
 //! `kvctl kvtop` and `kvik top`: the memory of all engines on a screen that follows it.
 //!
 //! `screen` draws, `rows` orders what is drawn, `state` takes keys, `rates` and `page_map` prepare
-//! numbers; all of them are functions of their arguments. Only this file reads ledgers and keys.
+//! numbers; all of them are functions of their arguments. Only this file reads ledgers and keys, and `engines` asks a
+//! controller of engines.
 
+mod engines;
 pub(crate) mod page_map;
 pub(crate) mod rates;
 mod rows;
@@ -12,13 +14,16 @@ mod state;
 mod tests;
 
 use std::io::{self, IsTerminal as _};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use clap::Args;
+use kvik_engines::EngineStatus;
 use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event};
 
+use self::engines::EnginesFeed;
 use self::page_map::PageMaps;
 use self::rates::Rates;
 use self::rows::{RowKey, rows};
@@ -45,6 +50,10 @@ pub struct TopArguments {
     #[arg(short, long, value_name = "SECS", default_value = "1", value_parser = parse_seconds)]
     refresh: f64,
 
+    /// State folder of a controller, whose engines are shown too [default: that of `kvik engines`]
+    #[arg(long, value_name = "DIR")]
+    engines: Option<PathBuf>,
+
     /// Only these IPC names [default: all]
     #[arg(value_name = "IPC")]
     names: Vec<String>,
@@ -64,15 +73,19 @@ pub fn run(common: &CommonArguments, arguments: &TopArguments) -> anyhow::Result
         reading: first,
         read_at: Instant::now(),
         rates: Rates::default(),
+        feed: EnginesFeed::new(arguments.engines.as_deref()),
+        engines: Vec::new(),
         pages: PageMaps::default(),
         state: ScreenState::default(),
     };
     screen.reading.keep(&screen.names);
     screen.pages = PageMaps::read(screen.folder.dir(), &screen.reading);
+    screen.engines = screen.feed.read();
     if common.json {
         std::thread::sleep(screen.refresh);
         screen.read()?;
-        return super::print(&ListAnswer::new(&screen.folder, &screen.reading, Some(&screen.rates)), true);
+        let answer = ListAnswer::new(&screen.folder, &screen.reading, Some(&screen.rates));
+        return super::print(&answer.with_engines(screen.engines), true);
     }
     if !io::stdout().is_terminal() || !io::stdin().is_terminal() {
         bail!("kvtop needs a terminal; `kvctl list` and --json do not");
@@ -92,6 +105,8 @@ struct Screen {
     reading: Reading,
     read_at: Instant,
     rates: Rates,
+    feed: EnginesFeed,
+    engines: Vec<EngineStatus>,
     /// Read with `reading`, so that both show one moment.
     pages: PageMaps,
     state: ScreenState,
@@ -112,6 +127,7 @@ impl Screen {
                 rates: &self.rates,
                 state: &self.state,
                 pages: pages.as_ref(),
+                engines: &self.engines,
             };
             terminal
                 .draw(|frame| screen::draw(&view, frame.area(), frame.buffer_mut()))
@@ -143,6 +159,7 @@ impl Screen {
         self.rates = Rates::between(&self.reading, &reading, elapsed);
         self.pages = PageMaps::read(self.folder.dir(), &reading);
         self.reading = reading;
+        self.engines = self.feed.read();
         Ok(())
     }
 

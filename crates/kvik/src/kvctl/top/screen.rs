@@ -1,10 +1,12 @@
 //! Draws the screen: a function of what was read, what is chosen and how large it is.
 
+use kvik_engines::EngineStatus;
 use kvik_memory::ledger::DeviceSnapshot;
 use ratatui::buffer::Buffer;
 use ratatui::layout::Rect;
 use ratatui::style::{Color, Modifier, Style};
 
+use super::engines;
 use super::page_map::{Cell, PageMap};
 use super::rates::{Rate, Rates};
 use super::rows::{Row, rows};
@@ -22,6 +24,8 @@ pub(crate) struct View<'a> {
     pub(crate) state: &'a ScreenState,
     /// The pages of the selected line.
     pub(crate) pages: Option<&'a PageMap>,
+    /// Those of a controller.
+    pub(crate) engines: &'a [EngineStatus],
 }
 
 /// From this height on there is room for the page map.
@@ -120,8 +124,16 @@ pub(crate) fn draw(view: &View<'_>, area: Rect, buffer: &mut Buffer) {
         Some(_) if area.height >= MIN_HEIGHT_WITH_PAGES => area.height / 4,
         _ => 0,
     };
-    let table = Rect { height: body.height.saturating_sub(pages_height), ..body };
+    // A third of the screen at most: memory is what it is about.
+    let engines_height = match view.engines.len() {
+        0 => 0,
+        n_engines => (n_engines as u16).saturating_add(1).min(area.height / 3),
+    };
+    let table_height = body.height.saturating_sub(pages_height + engines_height);
+    let table = Rect { height: table_height, ..body };
     draw_table(view, table, buffer);
+    let engines = Rect { y: body.bottom() - engines_height.min(body.height), height: engines_height, ..body };
+    draw_engines(view, engines, buffer);
     if let Some(pages) = view.pages.filter(|_| pages_height > 0) {
         let panel = Rect { y: table.bottom(), height: pages_height, ..body };
         draw_pages(view, pages, panel, buffer);
@@ -215,6 +227,24 @@ fn draw_device(device: &DeviceSnapshot, area: Rect, buffer: &mut Buffer) {
     if width >= MIN_BAR_WIDTH {
         let bar = Bar { used_bytes: device.held_bytes, scale_bytes: device.budget_bytes, ..Bar::default() };
         bar.draw(area.x + n_taken, area.y, width, buffer);
+    }
+}
+
+fn draw_engines(view: &View<'_>, area: Rect, buffer: &mut Buffer) {
+    if area.is_empty() {
+        return;
+    }
+    let width = usize::from(area.width);
+    put(buffer, area.x, area.y, area.width, &engines::title(width), DIM);
+    let lines = engines::lines(view.engines, width);
+    let n_shown = usize::from(area.height - 1);
+    for (line, y) in lines.iter().take(n_shown).zip(area.y + 1..area.bottom()) {
+        let style = match (line.is_failed, line.is_asleep) {
+            (true, _) => RED,
+            (_, true) => DIM,
+            _ => Style::new(),
+        };
+        put(buffer, area.x, y, area.width, &line.text, style);
     }
 }
 

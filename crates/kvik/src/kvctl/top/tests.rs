@@ -112,7 +112,7 @@ fn shot(width: u16, height: u16, reading: &Reading, state: &ScreenState, pages: 
         member.mapped_bytes /= 2;
     }
     let rates = Rates::between(&before, reading, Duration::from_secs(2));
-    let view = View { dir: "/dev/shm", refresh_s: 1.0, reading, rates: &rates, state, pages };
+    let view = View { dir: "/dev/shm", refresh_s: 1.0, reading, rates: &rates, state, pages, engines: &[] };
     let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
     terminal.draw(|frame| draw(&view, frame.area(), frame.buffer_mut())).unwrap();
     terminal.backend().to_string()

@@ -6,7 +6,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use tokio::time::Instant;
 
-use super::machine::{EngineRules, Entry, Machine, Order, Phase, Rules};
+use super::{EngineRules, Entry, Machine, Order, Phase, Rules};
 
 const ENGINE: EngineRules = EngineRules { sleeps: true, after_idle: None, drain: Duration::from_secs(10) };
 
@@ -59,7 +59,7 @@ fn a_request_wakes_its_engine_once_and_the_longest_idle_makes_room() {
     }
     assert_eq!(machine.schedule(now + seconds(2)), [("b".to_owned(), Order::Sleep)]);
     assert_eq!(machine.schedule(now + seconds(2)), []);
-    machine.fell_asleep("b", now + seconds(3));
+    machine.slept("b", now + seconds(3));
     assert_eq!(machine.schedule(now + seconds(3)), [("c".to_owned(), Order::Wake)]);
     machine.woke("c", now + seconds(4));
     for _ in 0..20 {
@@ -86,7 +86,7 @@ fn an_engine_with_a_stream_stays_until_a_turn_is_over_and_then_until_the_stream_
     assert_eq!(machine.schedule(now + seconds(60)), []);
     machine.leave("a", true, now + seconds(60));
     assert_eq!(machine.schedule(now + seconds(60)), [("a".to_owned(), Order::Sleep)]);
-    machine.fell_asleep("a", now + seconds(61));
+    machine.slept("a", now + seconds(61));
     assert_eq!(machine.schedule(now + seconds(61)), [("b".to_owned(), Order::Wake)]);
     assert_eq!(phase(&machine, "a"), Phase::Queued);
 }
@@ -118,7 +118,7 @@ fn idle_time_counts_from_the_end_of_the_last_request() {
     machine.leave("a", true, now + seconds(100));
     assert_eq!(machine.schedule(now + seconds(109)), []);
     assert_eq!(machine.schedule(now + seconds(110)), [("a".to_owned(), Order::Sleep)]);
-    machine.fell_asleep("a", now + seconds(110));
+    machine.slept("a", now + seconds(110));
     assert_eq!(machine.schedule(now + seconds(111)), []);
 }
 
@@ -180,18 +180,18 @@ fn an_engine_that_never_sleeps_makes_no_room() {
     machine.leave("a", true, now + seconds(2));
     assert!(machine.begin("b"));
     assert_eq!(machine.schedule(now + seconds(2)), [("a".to_owned(), Order::Sleep)]);
-    assert!(machine.sleep("always", now).is_err());
+    assert!(machine.suspend("always", now).is_err());
 }
 
 #[test]
-fn an_operator_cannot_put_an_engine_with_requests_to_sleep() {
+fn an_operator_cannot_suspend_an_engine_with_requests() {
     let now = Instant::now();
     let mut machine = machine(&["a"], 1, now);
     serve(&mut machine, "a", now);
-    let why = machine.sleep("a", now).unwrap_err();
+    let why = machine.suspend("a", now).unwrap_err();
     assert_eq!(why, "it is ready with 1 requests in flight and 0 that wait");
     machine.leave("a", true, now);
-    assert_eq!(machine.sleep("a", now), Ok(Some(Order::Sleep)));
+    assert_eq!(machine.suspend("a", now), Ok(Some(Order::Sleep)));
     machine.sleep_failed("a", "busy".to_owned(), now);
     assert_eq!(phase(&machine, "a"), Phase::Ready);
 }
@@ -287,7 +287,7 @@ proptest! {
         let finish = |machine: &mut Machine, given: &mut BTreeMap<String, Order>, name: &str, is_good: bool, now: Instant| {
             match (given.remove(name), is_good) {
                 (Some(Order::Wake), true) => machine.woke(name, now),
-                (Some(Order::Sleep), true) => machine.fell_asleep(name, now),
+                (Some(Order::Sleep), true) => machine.slept(name, now),
                 (Some(Order::Sleep), false) => machine.sleep_failed(name, "no".to_owned(), now),
                 (Some(Order::Wake | Order::Stop), _) => machine.failed(name, "no".to_owned(), now),
                 (None, _) => {}
