@@ -52,7 +52,10 @@ async fn settle(
         changed.as_mut().enable();
         let (phase, reason) = supervisor.look(|machine, _| {
             let state = machine.engine(engine.name());
-            (state.map(|state| state.phase), state.and_then(|state| state.reason.clone()))
+            (
+                state.map(|state| state.phase),
+                state.and_then(|state| state.failure.as_ref()).map(ToString::to_string),
+            )
         });
         if let Some(outcome) = answer(phase, reason) {
             return outcome;

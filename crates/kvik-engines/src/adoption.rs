@@ -33,12 +33,10 @@ pub(crate) async fn adopt(supervisor: &Arc<Supervisor>, engines: &[EngineConfig]
         }
     }
     for (pid, name) in find_marked(&supervisor.state.mark_prefix()) {
-        let is_known =
-            adopted.values().map(|(process, _)| process).chain(strays.iter().map(|(_, process)| process));
-        if is_known.into_iter().any(|process| process.id().pid == pid) {
-            continue;
+        // Processes that an adopted engine has started carry its mark too.
+        if !adopted.contains_key(&name) && !strays.iter().any(|(_, process)| process.id().pid == pid) {
+            strays.extend(Process::find_by_pid(pid).map(|process| (name, process)));
         }
-        strays.extend(Process::find_by_pid(pid).map(|process| (name, process)));
     }
     for (engine, process) in strays {
         tracing::info!(engine, pid = process.id().pid, "ending a process of an earlier controller");

@@ -14,6 +14,7 @@ use tokio::time::Instant;
 
 use crate::actions;
 use crate::engine::handle::EngineHandle;
+use crate::engine::machine::Phase;
 use crate::status::{self, EngineStatus};
 use crate::supervisor::Supervisor;
 
@@ -73,29 +74,33 @@ async fn engines(State(supervisor): State<Arc<Supervisor>>) -> Response {
 }
 
 async fn health(State(supervisor): State<Arc<Supervisor>>, Path(model): Path<String>) -> Response {
-    let engines = status::engines(&supervisor);
     if model == "all" {
-        let models: Map<String, Value> =
-            engines.iter().map(|engine| (engine.model.clone(), health_of(engine).1)).collect();
-        return ok(&json!({ "models": models }));
+        let engines = supervisor.engines();
+        let health =
+            |engine: &Arc<EngineHandle>| (engine.config.model.clone(), health_of(&supervisor, engine).1);
+        return ok(&json!({ "models": engines.iter().map(health).collect::<Map<String, Value>>() }));
     }
-    match engines.iter().find(|engine| engine.model == model) {
+    match supervisor.find_model(&model) {
         Some(engine) => {
-            let (status, value) = health_of(engine);
+            let (status, value) = health_of(&supervisor, &engine);
             answer(status, &value)
         }
         None => unknown(&model),
     }
 }
 
-fn health_of(engine: &EngineStatus) -> (StatusCode, Value) {
+fn health_of(supervisor: &Supervisor, engine: &EngineHandle) -> (StatusCode, Value) {
+    let phase = supervisor.phase(engine.name());
     // A model that sleeps is served: the next request wakes it.
-    let (status, word) = match engine.state.as_str() {
-        "ready" | "giving_way" => (StatusCode::OK, "healthy"),
-        "asleep" | "queued" | "starting" | "falling_asleep" => (StatusCode::OK, "sleeping"),
-        _ => (StatusCode::SERVICE_UNAVAILABLE, "unhealthy"),
+    let (status, word) = match phase {
+        Some(Phase::Ready | Phase::GivingWay) => (StatusCode::OK, "healthy"),
+        Some(Phase::Asleep | Phase::Queued | Phase::Starting | Phase::FallingAsleep) => {
+            (StatusCode::OK, "sleeping")
+        }
+        Some(Phase::Stopping | Phase::Failed) | None => (StatusCode::SERVICE_UNAVAILABLE, "unhealthy"),
     };
-    (status, json!({ "model": engine.model, "status": word, "state": engine.state }))
+    let state = phase.map_or("gone", Phase::as_str);
+    (status, json!({ "model": engine.config.model, "status": word, "state": state }))
 }
 
 async fn models(State(supervisor): State<Arc<Supervisor>>) -> Response {

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Router;
 use axum::extract::{Query, State};
@@ -16,6 +17,9 @@ use crate::api::{answer, put_to_sleep, refused, wake_up};
 use crate::controller::Controller;
 use crate::error::{EnginesError, Result};
 use crate::state_folder::socket_path;
+
+/// Time for answers that are under way when the controller ends.
+const LAST_ANSWERS: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Deserialize)]
 struct Stop {
@@ -48,12 +52,17 @@ pub(crate) async fn serve(listener: UnixListener, controller: Controller) {
         .with_state(controller)
         .merge(engines)
         .fallback(async || refused(StatusCode::NOT_FOUND, "there is nothing at this path"));
-    let ending = supervisor.shutdown.clone();
-    let serving = axum::serve(listener, router);
+    let (ending, end) = (supervisor.shutdown.clone(), supervisor.shutdown.clone());
+    let serving =
+        axum::serve(listener, router).with_graceful_shutdown(async move { ending.stopping().await });
+    let overdue = async {
+        end.stopping().await;
+        tokio::time::sleep(LAST_ANSWERS).await;
+    };
     tokio::select! {
-        // It accepts for ever.
+        // It accepts until it is told to end, and then gives the answers that are due.
         _ = std::future::IntoFuture::into_future(serving) => {}
-        () = ending.stopping() => {}
+        () = overdue => {}
     }
 }
 

@@ -81,6 +81,7 @@ impl Controller {
     /// then; those of an earlier controller go on.
     pub async fn start(options: ControllerOptions, config: EnginesConfig) -> Result<Self> {
         let state = StateFolder::lock(&options.state)?;
+        let listener = control::listen(&options.state)?;
         let http = http_client(&TlsClientConfig::default())?;
         let machine = Machine::new(rules(&config));
         let supervisor =
@@ -107,7 +108,6 @@ impl Controller {
                 return Err(error);
             }
         };
-        let listener = control::listen(&options.state)?;
         let shared = Shared {
             supervisor,
             leaves_running: AtomicBool::new(options.leaves_running),
@@ -227,7 +227,11 @@ impl Controller {
         if let Some(gateway) = self.supervisor().gateway() {
             gateway.manage(&config.model, None);
         }
-        let is_wanted = config.starts_awake == Some(true) || !config.sleeps();
+        let is_wanted = match config.starts_awake {
+            _ if !config.sleeps() => true,
+            Some(is_wanted) => is_wanted,
+            None => self.supervisor().look(|machine, _| machine.has_room()),
+        };
         self.add(place, config, is_wanted, None);
         self.supervisor().act(|_, _| ());
     }
@@ -239,17 +243,25 @@ impl Controller {
         shutdown.spawn(async move {
             let mut ticks = tokio::time::interval(TICK);
             ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-            let mut next_weights = Instant::now() + WEIGHTS_INTERVAL;
             loop {
                 tokio::select! {
-                    now = ticks.tick() => {
-                        controller.supervisor().act(|_, _| ());
-                        if next_weights <= now {
-                            next_weights = now + WEIGHTS_INTERVAL;
-                            controller.follow_traffic();
-                        }
-                    }
+                    _ = ticks.tick() => controller.supervisor().act(|_, _| ()),
                     () = ending.stopping() => return,
+                }
+            }
+        });
+        let (controller, ending) = (self.clone(), shutdown.clone());
+        shutdown.spawn(async move {
+            loop {
+                tokio::select! {
+                    () = tokio::time::sleep(WEIGHTS_INTERVAL) => {}
+                    () = ending.stopping() => return,
+                }
+                let controller = controller.clone();
+                // Changes of a ledger wait for its lock.
+                let following = tokio::task::spawn_blocking(move || controller.follow_traffic());
+                if let Err(error) = following.await {
+                    tracing::error!(%error, "failed to follow the traffic");
                 }
             }
         });
@@ -417,8 +429,6 @@ impl Controller {
             }
         }
         shared.engines_ended.cancel();
-        // Answers of the control socket that wait for this are on their way.
-        tokio::task::yield_now().await;
         self.supervisor().shutdown.finish().await;
         let _ = std::fs::remove_file(crate::state_folder::socket_path(&shared.options.state));
     }

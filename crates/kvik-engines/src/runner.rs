@@ -11,10 +11,10 @@ use tokio::time::Instant;
 use crate::calls::EngineCalls;
 use crate::config::EngineConfig;
 use crate::engine::handle::{Command, EngineHandle};
-use crate::engine::machine::{Order, Phase};
+use crate::engine::machine::{Failure, Order, Phase};
 use crate::metrics;
 use crate::process::log_file::LogFile;
-use crate::process::{MARK, Process, Start};
+use crate::process::{MARK, Process, Start, kill_marked};
 use crate::sleep::{NativeSleep, native};
 use crate::state_folder::EngineRecord;
 use crate::supervisor::Supervisor;
@@ -53,7 +53,7 @@ pub(crate) struct Runner {
 
 /// Why an engine does not serve.
 enum NotServing {
-    Failed(String),
+    Failed(Failure),
     /// It is to end.
     Interrupted(Command),
 }
@@ -179,12 +179,12 @@ impl Runner {
                 tracing::info!(engine = self.name(), model = self.config().model, seconds, "engine is ready");
             }
             Err(NotServing::Interrupted(command)) => self.pending = Some(command),
-            Err(NotServing::Failed(reason)) => self.fail(reason).await,
+            Err(NotServing::Failed(failure)) => self.fail(failure).await,
         }
     }
 
     async fn start(&mut self) -> Result<(), NotServing> {
-        self.spawn().map_err(NotServing::Failed)?;
+        self.spawn().map_err(|why| NotServing::Failed(short(why)))?;
         self.await_health().await
     }
 
@@ -196,12 +196,11 @@ impl Runner {
         let log = self.log.open();
         let log =
             log.map_err(|error| format!("its log {} cannot be opened: {error}", self.log.path().display()))?;
-        let mark = format!("{}{}", self.supervisor.state.mark_prefix(), config.name);
         let env: Vec<(String, String)> = config
             .env
             .iter()
             .map(|(name, value)| (name.clone(), value.clone()))
-            .chain([(MARK.to_owned(), mark)])
+            .chain([(MARK.to_owned(), self.mark())])
             .collect();
         let program = config.command.first().cloned().unwrap_or_default();
         let started = Process::start(Start { command: &config.command, env: &env, log });
@@ -220,11 +219,11 @@ impl Runner {
 
     async fn wake_process(&mut self) -> Result<(), NotServing> {
         let (Some(native), Some(process)) = (&self.native, &self.process) else {
-            return Err(NotServing::Failed("its process cannot be woken".to_owned()));
+            return Err(NotServing::Failed(short("its process cannot be woken".to_owned())));
         };
         tokio::select! {
             woke = native.resume(&self.calls) => {
-                woke.map_err(|reason| NotServing::Failed(format!("it did not wake: {reason}")))?;
+                woke.map_err(|why| NotServing::Failed(short(format!("it did not wake: {why}"))))?;
             }
             () = process.ended() => return Err(self.end_of_process()),
             Some(command) = self.commands.recv() => return Err(NotServing::Interrupted(command)),
@@ -240,7 +239,7 @@ impl Runner {
         let deadline = began + self.config().start_timeout;
         loop {
             let Some(process) = &self.process else {
-                return Err(NotServing::Failed("its process is not there".to_owned()));
+                return Err(NotServing::Failed(short("its process is not there".to_owned())));
             };
             let asking = async {
                 if self.calls.is_good(&self.engine.config.health_path, HEALTH_TIMEOUT).await {
@@ -260,7 +259,7 @@ impl Runner {
                     let seconds = self.config().start_timeout.as_secs_f64();
                     let path = format!("{}{}", self.config().url(), self.config().health_path);
                     let reason = format!("{path} did not answer with a success within {seconds} s");
-                    return Err(NotServing::Failed(self.with_log(&reason)));
+                    return Err(NotServing::Failed(self.with_log(reason)));
                 }
             }
         }
@@ -269,41 +268,43 @@ impl Runner {
     /// Why an engine whose process has ended does not serve.
     fn end_of_process(&mut self) -> NotServing {
         let how = self.process.take().map_or("ended".to_owned(), |mut process| process.finish());
-        NotServing::Failed(self.with_log(&format!("its process {how}")))
+        NotServing::Failed(self.with_log(format!("its process {how}")))
     }
 
-    /// A message with the last lines of the engine's log.
-    fn with_log(&self, message: &str) -> String {
+    /// A failure with the last lines of the engine's log.
+    fn with_log(&self, summary: String) -> Failure {
         let lines = self.log.last_lines(SHOWN_LINES);
         let path = self.log.path().display();
-        if lines.is_empty() {
-            return format!("{message}; its log {path} is empty");
-        }
-        format!("{message}; its log {path} ends with: {}", lines.join(" | "))
+        let detail = if lines.is_empty() {
+            format!("its log {path} is empty")
+        } else {
+            format!("its log {path} ends with: {}", lines.join(" | "))
+        };
+        Failure { summary, detail: Some(detail) }
     }
 
     /// Ends what is left of an engine that does not serve.
-    async fn fail(&mut self, reason: String) {
+    async fn fail(&mut self, failure: Failure) {
         self.publish(false);
         self.end_process().await;
         metrics::failed(self.name());
         let retry = self.supervisor.act(|machine, now| {
-            machine.failed(self.engine.name(), reason.clone(), now);
+            machine.failed(self.engine.name(), failure.clone(), now);
             machine.engine(self.engine.name()).map(|engine| engine.n_failures)
         });
-        tracing::error!(engine = self.name(), model = self.config().model, n_failures = retry, %reason, "engine failed");
+        tracing::error!(engine = self.name(), model = self.config().model, n_failures = retry, reason = %failure, "engine failed");
     }
 
     async fn process_ended(&mut self) {
-        let NotServing::Failed(reason) = self.end_of_process() else { return };
+        let NotServing::Failed(failure) = self.end_of_process() else { return };
         let was_asleep = std::mem::take(&mut self.is_asleep);
         if was_asleep {
             // Nothing is lost: the next request starts it.
-            tracing::warn!(engine = self.name(), %reason, "an engine that slept has ended");
+            tracing::warn!(engine = self.name(), reason = %failure, "an engine that slept has ended");
             self.forget_process();
             return;
         }
-        self.fail(reason).await;
+        self.fail(failure).await;
     }
 
     /// Gives the memory of the engine back.
@@ -321,7 +322,15 @@ impl Runner {
         // Written first: a controller that comes after this one wakes it, whatever became of the call.
         self.is_asleep = true;
         self.write_record();
-        match native.release(&self.calls).await {
+        let released = tokio::select! {
+            released = native.release(&self.calls) => released,
+            // To end: what became of the call does not matter.
+            Some(command) = self.commands.recv() => {
+                self.pending = Some(command);
+                return;
+            }
+        };
+        match released {
             Ok(()) => self.slept(),
             Err(reason) => {
                 let is_healthy = self.calls.is_good(&self.config().health_path, HEALTH_TIMEOUT).await;
@@ -364,8 +373,8 @@ impl Runner {
             .supervisor
             .look(|machine, _| machine.engine(self.name()).map_or(0, |engine| engine.in_flight));
         if MAX_SILENT <= self.n_silent && in_flight == 0 {
-            let reason = self.with_log(&format!("{}: no good answer", self.config().health_path));
-            self.fail(reason).await;
+            let failure = self.with_log(format!("{} gives no good answer", self.config().health_path));
+            self.fail(failure).await;
         }
     }
 
@@ -382,8 +391,15 @@ impl Runner {
             let how = process.stop(self.config().stop_timeout, &self.supervisor.hurry).await;
             tracing::debug!(engine = self.name(), how, "the process of an engine was stopped");
         }
+        // What has left the group of its process is found by its mark.
+        kill_marked(&self.mark());
         self.is_asleep = false;
         self.forget_process();
+    }
+
+    /// What marks the processes of this engine.
+    fn mark(&self) -> String {
+        format!("{}{}", self.supervisor.state.mark_prefix(), self.name())
     }
 
     fn forget_process(&self) {
@@ -423,4 +439,9 @@ pub(crate) fn is_port_free(host: &str, port: u16) -> bool {
         std::net::TcpListener::bind(address)
             .map_or_else(|error| error.kind() != io::ErrorKind::AddrInUse, |_| true)
     })
+}
+
+/// A failure that says all there is.
+fn short(summary: String) -> Failure {
+    Failure { summary, detail: None }
 }

@@ -122,7 +122,7 @@ fn engine_status(supervisor: &Supervisor, engine: &EngineHandle) -> EngineStatus
         last_wake_seconds: state.as_ref().and_then(|state| state.last_wake).map(|wake| wake.as_secs_f64()),
         failures: state.as_ref().map_or(0, |state| state.n_failures),
         restarts: state.as_ref().map_or(0, |state| state.n_restarts),
-        reason: state.and_then(|state| state.reason),
+        reason: state.and_then(|state| state.failure).map(|failure| failure.to_string()),
         log: engine.log.display().to_string(),
         memory_group: None,
         memory_held_bytes: None,

@@ -214,17 +214,17 @@ impl Instance {
             env.insert("VIRTUAL_ENV".to_owned(), venv.display().to_string());
         }
         let python = venv.map_or("python3".to_owned(), |venv| venv.join("bin/python").display().to_string());
-        let model = self.model;
+        let path = self.model;
         let mut command = match kind {
             EngineKind::Kvik => {
                 // Arguments of a worker name one address.
                 args = without_flags(&args, &["--host", "--port"]);
-                let path = Path::new(&model).is_dir().then_some(model.as_str());
-                Launch { kind, name: &name, model: &model, path, host: &host, port }.command(program)
+                let folder = Path::new(&path).is_dir().then_some(path.as_str());
+                Launch { kind, name: &name, model: &path, path: folder, host: &host, port }.command(program)
             }
-            EngineKind::Sglang => own([&python, "-m", "sglang.launch_server", "--model-path", &model]),
+            EngineKind::Sglang => own([&python, "-m", "sglang.launch_server", "--model-path", &path]),
             EngineKind::Vllm | EngineKind::Command => {
-                own([&python, "-m", "vllm.entrypoints.openai.api_server", "--model", &model])
+                own([&python, "-m", "vllm.entrypoints.openai.api_server", "--model", &path])
             }
         };
         command.extend(args);
@@ -236,9 +236,11 @@ impl Instance {
                 env.entry("VLLM_SERVER_DEV_MODE".to_owned()).or_insert_with(|| "1".to_owned());
                 SleepMethod::Vllm(VllmSleep::Level1)
             }
-            EngineKind::Sglang if can_sleep(kind, &command) => SleepMethod::Sglang { weights: model.clone() },
+            EngineKind::Sglang if can_sleep(kind, &command) => SleepMethod::Sglang { weights: path.clone() },
             _ => SleepMethod::Stop,
         };
+        // What requests must name for the engine to know it.
+        let model = flag_value(&command, "--served-model-name").unwrap_or(&path).to_owned();
         Ok(EngineConfig {
             name,
             model,
@@ -319,7 +321,7 @@ instances:
       - \"--enable-sleep-mode\"
   - model: Qwen/Qwen3-0.6B
     engine: sgl
-    engine_args: \"--mem-fraction-static 0.5 --port 30000\"
+    engine_args: \"--mem-fraction-static 0.5 --port 30000 --served-model-name qwen\"
 ";
 
     #[test]
@@ -347,7 +349,7 @@ instances:
             assert_eq!(vllm.env[name], value, "{name}");
         }
         assert!(vllm.env["PATH"].starts_with("/opt/venv/bin"));
-        assert_eq!((sglang.name.as_str(), sglang.port), ("Qwen3-0.6B", 30000));
+        assert_eq!((sglang.name.as_str(), sglang.model.as_str(), sglang.port), ("Qwen3-0.6B", "qwen", 30000));
         assert_eq!(
             sglang.command[..5].join(" "),
             "python3 -m sglang.launch_server --model-path Qwen/Qwen3-0.6B"

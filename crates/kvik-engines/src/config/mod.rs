@@ -195,7 +195,13 @@ impl EnginesConfig {
 impl EngineConfig {
     /// The base of its addresses.
     pub fn url(&self) -> String {
-        let host = if self.host.contains(':') { format!("[{}]", self.host) } else { self.host.clone() };
+        // An engine that listens on all addresses is reached on loopback.
+        let host = match self.host.as_str() {
+            "0.0.0.0" => "127.0.0.1".to_owned(),
+            "::" => "[::1]".to_owned(),
+            host if host.contains(':') => format!("[{host}]"),
+            host => host.to_owned(),
+        };
         format!("http://{host}:{}", self.port)
     }
 

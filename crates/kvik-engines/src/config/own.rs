@@ -253,6 +253,10 @@ impl Engine {
             self.command.iter().map(|word| launch.fill(&word.0)).collect()
         };
         command.extend(self.args.iter().map(|word| launch.fill(&word.0)));
+        if self.args.iter().any(|word| word.0.split('=').next() == Some("--served-model-name")) {
+            let allowed = "`model`, which says what requests name";
+            return Err(EnginesError::invalid(inner("args"), "--served-model-name", allowed));
+        }
         let weights = self.path.clone().unwrap_or_else(|| model.clone());
         let sleep = self.sleep.method(&field, kind, &command, weights)?;
         let mut env = BTreeMap::new();
@@ -462,6 +466,10 @@ mod tests {
             ("engines: [{E, sleep: {level: all}}]", "`engines[0].sleep.level` is set; allowed: none"),
             ("engines: [{E, sleep: {after_idle_s: -1}}]", "`engines[0].sleep.after_idle_s` is -1; allowed"),
             ("engines: [{E, memory: {max: 1, min: 2}}]", "`engines[0].memory.min` is 2; allowed: at most"),
+            (
+                "engines: [{E, args: [--served-model-name=b]}]",
+                "`engines[0].args` is --served-model-name; allowed: `model`",
+            ),
             ("engines: [{E, memory: {max: lots}}]", "`engines[0].memory.max`"),
             ("engines: [{E, memory: {weight: 0}}]", "`engines[0].memory.weight` is 0; allowed: 1 or more"),
             ("engines: [{E, memory: {group: kvik_x}}]", "`engines[0].memory.group` is \"kvik_x\""),

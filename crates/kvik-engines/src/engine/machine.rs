@@ -88,6 +88,15 @@ pub(crate) enum Entry {
     Refused { why: String, retry_after: Duration },
 }
 
+/// Why an engine does not serve.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Failure {
+    /// What clients are told.
+    pub(crate) summary: String,
+    /// What operators are told beside it, such as the last lines of the log.
+    pub(crate) detail: Option<String>,
+}
+
 /// An engine in the machine.
 #[derive(Debug, Clone)]
 pub(crate) struct Engine {
@@ -114,8 +123,8 @@ pub(crate) struct Engine {
     pub(crate) last_wake: Option<Duration>,
     pub(crate) n_failures: u32,
     pub(crate) n_restarts: u64,
-    /// Why it failed last.
-    pub(crate) reason: Option<String>,
+    /// Why it failed last, or did not fall asleep.
+    pub(crate) failure: Option<Failure>,
     retry_at: Instant,
     /// It does not sleep before.
     sleep_at: Instant,
@@ -170,7 +179,7 @@ impl Machine {
             last_wake: None,
             n_failures: 0,
             n_restarts: 0,
-            reason: None,
+            failure: None,
             retry_at: now,
             sleep_at: now,
             leaving_since: None,
@@ -224,8 +233,8 @@ impl Machine {
                 Entry::Entered
             }
             Phase::Failed if now < engine.retry_at => {
-                let reason = engine.reason.as_deref().unwrap_or("it failed");
-                refused(format!("the engine of the model is not there: {reason}"), engine.retry_at)
+                let why = engine.failure.as_ref().map_or("it failed", |failure| failure.summary.as_str());
+                refused(format!("the engine of the model is not there: {why}"), engine.retry_at)
             }
             Phase::Asleep | Phase::Failed if !wakes_on_request && !engine.is_wanted => {
                 refused("the engine of the model sleeps, and requests do not wake it".to_owned(), now)
@@ -293,7 +302,7 @@ impl Machine {
             return;
         }
         engine.is_wanted = false;
-        engine.reason = None;
+        engine.failure = None;
         engine.last_used = now;
         engine.n_wakes += 1;
         engine.last_wake = engine.asked_at.take().map(|asked_at| now.saturating_duration_since(asked_at));
@@ -317,7 +326,7 @@ impl Machine {
     /// Notes that an engine did not fall asleep and serves on.
     pub(crate) fn sleep_failed(&mut self, name: &str, reason: String, now: Instant) {
         let Some(engine) = self.engines.get_mut(name) else { return };
-        engine.reason = Some(reason);
+        engine.failure = Some(Failure { summary: reason, detail: None });
         engine.sleep_at = now + SLEEP_RETRY;
         if engine.phase == Phase::FallingAsleep {
             self.change(name, Phase::Ready, now);
@@ -325,7 +334,7 @@ impl Machine {
     }
 
     /// Notes that the process of an engine ended, or never served.
-    pub(crate) fn failed(&mut self, name: &str, reason: String, now: Instant) {
+    pub(crate) fn failed(&mut self, name: &str, failure: Failure, now: Instant) {
         let Some(engine) = self.engines.get_mut(name) else { return };
         match engine.phase {
             // It was going to end, or holds nothing that could be lost.
@@ -335,7 +344,7 @@ impl Machine {
                 return;
             }
             Phase::Asleep | Phase::Queued => {
-                engine.reason = Some(reason);
+                engine.failure = Some(failure);
                 return;
             }
             Phase::Ready | Phase::GivingWay => {
@@ -347,7 +356,7 @@ impl Machine {
             }
             Phase::Starting | Phase::Failed => engine.n_failures += 1,
         }
-        engine.reason = Some(reason);
+        engine.failure = Some(failure);
         engine.retry_at = now + backoff(engine.n_failures);
         engine.asked_at = None;
         self.change(name, Phase::Failed, now);
@@ -424,8 +433,7 @@ impl Machine {
     /// Gives room that is there to those that wait, the longest wait first.
     fn wake_queued(&mut self, now: Instant, orders: &mut Vec<(String, Order)>) {
         loop {
-            let has_room =
-                self.rules.max_awake.is_none_or(|max_awake| self.count(Phase::holds_room) < max_awake);
+            let has_room = self.has_room();
             let may_start = self.count(|phase| phase == Phase::Starting) < self.rules.max_starting;
             let Some(name) = self.first_queued().filter(|_| has_room && may_start) else { return };
             self.change(&name, Phase::Starting, now);
@@ -470,6 +478,11 @@ impl Machine {
         }
     }
 
+    /// Whether one more may be awake.
+    pub(crate) fn has_room(&self) -> bool {
+        self.rules.max_awake.is_none_or(|max_awake| self.count(Phase::holds_room) < max_awake)
+    }
+
     fn first_queued(&self) -> Option<String> {
         let queued = self.engines.iter().filter(|(_, engine)| engine.phase == Phase::Queued);
         queued.min_by_key(|(_, engine)| (engine.ticket, engine.place)).map(|(name, _)| name.clone())
@@ -485,6 +498,13 @@ impl Machine {
             engine.since = now;
             self.changed.push(name.to_owned());
         }
+    }
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str(&self.summary)?;
+        self.detail.iter().try_for_each(|detail| write!(formatter, "; {detail}"))
     }
 }
 

@@ -20,6 +20,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio_util::sync::CancellationToken;
 
+use table::find_mark;
 pub(crate) use table::find_marked;
 
 /// The variable that marks the processes of a controller; its value is the state folder and the engine's name.
@@ -169,6 +170,19 @@ impl Process {
         if !is_another {
             // An error means that there is none left.
             let _ = kill_process_group(self.leader, Signal::KILL);
+        }
+    }
+}
+
+/// Kills all processes with this very mark.
+pub(crate) fn kill_marked(mark: &str) {
+    for (pid, _) in find_marked(mark).into_iter().filter(|(_, rest)| rest.is_empty()) {
+        let handle = Pid::from_raw(pid).and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+        // Looked at again after the descriptor is there, which names one process for good.
+        let is_marked = find_mark(pid, mark).is_some_and(|rest| rest.is_empty());
+        if let Some(handle) = handle.filter(|_| is_marked) {
+            // An error means that it has ended.
+            let _ = pidfd_send_signal(&handle, Signal::KILL);
         }
     }
 }

@@ -22,7 +22,7 @@ use crate::held;
 use crate::management::Management;
 use crate::route::Route;
 use crate::state::Shared;
-use crate::ui;
+use crate::ui::{self, same_origin};
 use crate::upstream::fleet::Seat;
 
 /// The document that `/openapi.json` serves.
@@ -51,7 +51,7 @@ pub(crate) fn router(shared: Arc<Shared>, management: Option<&Management>) -> Ro
     let admin = Router::new().route("/route/explain", post(explain::explain));
     router = router.merge(shared.trust.admins_only(admin));
     if let Some(management) = management {
-        let admin = shared.trust.admins_only(management.admin_routes.clone());
+        let admin = shared.trust.admins_only(same_origin::only(management.admin_routes.clone()));
         router = router.merge(management.routes.clone().with_state(())).merge(admin.with_state(()));
     }
     with_index(router, shared)

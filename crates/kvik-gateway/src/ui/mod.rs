@@ -21,7 +21,7 @@ mod events;
 mod exposition;
 mod figures;
 mod fleet_report;
-mod same_origin;
+pub(crate) mod same_origin;
 mod series;
 
 use std::sync::Arc;

@@ -17,7 +17,7 @@ use crate::answer::refuse;
 use crate::error::Refusal;
 
 /// Serves the routes that `router` has by now to programs and to the gateway's own page.
-pub(super) fn only<S: Clone + Send + Sync + 'static>(router: Router<S>) -> Router<S> {
+pub(crate) fn only<S: Clone + Send + Sync + 'static>(router: Router<S>) -> Router<S> {
     router.route_layer(from_fn(async |request: Request, next: Next| {
         if is_allowed(request.headers(), request.uri()) {
             next.run(request).await

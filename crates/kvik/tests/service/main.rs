@@ -7,6 +7,7 @@ mod cluster;
 mod config;
 mod coordinators;
 mod engines;
+mod engines_native;
 mod etcd;
 mod fault_proxy;
 mod held;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use tokio::time::Instant;
 
-use super::{EngineRules, Entry, Machine, Order, Phase, Rules};
+use super::{EngineRules, Entry, Failure, Machine, Order, Phase, Rules};
 
 const ENGINE: EngineRules = EngineRules { sleeps: true, after_idle: None, drain: Duration::from_secs(10) };
 
@@ -18,6 +18,10 @@ fn rules(max_awake: usize) -> Rules {
         max_waiting: 100,
         wakes_on_request: true,
     }
+}
+
+fn failure(summary: &str) -> Failure {
+    Failure { summary: summary.to_owned(), detail: Some("a line of its log".to_owned()) }
 }
 
 fn seconds(seconds: u64) -> Duration {
@@ -138,16 +142,16 @@ fn a_start_that_fails_is_told_to_those_that_wait_and_tried_again_later() {
     let mut machine = machine(&["a"], 1, now);
     assert!(machine.begin("a"));
     assert_eq!(machine.schedule(now).len(), 1);
-    machine.failed("a", "exit code 7".to_owned(), now);
+    machine.failed("a", failure("exit code 7"), now);
     let Entry::Refused { why, retry_after } = machine.enter("a", now) else { panic!("let in") };
-    assert!(why.contains("exit code 7"), "{why}");
+    assert!(why.contains("exit code 7") && !why.contains("log"), "{why}");
     assert_eq!(retry_after, seconds(1));
     machine.leave("a", false, now);
     assert_eq!(machine.schedule(now + seconds(100)), []);
     assert!(machine.begin("a"));
     assert_eq!(machine.enter("a", now + seconds(100)), Entry::Wait);
     assert_eq!(machine.schedule(now + seconds(100)), [("a".to_owned(), Order::Wake)]);
-    machine.failed("a", "exit code 7".to_owned(), now + seconds(100));
+    machine.failed("a", failure("exit code 7"), now + seconds(100));
     let Entry::Refused { retry_after, .. } = machine.enter("a", now + seconds(100)) else { panic!("let in") };
     assert_eq!(retry_after, seconds(2));
 }
@@ -157,11 +161,11 @@ fn an_engine_that_breaks_after_a_while_starts_again_at_once_and_later_if_it_goes
     let now = Instant::now();
     let mut machine = machine(&["a"], 1, now);
     serve(&mut machine, "a", now);
-    machine.failed("a", "killed".to_owned(), now + seconds(31));
+    machine.failed("a", failure("killed"), now + seconds(31));
     machine.leave("a", true, now + seconds(31));
     assert_eq!(machine.schedule(now + seconds(31)), [("a".to_owned(), Order::Wake)]);
     machine.woke("a", now + seconds(31));
-    machine.failed("a", "killed".to_owned(), now + seconds(32));
+    machine.failed("a", failure("killed"), now + seconds(32));
     assert_eq!(machine.schedule(now + seconds(32)), []);
     assert_eq!(machine.schedule(now + seconds(33)), [("a".to_owned(), Order::Wake)]);
     assert_eq!(machine.engine("a").unwrap().n_restarts, 2);
@@ -289,7 +293,7 @@ proptest! {
                 (Some(Order::Wake), true) => machine.woke(name, now),
                 (Some(Order::Sleep), true) => machine.slept(name, now),
                 (Some(Order::Sleep), false) => machine.sleep_failed(name, "no".to_owned(), now),
-                (Some(Order::Wake | Order::Stop), _) => machine.failed(name, "no".to_owned(), now),
+                (Some(Order::Wake | Order::Stop), _) => machine.failed(name, failure("no"), now),
                 (None, _) => {}
             }
         };
@@ -313,7 +317,7 @@ proptest! {
                 Step::Done(engine, is_good) => finish(&mut machine, &mut given, names[engine], is_good, now),
                 // A process that ends while it has an order fails that order.
                 Step::Break(engine) if !given.contains_key(names[engine]) => {
-                    machine.failed(names[engine], "broke".to_owned(), now);
+                    machine.failed(names[engine], failure("broke"), now);
                 }
                 Step::Pass(time) => now += Duration::from_secs(time),
                 _ => {}
