@@ -330,6 +330,7 @@ impl Controller {
         }
         *supervisor.memory.write() = new.memory.clone();
         supervisor.look(|machine, _| machine.set_rules(rules(&new)));
+        let is_leaving = |name: &str| supervisor.look(|machine, _| machine.is_leaving(name));
         for (place, engine) in new.engines.iter().enumerate() {
             match supervisor.find(&engine.name) {
                 None => {
@@ -337,7 +338,7 @@ impl Controller {
                     Self::set_memory(&new, engine, &mut changes);
                     self.introduce(place, engine.clone());
                 }
-                Some(held) if is_same_process(&held.config, engine) => {
+                Some(held) if is_same_process(&held.config, engine) && !is_leaving(&engine.name) => {
                     let before = held.memory.read().clone();
                     if before != engine.memory {
                         (*held.memory.write()).clone_from(&engine.memory);
@@ -357,6 +358,7 @@ impl Controller {
         for held in supervisor.engines() {
             if !new.engines.iter().any(|engine| engine.name == held.name()) {
                 changes.push(format!("{} removed", held.name()));
+                self.shared.replacements.lock().remove(held.name());
                 supervisor.look(|machine, now| machine.remove(held.name(), now));
             }
         }

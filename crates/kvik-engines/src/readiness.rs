@@ -7,7 +7,7 @@ use kvik_gateway::{ModelUse, NotReady, Readiness};
 use tokio::time::Instant;
 
 use crate::engine::handle::EngineHandle;
-use crate::engine::machine::Entry;
+use crate::engine::machine::{Entry, Generation};
 use crate::supervisor::Supervisor;
 
 /// Lets requests of the gateway in.
@@ -19,8 +19,8 @@ pub(crate) struct EngineReadiness(pub(crate) Arc<Supervisor>);
 enum Place {
     /// Too many wait; it is not counted.
     Outside,
-    Waiting,
-    Entered,
+    Waiting(Generation),
+    Entered(Generation),
 }
 
 /// One request for an engine.
@@ -38,8 +38,8 @@ impl Readiness for EngineReadiness {
         let engine = self.0.find_model(model)?;
         let begun = Instant::now();
         engine.traffic.lock().begin(begun);
-        let is_counted = self.0.look(|machine, _| machine.begin(engine.name()));
-        let place = if is_counted { Place::Waiting } else { Place::Outside };
+        let counted = self.0.look(|machine, _| machine.begin(engine.name()));
+        let place = counted.map_or(Place::Outside, Place::Waiting);
         let supervisor = Arc::clone(&self.0);
         Some(Box::new(EngineUse { supervisor, engine, place, begun, is_ended: false }))
     }
@@ -48,16 +48,21 @@ impl Readiness for EngineReadiness {
 impl EngineUse {
     /// Asks to be let in; `None`: it has to wait.
     fn ask(&mut self, is_first: bool) -> Option<Result<(), NotReady>> {
+        let generation = match self.place {
+            Place::Outside => return Some(Err(self.too_many())),
+            Place::Entered(_) => return Some(Ok(())),
+            Place::Waiting(generation) => generation,
+        };
         let name = self.engine.name();
         let entry = if is_first {
-            self.supervisor.look(|machine, now| machine.enter(name, now))
+            self.supervisor.look(|machine, now| machine.enter(name, generation, now))
         } else {
             // What is missing is ordered with the question.
-            self.supervisor.act(|machine, now| machine.enter(name, now))
+            self.supervisor.act(|machine, now| machine.enter(name, generation, now))
         };
         match entry {
             Entry::Entered => {
-                self.place = Place::Entered;
+                self.place = Place::Entered(generation);
                 Some(Ok(()))
             }
             Entry::Wait => None,
@@ -67,22 +72,21 @@ impl EngineUse {
             }
         }
     }
+
+    fn too_many(&self) -> NotReady {
+        let message =
+            format!("{}: too many requests wait for the engine of the model", self.engine.config.model);
+        NotReady { message, retry_after_s: 1, is_full: true }
+    }
 }
 
 impl ModelUse for EngineUse {
     fn try_enter(&mut self) -> bool {
-        self.place == Place::Waiting && matches!(self.ask(true), Some(Ok(())))
+        matches!(self.ask(true), Some(Ok(())))
     }
 
     fn enter(&mut self) -> Pin<Box<dyn Future<Output = Result<(), NotReady>> + Send + '_>> {
         Box::pin(async move {
-            if self.place == Place::Outside {
-                let message = format!(
-                    "{}: too many requests wait for the engine of the model",
-                    self.engine.config.model
-                );
-                return Err(NotReady { message, retry_after_s: 1, is_full: true });
-            }
             let engine = Arc::clone(&self.engine);
             loop {
                 // Before the question: a change between the two is seen.
@@ -107,13 +111,13 @@ impl ModelUse for EngineUse {
 impl Drop for EngineUse {
     fn drop(&mut self) {
         self.end(false);
-        let has_entered = match self.place {
+        let (generation, has_entered) = match self.place {
             Place::Outside => return,
-            Place::Waiting => false,
-            Place::Entered => true,
+            Place::Waiting(generation) => (generation, false),
+            Place::Entered(generation) => (generation, true),
         };
         let name = self.engine.name();
-        let has_work = self.supervisor.look(|machine, now| machine.leave(name, has_entered, now));
+        let has_work = self.supervisor.look(|machine, now| machine.leave(name, generation, has_entered, now));
         if has_work {
             self.supervisor.act(|_, _| ());
         }

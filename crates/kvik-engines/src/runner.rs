@@ -410,7 +410,10 @@ impl Runner {
     /// Tells the gateway whether the engine takes requests.
     fn publish(&self, takes_requests: bool) {
         let config = self.config();
-        if let Some(gateway) = self.supervisor.gateway() {
+        // Another engine may serve the model by now.
+        let is_its_engine =
+            self.supervisor.find_model(&config.model).is_some_and(|held| Arc::ptr_eq(&held, &self.engine));
+        if let Some(gateway) = self.supervisor.gateway().filter(|_| is_its_engine) {
             gateway.manage(&config.model, takes_requests.then(|| config.url()).as_deref());
         }
     }

@@ -248,3 +248,63 @@ fn gateway_config(section: &Value, flags: Value, path: &Path) -> Result<GatewayC
     sources.file = Some((path.display().to_string(), json!({ "gateway": section })));
     Ok(sources.load::<GatewayConfig>("gateway")?.value)
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const VALID: &str = "max_awake: 2\nengines:\n  - {name: a, kind: vllm, port: 1, args: [x], env: {A: 1}, \
+        sleep: {method: native, after_idle_s: 1}, memory: {max: 1GiB}}\n";
+    const KVCACHED: &str = "kvcached: {a: 1}\nrouter: {enable_router: true}\ninstances:\n  \
+        - {model: a, engine: vllm, engine_env: [A=1], engine_args: ['--port=1']}\n";
+
+    fn parse(text: &str) -> Result<EnginesConfig> {
+        EnginesConfig::parse(text, Path::new("engines.yaml"), Path::new("/bin/kvik"))
+    }
+
+    #[test]
+    fn the_base_of_an_address_can_be_called() {
+        let mut engine = parse(VALID).unwrap().engines.remove(0);
+        for (host, url) in [
+            ("localhost", "http://localhost:1"),
+            ("0.0.0.0", "http://127.0.0.1:1"),
+            ("::", "http://[::1]:1"),
+            ("fe80::1", "http://[fe80::1]:1"),
+        ] {
+            host.clone_into(&mut engine.host);
+            assert_eq!(engine.url(), url);
+        }
+    }
+
+    #[test]
+    fn a_digest_tells_how_a_process_is_started() {
+        let engine = parse(VALID).unwrap().engines.remove(0);
+        let mut other = engine.clone();
+        other.after_idle = None;
+        assert_eq!(engine.digest(), other.digest());
+        other.env.insert("B".to_owned(), "2".to_owned());
+        assert_ne!(engine.digest(), other.digest());
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_is_more_than_an_error(text in ".{0,200}") {
+            let _ = parse(&text);
+        }
+
+        #[test]
+        fn no_change_of_a_good_file_is_more_than_an_error(
+            is_kvcached: bool,
+            at in 0..200_usize,
+            n_removed in 0..20_usize,
+            inserted in "[ -~\n]{0,10}",
+        ) {
+            let good = if is_kvcached { KVCACHED } else { VALID };
+            let start = at.min(good.len());
+            let end = (start + n_removed).min(good.len());
+            let _ = parse(&format!("{}{inserted}{}", &good[..start], &good[end..]));
+        }
+    }
+}

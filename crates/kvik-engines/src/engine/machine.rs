@@ -97,9 +97,14 @@ pub(crate) struct Failure {
     pub(crate) detail: Option<String>,
 }
 
+/// The engine that a request was counted for: one that is added later under the same name is another one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Generation(u64);
+
 /// An engine in the machine.
 #[derive(Debug, Clone)]
 pub(crate) struct Engine {
+    generation: Generation,
     pub(crate) rules: EngineRules,
     pub(crate) phase: Phase,
     /// When it came to its phase.
@@ -138,13 +143,14 @@ pub(crate) struct Machine {
     rules: Rules,
     engines: BTreeMap<String, Engine>,
     next_ticket: u64,
+    n_generations: u64,
     /// Engines whose phase has changed since this was taken.
     changed: Vec<String>,
 }
 
 impl Machine {
     pub(crate) fn new(rules: Rules) -> Self {
-        Self { rules, engines: BTreeMap::new(), next_ticket: 0, changed: Vec::new() }
+        Self { rules, engines: BTreeMap::new(), next_ticket: 0, n_generations: 0, changed: Vec::new() }
     }
 
     pub(crate) fn set_rules(&mut self, rules: Rules) {
@@ -164,7 +170,9 @@ impl Machine {
         is_wanted: bool,
         now: Instant,
     ) {
+        self.n_generations += 1;
         let engine = Engine {
+            generation: Generation(self.n_generations),
             rules,
             phase: Phase::Asleep,
             since: now,
@@ -208,19 +216,23 @@ impl Machine {
         }
     }
 
-    /// Counts a request that wants an engine; false if too many wait for it.
-    pub(crate) fn begin(&mut self, name: &str) -> bool {
+    /// Whether an engine takes no more requests because it was removed.
+    pub(crate) fn is_leaving(&self, name: &str) -> bool {
+        self.engines.get(name).is_some_and(|engine| engine.leaving_since.is_some())
+    }
+
+    /// Counts a request that wants an engine; `None` if too many wait for it.
+    pub(crate) fn begin(&mut self, name: &str) -> Option<Generation> {
         let max_waiting = self.rules.max_waiting;
-        let Some(engine) = self.engines.get_mut(name) else { return false };
-        let has_room = engine.waiting < max_waiting;
-        engine.waiting += usize::from(has_room);
-        has_room
+        let engine = self.engines.get_mut(name).filter(|engine| engine.waiting < max_waiting)?;
+        engine.waiting += 1;
+        Some(engine.generation)
     }
 
     /// Lets a request in that was counted by [`Self::begin`], if its engine is ready.
-    pub(crate) fn enter(&mut self, name: &str, now: Instant) -> Entry {
+    pub(crate) fn enter(&mut self, name: &str, generation: Generation, now: Instant) -> Entry {
         let wakes_on_request = self.rules.wakes_on_request;
-        let Some(engine) = self.engines.get_mut(name) else { return gone() };
+        let Some(engine) = self.of_generation(name, generation) else { return gone() };
         let refused = |why: String, until: Instant| {
             let retry_after = until.saturating_duration_since(now).max(Duration::from_secs(1));
             Entry::Refused { why, retry_after }
@@ -244,8 +256,14 @@ impl Machine {
     }
 
     /// Notes that a request is gone, before or after it was let in; returns whether there may be something to do.
-    pub(crate) fn leave(&mut self, name: &str, has_entered: bool, now: Instant) -> bool {
-        let Some(engine) = self.engines.get_mut(name) else { return false };
+    pub(crate) fn leave(
+        &mut self,
+        name: &str,
+        generation: Generation,
+        has_entered: bool,
+        now: Instant,
+    ) -> bool {
+        let Some(engine) = self.of_generation(name, generation) else { return false };
         if has_entered {
             engine.in_flight = engine.in_flight.saturating_sub(1);
             engine.last_used = now;
@@ -481,6 +499,10 @@ impl Machine {
     /// Whether one more may be awake.
     pub(crate) fn has_room(&self) -> bool {
         self.rules.max_awake.is_none_or(|max_awake| self.count(Phase::holds_room) < max_awake)
+    }
+
+    fn of_generation(&mut self, name: &str, generation: Generation) -> Option<&mut Engine> {
+        self.engines.get_mut(name).filter(|engine| engine.generation == generation)
     }
 
     fn first_queued(&self) -> Option<String> {

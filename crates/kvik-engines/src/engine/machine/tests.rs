@@ -6,9 +6,32 @@ use std::time::Duration;
 use proptest::prelude::*;
 use tokio::time::Instant;
 
-use super::{EngineRules, Entry, Failure, Machine, Order, Phase, Rules};
+use super::{EngineRules, Entry, Failure, Generation, Machine, Order, Phase, Rules};
 
 const ENGINE: EngineRules = EngineRules { sleeps: true, after_idle: None, drain: Duration::from_secs(10) };
+
+/// Requests for the engine that has a name now.
+trait Requests {
+    fn ask_for(&mut self, name: &str) -> bool;
+    fn let_in(&mut self, name: &str, now: Instant) -> Entry;
+    fn let_go(&mut self, name: &str, has_entered: bool, now: Instant) -> bool;
+}
+
+impl Requests for Machine {
+    fn ask_for(&mut self, name: &str) -> bool {
+        self.begin(name).is_some()
+    }
+
+    fn let_in(&mut self, name: &str, now: Instant) -> Entry {
+        let generation = self.engine(name).map_or(Generation(0), |engine| engine.generation);
+        self.enter(name, generation, now)
+    }
+
+    fn let_go(&mut self, name: &str, has_entered: bool, now: Instant) -> bool {
+        let generation = self.engine(name).unwrap().generation;
+        self.leave(name, generation, has_entered, now)
+    }
+}
 
 fn rules(max_awake: usize) -> Rules {
     Rules {
@@ -42,10 +65,10 @@ fn phase(machine: &Machine, name: &str) -> Phase {
 
 /// Asks for an engine and lets it wake at once.
 fn serve(machine: &mut Machine, name: &str, now: Instant) {
-    assert!(machine.begin(name));
+    assert!(machine.ask_for(name));
     assert_eq!(machine.schedule(now), [(name.to_owned(), Order::Wake)]);
     machine.woke(name, now);
-    assert_eq!(machine.enter(name, now), Entry::Entered);
+    assert_eq!(machine.let_in(name, now), Entry::Entered);
 }
 
 #[test]
@@ -54,12 +77,12 @@ fn a_request_wakes_its_engine_once_and_the_longest_idle_makes_room() {
     let mut machine = machine(&["a", "b", "c"], 2, now);
     serve(&mut machine, "a", now);
     serve(&mut machine, "b", now);
-    machine.leave("b", true, now + seconds(1));
-    machine.leave("a", true, now + seconds(2));
+    machine.let_go("b", true, now + seconds(1));
+    machine.let_go("a", true, now + seconds(2));
     // Twenty requests are one wake.
     for _ in 0..20 {
-        assert!(machine.begin("c"));
-        assert_eq!(machine.enter("c", now), Entry::Wait);
+        assert!(machine.ask_for("c"));
+        assert_eq!(machine.let_in("c", now), Entry::Wait);
     }
     assert_eq!(machine.schedule(now + seconds(2)), [("b".to_owned(), Order::Sleep)]);
     assert_eq!(machine.schedule(now + seconds(2)), []);
@@ -67,7 +90,7 @@ fn a_request_wakes_its_engine_once_and_the_longest_idle_makes_room() {
     assert_eq!(machine.schedule(now + seconds(3)), [("c".to_owned(), Order::Wake)]);
     machine.woke("c", now + seconds(4));
     for _ in 0..20 {
-        assert_eq!(machine.enter("c", now + seconds(4)), Entry::Entered);
+        assert_eq!(machine.let_in("c", now + seconds(4)), Entry::Entered);
     }
     let engine = machine.engine("c").unwrap();
     assert_eq!((engine.in_flight, engine.waiting, engine.n_wakes), (20, 0, 1));
@@ -79,16 +102,16 @@ fn an_engine_with_a_stream_stays_until_a_turn_is_over_and_then_until_the_stream_
     let now = Instant::now();
     let mut machine = machine(&["a", "b"], 1, now);
     serve(&mut machine, "a", now);
-    assert!(machine.begin("b"));
+    assert!(machine.ask_for("b"));
     assert_eq!(machine.schedule(now + seconds(4)), []);
     assert_eq!(phase(&machine, "a"), Phase::Ready);
     assert_eq!(machine.schedule(now + seconds(9)), []);
     assert_eq!(phase(&machine, "a"), Phase::GivingWay);
     // What comes now waits for its next turn.
-    assert!(machine.begin("a"));
-    assert_eq!(machine.enter("a", now + seconds(9)), Entry::Wait);
+    assert!(machine.ask_for("a"));
+    assert_eq!(machine.let_in("a", now + seconds(9)), Entry::Wait);
     assert_eq!(machine.schedule(now + seconds(60)), []);
-    machine.leave("a", true, now + seconds(60));
+    machine.let_go("a", true, now + seconds(60));
     assert_eq!(machine.schedule(now + seconds(60)), [("a".to_owned(), Order::Sleep)]);
     machine.slept("a", now + seconds(61));
     assert_eq!(machine.schedule(now + seconds(61)), [("b".to_owned(), Order::Wake)]);
@@ -100,11 +123,11 @@ fn an_engine_serves_on_if_those_it_gave_way_to_have_left() {
     let now = Instant::now();
     let mut machine = machine(&["a", "b"], 1, now);
     serve(&mut machine, "a", now);
-    assert!(machine.begin("b"));
+    assert!(machine.ask_for("b"));
     machine.schedule(now);
     machine.schedule(now + seconds(6));
     assert_eq!(phase(&machine, "a"), Phase::GivingWay);
-    assert!(machine.leave("b", false, now + seconds(6)));
+    assert!(machine.let_go("b", false, now + seconds(6)));
     assert_eq!(machine.schedule(now + seconds(6)), []);
     assert_eq!((phase(&machine, "a"), phase(&machine, "b")), (Phase::Ready, Phase::Asleep));
 }
@@ -116,10 +139,10 @@ fn idle_time_counts_from_the_end_of_the_last_request() {
     machine.add("a", 0, EngineRules { after_idle: Some(seconds(10)), ..ENGINE }, true, now);
     assert_eq!(machine.schedule(now), [("a".to_owned(), Order::Wake)]);
     machine.woke("a", now);
-    assert!(machine.begin("a"));
-    assert_eq!(machine.enter("a", now), Entry::Entered);
+    assert!(machine.ask_for("a"));
+    assert_eq!(machine.let_in("a", now), Entry::Entered);
     assert_eq!(machine.schedule(now + seconds(100)), []);
-    machine.leave("a", true, now + seconds(100));
+    machine.let_go("a", true, now + seconds(100));
     assert_eq!(machine.schedule(now + seconds(109)), []);
     assert_eq!(machine.schedule(now + seconds(110)), [("a".to_owned(), Order::Sleep)]);
     machine.slept("a", now + seconds(110));
@@ -140,19 +163,21 @@ fn one_that_never_had_a_request_sleeps_too() {
 fn a_start_that_fails_is_told_to_those_that_wait_and_tried_again_later() {
     let now = Instant::now();
     let mut machine = machine(&["a"], 1, now);
-    assert!(machine.begin("a"));
+    assert!(machine.ask_for("a"));
     assert_eq!(machine.schedule(now).len(), 1);
     machine.failed("a", failure("exit code 7"), now);
-    let Entry::Refused { why, retry_after } = machine.enter("a", now) else { panic!("let in") };
+    let Entry::Refused { why, retry_after } = machine.let_in("a", now) else { panic!("let in") };
     assert!(why.contains("exit code 7") && !why.contains("log"), "{why}");
     assert_eq!(retry_after, seconds(1));
-    machine.leave("a", false, now);
+    machine.let_go("a", false, now);
     assert_eq!(machine.schedule(now + seconds(100)), []);
-    assert!(machine.begin("a"));
-    assert_eq!(machine.enter("a", now + seconds(100)), Entry::Wait);
+    assert!(machine.ask_for("a"));
+    assert_eq!(machine.let_in("a", now + seconds(100)), Entry::Wait);
     assert_eq!(machine.schedule(now + seconds(100)), [("a".to_owned(), Order::Wake)]);
     machine.failed("a", failure("exit code 7"), now + seconds(100));
-    let Entry::Refused { retry_after, .. } = machine.enter("a", now + seconds(100)) else { panic!("let in") };
+    let Entry::Refused { retry_after, .. } = machine.let_in("a", now + seconds(100)) else {
+        panic!("let in")
+    };
     assert_eq!(retry_after, seconds(2));
 }
 
@@ -162,7 +187,7 @@ fn an_engine_that_breaks_after_a_while_starts_again_at_once_and_later_if_it_goes
     let mut machine = machine(&["a"], 1, now);
     serve(&mut machine, "a", now);
     machine.failed("a", failure("killed"), now + seconds(31));
-    machine.leave("a", true, now + seconds(31));
+    machine.let_go("a", true, now + seconds(31));
     assert_eq!(machine.schedule(now + seconds(31)), [("a".to_owned(), Order::Wake)]);
     machine.woke("a", now + seconds(31));
     machine.failed("a", failure("killed"), now + seconds(32));
@@ -181,8 +206,8 @@ fn an_engine_that_never_sleeps_makes_no_room() {
     machine.schedule(now);
     machine.woke("always", now);
     serve(&mut machine, "a", now + seconds(1));
-    machine.leave("a", true, now + seconds(2));
-    assert!(machine.begin("b"));
+    machine.let_go("a", true, now + seconds(2));
+    assert!(machine.ask_for("b"));
     assert_eq!(machine.schedule(now + seconds(2)), [("a".to_owned(), Order::Sleep)]);
     assert!(machine.suspend("always", now).is_err());
 }
@@ -194,7 +219,7 @@ fn an_operator_cannot_suspend_an_engine_with_requests() {
     serve(&mut machine, "a", now);
     let why = machine.suspend("a", now).unwrap_err();
     assert_eq!(why, "it is ready with 1 requests in flight and 0 that wait");
-    machine.leave("a", true, now);
+    machine.let_go("a", true, now);
     assert_eq!(machine.suspend("a", now), Ok(Some(Order::Sleep)));
     machine.sleep_failed("a", "busy".to_owned(), now);
     assert_eq!(phase(&machine, "a"), Phase::Ready);
@@ -208,15 +233,15 @@ fn a_removed_engine_ends_after_its_requests_or_its_time() {
     serve(&mut machine, "b", now);
     machine.remove("a", now);
     machine.remove("b", now);
-    assert!(machine.begin("a"));
-    assert!(matches!(machine.enter("a", now), Entry::Refused { .. }));
+    assert!(machine.ask_for("a"));
+    assert!(matches!(machine.let_in("a", now), Entry::Refused { .. }));
     assert_eq!(machine.schedule(now), []);
-    machine.leave("a", true, now);
+    machine.let_go("a", true, now);
     assert_eq!(machine.schedule(now), [("a".to_owned(), Order::Stop)]);
     assert_eq!(machine.schedule(now + seconds(10)), [("b".to_owned(), Order::Stop)]);
     machine.stopped("a");
     assert!(machine.engine("a").is_none());
-    assert!(matches!(machine.enter("a", now), Entry::Refused { .. }));
+    assert!(matches!(machine.let_in("a", now), Entry::Refused { .. }));
 }
 
 #[test]
@@ -237,12 +262,34 @@ fn engines_start_in_the_order_of_the_file_and_few_at_a_time() {
 }
 
 #[test]
+fn a_request_of_an_engine_that_is_gone_does_not_count_for_the_next_one_of_that_name() {
+    let now = Instant::now();
+    let mut machine = machine(&["a"], 1, now);
+    let old = machine.begin("a").unwrap();
+    machine.schedule(now);
+    machine.woke("a", now);
+    assert_eq!(machine.enter("a", old, now), Entry::Entered);
+    machine.remove("a", now);
+    assert!(machine.is_leaving("a"));
+    machine.schedule(now + seconds(10));
+    machine.stopped("a");
+    machine.add("a", 0, ENGINE, false, now);
+    let new = machine.begin("a").unwrap();
+    machine.schedule(now);
+    machine.woke("a", now);
+    assert_eq!(machine.enter("a", new, now), Entry::Entered);
+    assert!(!machine.leave("a", old, true, now));
+    assert!(matches!(machine.enter("a", old, now), Entry::Refused { .. }));
+    assert_eq!(machine.engine("a").unwrap().in_flight, 1);
+}
+
+#[test]
 fn too_many_do_not_wait() {
     let now = Instant::now();
     let mut machine = Machine::new(Rules { max_waiting: 2, ..rules(1) });
     machine.add("a", 1, ENGINE, false, now);
-    assert!(machine.begin("a") && machine.begin("a") && !machine.begin("a"));
-    assert!(!machine.begin("nothing"));
+    assert!(machine.ask_for("a") && machine.ask_for("a") && !machine.ask_for("a"));
+    assert!(!machine.ask_for("nothing"));
 }
 
 /// What may happen to a machine.
@@ -299,20 +346,20 @@ proptest! {
         };
         for step in steps {
             match step {
-                Step::Begin(engine) => requests[engine].0 += usize::from(machine.begin(names[engine])),
+                Step::Begin(engine) => requests[engine].0 += usize::from(machine.ask_for(names[engine])),
                 Step::Enter(engine)
-                    if 0 < requests[engine].0 && machine.enter(names[engine], now) == Entry::Entered =>
+                    if 0 < requests[engine].0 && machine.let_in(names[engine], now) == Entry::Entered =>
                 {
                     requests[engine].0 -= 1;
                     requests[engine].1 += 1;
                 }
                 Step::Leave(engine, true) if 0 < requests[engine].1 => {
                     requests[engine].1 -= 1;
-                    machine.leave(names[engine], true, now);
+                    machine.let_go(names[engine], true, now);
                 }
                 Step::Leave(engine, false) if 0 < requests[engine].0 => {
                     requests[engine].0 -= 1;
-                    machine.leave(names[engine], false, now);
+                    machine.let_go(names[engine], false, now);
                 }
                 Step::Done(engine, is_good) => finish(&mut machine, &mut given, names[engine], is_good, now),
                 // A process that ends while it has an order fails that order.
@@ -338,9 +385,9 @@ proptest! {
                 finish(&mut machine, &mut given, name, true, now);
                 if 0 < requests[engine].1 {
                     requests[engine].1 -= 1;
-                    machine.leave(name, true, now);
+                    machine.let_go(name, true, now);
                 }
-                if 0 < requests[engine].0 && machine.enter(name, now) == Entry::Entered {
+                if 0 < requests[engine].0 && machine.let_in(name, now) == Entry::Entered {
                     requests[engine].0 -= 1;
                     requests[engine].1 += 1;
                 }
