@@ -1,6 +1,5 @@
 //! The socket at which a controller is asked by its operator: in the state folder, which only its user can enter.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,9 +13,9 @@ use serde_json::{Value, json};
 use tokio::net::UnixListener;
 
 use crate::api::{answer, put_to_sleep, refused, wake_up};
-use crate::controller::Controller;
-use crate::error::{EnginesError, Result};
-use crate::state_folder::socket_path;
+use crate::config::EnginesConfig;
+use crate::controller::{Controller, ControllerOptions};
+use crate::error::Result;
 
 /// Time for answers that are under way when the controller ends.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
@@ -27,19 +26,20 @@ struct Stop {
     leave_running: bool,
 }
 
-/// Listens at the socket of a state folder; one that an earlier controller has left is removed.
+/// Starts a controller and its socket: the gateway serves, the engines that an earlier controller has left are taken over,
+/// and the others that are to be awake start. [`Controller::run`] waits for the end.
 ///
 /// # Errors
-/// If it cannot be listened at.
-pub(crate) fn listen(state: &Path) -> Result<UnixListener> {
-    let path = socket_path(state);
-    // The folder is locked: no other controller listens there.
-    let _ = std::fs::remove_file(&path);
-    UnixListener::bind(&path).map_err(EnginesError::io("listen at", path))
+/// If another controller has the state folder, an address is taken or a ledger cannot be used. No engine was started
+/// then; those of an earlier controller go on.
+pub async fn start_controller(options: ControllerOptions, config: EnginesConfig) -> Result<Controller> {
+    let (controller, listener) = Controller::start(options, config).await?;
+    controller.supervisor().shutdown.spawn(serve(listener, controller.clone()));
+    Ok(controller)
 }
 
 /// Answers until the controller has ended.
-pub(crate) async fn serve(listener: UnixListener, controller: Controller) {
+async fn serve(listener: UnixListener, controller: Controller) {
     let supervisor = Arc::clone(controller.supervisor());
     let engines = Router::new()
         .route("/sleep/{*model}", post(put_to_sleep))

@@ -1,5 +1,7 @@
 //! The life of a controller: start, adoption, reload, end.
 
+mod reload;
+
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -11,6 +13,7 @@ use kvik_gateway::{Gateway, Management, Running as RunningGateway};
 use kvik_proto::client::{TlsClientConfig, http_client};
 use kvik_runtime::shutdown::Shutdown;
 use parking_lot::Mutex;
+use tokio::net::UnixListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -18,7 +21,6 @@ use tokio_util::sync::CancellationToken;
 use crate::adoption::{self, Adopted};
 use crate::api;
 use crate::config::{EngineConfig, EnginesConfig};
-use crate::control;
 use crate::engine::handle::{Command, EngineHandle};
 use crate::engine::machine::{EngineRules, Machine, Rules};
 use crate::error::{EnginesError, Result};
@@ -73,15 +75,13 @@ struct Shared {
 }
 
 impl Controller {
-    /// Starts the gateway, takes over the engines that an earlier controller has left, and starts the others that are to
-    /// be awake. Returns when all are known; [`Self::run`] waits for the end.
-    ///
-    /// # Errors
-    /// If another controller has the state folder, an address is taken or a ledger cannot be used. No engine was started
-    /// then; those of an earlier controller go on.
-    pub async fn start(options: ControllerOptions, config: EnginesConfig) -> Result<Self> {
+    /// Starts all but the socket at which it is asked, which is returned.
+    pub(crate) async fn start(
+        options: ControllerOptions,
+        config: EnginesConfig,
+    ) -> Result<(Self, UnixListener)> {
         let state = StateFolder::lock(&options.state)?;
-        let listener = control::listen(&options.state)?;
+        let listener = state.listen()?;
         let http = http_client(&TlsClientConfig::default())?;
         let machine = Machine::new(rules(&config));
         let supervisor =
@@ -121,8 +121,8 @@ impl Controller {
         };
         let controller = Self { shared: Arc::new(shared) };
         controller.add_all(&config, adopted);
-        controller.spawn_tasks(listener);
-        Ok(controller)
+        controller.spawn_tasks();
+        Ok((controller, listener))
     }
 
     /// Finds engines that live, ends those that are not wanted any more, and looks whether the others can listen.
@@ -236,9 +236,8 @@ impl Controller {
         self.supervisor().act(|_, _| ());
     }
 
-    fn spawn_tasks(&self, listener: tokio::net::UnixListener) {
+    fn spawn_tasks(&self) {
         let shutdown = &self.supervisor().shutdown;
-        shutdown.spawn(control::serve(listener, self.clone()));
         let (controller, ending) = (self.clone(), shutdown.clone());
         shutdown.spawn(async move {
             let mut ticks = tokio::time::interval(TICK);
@@ -302,78 +301,6 @@ impl Controller {
             let weight = memory::weight(place.policy.weight, rate, max_rate);
             if let Err(error) = memory::set_weight(&config.dir, &place, weight) {
                 tracing::warn!(group = place.group, %error, "failed to set a weight");
-            }
-        }
-    }
-
-    /// Reads the file again: new engines are added, those that are not in it any more end after their requests, those
-    /// that are started in another way are ended and started again, and all else changes in place. Says what has changed.
-    ///
-    /// # Errors
-    /// If the file cannot be used; nothing has changed then.
-    pub fn reload(&self) -> Result<Vec<String>> {
-        let outcome = self.try_reload();
-        match &outcome {
-            Ok(changes) => tracing::info!(?changes, "configuration reloaded"),
-            Err(error) => tracing::error!(%error, "failed to reload; the current configuration stays"),
-        }
-        outcome
-    }
-
-    fn try_reload(&self) -> Result<Vec<String>> {
-        let options = &self.shared.options;
-        let new = EnginesConfig::read(&options.config, &options.program)?;
-        let supervisor = self.supervisor();
-        let mut changes = Vec::new();
-        for change in self.shared.gateway.gateway().reload(new.gateway.clone())? {
-            changes.push(format!("gateway.{} changed", change.field));
-        }
-        *supervisor.memory.write() = new.memory.clone();
-        supervisor.look(|machine, _| machine.set_rules(rules(&new)));
-        let is_leaving = |name: &str| supervisor.look(|machine, _| machine.is_leaving(name));
-        for (place, engine) in new.engines.iter().enumerate() {
-            match supervisor.find(&engine.name) {
-                None => {
-                    changes.push(format!("{} added", engine.name));
-                    Self::set_memory(&new, engine, &mut changes);
-                    self.introduce(place, engine.clone());
-                }
-                Some(held) if is_same_process(&held.config, engine) && !is_leaving(&engine.name) => {
-                    let before = held.memory.read().clone();
-                    if before != engine.memory {
-                        (*held.memory.write()).clone_from(&engine.memory);
-                        Self::set_memory(&new, engine, &mut changes);
-                    }
-                    supervisor
-                        .look(|machine, _| machine.set_engine_rules(&engine.name, engine_rules(engine)));
-                }
-                Some(_) => {
-                    changes.push(format!("{} is started again", engine.name));
-                    Self::set_memory(&new, engine, &mut changes);
-                    self.shared.replacements.lock().insert(engine.name.clone(), (place, engine.clone()));
-                    supervisor.look(|machine, now| machine.remove(&engine.name, now));
-                }
-            }
-        }
-        for held in supervisor.engines() {
-            if !new.engines.iter().any(|engine| engine.name == held.name()) {
-                changes.push(format!("{} removed", held.name()));
-                self.shared.replacements.lock().remove(held.name());
-                supervisor.look(|machine, now| machine.remove(held.name(), now));
-            }
-        }
-        *self.shared.config.lock() = new;
-        supervisor.act(|_, _| ());
-        Ok(changes)
-    }
-
-    fn set_memory(config: &EnginesConfig, engine: &EngineConfig, changes: &mut Vec<String>) {
-        let Some(place) = &engine.memory else { return };
-        match memory::apply(&config.memory.dir, place) {
-            Ok(()) => changes.push(format!("memory of {} set", engine.name)),
-            Err(error) => {
-                tracing::error!(engine = engine.name, %error, "failed to set the memory of an engine");
-                changes.push(format!("memory of {} not set: {error}", engine.name));
             }
         }
     }
@@ -461,15 +388,4 @@ fn rules(config: &EnginesConfig) -> Rules {
 
 fn engine_rules(config: &EngineConfig) -> EngineRules {
     EngineRules { sleeps: config.sleeps(), after_idle: config.after_idle, drain: config.stop_timeout }
-}
-
-/// Whether an engine of the file can go on as the one that runs.
-fn is_same_process(held: &EngineConfig, new: &EngineConfig) -> bool {
-    let group = |config: &EngineConfig| {
-        config.memory.as_ref().map(|memory| (memory.device.clone(), memory.group.clone()))
-    };
-    held.digest() == new.digest()
-        && (held.kind, &held.sleep, &held.health_path) == (new.kind, &new.sleep, &new.health_path)
-        && (held.start_timeout, held.stop_timeout) == (new.start_timeout, new.stop_timeout)
-        && group(held) == group(new)
 }

@@ -41,6 +41,7 @@ pub use client::ControllerClient;
 pub use config::{
     EngineConfig, EngineKind, EngineMemory, EnginesConfig, LogConfig, MemoryConfig, SleepMethod, VllmSleep,
 };
+pub use control::start_controller;
 pub use controller::{Controller, ControllerOptions};
 pub use error::{EnginesError, Result};
 pub use state_folder::default_state_folder;

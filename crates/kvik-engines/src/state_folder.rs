@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 
 use kvik_runtime::config::variable;
 use serde::{Deserialize, Serialize};
+use tokio::net::UnixListener;
 
 use crate::error::{EnginesError, Result};
 use crate::process::ProcessId;
@@ -87,6 +88,17 @@ impl StateFolder {
             .and_then(|()| writeln!(lock, "{}", std::process::id()))
             .map_err(EnginesError::io("write", &file))?;
         Ok(Self { path: path.to_owned(), _lock: lock })
+    }
+
+    /// Listens at its socket; one that an earlier controller has left is removed.
+    ///
+    /// # Errors
+    /// If it cannot be listened at.
+    pub(crate) fn listen(&self) -> Result<UnixListener> {
+        let path = socket_path(&self.path);
+        // The folder is locked: no other controller listens there.
+        let _ = fs::remove_file(&path);
+        UnixListener::bind(&path).map_err(EnginesError::io("listen at", path))
     }
 
     /// What the marks of its processes begin with.

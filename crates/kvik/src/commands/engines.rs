@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use anyhow::Context;
 use kvik_engines::{
-    Controller, ControllerClient, ControllerOptions, ControllerStatus, EngineStatus, EnginesConfig,
-    SleepMethod, default_state_folder,
+    ControllerClient, ControllerOptions, ControllerStatus, EngineStatus, EnginesConfig, SleepMethod,
+    default_state_folder, start_controller,
 };
 use kvik_runtime::terminal::{Align, Column, DIMMED, TITLE, Table};
 use kvik_types::ByteSize;
@@ -87,7 +87,7 @@ fn up(arguments: &EnginesUpArguments) -> anyhow::Result<()> {
         let grace = Duration::from_secs(config.gateway.drain_grace_s) + 2 * longest_stop;
         let state = options.state.clone();
         let n_engines = config.engines.len();
-        let controller = Controller::start(options, config).await.context("start the engines")?;
+        let controller = start_controller(options, config).await.context("start the engines")?;
         shutdown.listen_for_signals(grace);
         tracing::info!(address = %controller.address(), state = %state.display(), n_engines, "controller is ready");
         greet(&controller.status(), &state).context("write to standard output")?;
