@@ -244,17 +244,23 @@ mod tests {
 
     #[tokio::test]
     async fn a_process_is_found_by_its_id_and_its_mark_and_by_no_other() {
-        let mark = (MARK.to_owned(), "/some/folder a".to_owned());
-        let (process, _folder) = start("exec tail -f /dev/null", std::slice::from_ref(&mark));
+        let folder = tempfile::tempdir().unwrap();
+        let prefix = format!("{} ", folder.path().display());
+        let mark = (MARK.to_owned(), format!("{prefix}a"));
+        let (process, _log) = start("exec tail -f /dev/null", &[mark]);
         let id = process.id().clone();
         assert!(Process::find(&id).is_some());
         let other = ProcessId { start_ticks: id.start_ticks + 1, ..id.clone() };
         assert!(Process::find(&other).is_none());
         let other = ProcessId { boot_id: "another".to_owned(), ..id.clone() };
         assert!(Process::find(&other).is_none());
-        let found = find_marked("/some/folder ");
-        assert!(found.contains(&(id.pid, "a".to_owned())), "{found:?}");
-        assert!(find_marked("/some/fold ").is_empty());
+        // A process has no environment for the moment in which it becomes another program.
+        while find_marked(&prefix) != [(id.pid, "a".to_owned())] {
+            tokio::task::yield_now().await;
+        }
+        assert!(find_marked(&format!("{prefix}b")).is_empty());
+        kill_marked(&prefix);
+        assert!(id.is_alive());
         process.stop(Duration::from_secs(20), &CancellationToken::new()).await;
         assert!(Process::find(&id).is_none());
     }
