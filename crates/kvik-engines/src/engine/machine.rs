@@ -99,6 +99,16 @@ pub(crate) struct Failure {
     pub(crate) detail: Option<String>,
 }
 
+/// Why an engine is to be awake without a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Want {
+    /// The file says so, or it was awake when it broke. Nothing sleeps for it: one that breaks again and again would
+    /// put others to sleep each time.
+    IfRoom,
+    /// An operator says so.
+    Now,
+}
+
 /// The engine that a request was counted for: one that is added later under the same name is another one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Generation(u64);
@@ -116,7 +126,7 @@ pub(crate) struct Engine {
     /// Requests that wait to be let in.
     pub(crate) waiting: usize,
     /// Whether it is to be awake without a request.
-    is_wanted: bool,
+    want: Option<Want>,
     /// End of the last request, or when it became ready.
     pub(crate) last_used: Instant,
     /// Its place among all engines, in the order of the file.
@@ -180,7 +190,7 @@ impl Machine {
             since: now,
             in_flight: 0,
             waiting: 0,
-            is_wanted,
+            want: is_wanted.then_some(Want::IfRoom),
             last_used: now,
             place,
             ticket: 0,
@@ -250,7 +260,7 @@ impl Machine {
                 let why = engine.failure.as_ref().map_or("it failed", |failure| failure.summary.as_str());
                 refused(format!("the engine of the model is not there: {why}"), engine.retry_at)
             }
-            Phase::Asleep | Phase::Failed if !wakes_on_request && !engine.is_wanted => {
+            Phase::Asleep | Phase::Failed if !wakes_on_request && engine.want.is_none() => {
                 refused("the engine of the model sleeps, and requests do not wake it".to_owned(), now)
             }
             _ => Entry::Wait,
@@ -280,7 +290,7 @@ impl Machine {
     pub(crate) fn want(&mut self, name: &str, now: Instant) {
         if let Some(engine) = self.engines.get_mut(name) {
             let is_awake = matches!(engine.phase, Phase::Starting | Phase::Ready);
-            engine.is_wanted = !is_awake;
+            engine.want = (!is_awake).then_some(Want::Now);
             engine.retry_at = engine.retry_at.min(now);
         }
     }
@@ -293,7 +303,7 @@ impl Machine {
         let Some(engine) = self.engines.get_mut(name) else {
             return Err("there is no such engine".to_owned());
         };
-        engine.is_wanted = false;
+        engine.want = None;
         match engine.phase {
             Phase::Asleep | Phase::FallingAsleep => Ok(None),
             Phase::Queued if engine.waiting == 0 => {
@@ -321,7 +331,7 @@ impl Machine {
         if engine.phase != Phase::Starting {
             return;
         }
-        engine.is_wanted = false;
+        engine.want = None;
         engine.failure = None;
         engine.last_used = now;
         engine.n_wakes += 1;
@@ -372,7 +382,7 @@ impl Machine {
                 engine.n_failures = if was_steady { 0 } else { engine.n_failures + 1 };
                 engine.n_restarts += 1;
                 // It was awake and is to be so again.
-                engine.is_wanted = true;
+                engine.want = Some(Want::IfRoom);
             }
             Phase::Starting | Phase::Failed => engine.n_failures += 1,
         }
@@ -404,7 +414,10 @@ impl Machine {
 
     fn first_queued(&self) -> Option<String> {
         let queued = self.engines.iter().filter(|(_, engine)| engine.phase == Phase::Queued);
-        queued.min_by_key(|(_, engine)| (engine.ticket, engine.place)).map(|(name, _)| name.clone())
+        // Those that others sleep for come first.
+        queued
+            .min_by_key(|(_, engine)| (!engine.is_pressing(), engine.ticket, engine.place))
+            .map(|(name, _)| name.clone())
     }
 
     fn count(&self, is_counted: impl Fn(Phase) -> bool) -> usize {
@@ -428,6 +441,11 @@ impl std::fmt::Display for Failure {
 }
 
 impl Engine {
+    /// Whether others sleep for it.
+    fn is_pressing(&self) -> bool {
+        0 < self.waiting || self.want == Some(Want::Now)
+    }
+
     fn may_sleep(&self, now: Instant) -> bool {
         self.phase == Phase::Ready && self.rules.sleeps && self.sleep_at <= now
     }

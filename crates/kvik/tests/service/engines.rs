@@ -484,6 +484,12 @@ fn a_file_that_is_read_again_changes_engines_and_memory_in_place() {
     assert_eq!(bed.pid("a"), a);
     eventually("the removed engine has ended", || (!is_alive(b)).then_some(()));
     assert_eq!(bed.text("c"), bed.text("a"));
+    // The same by a signal; and the weight of the busiest model grows to four times the configured one.
+    let follows = head.replace('}', ", follows_traffic: true}");
+    bed.write(&file(&follows, &[first.replace("64MiB", "128MiB")]));
+    bed.process.as_ref().unwrap().signal("HUP");
+    eventually("the limit has changed", || (policy().max_bytes == Some(128 << 20)).then_some(()));
+    eventually("the weight follows the traffic", || (policy().weight == 8).then_some(()));
     let mut unknown = bed.send("b", 1, false);
     assert!(matches!(unknown.status, 404 | 503), "{}", unknown.text().unwrap());
     bed.stop();

@@ -2,7 +2,7 @@
 
 use tokio::time::Instant;
 
-use super::{Machine, Order, Phase};
+use super::{Engine, Machine, Order, Phase};
 
 impl Machine {
     /// Decides what is to be done now; each order is given once.
@@ -19,7 +19,7 @@ impl Machine {
         let wakes_on_request = self.rules.wakes_on_request;
         let mut changes = Vec::new();
         for (name, engine) in &mut self.engines {
-            let is_asked_for = engine.is_wanted || (0 < engine.waiting && wakes_on_request);
+            let is_asked_for = engine.want.is_some() || (0 < engine.waiting && wakes_on_request);
             let idle_since = engine.last_used.max(engine.sleep_at);
             let is_idle = engine.in_flight == 0 && engine.waiting == 0;
             let phase = match engine.phase {
@@ -77,8 +77,9 @@ impl Machine {
     /// taken a turn, the one that has been ready for longest gives way.
     fn make_room(&mut self, now: Instant, orders: &mut Vec<(String, Order)>) {
         let Some(max_awake) = self.rules.max_awake else { return };
-        let n_needed = (self.count(Phase::holds_room) + self.count(|phase| phase == Phase::Queued))
-            .saturating_sub(max_awake);
+        let is_pressing = |engine: &&Engine| engine.phase == Phase::Queued && engine.is_pressing();
+        let n_pressing = self.engines.values().filter(is_pressing).count();
+        let n_needed = (self.count(Phase::holds_room) + n_pressing).saturating_sub(max_awake);
         let mut n_freed =
             self.count(|phase| matches!(phase, Phase::FallingAsleep | Phase::Stopping | Phase::GivingWay));
         while n_freed < n_needed {
@@ -92,9 +93,8 @@ impl Machine {
                 continue;
             }
             let is_overdue = |since: Instant| self.rules.turn <= now.saturating_duration_since(since);
-            let waits_too_long = self
-                .first_queued()
-                .is_some_and(|name| self.engines.get(&name).is_some_and(|engine| is_overdue(engine.since)));
+            let waits_too_long =
+                self.engines.values().filter(is_pressing).any(|engine| is_overdue(engine.since));
             let busy = sleepers().filter(|(_, engine)| is_overdue(engine.since));
             let busy = busy.min_by_key(|(_, engine)| engine.since).map(|(name, _)| name.clone());
             let Some(name) = busy.filter(|_| waits_too_long) else { break };

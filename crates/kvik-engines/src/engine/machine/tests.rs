@@ -197,6 +197,26 @@ fn an_engine_that_breaks_after_a_while_starts_again_at_once_and_later_if_it_goes
 }
 
 #[test]
+fn an_engine_that_breaks_again_and_again_puts_no_other_to_sleep() {
+    let now = Instant::now();
+    let mut machine = Machine::new(rules(1));
+    machine.add("broken", 0, ENGINE, true, now);
+    machine.add("good", 1, ENGINE, false, now);
+    assert_eq!(machine.schedule(now), [("broken".to_owned(), Order::Wake)]);
+    machine.failed("broken", failure("no weights"), now);
+    serve(&mut machine, "good", now);
+    machine.let_go("good", true, now);
+    // It is idle, and stays for what comes next.
+    assert_eq!(machine.schedule(now + seconds(100)), []);
+    assert_eq!((phase(&machine, "broken"), phase(&machine, "good")), (Phase::Queued, Phase::Ready));
+    // An operator has the last word.
+    machine.want("broken", now + seconds(100));
+    assert_eq!(machine.schedule(now + seconds(100)), [("good".to_owned(), Order::Sleep)]);
+    machine.slept("good", now + seconds(101));
+    assert_eq!(machine.schedule(now + seconds(101)), [("broken".to_owned(), Order::Wake)]);
+}
+
+#[test]
 fn an_engine_that_never_sleeps_makes_no_room() {
     let now = Instant::now();
     let mut machine = Machine::new(rules(2));
