@@ -197,7 +197,7 @@ fn an_engine_that_breaks_after_a_while_starts_again_at_once_and_later_if_it_goes
 }
 
 #[test]
-fn an_engine_that_breaks_again_and_again_puts_no_other_to_sleep() {
+fn an_engine_that_breaks_again_and_again_makes_no_room_for_itself() {
     let now = Instant::now();
     let mut machine = Machine::new(rules(1));
     machine.add("broken", 0, ENGINE, true, now);
