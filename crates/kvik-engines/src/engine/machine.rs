@@ -1,8 +1,10 @@
 //! Which engine is awake: a state machine over all engines of a controller. It does nothing itself and reads no clock.
 //!
-//!     asleep --wanted--> queued --room--> starting --healthy--> ready --idle or room needed--> falling asleep --> asleep
-//!       ^                                    |                    |  \--others wait too long--> giving way --/
-//!       +-- retry time over -- failed <------+--------------------+
+//! ```text
+//! asleep --wanted--> queued --room--> starting --healthy--> ready --idle or room needed--> falling asleep --> asleep
+//!   ^                                    |                    |  \--others wait too long--> giving way --/
+//!   +-- retry time over -- failed <------+--------------------+
+//! ```
 //!
 //! What happens outside is told by methods, and [`Machine::schedule`] then says what to do next: one order for an engine at a
 //! time. Invariants:

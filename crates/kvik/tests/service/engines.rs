@@ -468,6 +468,15 @@ fn a_file_that_is_read_again_changes_engines_and_memory_in_place() {
     };
     assert_eq!((policy().max_bytes, policy().weight), (Some(64 << 20), 2));
     assert!(0 < bed.engine("a")["memory_held_bytes"].as_u64().unwrap());
+    // The screen of memory knows the engines too.
+    let mut top = process::kvik();
+    top.args(["top", "--json", "-r", "0.1", "--engines"]).arg(bed.state()).arg("--dir").arg(memory.path());
+    let top: Value = serde_json::from_slice(&top.output().unwrap().stdout).unwrap();
+    assert_eq!(
+        (&top["engines"][0]["model"], &top["engines"][1]["state"]),
+        (&json!("a"), &json!("ready")),
+        "{top}"
+    );
     let (a, b) = (bed.pid("a"), bed.pid("b"));
     bed.write("engines: [");
     let refused = bed.ask(&["reload"]);

@@ -92,10 +92,11 @@ fn line(model: &str, columns: &[String; 7], width: usize) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
-    fn engine(model: &str, state: &str) -> EngineStatus {
+    /// An engine with some traffic.
+    pub(in super::super) fn engine(model: &str, state: &str) -> EngineStatus {
         let value = serde_json::json!({
             "name": model, "model": model, "kind": "kvik", "state": state, "state_seconds": 1.0, "url": "", "pid": null,
             "in_flight": 2, "waiting": 1, "total_requests": 9, "failed_requests": 0, "requests_per_second": 1.25,
@@ -113,9 +114,9 @@ mod tests {
         assert_eq!(
             texts,
             [
-                " c            failed             1.2    2     1      3s      5    2.0M",
-                " b            falling asleep     1.2    2     1      3s      5    2.0M",
-                " a            asleep             1.2    2     1      3s      5    2.0M",
+                " c            failed             1.2    2     1      3s      5   2.00M",
+                " b            falling asleep     1.2    2     1      3s      5   2.00M",
+                " a            asleep             1.2    2     1      3s      5   2.00M",
             ]
         );
         assert_eq!(title(70).len(), 70);

@@ -119,6 +119,29 @@ fn shot(width: u16, height: u16, reading: &Reading, state: &ScreenState, pages: 
 }
 
 #[test]
+fn the_engines_of_a_controller_are_at_the_bottom_and_take_a_third_at_most() {
+    let (reading, rates, state) = (busy(), Rates::default(), ScreenState::default());
+    let engines: Vec<_> =
+        (0..30).map(|number| super::engines::tests::engine(&format!("m{number}"), "ready")).collect();
+    let view = View {
+        dir: "/dev/shm",
+        refresh_s: 1.0,
+        reading: &reading,
+        rates: &rates,
+        state: &state,
+        pages: None,
+        engines: &engines,
+    };
+    let mut terminal = Terminal::new(TestBackend::new(90, 24)).unwrap();
+    terminal.draw(|frame| draw(&view, frame.area(), frame.buffer_mut())).unwrap();
+    let screen = terminal.backend().to_string();
+    let lines: Vec<&str> = screen.lines().collect();
+    assert!(lines[15].contains("model") && lines[15].contains("STATE"), "{screen}");
+    assert!(lines[16].contains(" m0 ") && lines[22].contains(" m6 "), "{screen}");
+    assert!(lines[23].contains("q quit") && screen.contains("vllm_a"), "{screen}");
+}
+
+#[test]
 fn the_pages_of_a_line_are_the_bytes_that_it_counts() {
     let reading = busy();
     let page_bytes = GIB / 4;
