@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use kvik_gateway::{Gateway, Management, Running as RunningGateway};
 use kvik_proto::client::{TlsClientConfig, http_client};
+use kvik_runtime::http::listen;
 use kvik_runtime::shutdown::Shutdown;
 use parking_lot::Mutex;
 use tokio::net::UnixListener;
@@ -20,11 +21,12 @@ use tokio_util::sync::CancellationToken;
 
 use crate::adoption::{self, Adopted};
 use crate::api;
-use crate::config::{EngineConfig, EnginesConfig};
+use crate::config::{EngineConfig, EnginesConfig, LogConfig};
 use crate::engine::handle::{Command, EngineHandle};
 use crate::engine::machine::{EngineRules, Machine, Rules};
 use crate::error::{EnginesError, Result};
 use crate::memory;
+use crate::process::Process;
 use crate::process::log_file::LogFile;
 use crate::readiness::EngineReadiness;
 use crate::runner::{Runner, is_port_free};
@@ -81,11 +83,15 @@ impl Controller {
         config: EnginesConfig,
     ) -> Result<(Self, UnixListener)> {
         let state = StateFolder::lock(&options.state)?;
-        let listener = state.listen()?;
+        // Before anything is ended or started for a gateway that cannot be.
+        drop(listen(&config.gateway.listen).await?);
         let http = http_client(&TlsClientConfig::default())?;
         let machine = Machine::new(rules(&config));
         let supervisor =
             Arc::new(Supervisor::new(machine, state, http, config.memory.clone(), Shutdown::new()));
+        let adopted = Self::prepare(&supervisor, &config).await?;
+        // Known before the first request comes, which waits for them.
+        let runners = register_all(&supervisor, &options, &config, adopted);
         let management = Management {
             readiness: Arc::new(EngineReadiness(Arc::clone(&supervisor))),
             models: config.engines.iter().map(|engine| engine.model.clone()).collect(),
@@ -93,26 +99,20 @@ impl Controller {
             admin_routes: api::admin_routes(&supervisor),
         };
         let gateway_end = Shutdown::new();
-        let started = Gateway::start_managed(config.gateway.clone(), &gateway_end, management).await;
-        let prepared = match started {
-            Ok(gateway) => {
-                supervisor.set_gateway(gateway.gateway().clone());
-                Self::prepare(&supervisor, &config).await.map(|adopted| (gateway, adopted))
-            }
-            Err(error) => Err(error.into()),
-        };
-        let (gateway, adopted) = match prepared {
-            Ok(prepared) => prepared,
+        let gateway = Gateway::start_managed(config.gateway.clone(), &gateway_end, management).await?;
+        let listener = match supervisor.state.listen() {
+            Ok(listener) => listener,
             Err(error) => {
                 gateway_end.finish().await;
                 return Err(error);
             }
         };
+        supervisor.set_gateway(gateway.gateway().clone());
         let shared = Shared {
             supervisor,
             leaves_running: AtomicBool::new(options.leaves_running),
             options,
-            config: Mutex::new(config.clone()),
+            config: Mutex::new(config),
             replacements: Mutex::default(),
             gateway,
             gateway_end,
@@ -120,7 +120,11 @@ impl Controller {
             engines_ended: CancellationToken::new(),
         };
         let controller = Self { shared: Arc::new(shared) };
-        controller.add_all(&config, adopted);
+        for runner in runners {
+            controller.launch(runner);
+        }
+        // In one step, so that they start in the order of the file.
+        controller.supervisor().act(|_, _| ());
         controller.spawn_tasks();
         Ok((controller, listener))
     }
@@ -143,63 +147,10 @@ impl Controller {
         Ok(adopted)
     }
 
-    /// Adds all engines at the start.
-    fn add_all(&self, config: &EnginesConfig, mut adopted: Adopted) {
-        let n_adopted = adopted.values().filter(|(_, is_asleep)| !is_asleep).count();
-        let mut n_free = config.max_awake.map_or(usize::MAX, |max_awake| max_awake.saturating_sub(n_adopted));
-        let needs_room = |engine: &&EngineConfig| engine.starts_awake == Some(true) || !engine.sleeps();
-        let n_fixed = config.engines.iter().filter(needs_room);
-        n_free = n_free.saturating_sub(n_fixed.filter(|engine| !adopted.contains_key(&engine.name)).count());
-        for (place, engine) in config.engines.iter().enumerate() {
-            let found = adopted.remove(&engine.name);
-            let is_wanted = match engine.starts_awake {
-                _ if found.is_some() => false,
-                _ if needs_room(&engine) => true,
-                Some(is_wanted) => is_wanted,
-                None => {
-                    let has_room = 0 < n_free;
-                    n_free = n_free.saturating_sub(1);
-                    has_room
-                }
-            };
-            self.add(place, engine.clone(), is_wanted, found);
-        }
-        // In one step, so that they start in the order of the file.
-        self.supervisor().act(|_, _| ());
-    }
-
-    /// Adds an engine and its task; the caller lets the machine act.
-    fn add(
-        &self,
-        place: usize,
-        config: EngineConfig,
-        is_wanted: bool,
-        found: Option<(crate::process::Process, bool)>,
-    ) {
-        let supervisor = self.supervisor();
-        let logs = &self.shared.config.lock().logs;
-        let folder = logs.folder.clone().unwrap_or_else(|| self.shared.options.state.join("logs"));
-        if let Err(error) = std::fs::create_dir_all(&folder) {
-            tracing::warn!(folder = %folder.display(), %error, "failed to make the folder of logs");
-        }
-        let log = LogFile::new(folder.join(format!("{}.log", config.name)), logs.max_bytes);
-        let rules = engine_rules(&config);
-        let name = config.name.clone();
-        let (engine, commands) = EngineHandle::new(config, log.path().to_owned(), Instant::now());
-        let engine = Arc::new(engine);
-        supervisor.insert(&engine);
-        supervisor.look(|machine, now| {
-            machine.add(&name, place, rules, is_wanted, now);
-            if found.is_some() {
-                machine.adopt(&name, now);
-            }
-        });
-        if let Some((process, is_asleep)) = found {
-            engine.tell(Command::Adopt { process: Box::new(process), is_asleep });
-        }
-        let runner = Runner::new(Arc::clone(supervisor), Arc::clone(&engine), commands, log);
-        let controller = self.clone();
-        supervisor.shutdown.spawn(async move {
+    /// Lets the task of an engine run.
+    fn launch(&self, runner: Runner) {
+        let (controller, engine) = (self.clone(), Arc::clone(runner.engine()));
+        self.supervisor().shutdown.spawn(async move {
             runner.run().await;
             controller.engine_ended(&engine);
         });
@@ -232,7 +183,10 @@ impl Controller {
             Some(is_wanted) => is_wanted,
             None => self.supervisor().look(|machine, _| machine.has_room()),
         };
-        self.add(place, config, is_wanted, None);
+        let logs = self.shared.config.lock().logs.clone();
+        let register = Register { supervisor: self.supervisor(), logs: &logs, options: &self.shared.options };
+        let runner = register.engine(place, config, is_wanted, None);
+        self.launch(runner);
         self.supervisor().act(|_, _| ());
     }
 
@@ -374,6 +328,77 @@ impl Controller {
             engine.ended.cancelled().await;
         }
     }
+}
+
+/// Makes engines known.
+struct Register<'a> {
+    supervisor: &'a Arc<Supervisor>,
+    logs: &'a LogConfig,
+    options: &'a ControllerOptions,
+}
+
+impl Register<'_> {
+    /// Makes an engine known, with the process of it that was found and whether that sleeps; the caller runs its task and
+    /// lets the machine act.
+    fn engine(
+        &self,
+        place: usize,
+        config: EngineConfig,
+        is_wanted: bool,
+        found: Option<(Process, bool)>,
+    ) -> Runner {
+        let folder = self.logs.folder.clone().unwrap_or_else(|| self.options.state.join("logs"));
+        if let Err(error) = std::fs::create_dir_all(&folder) {
+            tracing::warn!(folder = %folder.display(), %error, "failed to make the folder of logs");
+        }
+        let log = LogFile::new(folder.join(format!("{}.log", config.name)), self.logs.max_bytes);
+        let rules = engine_rules(&config);
+        let (engine, commands) = EngineHandle::new(config, log.path().to_owned(), Instant::now());
+        let engine = Arc::new(engine);
+        self.supervisor.look(|machine, now| {
+            machine.add(engine.name(), place, rules, is_wanted, now);
+            if found.is_some() {
+                machine.adopt(engine.name(), now);
+            }
+        });
+        self.supervisor.insert(&engine);
+        if let Some((process, is_asleep)) = found {
+            engine.tell(Command::Adopt { process: Box::new(process), is_asleep });
+        }
+        Runner::new(Arc::clone(self.supervisor), engine, commands, log)
+    }
+}
+
+/// Makes all engines of the file known.
+fn register_all(
+    supervisor: &Arc<Supervisor>,
+    options: &ControllerOptions,
+    config: &EnginesConfig,
+    mut adopted: Adopted,
+) -> Vec<Runner> {
+    let n_adopted = adopted.values().filter(|(_, is_asleep)| !is_asleep).count();
+    let needs_room = |engine: &&EngineConfig| engine.starts_awake == Some(true) || !engine.sleeps();
+    let is_new = |engine: &&EngineConfig| !adopted.contains_key(&engine.name);
+    let n_fixed = config.engines.iter().filter(needs_room).filter(is_new).count();
+    let mut n_free =
+        config.max_awake.map_or(usize::MAX, |max_awake| max_awake.saturating_sub(n_adopted + n_fixed));
+    let register = Register { supervisor, logs: &config.logs, options };
+    let mut runners = Vec::new();
+    for (place, engine) in config.engines.iter().enumerate() {
+        let found = adopted.remove(&engine.name);
+        let is_wanted = match engine.starts_awake {
+            _ if found.is_some() => false,
+            _ if needs_room(&engine) => true,
+            Some(is_wanted) => is_wanted,
+            None => {
+                let has_room = 0 < n_free;
+                n_free = n_free.saturating_sub(1);
+                has_room
+            }
+        };
+        runners.push(register.engine(place, engine.clone(), is_wanted, found));
+    }
+    runners
 }
 
 fn rules(config: &EnginesConfig) -> Rules {

@@ -88,6 +88,11 @@ impl Runner {
         }
     }
 
+    /// The engine that it is the task of.
+    pub(crate) fn engine(&self) -> &Arc<EngineHandle> {
+        &self.engine
+    }
+
     /// Runs until the engine is retired or left.
     pub(crate) async fn run(mut self) {
         let ended = self.engine.ended.clone().drop_guard();

@@ -461,6 +461,7 @@ fn a_file_that_is_read_again_changes_engines_and_memory_in_place() {
     let first = limited("64MiB");
     let second = worker("b", "");
     let mut bed = Bed::up(&file(&head, &[first.clone(), second.clone()]));
+    bed.text("b");
     bed.text("a");
     let policy = || {
         let snapshot = Ledger::open_existing(memory.path(), "host0").unwrap().unwrap().snapshot().unwrap();
@@ -493,6 +494,7 @@ fn a_file_that_is_read_again_changes_engines_and_memory_in_place() {
     assert_eq!(bed.pid("a"), a);
     eventually("the removed engine has ended", || (!is_alive(b)).then_some(()));
     assert_eq!(bed.text("c"), bed.text("a"));
+    bed.text("a");
     // The same by a signal; and the weight of the busiest model grows to four times the configured one.
     let follows = head.replace('}', ", follows_traffic: true}");
     bed.write(&file(&follows, &[first.replace("64MiB", "128MiB")]));
