@@ -28,8 +28,8 @@ impl Interrupt {
     pub async fn or<T>(&mut self, work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
         tokio::select! {
             biased;
-            _ = self.terminate.recv() => bail!("interrupted"),
-            _ = self.interrupt.recv() => bail!("interrupted"),
+            _ = self.terminate.recv() => bail!("finish: a signal has come"),
+            _ = self.interrupt.recv() => bail!("finish: a signal has come"),
             outcome = work => outcome,
         }
     }

@@ -153,8 +153,6 @@ async fn ask(
         "ignore_eos": true,
         "temperature": 0,
         "stream": true,
-        // With these every token is an event, also one that ends inside of a character.
-        "logprobs": 0,
     });
     let sent = Instant::now();
     let mut stream = Stream::open(&http, &base, &body).await?;
