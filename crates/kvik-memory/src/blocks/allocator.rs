@@ -66,6 +66,21 @@ impl BlockAllocator {
         self.alloc_with_growth(tracker, n_blocks, blocks)
     }
 
+    /// Takes all blocks of `pages` themselves, or of none; for owners that choose pages and not blocks.
+    ///
+    /// Fails where a block of them is in use, and as [`PageAllocator::alloc_these`] does.
+    pub fn alloc_pages(&self, pages: &[PageId]) -> Result<BlocksOutcome> {
+        // An empty page that is kept may be one of them.
+        self.release_empty_pages();
+        if let PagesOutcome::NoMemory(shortage) = self.pages.alloc_these(pages)? {
+            return Ok(BlocksOutcome::NoMemory(shortage));
+        }
+        let mut tracker = self.tracker.lock();
+        tracker.adopt(pages);
+        tracker.take_whole(pages);
+        Ok(BlocksOutcome::Allocated)
+    }
+
     /// Frees `blocks`, and gives pages back that are empty then.
     ///
     /// Fails where one of them is not in use or is listed twice, and frees none then.

@@ -157,6 +157,13 @@ impl BlockTracker {
         }
     }
 
+    /// Takes all blocks of pages that were adopted a moment ago.
+    pub(super) fn take_whole(&mut self, pages: &[PageId]) {
+        for &page in pages {
+            self.take_from(page, self.pages[page.0 as usize].n_free, &mut Vec::new());
+        }
+    }
+
     /// Marks all of `blocks` as given back, or none if one of them is not used.
     pub(super) fn mark(&mut self, blocks: &[BlockId], mark: Mark) -> Result<()> {
         let mut page = PageId(NOWHERE);

@@ -184,6 +184,21 @@ impl PageAllocator {
         Ok(PagesOutcome::Allocated)
     }
 
+    /// Takes `pages` themselves, all of them or none; each that is not parked is mapped as an extent of its own.
+    ///
+    /// Other pages that are parked are unmapped first where they are in the way of a limit. Fails where a page is in use, in
+    /// quarantine or listed twice, or where a grant or a mapping is broken.
+    pub fn alloc_these(&self, pages: &[PageId]) -> Result<PagesOutcome> {
+        loop {
+            let outcome = self.try_these(pages)?;
+            let PagesOutcome::NoMemory(_) = outcome else { return Ok(outcome) };
+            // The caller wants none of the pages that are left parked, so they go for those that it wants.
+            if self.trim(pages.len() as u32) == 0 {
+                return Ok(outcome);
+            }
+        }
+    }
+
     /// Parks `pages`, and unmaps what is beyond the limit.
     ///
     /// Fails where a page is not in use or is listed twice; nothing is freed then.
@@ -291,6 +306,64 @@ impl PageAllocator {
     /// Bytes with a grant.
     pub fn held_bytes(&self) -> u64 {
         u64::from(self.tracker.lock().n_held()) * self.page_cost_bytes
+    }
+
+    /// [`alloc_these`](Self::alloc_these) with what is free as it is.
+    fn try_these(&self, pages: &[PageId]) -> Result<PagesOutcome> {
+        let mut tracker = self.tracker.lock();
+        while tracker.n_in_transition() > 0 {
+            self.transition_ended.wait(&mut tracker);
+        }
+        let n_usable = tracker.n_usable();
+        let mut was_parked = Vec::new();
+        let mut extents = Vec::new();
+        for &page in pages {
+            let is_page = page.0 < self.capacity_pages();
+            if is_page && tracker.is_parked(page) {
+                tracker.unpark(page);
+                was_parked.push(page);
+            } else if is_page && let Some(extent) = tracker.begin_map_page(page) {
+                extents.push(extent);
+            } else {
+                self.leave_these(&mut tracker, &was_parked, &extents);
+                return Err(MemoryError::Invalid {
+                    field: "page",
+                    value: page.to_string(),
+                    allowed: format!("a page below {} that is not in use, once", self.capacity_pages()),
+                });
+            }
+        }
+        let n_held = tracker.n_held();
+        if pages.len() as u32 > n_usable || n_held > tracker.counters().limit_pages {
+            self.leave_these(&mut tracker, &was_parked, &extents);
+            return Ok(PagesOutcome::NoMemory(Shortage::GroupLimit));
+        }
+        // The claim is judged by what is used: parked pages that are about to be count already.
+        self.publish(&tracker);
+        if extents.is_empty() {
+            return Ok(PagesOutcome::Allocated);
+        }
+        let growth = self.grow(&mut tracker, &extents);
+        if let Ok(PagesOutcome::Allocated) = growth {
+            for extent in &extents {
+                tracker.unpark(extent.first_page);
+            }
+        } else {
+            for &page in &was_parked {
+                tracker.park(page);
+            }
+        }
+        self.publish(&tracker);
+        growth
+    }
+
+    /// Undoes what [`try_these`](Self::try_these) began.
+    fn leave_these(&self, tracker: &mut PageTracker, was_parked: &[PageId], extents: &[Extent]) {
+        for &page in was_parked {
+            tracker.park(page);
+        }
+        tracker.abort_map(extents, &[]);
+        self.end_transition(tracker);
     }
 
     /// One transaction of unmapping; `None` if no extent is parked as a whole.

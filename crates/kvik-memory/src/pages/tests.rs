@@ -31,6 +31,61 @@ fn plain(capacity_pages: u32) -> (PageAllocator, Arc<FakeMapper>, Arc<FixedGrant
     fake_pages(capacity_pages, PageSettings::default()).unwrap()
 }
 
+fn these(pages: &[u32]) -> Vec<PageId> {
+    pages.iter().copied().map(PageId).collect()
+}
+
+#[test]
+fn pages_that_are_named_are_taken_all_or_none() {
+    let (pages, mapper, grants) = plain(16);
+    assert_eq!(pages.alloc_these(&these(&[3, 9, 15])).unwrap(), PagesOutcome::Allocated);
+    assert!([3, 9, 15].iter().all(|&page| mapper.is_mapped(PageId(page))));
+    pages.free(&these(&[9])).unwrap();
+    // A parked page among them, and one that is not mapped.
+    assert_eq!(pages.alloc_these(&these(&[9, 0])).unwrap(), PagesOutcome::Allocated);
+    grants.set_limit_bytes(5 * UNIT_BYTES);
+    let outcome = pages.alloc_these(&these(&[1, 2])).unwrap();
+    assert_eq!(outcome, PagesOutcome::NoMemory(Shortage::GroupLimit));
+    assert_eq!((mapper.n_pages(), grants.held_bytes()), (4, 4 * UNIT_BYTES));
+    assert_eq!(pages.counters().n_used, 4);
+}
+
+#[test]
+fn a_named_page_that_is_used_twice_or_not_there_is_refused_and_nothing_changes() {
+    let (pages, mapper, _) = plain(16);
+    assert_eq!(pages.alloc_these(&these(&[4, 5])).unwrap(), PagesOutcome::Allocated);
+    pages.free(&these(&[5])).unwrap();
+    let before = pages.counters();
+    for wrong in [[5, 4], [6, 6], [5, 16], [7, u32::MAX]] {
+        assert!(pages.alloc_these(&these(&wrong)).is_err(), "{wrong:?}");
+        let after = pages.counters();
+        assert_eq!((after.n_used, after.n_parked), (before.n_used, before.n_parked), "{wrong:?}");
+    }
+    assert_eq!(mapper.n_pages(), 2);
+}
+
+#[test]
+fn parked_pages_make_room_for_pages_that_are_named() {
+    let (pages, mapper, grants) = plain(16);
+    grants.set_limit_bytes(3 * UNIT_BYTES);
+    assert_eq!(pages.alloc_these(&these(&[0, 1, 2])).unwrap(), PagesOutcome::Allocated);
+    pages.free(&these(&[1, 2])).unwrap();
+    assert_eq!(pages.alloc_these(&these(&[8, 9])).unwrap(), PagesOutcome::Allocated);
+    assert!(!mapper.is_mapped(PageId(1)) && !mapper.is_mapped(PageId(2)));
+    assert_eq!(grants.held_bytes(), 3 * UNIT_BYTES);
+}
+
+#[test]
+fn named_pages_that_cannot_be_mapped_are_given_up_and_parked_ones_stay_parked() {
+    let (pages, mapper, grants) = plain(16);
+    assert_eq!(pages.alloc_these(&these(&[0])).unwrap(), PagesOutcome::Allocated);
+    pages.free(&these(&[0])).unwrap();
+    mapper.order(&[Fault::Fail { has_stuck: false }]);
+    assert!(pages.alloc_these(&these(&[0, 1])).is_err());
+    assert_eq!((pages.counters().n_parked, grants.held_bytes()), (1, UNIT_BYTES));
+    assert_eq!(pages.alloc_these(&these(&[0, 1])).unwrap(), PagesOutcome::Allocated);
+}
+
 #[test]
 fn shrinking_then_growing_past_the_start_never_hands_out_an_id_twice() {
     let (pages, ..) = plain(100);

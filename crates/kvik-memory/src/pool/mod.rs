@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 
 use self::waiters::Waiters;
 use crate::blocks::{BlockAllocator, BlockCounters, BlocksOutcome, Epoch, Fragmentation};
-use crate::geometry::{BlockGeometry, BlockId};
+use crate::geometry::{BlockGeometry, BlockId, PageId};
 use crate::pages::{
     GrantEvents, Grants, PageAllocator, PageCounters, PageMapper, PageObserver, PageSettings,
 };
@@ -228,6 +228,13 @@ impl KvPool {
             }
             waiter.wait(deadline.min(Instant::now() + ASK_AGAIN_AFTER));
         }
+    }
+
+    /// Takes all blocks of `pages` themselves, or of none; see [`BlockAllocator::alloc_pages`].
+    pub fn alloc_pages(&self, pages: &[PageId]) -> Result<BlocksOutcome> {
+        let outcome = self.shared.blocks.alloc_pages(pages);
+        self.shared.after_alloc();
+        outcome
     }
 
     /// Frees `blocks`; see [`BlockAllocator::free`].
