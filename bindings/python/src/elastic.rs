@@ -218,32 +218,54 @@ impl Memory {
         group: Option<String>,
         directory: PathBuf,
     ) -> Result<Self, MemoryError> {
-        let settings = PoolSettings {
-            limit_pages: max_bytes
-                .map(|bytes| u32::try_from(bytes / geometry.page_cost_bytes()).unwrap_or(u32::MAX)),
-            ..PoolSettings::new(block_bytes)
-        };
+        let settings = PoolSettings::new(block_bytes);
+        let place = Place { cuda_device, group, directory };
+        Ok(Self { pool: place.open_pool(geometry, settings, max_bytes)?, geometry, cuda_device })
+    }
+}
+
+/// The device that memory is on, and what grants it.
+#[derive(Debug)]
+pub(crate) struct Place {
+    /// `None` for memory of this machine.
+    pub(crate) cuda_device: Option<u32>,
+    /// The IPC name in the device's ledger; `None` for a budget of its own.
+    pub(crate) group: Option<String>,
+    /// Where the ledger is.
+    pub(crate) directory: PathBuf,
+}
+
+impl Place {
+    /// Opens a pool that holds at most `max_bytes`, or all of its addresses.
+    pub(crate) fn open_pool(
+        self,
+        geometry: Geometry,
+        settings: PoolSettings,
+        max_bytes: Option<u64>,
+    ) -> Result<KvPool, MemoryError> {
+        let limit_pages = max_bytes.map(|bytes| bytes / geometry.page_cost_bytes());
+        let limit_pages = limit_pages.map(|n_pages| u32::try_from(n_pages).unwrap_or(u32::MAX));
+        let settings = PoolSettings { limit_pages, ..settings };
         let options = PoolOptions { geometry, guard: Guard::Zero, settings };
         let machine_bytes = memory_bytes();
-        let vmm: Arc<dyn Vmm> = match cuda_device {
+        let vmm: Arc<dyn Vmm> = match self.cuda_device {
             Some(ordinal) => Arc::new(CudaVmm::open(ordinal)?),
             None => Arc::new(HostVmm::open(HostDevice::new(machine_bytes))?),
         };
-        let pool = if let Some(group) = group {
-            let budget_bytes = cuda_device.is_none().then_some((machine_bytes as f64 * UTILIZATION) as u64);
-            let ledger = Ledger::open(&LedgerOptions {
-                dir: directory,
-                budget_bytes,
-                ..LedgerOptions::new(vmm.device_name())
-            })?;
-            if cuda_device.is_some() {
-                ledger.reconcile(vmm.memory_info()?, UTILIZATION)?;
-            }
-            KvPool::open(vmm, ledger.join(&JoinOptions::new(group, "python"))?, &options)?
-        } else {
+        let Some(group) = self.group else {
             let budget_bytes = max_bytes.unwrap_or(geometry.region_bytes());
-            KvPool::open_alone(vmm, Arc::new(FixedGrants::new(budget_bytes)), &options)?
+            return KvPool::open_alone(vmm, Arc::new(FixedGrants::new(budget_bytes)), &options);
         };
-        Ok(Self { pool, geometry, cuda_device })
+        let is_host = self.cuda_device.is_none();
+        let budget_bytes = is_host.then_some((machine_bytes as f64 * UTILIZATION) as u64);
+        let ledger = Ledger::open(&LedgerOptions {
+            dir: self.directory,
+            budget_bytes,
+            ..LedgerOptions::new(vmm.device_name())
+        })?;
+        if !is_host {
+            ledger.reconcile(vmm.memory_info()?, UTILIZATION)?;
+        }
+        KvPool::open(vmm, ledger.join(&JoinOptions::new(group, "python"))?, &options)
     }
 }

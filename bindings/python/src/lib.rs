@@ -19,6 +19,7 @@ mod gpu;
 mod index;
 mod job;
 mod memory;
+mod paged;
 mod store;
 
 use pyo3::prelude::*;
@@ -36,6 +37,7 @@ fn _kvik(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<index::WorkerMatch>()?;
     module.add_class::<job::Job>()?;
     module.add_class::<memory::EngineMemory>()?;
+    module.add_class::<paged::PagedMemory>()?;
     module.add_class::<store::Store>()?;
     module.add_class::<store::Found>()?;
     error::add_to(module)

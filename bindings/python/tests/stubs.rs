@@ -11,6 +11,7 @@ fn every_class_and_method_of_the_native_module_has_a_stub() {
         include_str!("../src/index.rs"),
         include_str!("../src/job.rs"),
         include_str!("../src/memory.rs"),
+        include_str!("../src/paged.rs"),
         include_str!("../src/store.rs"),
     ];
     let mut missing = Vec::new();

@@ -394,6 +394,62 @@ class Memory:
     def __repr__(self) -> str: ...
 
 @final
+class PagedMemory:
+    """One buffer of addresses, with memory behind the pages that are taken: for an engine that chooses its blocks itself.
+
+    Pages that are not taken read as zeros; to write there ends the process. Libraries with DLPack take the whole buffer, as
+    bytes with axes of pages and bytes.
+    """
+
+    def __init__(
+        self,
+        *,
+        n_bytes: int,
+        page_bytes: int = ...,
+        max_bytes: int | None = None,
+        cuda_device: int | None = None,
+        group: str | None = None,
+        directory: str | PathLike[str] = "/dev/shm",
+    ) -> None:
+        """Never more than `max_bytes` is held. With `group` memory is granted by the ledger of the device."""
+    def take(self, pages: Sequence[int]) -> bool:
+        """Takes pages, all of them or none; says whether there was memory for them."""
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Gives pages back, all of them or none; they stay mapped for a second, or until others need their memory."""
+    def trim(self) -> int:
+        """Unmaps all pages that are not taken; returns how many."""
+    def wanted_bytes(self, *, timeout_s: float = 0.0) -> int:
+        """Waits until others want memory that is taken here, or less may be held; returns the bytes, once."""
+    @property
+    def n_pages(self) -> int:
+        """Number of pages."""
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+    @property
+    def address(self) -> int:
+        """Where the first page lies."""
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all pages that are mapped."""
+    @property
+    def claimable_bytes(self) -> int:
+        """Bytes that may be held now, beside what others hold."""
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes that may be held if all others gave back what they can."""
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> object: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+    def __repr__(self) -> str: ...
+
+@final
 class MemoryTensor:
     """All blocks of one buffer of a `Memory`, as bytes with axes of blocks and bytes, for `from_dlpack` of any library."""
 

@@ -1,0 +1,135 @@
+"""Memory by pages: what is taken can be written, what is not reads as zeros, and others get what is given back."""
+
+import ctypes
+import subprocess
+import sys
+import time
+
+import kvik
+import pytest
+
+PAGE = 2 << 20
+
+
+def opened(**options) -> kvik.PagedMemory:
+    return kvik.PagedMemory(n_bytes=64 * PAGE - 5, **options)
+
+
+def bytes_of(memory: kvik.PagedMemory, page: int):
+    return (ctypes.c_ubyte * PAGE).from_address(memory.address + page * PAGE)
+
+
+def eventually(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_memory_is_held_for_the_pages_that_are_taken():
+    memory = opened()
+    assert (memory.n_pages, memory.page_bytes, memory.held_bytes) == (64, PAGE, 0)
+    assert memory.take([3, 60, 7])
+    assert memory.held_bytes == 3 * PAGE
+    bytes_of(memory, 60)[PAGE - 1] = 9
+    assert (bytes_of(memory, 60)[PAGE - 1], bytes_of(memory, 61)[0]) == (9, 0)
+    memory.give_back([60])
+    memory.trim()
+    assert (memory.held_bytes, bytes_of(memory, 60)[PAGE - 1]) == (2 * PAGE, 0)
+
+
+def test_pages_that_are_given_back_go_by_themselves():
+    memory = opened()
+    assert memory.take(list(range(64)))
+    memory.give_back(list(range(1, 64)))
+    eventually(lambda: memory.held_bytes == PAGE)
+
+
+def test_all_pages_are_taken_or_none():
+    memory = opened(max_bytes=4 * PAGE)
+    assert memory.limit_bytes == 4 * PAGE
+    assert memory.take([0, 1, 2])
+    assert not memory.take([3, 4])
+    assert memory.held_bytes == 3 * PAGE
+    assert memory.take([4])
+
+
+@pytest.mark.parametrize("pages", [[0], [5, 5], [64], [1 << 31]])
+def test_a_page_that_is_taken_listed_twice_or_not_there_is_refused(pages):
+    memory = opened()
+    assert memory.take([0])
+    with pytest.raises(kvik.InvalidValueError, match=str(pages[0])):
+        memory.take(pages)
+    assert memory.held_bytes == PAGE
+
+
+def test_pages_that_are_not_taken_are_not_given_back():
+    memory = opened()
+    assert memory.take([1, 2])
+    with pytest.raises(kvik.InvalidValueError):
+        memory.give_back([1, 3])
+    memory.give_back([1, 2])
+
+
+def test_a_bad_shape_is_refused():
+    with pytest.raises(kvik.InvalidValueError, match="page_bytes"):
+        kvik.PagedMemory(n_bytes=PAGE, page_bytes=1000)
+    with pytest.raises(kvik.InvalidValueError, match="no/name"):
+        kvik.PagedMemory(n_bytes=PAGE, group="no/name")
+
+
+TAKER = """
+import sys, time, kvik
+memory = kvik.PagedMemory(n_bytes=64 << 21, group="mine", directory=sys.argv[1])
+deadline = time.monotonic() + 20
+while not memory.take(list(range(int(sys.argv[2])))):
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+print(memory.held_bytes, flush=True)
+sys.stdin.read()
+"""
+
+
+def lower_limit(directory, n_bytes: int) -> None:
+    """As old tools set a limit: the first number of the group's file."""
+    with (directory / "mine").open("r+b") as file:
+        file.write(n_bytes.to_bytes(8, "little"))
+
+
+def test_engines_of_a_name_share_its_limit_and_a_killed_one_leaves_its_part(tmp_path):
+    memory = opened(group="mine", directory=tmp_path)
+    assert memory.take(list(range(8)))
+    lower_limit(tmp_path, 20 * PAGE)
+    eventually(lambda: memory.limit_bytes == 20 * PAGE)
+    command = [sys.executable, "-c", TAKER, str(tmp_path), "12"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert int(other.stdout.readline()) == 12 * PAGE
+        assert memory.claimable_bytes == 8 * PAGE
+        assert not memory.take([8])
+        other.kill()
+    eventually(lambda: memory.take([8]))
+
+
+def test_a_lowered_limit_is_told_once_with_what_is_to_be_given_back(tmp_path):
+    memory = opened(group="mine", directory=tmp_path)
+    assert memory.take(list(range(8)))
+    assert memory.wanted_bytes() == 0
+    lower_limit(tmp_path, 3 * PAGE)
+    assert memory.wanted_bytes(timeout_s=20) == 5 * PAGE
+    assert memory.wanted_bytes() == 0
+    memory.give_back(list(range(3, 8)))
+    eventually(lambda: memory.held_bytes == 3 * PAGE)
+    assert not memory.take([9])
+    assert memory.limit_bytes == 3 * PAGE
+
+
+def test_torch_sees_the_same_bytes_and_keeps_the_memory_alive():
+    torch = pytest.importorskip("torch")
+    memory = opened()
+    assert memory.take([2])
+    flat = torch.from_dlpack(memory).view(-1)
+    assert flat.shape == (64 * PAGE,)
+    flat[2 * PAGE] = 7
+    assert bytes_of(memory, 2)[0] == 7
+    del memory
+    assert flat[2 * PAGE] == 7
