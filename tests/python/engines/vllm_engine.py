@@ -3,7 +3,9 @@
     {"op": "generate", "prompts": [[1, 2, 3]], "max_tokens": 8, "salts": [null], "transfer_params": null}
     {"op": "reset"}
 
-With a socket, KvikConnector keeps its KV in the store daemon that listens there.
+With a socket, KvikConnector keeps its KV in the store daemon that listens there. With `--extra`, a JSON object, it has these
+settings too. With `--processes`, scheduler and worker run in processes of their own, as below a server: the scheduler goes on when the
+last request has ended.
 """
 
 import argparse
@@ -12,7 +14,13 @@ import os
 import sys
 import time
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+HAS_PROCESSES = "--processes" in sys.argv
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(HAS_PROCESSES))
+if "--ranks" in sys.argv:
+    # vLLM places ranks by itself only on memory of their own.
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = range(int(sys.argv[sys.argv.index("--ranks") + 1]))
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in ranks)
 
 from vllm import LLM, SamplingParams, TokensPrompt  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
@@ -20,25 +28,30 @@ from vllm.config import KVTransferConfig  # noqa: E402
 
 def engine(arguments: argparse.Namespace) -> LLM:
     transfer = None
-    if arguments.socket is not None:
+    if arguments.socket is not None or arguments.extra is not None:
+        extra = json.loads(arguments.extra or "{}")
+        if arguments.socket is not None:
+            extra["socket"] = arguments.socket
         transfer = KVTransferConfig(
             kv_connector="KvikConnector",
             kv_connector_module_path="kvik.vllm",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"socket": arguments.socket},
+            kv_connector_extra_config=extra,
         )
     return LLM(
         model=arguments.model,
         # Greedy tokens do not depend on what else is in the batch: sums in bf16 would.
         dtype=arguments.dtype,
         block_size=32,
-        max_model_len=1024,
+        max_model_len=arguments.max_tokens,
+        max_num_batched_tokens=4096,
         max_num_seqs=32,
         enforce_eager=True,
         num_gpu_blocks_override=arguments.blocks,
         kv_transfer_config=transfer,
-        distributed_executor_backend="uni",
+        distributed_executor_backend="mp" if HAS_PROCESSES else "uni",
+        tensor_parallel_size=arguments.ranks,
         disable_log_stats=False,
     )
 
@@ -79,6 +92,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--socket")
+    parser.add_argument("--extra")
+    parser.add_argument("--processes", action="store_true")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--max-tokens", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=256)
     parser.add_argument("--dtype", default="float32")
     llm = engine(parser.parse_args())
@@ -89,4 +106,5 @@ def main() -> None:
         print(json.dumps(answer), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
+import kvik
+from kvik.vllm.elastic_plan import ElasticPlan
+from kvik.vllm.elastic_scheduler import ElasticScheduler
+from kvik.vllm.elastic_worker import ElasticWorker
 from kvik.vllm.metadata import KvikMetadata
 from kvik.vllm.scheduler import SchedulerHalf
 from kvik.vllm.self_test import run_self_test
@@ -18,20 +22,26 @@ from kvik.vllm.stats import KvikStats
 from kvik.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")
 
 
 class KvikConnector(KVConnectorBase_V1):
-    """Keeps the KV of ended and running requests in the store of the node, and loads it for later ones.
+    """Keeps the KV of ended and running requests in the store of the node, and loads it for later ones; with `elastic`, there is
+    memory behind the blocks that are needed only, and other engines of the device use the rest.
 
     Loads run in the background while other requests are computed. A load that fails is reported block by block, and vLLM
     computes those blocks if `kv_load_failure_policy` is `recompute`. Without a daemon, vLLM goes on as without a
@@ -45,9 +55,21 @@ class KvikConnector(KVConnectorBase_V1):
         self.config = vllm_config
         self.settings = Settings.read(dict(vllm_config.kv_transfer_config.kv_connector_extra_config))
         self.geometry = Geometry.read(vllm_config, kv_cache_config)
+        self.store: kvik.Store | None = None
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
-        if role == KVConnectorRole.SCHEDULER:
+        self.elastic_scheduler: ElasticScheduler | None = None
+        self.elastic_worker: ElasticWorker | None = None
+        is_scheduler = role == KVConnectorRole.SCHEDULER
+        if self.settings.elastic:
+            plan = ElasticPlan.read(vllm_config, self.settings, self.geometry)
+            if is_scheduler:
+                self.elastic_scheduler = ElasticScheduler(plan, n_spare_tokens(vllm_config, self.geometry))
+            else:
+                self.elastic_worker = ElasticWorker(plan, kv_cache_config)
+        if not self.settings.store:
+            return
+        if is_scheduler:
             self.store = attach(vllm_config, self.settings, self.geometry, 0)
             self.scheduler = SchedulerHalf(self.store, self.settings, self.geometry)
             self.log_start()
@@ -71,17 +93,32 @@ class KvikConnector(KVConnectorBase_V1):
 
     # === Worker ===
 
+    def get_mem_pool_context(self) -> "AbstractContextManager | None":
+        return None if self.elastic_worker is None else self.elastic_worker.allocation
+
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.worker.register(kv_caches)
-        if self.settings.self_test:
+        is_tested = self.worker is not None and self.settings.self_test
+        if self.elastic_worker is not None:
+            n_test_blocks = (self.store.chunk_tokens or 0) // self.geometry.block_tokens if is_tested else 0
+            n_first_blocks = max(self.elastic_worker.plan.n_warm_up_blocks, 1 + n_test_blocks)
+            self.elastic_worker.register(kv_caches, n_first_blocks)
+        if self.worker is not None:
+            self.worker.register(kv_caches)
+        if is_tested:
             run_self_test(self.config, self.settings, self.geometry, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if isinstance(kv_connector_metadata, KvikMetadata):
+        if not isinstance(kv_connector_metadata, KvikMetadata):
+            return
+        if self.worker is not None:
             self.worker.wait_for_saves_of(kv_connector_metadata.preempted)
+        if self.elastic_worker is not None and kv_connector_metadata.elastic is not None:
+            # Behind the saves: blocks of requests that were preempted may be among those that go.
+            self.elastic_worker.obey(kv_connector_metadata.elastic)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        self.worker.begin_loads(self.orders().loads)
+        if self.worker is not None:
+            self.worker.begin_loads(self.orders().loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before their request is scheduled."""
@@ -92,20 +129,20 @@ class KvikConnector(KVConnectorBase_V1):
         """Whole chunks are saved after the forward pass."""
 
     def wait_for_save(self) -> None:
-        self.worker.begin_saves(self.orders().saves)
+        if self.worker is not None:
+            self.worker.begin_saves(self.orders().saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self.worker is None:
+            return None, None
         saved, loaded = self.worker.finished(finished_req_ids)
         return saved or None, loaded or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self.worker.take_failed_blocks()
+        return set() if self.worker is None else self.worker.take_failed_blocks()
 
-    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
-        if self.worker is None:
-            return None
-        stats = KvikStats(data=self.worker.take_counts())
-        return None if stats.is_empty() else stats
+    def build_connector_worker_meta(self) -> "KVConnectorWorkerMetadata | None":
+        return None if self.elastic_worker is None else self.elastic_worker.take_report()
 
     def orders(self) -> KvikMetadata:
         metadata = self._get_connector_metadata()
@@ -114,32 +151,74 @@ class KvikConnector(KVConnectorBase_V1):
 
     # === Scheduler ===
 
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        if self.elastic_scheduler is not None:
+            self.elastic_scheduler.bind(gpu_block_pool)
+
     def on_new_request(self, request: "Request") -> None:
-        self.scheduler.arrived(request)
+        if self.elastic_scheduler is not None:
+            self.elastic_scheduler.arrived(request)
+        if self.scheduler is not None:
+            self.scheduler.arrived(request)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if self.scheduler is None:
+            return 0, False
         return self.scheduler.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        self.scheduler.after_alloc(request, blocks, num_external_tokens)
+        if self.scheduler is not None:
+            self.scheduler.after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        return self.scheduler.metadata(scheduler_output)
+        metadata = KvikMetadata() if self.scheduler is None else self.scheduler.metadata(scheduler_output)
+        if self.elastic_scheduler is not None:
+            metadata.elastic = self.elastic_scheduler.orders(scheduler_output)
+        return metadata
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        if self.elastic_scheduler is not None:
+            self.elastic_scheduler.reported(connector_output)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.scheduler.finished(request, block_ids), None
+        if self.elastic_scheduler is not None:
+            self.elastic_scheduler.finished(request)
+        return self.scheduler is not None and self.scheduler.finished(request, block_ids), None
+
+    def has_pending_block_frees(self) -> bool:
+        return self.elastic_scheduler is not None and self.elastic_scheduler.waits_for_memory()
+
+    def has_pending_push_work(self) -> bool:
+        return self.elastic_scheduler is not None and self.elastic_scheduler.wants_step()
 
     # === Both ===
 
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+        counts: dict[str, Any] = {}
+        if self.worker is not None:
+            counts = self.worker.take_counts()
+        if self.elastic_scheduler is not None:
+            counts = self.elastic_scheduler.counts()
+        stats = KvikStats(data=counts)
+        return None if stats.is_empty() else stats
+
     def shutdown(self) -> None:
-        self.store.close()
+        if self.store is not None:
+            self.store.close()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVConnectorStats | None":
         return KvikStats(data=data or {})
+
+
+def n_spare_tokens(config: "VllmConfig", geometry: Geometry) -> int:
+    """Tokens for which a running request has blocks ahead: a block, and what is computed in advance."""
+    speculative = config.speculative_config
+    n_speculative = 0 if speculative is None else speculative.num_speculative_tokens or 0
+    return geometry.block_tokens + n_speculative

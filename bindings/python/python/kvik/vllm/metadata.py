@@ -1,8 +1,8 @@
-"""What the scheduler tells the workers in every step."""
+"""What the scheduler tells the workers in every step, and what they answer."""
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 
 @dataclass
@@ -36,8 +36,45 @@ class SaveOrder:
 
 
 @dataclass
+class ElasticOrders:
+    """What a worker does with its memory before this step's forward pass: first it gives back, then it takes."""
+
+    # Counts the orders from 1 on.
+    number: int
+    # Slabs whose memory is given back; a worker that has none for one ignores it.
+    park: list[int]
+    # Slabs that are to get memory.
+    take: list[int]
+
+
+@dataclass
+class ElasticReport(KVConnectorWorkerMetadata):
+    """What a worker, or all of them, made of the orders since the last report."""
+
+    # Slabs that have memory now, and slabs that did not get it.
+    taken: set[int] = field(default_factory=set)
+    refused: set[int] = field(default_factory=set)
+    # The most slabs to use, where others need memory or less may be held.
+    most_slabs: int | None = None
+    held_bytes: int = 0
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "ElasticReport":
+        """A slab has memory where it has it on every rank."""
+        assert isinstance(other, ElasticReport)
+        bounds = [bound for bound in (self.most_slabs, other.most_slabs) if bound is not None]
+        return ElasticReport(
+            taken=self.taken & other.taken,
+            refused=self.refused | other.refused,
+            most_slabs=min(bounds, default=None),
+            held_bytes=self.held_bytes + other.held_bytes,
+        )
+
+
+@dataclass
 class KvikMetadata(KVConnectorMetadata):
     loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
     # Requests whose blocks are given to others in this step.
     preempted: set[str] = field(default_factory=set)
+    # Where the memory is elastic.
+    elastic: ElasticOrders | None = None

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 DEFAULT_SOCKET = "/run/kvik/store.sock"
 
+# Pages of memory are whole numbers of these.
+UNIT_BYTES = 2 << 20
+
 # The element types that the store knows by name; any other is bytes, and its name is part of the layout.
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -45,6 +48,18 @@ class Settings:
     max_pin_s: float = 0.0
     # Whether a block is written, read back and compared at the start.
     self_test: bool = True
+    # Whether KV is kept in a store; without it there is only the elastic memory.
+    store: bool = True
+    # Whether memory is behind the blocks that are needed only.
+    elastic: bool = False
+    # The name under which engines share the memory of a device (`kvctl`); without it the engine has a budget of its own.
+    elastic_group: str | None = None
+    # The most memory that a rank holds, in bytes or such as `20GiB`; default: all of vLLM's KV memory.
+    elastic_limit: int | str | None = None
+    # The unit of memory in one layer, a multiple of 2 MiB.
+    elastic_page: int | str = UNIT_BYTES
+    # Where the ledger of the devices is.
+    elastic_directory: str = "/dev/shm"
 
     @classmethod
     def read(cls, extra_config: dict[str, Any]) -> "Settings":
@@ -55,7 +70,23 @@ class Settings:
         settings = cls(**extra_config)
         if settings.save not in ("prompts", "all", "nothing"):
             raise kvik.InvalidValueError(f"`save` is {settings.save}; allowed: prompts, all, nothing")
+        settings.check_elastic()
         return settings
+
+    def check_elastic(self) -> None:
+        for name in ("store", "elastic"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise kvik.InvalidValueError(f"`{name}` is {value!r}; allowed: true, false")
+        if not self.elastic:
+            fields = ("elastic_group", "elastic_limit", "elastic_page", "elastic_directory")
+            given = [name for name in fields if getattr(self, name) != getattr(Settings, name)]
+            if given:
+                raise kvik.InvalidValueError(f"`{given[0]}` is {getattr(self, given[0])}; allowed: only with `elastic`: true")
+            if not self.store:
+                raise kvik.InvalidValueError("`store` is false; allowed: only with `elastic`: true")
+        elif self.elastic_group is not None and not isinstance(self.elastic_group, str):
+            raise kvik.InvalidValueError(f"`elastic_group` is {self.elastic_group!r}; allowed: a name")
 
     def token(self) -> str | None:
         return None if self.token_file is None else Path(self.token_file).read_text().rstrip()

@@ -1,0 +1,224 @@
+"""The scheduler's half of the elastic memory: how much of it the requests need, and which blocks go when others need it.
+
+A slab is used only after every rank has told that it has memory for it, and memory is given back only for slabs without a block
+in use, by orders that a worker obeys behind all steps that were scheduled before.
+"""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from kvik.elastic.balloon import Balloon, State
+from kvik.vllm.elastic_plan import ElasticPlan
+from kvik.vllm.metadata import ElasticOrders, ElasticReport
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")
+
+# How long memory that no request needs is kept while others are computed.
+SURPLUS_S = 5.0
+
+# Memory that was refused is asked for again after this; the ledger forgets a wait after a second.
+ASK_AGAIN_S = 0.05
+
+# How long a refusal counts: vLLM preempts requests meanwhile instead of waiting.
+REFUSED_S = 1.0
+
+# How long less is used after others asked for memory; they ask again.
+ASKED_S = 2.0
+
+# Steps without a token, while requests wait, after which one slab more is asked for: vLLM keeps some blocks free for reasons of its own.
+STALLED_STEPS = 20
+
+# How often a request that waits for memory is logged.
+LOG_S = 10.0
+
+
+class ElasticScheduler:
+    """Grows and shrinks the part of vLLM's blocks that has memory."""
+
+    def __init__(self, plan: ElasticPlan, n_spare_tokens: int) -> None:
+        self.plan = plan
+        # Tokens for which a running request has blocks ahead.
+        self.n_spare_tokens = n_spare_tokens
+        self.balloon: Balloon | None = None
+        # Requests that are not finished, in the order of their arrival.
+        self.requests: dict[str, "Request"] = {}
+        self.running: set[str] = set()
+        self.n_orders = 0
+        # Slabs of which some ranks have memory and others do not.
+        self.half_taken: list[int] = []
+        # Whether vLLM found too few blocks for a running request in this step.
+        self.is_short = False
+        # Whether there may be something to give back when the last request ends.
+        self.is_dirty = False
+        self.n_stalled_steps = 0
+        self.needed_at = self.ask_at = self.refused_until = self.log_at = 0.0
+        # The most slabs to use, and until when.
+        self.bound: tuple[int, float] | None = None
+        self.held_bytes = 0
+
+    def bind(self, pool: "BlockPool") -> None:
+        """Takes all blocks out of the pool but those of the first slab."""
+        self.balloon = Balloon(pool, self.plan.slabs)
+
+    # === Requests ===
+
+    def arrived(self, request: "Request") -> None:
+        self.requests[request.request_id] = request
+
+    def finished(self, request: "Request") -> None:
+        self.requests.pop(request.request_id, None)
+        self.running.discard(request.request_id)
+
+    def note_scheduled(self, output: "SchedulerOutput") -> None:
+        self.running.update(new.req_id for new in output.scheduled_new_reqs)
+        self.running.update(output.scheduled_cached_reqs.req_ids)
+        self.running.difference_update(output.preempted_req_ids or ())
+        self.running.intersection_update(self.requests)
+        is_waiting = any(
+            request.status.name in ("WAITING", "PREEMPTED") for request in self.requests.values()
+        )
+        is_stalled = is_waiting and output.total_num_scheduled_tokens == 0
+        self.n_stalled_steps = self.n_stalled_steps + 1 if is_stalled else 0
+
+    def needed_blocks(self, output: "SchedulerOutput") -> int:
+        """Blocks that the next steps take, beside those that requests have."""
+        block_tokens = self.plan.block_tokens
+        n_needed = 0
+        n_free_places = self.plan.max_requests - len(self.running)
+        for request_id, request in self.requests.items():
+            if request_id in self.running:
+                n_computed = request.num_computed_tokens + output.num_scheduled_tokens.get(request_id, 0)
+                n_tokens = request.num_tokens + self.n_spare_tokens
+                n_needed += max(0, -(-n_tokens // block_tokens) - -(-n_computed // block_tokens))
+            elif n_free_places > 0 and request.status.name != "WAITING_FOR_REMOTE_KVS":
+                n_free_places -= 1
+                n_needed += -(-(request.num_tokens + self.n_spare_tokens) // block_tokens)
+        return n_needed
+
+    # === Steps ===
+
+    def orders(self, output: "SchedulerOutput") -> ElasticOrders:
+        """What the workers do before the forward pass of this step."""
+        now = time.monotonic()
+        self.note_scheduled(output)
+        parks, self.half_taken = self.half_taken, []
+        parks += self.balloon.settle()
+        parks += self.obey_bound(now)
+        takes: list[int] = []
+        if not self.requests:
+            # No request is left: the next one begins with what it needs.
+            parks += self.balloon.shrink(len(self.plan.slabs))
+            self.is_dirty = False
+        else:
+            self.is_dirty = True
+            takes, surplus = self.follow_need(output, now)
+            parks += surplus
+        self.is_short = False
+        self.n_orders += 1
+        return ElasticOrders(self.n_orders, parks, takes)
+
+    def obey_bound(self, now: float) -> list[int]:
+        """Uses less while others need memory or the limit is lower."""
+        if self.bound is None or now > self.bound[1]:
+            self.bound = None
+            self.balloon.stay_all()
+            return []
+        n_excess = self.n_slabs_used() - self.bound[0]
+        return self.balloon.shrink(n_excess, drains=True) if n_excess > 0 else []
+
+    def n_slabs_used(self) -> int:
+        return sum(state is not State.OUT for state in self.balloon.states)
+
+    def follow_need(self, output: "SchedulerOutput", now: float) -> tuple[list[int], list[int]]:
+        """Slabs to take for what requests need, or slabs to give back that they have not needed for a while."""
+        slab_blocks = self.plan.slabs.slab_blocks
+        n_coming = self.balloon.count(State.COMING) * slab_blocks
+        n_lacking = self.needed_blocks(output) - self.balloon.pool.get_num_free_blocks() - n_coming
+        if self.is_short or self.n_stalled_steps > STALLED_STEPS:
+            n_lacking = max(n_lacking, 1 - n_coming)
+        if n_lacking > -2 * slab_blocks:
+            self.needed_at = now
+        if n_lacking > 0:
+            n_slabs = -(-n_lacking // slab_blocks)
+            if self.bound is not None:
+                n_slabs = min(n_slabs, self.bound[0] - self.n_slabs_used())
+            if n_slabs <= 0 or now < self.ask_at:
+                return [], []
+            return self.balloon.grow(n_slabs), []
+        if now > self.needed_at + SURPLUS_S:
+            return [], self.balloon.shrink(-n_lacking // slab_blocks - 1)
+        return [], []
+
+    def reported(self, output: "KVConnectorOutput") -> None:
+        """What the workers made of orders, and what others want of them."""
+        if output.finished_sending:
+            self.is_dirty = True
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, ElasticReport):
+            return
+        now = time.monotonic()
+        self.held_bytes = report.held_bytes
+        if report.most_slabs is not None:
+            self.bound = (report.most_slabs, now + ASKED_S)
+        self.balloon.arrived(sorted(report.taken - report.refused))
+        if report.refused:
+            self.balloon.refused(sorted(report.refused))
+            self.half_taken += sorted(report.refused)
+            self.ask_at = now + ASK_AGAIN_S
+            self.refused_until = now + REFUSED_S
+            self.log_refusal(now)
+        elif report.taken:
+            self.refused_until = 0.0
+        if report.taken and not self.requests:
+            self.is_dirty = True
+
+    def log_refusal(self, now: float) -> None:
+        if now > self.log_at:
+            self.log_at = now + LOG_S
+            logger.info(
+                "kvik: there is no more memory for KV now: %d bytes are held, %d requests run and %d wait",
+                self.held_bytes,
+                len(self.running),
+                len(self.requests) - len(self.running),
+            )
+
+    # === Questions of vLLM ===
+
+    def waits_for_memory(self) -> bool:
+        """Whether a running request that finds no block should wait for memory, instead of another one being preempted.
+
+        Memory that was refused is not waited for, unless the request is the only one: to preempt it frees nothing that it could use.
+        """
+        self.is_short = True
+        if self.balloon.count(State.COMING) > 0:
+            return True
+        if self.balloon.held or self.balloon.count(State.OUT) == 0:
+            return False
+        if self.bound is not None and self.n_slabs_used() >= self.bound[0]:
+            return False
+        return time.monotonic() > self.refused_until or len(self.running) <= 1
+
+    def wants_step(self) -> bool:
+        """Whether vLLM should run a step without requests: for the first orders, and to give back what was freed last."""
+        if self.n_orders == 0:
+            return True
+        return self.is_dirty and not self.requests and self.balloon.count(State.IN) > 1
+
+    def counts(self) -> dict[str, Any]:
+        """Real numbers: vLLM counts blocks that the balloon holds as used."""
+        n_held_blocks = self.balloon.n_held_blocks
+        n_blocks = self.plan.slabs.n_blocks
+        return {
+            "elastic_held_bytes": self.held_bytes,
+            "elastic_mapped_blocks": n_blocks - n_held_blocks,
+            "elastic_used_blocks": n_blocks - n_held_blocks - self.balloon.pool.get_num_free_blocks() - 1,
+            "elastic_unmapped_blocks": n_held_blocks,
+        }

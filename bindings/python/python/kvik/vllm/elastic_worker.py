@@ -1,0 +1,139 @@
+"""A worker's half of the elastic memory: maps and unmaps what the scheduler's half orders.
+
+The process that holds memory is the member of the ledger that is granted it: each rank on its own device, or all of a CPU
+under one name. So memory is granted once, where it is, and a process that dies gives back what it held.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.logger import init_logger
+
+import kvik
+from kvik.elastic.slabs import PageTable, Piece
+from kvik.vllm.allocation import Allocation
+from kvik.vllm.elastic_plan import ElasticPlan
+from kvik.vllm.metadata import ElasticOrders, ElasticReport
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class ElasticWorker:
+    """The memory of one rank.
+
+    Invariant: pages of every slab that the scheduler may use are taken; before the first orders, those of all blocks that
+    vLLM warms up with.
+    """
+
+    def __init__(self, plan: ElasticPlan, cache: "KVCacheConfig") -> None:
+        self.plan = plan
+        self.pages = PageTable(plan.slabs, pieces_of_config(cache), plan.page_bytes)
+        self.allocation = Allocation(
+            cache.kv_cache_tensors[0].size,
+            page_bytes=plan.page_bytes,
+            max_bytes=plan.limit_bytes,
+            group=plan.group,
+            directory=plan.directory,
+        )
+        # Slabs that have memory.
+        self.taken: set[int] = set()
+        self.report = ElasticReport()
+
+    @property
+    def memory(self) -> kvik.PagedMemory:
+        memory = self.allocation.memory
+        if memory is None:
+            raise kvik.InvalidValueError("the KV was not allocated where `elastic` expects it")
+        return memory
+
+    def register(self, kv_caches: dict[str, torch.Tensor], n_first_blocks: int) -> None:
+        """Checks that the KV lies where it was expected, and takes what is used before the first step."""
+        begin, end = self.memory.address, self.memory.address + self.memory.n_pages * self.plan.page_bytes
+        for name, tensor in kv_caches.items():
+            if not begin <= tensor.data_ptr() < end:
+                raise kvik.InvalidValueError(f"the KV of {name} is not in the memory of kvik; allowed with `elastic`: all is")
+        self.check_limit()
+        first = range(self.plan.slabs.holding(min(n_first_blocks, self.plan.slabs.n_blocks)))
+        if not self.take_slabs(list(first)):
+            raise kvik.KvikError(
+                f"there is no memory for the first {len(first)} x {self.pages.slab_bytes()} bytes of KV: "
+                f"{self.memory.claimable_bytes} bytes may be held"
+            )
+
+    def check_limit(self) -> None:
+        """A request of the greatest length must fit, as vLLM itself wants it of its KV memory."""
+        n_slabs = self.plan.slabs.holding(self.plan.n_request_blocks + 1)
+        pages = self.pages.missing(range(n_slabs))
+        if len(pages) * self.plan.page_bytes > self.memory.limit_bytes:
+            raise kvik.InvalidValueError(
+                f"at most {self.memory.limit_bytes} bytes of KV may be held (`elastic_limit`, kvctl); allowed: "
+                f"{len(pages) * self.plan.page_bytes} or more for one request of max_model_len, or a smaller --max-model-len"
+            )
+
+    def obey(self, orders: ElasticOrders) -> None:
+        """Gives memory back and takes memory, before this step's forward pass."""
+        parked = [slab for slab in orders.park if slab in self.taken]
+        if orders.number == 1:
+            # What vLLM warmed up with.
+            parked = sorted(self.taken - {0})
+        self.give_back(parked)
+        takes = [slab for slab in orders.take if slab not in self.taken]
+        if takes and not self.take_slabs(takes):
+            for slab in takes:
+                if not self.take_slabs([slab]):
+                    break
+        self.report.taken.update(slab for slab in orders.take if slab in self.taken)
+        self.report.refused.update(slab for slab in orders.take if slab not in self.taken)
+
+    def give_back(self, slabs: list[int]) -> None:
+        if not slabs:
+            return
+        pages = self.pages.remove(slabs)
+        self.taken.difference_update(slabs)
+        if self.device.type == "cuda":
+            # Steps that were begun may still read and write there.
+            torch.cuda.synchronize(self.device)
+        self.memory.give_back(pages)
+
+    def take_slabs(self, slabs: list[int]) -> bool:
+        """Takes memory for all of the slabs, or for none."""
+        pages = self.pages.missing(slabs)
+        if pages and not self.memory.take(pages):
+            return False
+        self.pages.add(slabs)
+        self.taken.update(slabs)
+        if self.device.type == "cuda":
+            # A device gives memory with what was there, which may not even be numbers. Memory of this machine comes as zeros.
+            for page in pages:
+                self.allocation.buffer[page * self.plan.page_bytes : (page + 1) * self.plan.page_bytes].zero_()
+        return True
+
+    @property
+    def device(self) -> torch.device:
+        return self.allocation.buffer.device
+
+    def take_report(self) -> ElasticReport:
+        """What became of the orders since the last report, and what others want."""
+        report, self.report = self.report, ElasticReport()
+        slab_bytes = self.pages.slab_bytes()
+        taken_bytes = len(self.pages.n_slabs_of_page) * self.plan.page_bytes
+        excess_bytes = max(self.memory.wanted_bytes(), taken_bytes - self.memory.claimable_bytes)
+        report.held_bytes = self.memory.held_bytes
+        if excess_bytes > 0:
+            report.most_slabs = max(1, len(self.taken) - -(-excess_bytes // slab_bytes))
+        return report
+
+
+def pieces_of_config(cache: "KVCacheConfig") -> list[Piece]:
+    """Where the blocks of all layers lie in the buffer."""
+    if len({tensor.size for tensor in cache.kv_cache_tensors}) != 1:
+        raise kvik.InvalidValueError("the KV has several buffers; allowed with `elastic`: one")
+    page_bytes = cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes
+    return [
+        Piece(tensor.offset + layer * tensor.layer_stride, page_bytes, tensor.block_stride)
+        for tensor in cache.kv_cache_tensors
+        for layer in range(len(tensor.layers))
+    ]

@@ -1,0 +1,269 @@
+"""Elastic memory below a real vLLM: its tokens are those of a plain one, and memory goes where the load is.
+
+KVIK_ENGINES and KVIK_PACKAGE as in test_vllm_kvik.py. With 32 tokens a block and 64 blocks on a page of one of eight layers, a
+slab has 2048 tokens in 16 MiB.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import binary
+from engine_processes import ENGINES, eventually
+from store_daemon import Daemon, whole_chunks
+from vllm_process import Vllm, prompt, started
+from vllm_server import PACKAGE
+
+pytestmark = pytest.mark.skipif(not ENGINES, reason="KVIK_ENGINES is not set")
+
+SLAB = 16 << 20
+
+
+class Ledger:
+    """The ledger of a folder, as `kvctl` tells it."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+
+    def kvctl(self, *arguments: str) -> str:
+        command = [str(pathlib.Path(binary()).with_name("kvctl")), *arguments, "--dir", str(self.folder)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def held(self, group: str) -> int:
+        """Bytes that all engines of a name hold."""
+        devices = json.loads(self.kvctl("list", "--json"))["devices"]
+        groups = [one for device in devices for one in device["groups"] if one["ipc"] == group]
+        return sum(one["held_bytes"] for one in groups)
+
+    def flags(self, group: str, blocks: int = 1024, **settings: object) -> tuple[str, ...]:
+        extra = {"elastic": True, "elastic_group": group, "elastic_directory": str(self.folder), **settings}
+        return "--blocks", str(blocks), "--extra", json.dumps(extra)
+
+    @contextlib.contextmanager
+    def watched(self, group: str) -> Iterator[list[int]]:
+        """Samples what is held."""
+        samples: list[int] = []
+        is_done = threading.Event()
+
+        def watch() -> None:
+            while not is_done.wait(0.05):
+                samples.append(self.held(group))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            yield samples
+        finally:
+            is_done.set()
+            watcher.join()
+
+
+@pytest.fixture
+def ledger(tmp_path: pathlib.Path) -> Ledger:
+    folder = tmp_path / "ledger"
+    folder.mkdir(mode=0o700)
+    return Ledger(folder)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Vllm]:
+    """An engine without kvik: what it says is right."""
+    with started("--max-tokens", "4096", "--blocks", "1024") as engine:
+        yield engine
+
+
+def crowd(seed: int) -> list[list[int]]:
+    """32 prompts, some of which begin alike."""
+    return [
+        prompt(seed + number % 7, 100 + 37 * (number % 7)) + prompt(seed + 99 + number, 30)
+        for number in range(32)
+    ]
+
+
+def tokens_of(engine: Vllm, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    return engine.generate(*prompts, max_tokens=max_tokens)["tokens"]
+
+
+def test_a_small_limit_costs_preemptions_and_no_token(plain: Vllm, ledger: Ledger) -> None:
+    prompts = crowd(30)
+    right = tokens_of(plain, prompts, 64)
+    # Room for ten of the 32 requests.
+    limit = 2 * SLAB
+    flags = ledger.flags("small", store=False, elastic_limit=limit)
+    with started(*flags) as engine, ledger.watched("small") as held:
+        for _ in range(2):
+            answer = engine.generate(*prompts, max_tokens=64)
+            assert answer["tokens"] == right
+    assert answer["preemptions"] > 0
+    assert limit - SLAB < max(held) <= limit
+
+
+def test_memory_follows_the_load_and_a_lowered_limit(plain: Vllm, ledger: Ledger) -> None:
+    prompts = [prompt(300 + number, 700) for number in range(16)]
+    right = tokens_of(plain, prompts, 16)
+    with started(*ledger.flags("load", store=False), "--processes", "--max-tokens", "4096") as engine:
+        # Before the first request there is memory for the first slab alone.
+        assert ledger.held("load") == SLAB
+        with ledger.watched("load") as held:
+            assert engine.generate(*prompts, max_tokens=16)["tokens"] == right
+        assert max(held) >= 6 * SLAB
+        eventually(lambda: ledger.held("load") == SLAB, lambda: ledger.held("load"))
+        # One request that is larger than what is mapped.
+        long = prompt(500, 3000)
+        assert engine.generate(long)["tokens"] == plain.generate(long)["tokens"]
+        ledger.kvctl("limit", "load", str(3 * SLAB))
+        with ledger.watched("load") as held:
+            assert engine.generate(*prompts, max_tokens=16)["tokens"] == right
+        assert SLAB < max(held) <= 3 * SLAB
+        # While requests run: what they use stays until it is free, and then it goes.
+        ledger.kvctl("limit", "load", "none")
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(engine.generate, *prompts, max_tokens=200)
+            eventually(lambda: ledger.held("load") >= 6 * SLAB, lambda: ledger.held("load"))
+            ledger.kvctl("limit", "load", str(3 * SLAB))
+            eventually(lambda: ledger.held("load") <= 3 * SLAB, lambda: ledger.held("load"))
+            is_running = not answer.done()
+            assert [tokens[:16] for tokens in answer.result()["tokens"]] == right
+        assert is_running, "the limit was reached because the requests had ended"
+
+
+def test_memory_goes_to_the_engine_with_the_load_and_back(plain: Vllm, ledger: Ledger) -> None:
+    prompts = [prompt(700 + number, 700) for number in range(16)]
+    right = tokens_of(plain, prompts, 16)
+    flags = (*ledger.flags("shared", store=False), "--processes")
+    with started(*flags) as first, started(*flags) as second:
+        assert ledger.held("shared") == 2 * SLAB
+        # All of one's load fits beside an idle engine, and not beside a loaded one.
+        ledger.kvctl("limit", "shared", str(8 * SLAB))
+        for engine in (first, second):
+            with ledger.watched("shared") as held:
+                answer = engine.generate(*prompts, max_tokens=16)
+            assert (answer["tokens"], answer["preemptions"]) == (right, 0)
+            assert 7 * SLAB <= max(held) <= 8 * SLAB
+            eventually(lambda: ledger.held("shared") == 2 * SLAB, lambda: ledger.held("shared"))
+        with ThreadPoolExecutor(2) as pool, ledger.watched("shared") as held:
+            answers = [pool.submit(engine.generate, *prompts, max_tokens=16) for engine in (first, second)]
+            assert [answer.result()["tokens"] for answer in answers] == [right, right]
+        assert max(held) <= 8 * SLAB
+        # A killed engine's memory is there at once.
+        with ThreadPoolExecutor(1) as pool:
+            killed = pool.submit(first.generate, *prompts, max_tokens=300)
+            eventually(lambda: ledger.held("shared") >= 5 * SLAB, lambda: ledger.held("shared"))
+            first.kill()
+            assert killed.exception() is not None
+        assert second.generate(*prompts, max_tokens=16)["tokens"] == right
+
+
+def test_the_store_and_elastic_memory_work_together(
+    plain: Vllm, ledger: Ledger, tmp_path: pathlib.Path
+) -> None:
+    prompts = crowd(60)
+    right = tokens_of(plain, prompts, 64)
+    long = prompt(900, 900)
+    daemon = Daemon(tmp_path / "daemon")
+    try:
+        flags = ledger.flags("store", elastic_limit=2 * SLAB)
+        with started(*flags, "--socket", str(daemon.socket), "--processes") as engine:
+            for _ in range(2):
+                answer = engine.generate(*prompts, max_tokens=64)
+                assert answer["tokens"] == right
+            assert answer["preemptions"] > 0
+            eventually(lambda: ledger.held("store") == SLAB, lambda: ledger.held("store"))
+            expected = plain.generate(long)["tokens"]
+            assert engine.generate(long)["tokens"] == expected
+            # What was given back is loaded from the store.
+            eventually(lambda: ledger.held("store") == SLAB, lambda: ledger.held("store"))
+            engine.generate(*prompts[:16], max_tokens=8)
+            assert engine.generate(long)["tokens"] == expected
+        with started(*flags, "--socket", str(daemon.socket)) as other:
+            answer = other.generate(long)
+            assert (answer["tokens"], answer["cached"]) == (expected, [whole_chunks(900)])
+    finally:
+        daemon.kill()
+
+
+def test_every_rank_has_memory_before_a_block_is_used(plain: Vllm, ledger: Ledger) -> None:
+    prompts = [prompt(800 + number, 700) for number in range(8)]
+    with started(*ledger.flags("ranks", store=False), "--processes", "--ranks", "2") as engine:
+        answer = engine.generate(*prompts, max_tokens=8)["tokens"]
+        # A rank has half of the heads, and so twice as many tokens on a page.
+        eventually(lambda: ledger.held("ranks") == 2 * SLAB, lambda: ledger.held("ranks"))
+        assert engine.generate(*prompts, max_tokens=8)["tokens"] == answer
+
+
+SETTINGS = """
+import json, sys, types
+import torch
+import kvik
+from kvik.elastic.slabs import Slabs
+from kvik.vllm.allocation import Allocation
+from kvik.vllm.elastic_plan import ElasticPlan
+from kvik.vllm.settings import Settings
+
+geometry = types.SimpleNamespace(n_blocks=100, page_bytes=1 << 20, block_tokens=16)
+config = types.SimpleNamespace(
+    scheduler_config=types.SimpleNamespace(max_num_seqs=4),
+    device_config=types.SimpleNamespace(device_type="cpu"),
+    model_config=types.SimpleNamespace(max_model_len=100),
+)
+for extra in json.loads(sys.argv[1]):
+    try:
+        plan = ElasticPlan.read(config, Settings.read(extra), geometry)
+        print(json.dumps([plan.page_bytes, plan.limit_bytes, plan.slabs.slab_blocks, plan.n_request_blocks]))
+    except kvik.InvalidValueError as error:
+        print(json.dumps(str(error)))
+# Only the allocation of the KV is answered.
+with Allocation(4 << 20, page_bytes=2 << 20) as allocation:
+    others = [torch.zeros(8), torch.zeros(4 << 20, dtype=torch.uint8), torch.zeros(2 << 20, dtype=torch.int8)]
+    kv = torch.zeros(4 << 20, dtype=torch.int8, device=torch.device("cpu"))
+    try:
+        torch.zeros(4 << 20, dtype=torch.int8)
+    except kvik.InvalidValueError as error:
+        print(json.dumps(str(error)))
+inside = range(allocation.memory.address, allocation.memory.address + (4 << 20))
+print(json.dumps([kv.data_ptr() in inside, any(other.data_ptr() in inside for other in others), int(kv.sum())]))
+try:
+    with Allocation(4 << 20, page_bytes=2 << 20):
+        pass
+except kvik.InvalidValueError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def test_bad_settings_are_named_and_one_allocation_is_answered() -> None:
+    elastic = {"elastic": True, "store": False}
+    cases = {
+        json.dumps(elastic): [2 << 20, None, 2, 7],
+        json.dumps({**elastic, "elastic_limit": "1 GiB", "elastic_page": "8MiB"}): [8 << 20, 1 << 30, 8, 7],
+        json.dumps({**elastic, "elastic_limit": "much"}): "`elastic_limit` is 'much'",
+        json.dumps({**elastic, "elastic_page": "3MiB"}): "`elastic_page` is 3MiB; allowed: multiples of 2MiB",
+        json.dumps({**elastic, "elastic_group": 7}): "`elastic_group` is 7",
+        json.dumps({"elastic": "yes"}): "`elastic` is 'yes'; allowed: true, false",
+        json.dumps({"elastic_limit": 1}): "`elastic_limit` is 1; allowed: only with `elastic`",
+        json.dumps({"store": False}): "`store` is false; allowed: only with `elastic`",
+        json.dumps({"elastik": True}): "has elastik; allowed: socket",
+    }
+    environment = {**os.environ, "PYTHONPATH": os.path.abspath(PACKAGE), "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [f"{ENGINES}/bin/python", "-W", "ignore", "-c", SETTINGS, f"[{','.join(cases)}]"]
+    output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    answers = [json.loads(line) for line in output.splitlines() if line[:1] in '["']
+    assert len(answers) == len(cases) + 3
+    for answer, expected in zip(answers, cases.values(), strict=False):
+        assert expected in answer if isinstance(expected, str) else expected == answer
+    several, is_inside, none = answers[len(cases) :]
+    assert "several buffers" in several
+    assert is_inside == [True, False, 0]
+    assert "as one buffer" in none
+
+
+def test_a_limit_below_the_longest_request_ends_the_start(ledger: Ledger) -> None:
+    # A slab has room for one of 1024 tokens and not for one of 4096.
+    flags = ledger.flags("little", store=False, elastic_limit=SLAB)
+    with pytest.raises(AssertionError, match="the engine ended"), started(*flags, "--max-tokens", "4096"):
+        pass

@@ -1,0 +1,70 @@
+"""A real vLLM that computes prompts, in processes of its own."""
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+from collections.abc import Iterator
+
+from engine_processes import DRIVERS, ENGINES, MODEL_FOLDER
+from vllm_server import PACKAGE
+
+# What vLLM prints of itself is a page.
+QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+class Vllm:
+    """An engine in a process of its own."""
+
+    def __init__(self, *flags: str, model: pathlib.Path = MODEL_FOLDER) -> None:
+        command = [f"{ENGINES}/bin/python", "-W", "ignore", str(DRIVERS / "vllm_engine.py")]
+        path = f"{ENGINES}/bin{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, **QUIET, "PATH": path, "PYTHONPATH": os.path.abspath(PACKAGE)}
+        self.process = subprocess.Popen(
+            [*command, "--model", str(model), *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            # The engine may be several processes.
+            start_new_session=True,
+        )
+        assert self.read() == {"is_ready": True}
+
+    def read(self) -> dict:
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise AssertionError("the engine ended")
+
+    def ask(self, op: str, **arguments: object) -> dict:
+        self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    def generate(
+        self, *prompts: list[int], max_tokens: int = 8, salt: str | None = None, params: dict | None = None
+    ) -> dict:
+        salts = [salt] * len(prompts)
+        return self.ask("generate", prompts=prompts, max_tokens=max_tokens, salts=salts, transfer_params=params)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def started(*flags: str, **options: pathlib.Path) -> Iterator[Vllm]:
+    engine = Vllm(*flags, **options)
+    try:
+        yield engine
+    finally:
+        engine.kill()
+
+
+def prompt(seed: int, n_tokens: int) -> list[int]:
+    return [1, *random.Random(seed).choices(range(10, 400), k=n_tokens - 1)]
