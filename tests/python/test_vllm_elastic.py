@@ -166,7 +166,9 @@ def test_the_store_and_elastic_memory_work_together(
     prompts = crowd(60)
     right = tokens_of(plain, prompts, 64)
     long = prompt(900, 900)
-    daemon = Daemon(tmp_path / "daemon")
+    folder = tmp_path / "daemon"
+    folder.mkdir()
+    daemon = Daemon(folder)
     try:
         flags = ledger.flags("store", elastic_limit=2 * SLAB)
         with started(*flags, "--socket", str(daemon.socket), "--processes") as engine:
@@ -201,14 +203,14 @@ SETTINGS = """
 import json, sys, types
 import torch
 import kvik
-from kvik.elastic.slabs import Slabs
 from kvik.vllm.allocation import Allocation
 from kvik.vllm.elastic_plan import ElasticPlan
+from kvik.vllm.metadata import ElasticReport
 from kvik.vllm.settings import Settings
 
 geometry = types.SimpleNamespace(n_blocks=100, page_bytes=1 << 20, block_tokens=16)
 config = types.SimpleNamespace(
-    scheduler_config=types.SimpleNamespace(max_num_seqs=4),
+    scheduler_config=types.SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
     device_config=types.SimpleNamespace(device_type="cpu"),
     model_config=types.SimpleNamespace(max_model_len=100),
 )
@@ -218,6 +220,10 @@ for extra in json.loads(sys.argv[1]):
         print(json.dumps([plan.page_bytes, plan.limit_bytes, plan.slabs.slab_blocks, plan.n_request_blocks]))
     except kvik.InvalidValueError as error:
         print(json.dumps(str(error)))
+# A slab has memory where every rank has it.
+ranks = [ElasticReport({1, 2}, {3}, None, 10), ElasticReport({1, 3}, {2}, 7, 20), ElasticReport({1}, set(), 5, 30)]
+whole = ranks[0].aggregate(ranks[1]).aggregate(ranks[2])
+print(json.dumps([sorted(whole.taken), sorted(whole.refused), whole.most_slabs, whole.held_bytes]))
 # Only the allocation of the KV is answered.
 with Allocation(4 << 20, page_bytes=2 << 20) as allocation:
     others = [torch.zeros(8), torch.zeros(4 << 20, dtype=torch.uint8), torch.zeros(2 << 20, dtype=torch.int8)]
@@ -236,7 +242,7 @@ except kvik.InvalidValueError as error:
 """
 
 
-def test_bad_settings_are_named_and_one_allocation_is_answered() -> None:
+def test_settings_are_checked_ranks_are_added_and_one_allocation_is_answered() -> None:
     elastic = {"elastic": True, "store": False}
     cases = {
         json.dumps(elastic): [2 << 20, None, 2, 7],
@@ -253,10 +259,11 @@ def test_bad_settings_are_named_and_one_allocation_is_answered() -> None:
     command = [f"{ENGINES}/bin/python", "-W", "ignore", "-c", SETTINGS, f"[{','.join(cases)}]"]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     answers = [json.loads(line) for line in output.splitlines() if line[:1] in '["']
-    assert len(answers) == len(cases) + 3
+    assert len(answers) == len(cases) + 4
     for answer, expected in zip(answers, cases.values(), strict=False):
         assert expected in answer if isinstance(expected, str) else expected == answer
-    several, is_inside, none = answers[len(cases) :]
+    ranks, several, is_inside, none = answers[len(cases) :]
+    assert ranks == [[1], [2, 3], 5, 60]
     assert "several buffers" in several
     assert is_inside == [True, False, 0]
     assert "as one buffer" in none

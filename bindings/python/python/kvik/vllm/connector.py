@@ -164,6 +164,8 @@ class KvikConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if self.elastic_scheduler is not None:
+            self.elastic_scheduler.found(request, num_computed_tokens)
         if self.scheduler is None:
             return 0, False
         return self.scheduler.matched_tokens(request, num_computed_tokens)
@@ -196,6 +198,11 @@ class KvikConnector(KVConnectorBase_V1):
 
     def has_pending_push_work(self) -> bool:
         return self.elastic_scheduler is not None and self.elastic_scheduler.wants_step()
+
+    def reset_cache(self) -> bool | None:
+        if self.elastic_scheduler is not None:
+            self.elastic_scheduler.forget_prefixes()
+        return None
 
     # === Both ===
 

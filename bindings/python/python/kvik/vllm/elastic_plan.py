@@ -26,6 +26,8 @@ class ElasticPlan:
     directory: str
     block_tokens: int
     max_requests: int
+    # The most tokens that are computed in a step.
+    max_step_tokens: int
     # Blocks of a request of the greatest length.
     n_request_blocks: int
     # Blocks that are used before the first step, block 0 among them.
@@ -47,6 +49,7 @@ class ElasticPlan:
             directory=settings.elastic_directory,
             block_tokens=geometry.block_tokens,
             max_requests=max_requests,
+            max_step_tokens=config.scheduler_config.max_num_batched_tokens,
             n_request_blocks=-(-config.model_config.max_model_len // geometry.block_tokens),
             n_warm_up_blocks=1 + (WARM_UP_BLOCKS * max_requests if is_gpu else 0),
         )

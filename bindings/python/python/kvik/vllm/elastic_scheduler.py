@@ -51,6 +51,8 @@ class ElasticScheduler:
         # Requests that are not finished, in the order of their arrival.
         self.requests: dict[str, "Request"] = {}
         self.running: set[str] = set()
+        # Tokens of waiting requests that vLLM found in its prefix cache when it looked last.
+        self.n_found_tokens: dict[str, int] = {}
         self.n_orders = 0
         # Slabs of which some ranks have memory and others do not.
         self.half_taken: list[int] = []
@@ -76,6 +78,11 @@ class ElasticScheduler:
     def finished(self, request: "Request") -> None:
         self.requests.pop(request.request_id, None)
         self.running.discard(request.request_id)
+        self.n_found_tokens.pop(request.request_id, None)
+
+    def found(self, request: "Request", n_tokens: int) -> None:
+        """A waiting request begins with so many tokens of the prefix cache."""
+        self.n_found_tokens[request.request_id] = n_tokens
 
     def note_scheduled(self, output: "SchedulerOutput") -> None:
         self.running.update(new.req_id for new in output.scheduled_new_reqs)
@@ -93,14 +100,18 @@ class ElasticScheduler:
         block_tokens = self.plan.block_tokens
         n_needed = 0
         n_free_places = self.plan.max_requests - len(self.running)
+        # Waiting requests count as far as the next step could begin them, and the first one in any case.
+        n_step_tokens = self.plan.max_step_tokens
         for request_id, request in self.requests.items():
             if request_id in self.running:
                 n_computed = request.num_computed_tokens + output.num_scheduled_tokens.get(request_id, 0)
                 n_tokens = request.num_tokens + self.n_spare_tokens
                 n_needed += max(0, -(-n_tokens // block_tokens) - -(-n_computed // block_tokens))
-            elif n_free_places > 0 and request.status.name != "WAITING_FOR_REMOTE_KVS":
+            elif n_free_places > 0 and n_step_tokens > 0 and request.status.name != "WAITING_FOR_REMOTE_KVS":
+                n_tokens = request.num_tokens - self.n_found_tokens.get(request_id, 0)
                 n_free_places -= 1
-                n_needed += -(-(request.num_tokens + self.n_spare_tokens) // block_tokens)
+                n_step_tokens -= n_tokens
+                n_needed += -(-(n_tokens + self.n_spare_tokens) // block_tokens)
         return n_needed
 
     # === Steps ===
@@ -211,6 +222,11 @@ class ElasticScheduler:
         if self.n_orders == 0:
             return True
         return self.is_dirty and not self.requests and self.balloon.count(State.IN) > 1
+
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache: vLLM itself does so only where no block is in use, and those that the balloon holds count."""
+        pool = self.balloon.pool
+        pool.evict_blocks({number for number, block in enumerate(pool.blocks) if block.block_hash is not None})
 
     def counts(self) -> dict[str, Any]:
         """Real numbers: vLLM counts blocks that the balloon holds as used."""
