@@ -158,6 +158,32 @@ impl Memory {
         self.pool.counters().held_bytes
     }
 
+    /// The most bytes that may be held, if all others of the group and of the device gave back what they can.
+    #[getter]
+    fn limit_bytes(&self) -> u64 {
+        let counters = self.pool.counters();
+        let own_bytes = u64::from(counters.pages.limit_pages) * self.geometry.page_cost_bytes();
+        counters.limit_bytes.min(own_bytes)
+    }
+
+    /// Bytes of a page in all buffers.
+    #[getter]
+    fn page_bytes(&self) -> u64 {
+        self.geometry.page_cost_bytes()
+    }
+
+    /// Pages with a block in use.
+    #[getter]
+    fn n_used_pages(&self) -> u32 {
+        self.pool.counters().pages.n_used
+    }
+
+    /// Pages that are mapped and free.
+    #[getter]
+    fn n_parked_pages(&self) -> u32 {
+        self.pool.counters().pages.n_parked
+    }
+
     fn __repr__(&self) -> String {
         let (n_blocks, n_used) = (self.n_blocks(), self.n_used_blocks());
         format!("Memory(n_blocks={n_blocks}, n_used_blocks={n_used}, held_bytes={})", self.held_bytes())

@@ -31,6 +31,8 @@ def test_memory_is_held_for_blocks_in_use_and_not_for_all(memory):
     assert len(set(blocks)) == 40
     assert memory.n_used_blocks == 40
     assert 40 * 2 * BLOCK_BYTES <= memory.held_bytes <= 16 * UNIT < reserved
+    assert (memory.page_bytes, memory.limit_bytes) == (2 * UNIT, 16 * UNIT)
+    assert memory.held_bytes == (memory.n_used_pages + memory.n_parked_pages) * memory.page_bytes
     memory.free(blocks)
     memory.trim()
     assert memory.n_used_blocks == 0

@@ -391,6 +391,18 @@ class Memory:
     @property
     def held_bytes(self) -> int:
         """Bytes of all pages that are mapped."""
+    @property
+    def limit_bytes(self) -> int:
+        """The most bytes that may be held, if all others gave back what they can."""
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all buffers."""
+    @property
+    def n_used_pages(self) -> int:
+        """Pages with a block in use."""
+    @property
+    def n_parked_pages(self) -> int:
+        """Pages that are mapped and free."""
     def __repr__(self) -> str: ...
 
 @final

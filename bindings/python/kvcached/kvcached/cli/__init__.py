@@ -1,0 +1,1 @@
+"""What `kvctl` and `kvtop` of kvcached are made of."""

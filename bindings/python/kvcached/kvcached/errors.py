@@ -1,0 +1,13 @@
+"""Exceptions that callers of kvcached know by name."""
+
+
+class MapQuarantinedError(RuntimeError):
+    """Memory could not be mapped and is in an unknown state."""
+
+
+class StateConsistencyError(RuntimeError):
+    """The books of blocks and of pages differ."""
+
+
+class QuarantinedResizeError(ValueError):
+    """A limit that cannot be set while memory is in an unknown state."""

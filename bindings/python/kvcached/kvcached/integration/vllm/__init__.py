@@ -1,0 +1,1 @@
+"""The interface for vLLM and programs like it."""
