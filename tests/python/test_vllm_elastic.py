@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import binary
-from engine_processes import ENGINES, eventually
+from engine_processes import DRIVERS, ENGINES, eventually
 from store_daemon import Daemon, whole_chunks
 from vllm_process import Vllm, prompt, started
 from vllm_server import PACKAGE
@@ -223,7 +223,7 @@ for extra in json.loads(sys.argv[1]):
 # A slab has memory where every rank has it.
 ranks = [ElasticReport({1, 2}, {3}, None, 10), ElasticReport({1, 3}, {2}, 7, 20), ElasticReport({1}, set(), 5, 30)]
 whole = ranks[0].aggregate(ranks[1]).aggregate(ranks[2])
-print(json.dumps([sorted(whole.taken), sorted(whole.refused), whole.most_slabs, whole.held_bytes]))
+print(json.dumps([sorted(whole.taken), sorted(whole.refused), whole.most_slabs, whole.taken_bytes]))
 # Only the allocation of the KV is answered.
 with Allocation(4 << 20, page_bytes=2 << 20) as allocation:
     others = [torch.zeros(8), torch.zeros(4 << 20, dtype=torch.uint8), torch.zeros(2 << 20, dtype=torch.int8)]
@@ -267,6 +267,13 @@ def test_settings_are_checked_ranks_are_added_and_one_allocation_is_answered() -
     assert "several buffers" in several
     assert is_inside == [True, False, 0]
     assert "as one buffer" in none
+
+
+def test_the_scheduler_follows_need_limits_and_refusals_on_the_blocks_of_vllm() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.path.abspath(PACKAGE), "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [f"{ENGINES}/bin/python", "-W", "ignore", str(DRIVERS / "elastic_scheduler.py")]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_limit_below_the_longest_request_ends_the_start(ledger: Ledger) -> None:

@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 import uuid
 
 import pytest
@@ -124,8 +125,6 @@ def test_a_limit_of_tools_is_obeyed(engine):
     # Two pages in each of four layers.
     segments.update_kv_cache_limit(ipc_name, 16 * MIB)
     n_page_blocks = 2 * MIB // (2 * 16 * 4 * 64 * 2)
-    import time
-
     deadline = time.monotonic() + 20
     while engine.manager.available_size() >= 2 * n_page_blocks:
         assert time.monotonic() < deadline

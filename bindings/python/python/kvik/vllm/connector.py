@@ -18,7 +18,7 @@ from kvik.vllm.metadata import KvikMetadata
 from kvik.vllm.scheduler import SchedulerHalf
 from kvik.vllm.self_test import run_self_test
 from kvik.vllm.settings import Geometry, Settings, attach
-from kvik.vllm.stats import KvikStats
+from kvik.vllm.stats import KvikPromMetrics, KvikStats
 from kvik.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:
@@ -222,6 +222,16 @@ class KvikConnector(KVConnectorBase_V1):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVConnectorStats | None":
         return KvikStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvikPromMetrics:
+        return KvikPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def n_spare_tokens(config: "VllmConfig", geometry: Geometry) -> int:

@@ -64,7 +64,7 @@ class ElasticScheduler:
         self.needed_at = self.ask_at = self.refused_until = self.log_at = 0.0
         # The most slabs to use, and until when.
         self.bound: tuple[int, float] | None = None
-        self.held_bytes = 0
+        self.taken_bytes = 0
 
     def bind(self, pool: "BlockPool") -> None:
         """Takes all blocks out of the pool but those of the first slab."""
@@ -176,7 +176,7 @@ class ElasticScheduler:
         if not isinstance(report, ElasticReport):
             return
         now = time.monotonic()
-        self.held_bytes = report.held_bytes
+        self.taken_bytes = report.taken_bytes
         if report.most_slabs is not None:
             self.bound = (report.most_slabs, now + ASKED_S)
         self.balloon.arrived(sorted(report.taken - report.refused))
@@ -195,8 +195,8 @@ class ElasticScheduler:
         if now > self.log_at:
             self.log_at = now + LOG_S
             logger.info(
-                "kvik: there is no more memory for KV now: %d bytes are held, %d requests run and %d wait",
-                self.held_bytes,
+                "kvik: there is no more memory for KV now: %d bytes are taken, %d requests run and %d wait",
+                self.taken_bytes,
                 len(self.running),
                 len(self.requests) - len(self.running),
             )
@@ -233,7 +233,7 @@ class ElasticScheduler:
         n_held_blocks = self.balloon.n_held_blocks
         n_blocks = self.plan.slabs.n_blocks
         return {
-            "elastic_held_bytes": self.held_bytes,
+            "elastic_taken_bytes": self.taken_bytes,
             "elastic_mapped_blocks": n_blocks - n_held_blocks,
             "elastic_used_blocks": n_blocks - n_held_blocks - self.balloon.pool.get_num_free_blocks() - 1,
             "elastic_unmapped_blocks": n_held_blocks,

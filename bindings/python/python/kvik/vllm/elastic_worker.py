@@ -7,6 +7,7 @@ under one name. So memory is granted once, where it is, and a process that dies 
 from typing import TYPE_CHECKING
 
 import torch
+import vllm
 from vllm.logger import init_logger
 
 import kvik
@@ -101,7 +102,15 @@ class ElasticWorker:
     def take_slabs(self, slabs: list[int]) -> bool:
         """Takes memory for all of the slabs, or for none."""
         pages = self.pages.missing(slabs)
-        if pages and not self.memory.take(pages):
+        try:
+            if pages and not self.memory.take(pages):
+                return False
+        except kvik.InvalidValueError:
+            # The books of pages are wrong: nothing can be trusted.
+            raise
+        except kvik.KvikError as error:
+            # The device could not do it; it may the next time.
+            logger.warning("kvik: memory for KV could not be mapped: %s", error)
             return False
         self.pages.add(slabs)
         self.taken.update(slabs)
@@ -121,7 +130,7 @@ class ElasticWorker:
         slab_bytes = self.pages.slab_bytes()
         taken_bytes = len(self.pages.n_slabs_of_page) * self.plan.page_bytes
         excess_bytes = max(self.memory.wanted_bytes(), taken_bytes - self.memory.claimable_bytes)
-        report.held_bytes = self.memory.held_bytes
+        report.taken_bytes = taken_bytes
         if excess_bytes > 0:
             report.most_slabs = max(1, len(self.taken) - -(-excess_bytes // slab_bytes))
         return report
@@ -129,6 +138,10 @@ class ElasticWorker:
 
 def pieces_of_config(cache: "KVCacheConfig") -> list[Piece]:
     """Where the blocks of all layers lie in the buffer."""
+    if not all(hasattr(tensor, "layer_stride") for tensor in cache.kv_cache_tensors):
+        raise kvik.InvalidValueError(
+            f"vLLM {vllm.__version__} does not say where the KV of a layer lies; allowed with `elastic`: 0.32 and newer"
+        )
     if len({tensor.size for tensor in cache.kv_cache_tensors}) != 1:
         raise kvik.InvalidValueError("the KV has several buffers; allowed with `elastic`: one")
     page_bytes = cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes

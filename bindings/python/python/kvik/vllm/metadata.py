@@ -56,7 +56,8 @@ class ElasticReport(KVConnectorWorkerMetadata):
     refused: set[int] = field(default_factory=set)
     # The most slabs to use, where others need memory or less may be held.
     most_slabs: int | None = None
-    held_bytes: int = 0
+    # Memory behind all slabs that have some.
+    taken_bytes: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ElasticReport":
         """A slab has memory where it has it on every rank."""
@@ -66,7 +67,7 @@ class ElasticReport(KVConnectorWorkerMetadata):
             taken=self.taken & other.taken,
             refused=self.refused | other.refused,
             most_slabs=min(bounds, default=None),
-            held_bytes=self.held_bytes + other.held_bytes,
+            taken_bytes=self.taken_bytes + other.taken_bytes,
         )
 
 

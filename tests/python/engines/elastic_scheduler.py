@@ -1,0 +1,171 @@
+"""Plays the scheduler's half of the elastic memory on the blocks of a real vLLM; a failed check ends it with its reason."""
+
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.v1.core.block_pool import BlockPool
+
+import kvik.vllm.elastic_scheduler as module
+from kvik.elastic.balloon import State
+from kvik.elastic.slabs import Slabs
+from kvik.vllm import KvikConnector
+from kvik.vllm.elastic_plan import ElasticPlan
+from kvik.vllm.elastic_scheduler import ElasticScheduler
+from kvik.vllm.metadata import ElasticReport
+from kvik.vllm.stats import KvikStats
+
+BLOCK_TOKENS, SLAB_BLOCKS, N_SLABS = 16, 8, 10
+
+
+class Played:
+    """A scheduler's half, the blocks of vLLM, and workers that have as much memory as `n_slabs`."""
+
+    def __init__(self) -> None:
+        slabs = Slabs(SLAB_BLOCKS * N_SLABS, SLAB_BLOCKS)
+        plan = ElasticPlan(slabs, 2 << 20, None, None, "/dev/shm", BLOCK_TOKENS, 4, 4096, 40, 1)
+        self.half = ElasticScheduler(plan, BLOCK_TOKENS)
+        self.pool = BlockPool(SLAB_BLOCKS * N_SLABS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
+        self.half.bind(self.pool)
+        self.taken, self.n_slabs, self.most = {0}, N_SLABS, None
+        self.parked: list[int] = []
+
+    def step(self, scheduled: dict[str, int] | None = None, preempted: set[str] = frozenset()) -> None:
+        """One step; the requests in `scheduled` compute so many tokens."""
+        scheduled = scheduled or {}
+        output = SimpleNamespace(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=list(scheduled)),
+            preempted_req_ids=preempted,
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+        )
+        orders = self.half.orders(output)
+        self.parked = orders.park
+        self.taken -= set(orders.park)
+        report = ElasticReport(most_slabs=self.most)
+        for slab in orders.take:
+            if len(self.taken) < self.n_slabs:
+                self.taken.add(slab)
+                report.taken.add(slab)
+            else:
+                report.refused.add(slab)
+        self.half.reported(SimpleNamespace(finished_sending=None, kv_connector_worker_meta=report))
+        for slab, state in enumerate(self.half.balloon.states):
+            assert slab in self.taken or state not in (State.IN, State.LEAVING), "a block without memory can be used"
+
+    def arrive(self, name: str, n_tokens: int, status: str = "WAITING") -> SimpleNamespace:
+        request = SimpleNamespace(
+            request_id=name, num_tokens=n_tokens, num_computed_tokens=0, status=SimpleNamespace(name=status)
+        )
+        self.half.arrived(request)
+        return request
+
+    @property
+    def n_in(self) -> int:
+        return self.half.balloon.count(State.IN)
+
+
+def memory_comes_for_a_request_and_goes_with_it() -> None:
+    played = Played()
+    assert played.half.wants_step(), "the first orders"
+    played.step()
+    assert (played.n_in, played.half.wants_step()) == (1, False)
+    request = played.arrive("a", 40 * BLOCK_TOKENS)
+    played.step()
+    assert played.n_in == 6, "41 blocks beside the one of unused values"
+    blocks = played.pool.get_new_blocks(40)
+    request.num_computed_tokens = request.num_tokens
+    played.step({"a": 1})
+    assert played.n_in == 6
+    counts = played.half.counts()
+    assert (counts["elastic_mapped_blocks"], counts["elastic_used_blocks"]) == (48, 40)
+    played.half.finished(request)
+    played.step()
+    assert not played.half.wants_step(), "its blocks are still held, by a save"
+    played.pool.free_blocks(blocks)
+    played.half.reported(SimpleNamespace(finished_sending={"a"}, kv_connector_worker_meta=None))
+    assert played.half.wants_step()
+    played.step()
+    assert (played.n_in, played.taken) == (1, {0})
+
+
+def requests_that_the_next_step_cannot_begin_get_nothing_yet() -> None:
+    played = Played()
+    for number in range(9):
+        played.arrive(str(number), 16 * BLOCK_TOKENS)
+    played.step()
+    assert played.n_in == 9, "68 blocks of four requests, of which 7 were there"
+    other = Played()
+    other.half.found(other.arrive("a", 40 * BLOCK_TOKENS), 35 * BLOCK_TOKENS)
+    other.step()
+    assert other.n_in == 1, "the prefix cache has most of it"
+
+
+def refused_memory_is_not_waited_for_but_by_a_lone_request() -> None:
+    module.ASK_AGAIN_S = 0.0
+    played = Played()
+    played.n_slabs = 2
+    first = played.arrive("a", 10 * BLOCK_TOKENS)
+    played.step()
+    played.pool.get_new_blocks(15)
+    first.num_computed_tokens = first.num_tokens = 15 * BLOCK_TOKENS
+    assert played.half.waits_for_memory(), "there may be some"
+    played.step({"a": 1})
+    assert played.half.balloon.count(State.OUT) == 8
+    assert played.half.waits_for_memory(), "to preempt the only one frees nothing for it"
+    second = played.arrive("b", BLOCK_TOKENS, "RUNNING")
+    played.step({"a": 1, "b": 1})
+    assert not played.half.waits_for_memory(), "it was refused a moment ago"
+    played.n_slabs = 4
+    played.half.waits_for_memory()
+    played.step({"a": 1, "b": 1})
+    assert played.n_in == 3
+    assert second.request_id in played.half.running
+
+
+def less_is_used_when_others_need_memory() -> None:
+    played = Played()
+    request = played.arrive("a", 60 * BLOCK_TOKENS)
+    played.step()
+    assert played.n_in == 8
+    blocks = played.pool.get_new_blocks(30)
+    request.num_computed_tokens = request.num_tokens
+    played.most = 3
+    played.step({"a": 1})
+    played.step({"a": 1})
+    balloon = played.half.balloon
+    assert balloon.count(State.IN) + balloon.count(State.LEAVING) <= 5, "slabs without a block in use went"
+    assert balloon.count(State.IN) <= 3
+    assert not played.half.waits_for_memory(), "a request must give way"
+    played.pool.free_blocks(blocks)
+    played.step({}, {"a"})
+    assert (balloon.count(State.LEAVING), played.n_in) == (0, 3)
+    played.step()
+    assert played.n_in == 3, "nothing grows while others need memory"
+
+
+def metrics_are_named() -> None:
+    registry = CollectorRegistry()
+    types = {
+        kind: (lambda kind=kind: lambda **options: kind(registry=registry, **options))()
+        for kind in (Gauge, Counter, Histogram)
+    }
+    metrics = KvikConnector.build_prom_metrics(SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]})
+    stats = KvikStats(data={"loaded_blocks": 2, "elastic_taken_bytes": 7})
+    for _ in range(2):
+        metrics.observe(stats.data)
+    text = generate_latest(registry).decode()
+    assert 'kvik_vllm_loaded_blocks_total{engine="0"} 4.0' in text
+    assert 'kvik_vllm_elastic_taken_bytes{engine="0"} 7.0' in text
+    both = stats.aggregate(KvikStats(data={"loaded_blocks": 3, "elastic_taken_bytes": 5}))
+    assert both.data == {"loaded_blocks": 5, "elastic_taken_bytes": 5}
+
+
+for check in (
+    memory_comes_for_a_request_and_goes_with_it,
+    requests_that_the_next_step_cannot_begin_get_nothing_yet,
+    refused_memory_is_not_waited_for_but_by_a_lone_request,
+    less_is_used_when_others_need_memory,
+    metrics_are_named,
+):
+    check()
