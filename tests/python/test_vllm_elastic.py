@@ -160,6 +160,23 @@ def test_memory_goes_to_the_engine_with_the_load_and_back(plain: Vllm, ledger: L
         assert second.generate(*prompts, max_tokens=16)["tokens"] == right
 
 
+def test_an_idle_engine_keeps_its_prefix_cache_until_others_need_the_memory(plain: Vllm, ledger: Ledger) -> None:
+    prompts = [prompt(1100 + number, 900) for number in range(8)]
+    right = tokens_of(plain, prompts, 8)
+    with started(*ledger.flags("cache", store=False, elastic_cache="1GiB"), "--processes") as engine:
+        assert engine.generate(*prompts)["tokens"] == right
+        assert ledger.held("cache") >= 3 * SLAB
+        again = engine.generate(*prompts)
+        assert again["tokens"] == right
+        assert all(n_cached >= 896 - 32 for n_cached in again["cached"])
+        # It sleeps, and gives back what others want all the same.
+        ledger.kvctl("limit", "cache", str(2 * SLAB))
+        eventually(lambda: ledger.held("cache") <= 2 * SLAB, lambda: ledger.held("cache"))
+        again = engine.generate(*prompts)
+        assert again["tokens"] == right
+        assert sum(again["cached"]) < 8 * 864
+
+
 def test_the_store_and_elastic_memory_work_together(
     plain: Vllm, ledger: Ledger, tmp_path: pathlib.Path
 ) -> None:
@@ -208,7 +225,7 @@ from kvik.vllm.elastic_plan import ElasticPlan
 from kvik.vllm.metadata import ElasticReport
 from kvik.vllm.settings import Settings
 
-geometry = types.SimpleNamespace(n_blocks=100, page_bytes=1 << 20, block_tokens=16)
+geometry = types.SimpleNamespace(n_blocks=100, page_bytes=1 << 20, block_tokens=16, layer_names=list(range(3)))
 config = types.SimpleNamespace(
     scheduler_config=types.SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
     device_config=types.SimpleNamespace(device_type="cpu"),
@@ -217,7 +234,7 @@ config = types.SimpleNamespace(
 for extra in json.loads(sys.argv[1]):
     try:
         plan = ElasticPlan.read(config, Settings.read(extra), geometry)
-        print(json.dumps([plan.page_bytes, plan.limit_bytes, plan.slabs.slab_blocks, plan.n_request_blocks]))
+        print(json.dumps([plan.page_bytes, plan.limit_bytes, plan.slabs.slab_blocks, plan.n_request_blocks, plan.cache_slabs]))
     except kvik.InvalidValueError as error:
         print(json.dumps(str(error)))
 # A slab has memory where every rank has it.
@@ -245,8 +262,10 @@ except kvik.InvalidValueError as error:
 def test_settings_are_checked_ranks_are_added_and_one_allocation_is_answered() -> None:
     elastic = {"elastic": True, "store": False}
     cases = {
-        json.dumps(elastic): [2 << 20, None, 2, 7],
-        json.dumps({**elastic, "elastic_limit": "1 GiB", "elastic_page": "8MiB"}): [8 << 20, 1 << 30, 8, 7],
+        json.dumps(elastic): [2 << 20, None, 2, 7, 0],
+        json.dumps({**elastic, "elastic_limit": "1 GiB", "elastic_page": "8MiB"}): [8 << 20, 1 << 30, 8, 7, 0],
+        json.dumps({**elastic, "elastic_cache": "20MiB"}): [2 << 20, None, 2, 7, 3],
+        json.dumps({**elastic, "elastic_cache": "-1"}): "`elastic_cache` is '-1'",
         json.dumps({**elastic, "elastic_limit": "much"}): "`elastic_limit` is 'much'",
         json.dumps({**elastic, "elastic_page": "3MiB"}): "`elastic_page` is 3MiB; allowed: multiples of 2MiB",
         json.dumps({**elastic, "elastic_group": 7}): "`elastic_group` is 7",

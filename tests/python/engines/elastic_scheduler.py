@@ -7,6 +7,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 import kvik.vllm.elastic_scheduler as module
 from kvik.elastic.balloon import State
+from kvik.elastic.lease import LeaseTable
 from kvik.elastic.slabs import Slabs
 from kvik.vllm import KvikConnector
 from kvik.vllm.elastic_plan import ElasticPlan
@@ -20,9 +21,9 @@ BLOCK_TOKENS, SLAB_BLOCKS, N_SLABS = 16, 8, 10
 class Played:
     """A scheduler's half, the blocks of vLLM, and workers that have as much memory as `n_slabs`."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_cache_slabs: int = 0) -> None:
         slabs = Slabs(SLAB_BLOCKS * N_SLABS, SLAB_BLOCKS)
-        plan = ElasticPlan(slabs, 2 << 20, None, None, "/dev/shm", BLOCK_TOKENS, 4, 4096, 40, 1)
+        plan = ElasticPlan(slabs, 2 << 20, None, n_cache_slabs, None, "/dev/shm", BLOCK_TOKENS, 4, 4096, 40, 1)
         self.half = ElasticScheduler(plan, BLOCK_TOKENS)
         self.pool = BlockPool(SLAB_BLOCKS * N_SLABS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         self.half.bind(self.pool)
@@ -42,7 +43,7 @@ class Played:
         orders = self.half.orders(output)
         self.parked = orders.park
         self.taken -= set(orders.park)
-        report = ElasticReport(most_slabs=self.most)
+        report = ElasticReport(most_slabs=self.most, can_lend=True)
         for slab in orders.take:
             if len(self.taken) < self.n_slabs:
                 self.taken.add(slab)
@@ -144,6 +145,33 @@ def less_is_used_when_others_need_memory() -> None:
     assert played.n_in == 3, "nothing grows while others need memory"
 
 
+def the_prefix_cache_is_kept_and_others_take_it_while_nothing_runs() -> None:
+    played = Played(n_cache_slabs=3)
+    played.step()
+    request = played.arrive("a", 50 * BLOCK_TOKENS)
+    played.step()
+    blocks = played.pool.get_new_blocks(48)
+    for block in blocks:
+        played.pool._insert_block_hash(b"%08d" % block.block_id, block, num_tokens=None)
+    played.half.finished(request)
+    played.pool.free_blocks(blocks)
+    played.step()
+    kept = [slab for slab, state in enumerate(played.half.balloon.states) if state is State.IN]
+    assert len(kept) == 4, "three and the first"
+    table = LeaseTable.open(played.half.lease.path, N_SLABS)
+    assert table.take(2, played.half.n_orders - 1) == [], "steps before the offer may still use them"
+    gone = table.take(2, played.half.n_orders)
+    assert len(gone) == 2 and set(gone) < set(kept)
+    played.arrive("b", BLOCK_TOKENS)
+    assert table.take(9, played.half.n_orders) == [], "the offer is closed"
+    states = played.half.balloon.states
+    assert [states[slab] for slab in kept] == [State.OUT if slab in gone else State.IN for slab in kept]
+    assert all(played.pool.blocks[block].block_hash is None for slab in gone for block in played.half.plan.slabs.blocks(slab))
+    played.taken -= set(gone)
+    played.step()
+    assert set(gone) <= set(played.parked), "the other ranks give them back too"
+
+
 def metrics_are_named() -> None:
     registry = CollectorRegistry()
     types = {
@@ -166,6 +194,7 @@ for check in (
     requests_that_the_next_step_cannot_begin_get_nothing_yet,
     refused_memory_is_not_waited_for_but_by_a_lone_request,
     less_is_used_when_others_need_memory,
+    the_prefix_cache_is_kept_and_others_take_it_while_nothing_runs,
     metrics_are_named,
 ):
     check()

@@ -113,7 +113,7 @@ class Balloon:
         the fewest blocks in use are LEAVING where that is not enough; those that are already LEAVING count.
         """
         out = []
-        for _, slab in sorted(self.unused_slabs())[:n_slabs]:
+        for _, slab in sorted(self.unused_slabs())[: max(0, n_slabs)]:
             self.take_out(slab)
             out.append(slab)
         if drains:

@@ -216,6 +216,8 @@ class KvikConnector(KVConnectorBase_V1):
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:
+        if self.elastic_worker is not None:
+            self.elastic_worker.close()
         if self.store is not None:
             self.store.close()
 

@@ -22,6 +22,8 @@ class ElasticPlan:
     slabs: Slabs
     page_bytes: int
     limit_bytes: int | None
+    # Slabs that are kept for the prefix cache.
+    cache_slabs: int
     group: str | None
     directory: str
     block_tokens: int
@@ -39,12 +41,15 @@ class ElasticPlan:
         if page_bytes == 0 or page_bytes % UNIT_BYTES != 0:
             raise kvik.InvalidValueError(f"`elastic_page` is {settings.elastic_page}; allowed: multiples of 2MiB")
         limit = settings.elastic_limit
+        slabs = Slabs.of_pages(geometry.n_blocks, geometry.page_bytes, page_bytes)
+        slab_bytes = slabs.slab_blocks * geometry.page_bytes * len(geometry.layer_names)
         max_requests = config.scheduler_config.max_num_seqs
         is_gpu = config.device_config.device_type != "cpu"
         return cls(
-            slabs=Slabs.of_pages(geometry.n_blocks, geometry.page_bytes, page_bytes),
+            slabs=slabs,
             page_bytes=page_bytes,
             limit_bytes=None if limit is None else size_of("elastic_limit", limit),
+            cache_slabs=size_of("elastic_cache", settings.elastic_cache) // slab_bytes,
             group=settings.elastic_group,
             directory=settings.elastic_directory,
             block_tokens=geometry.block_tokens,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from kvik.elastic.balloon import Balloon, State
+from kvik.elastic.lease import LeaseTable
 from kvik.vllm.elastic_plan import ElasticPlan
 from kvik.vllm.metadata import ElasticOrders, ElasticReport
 
@@ -65,6 +66,9 @@ class ElasticScheduler:
         # The most slabs to use, and until when.
         self.bound: tuple[int, float] | None = None
         self.taken_bytes = 0
+        # Where slabs of the prefix cache are offered while no request is there, and whether they are.
+        self.lease = LeaseTable.create(len(plan.slabs)) if plan.cache_slabs > 0 else None
+        self.can_lend = self.is_lent = False
 
     def bind(self, pool: "BlockPool") -> None:
         """Takes all blocks out of the pool but those of the first slab."""
@@ -73,6 +77,7 @@ class ElasticScheduler:
     # === Requests ===
 
     def arrived(self, request: "Request") -> None:
+        self.wake()
         self.requests[request.request_id] = request
 
     def finished(self, request: "Request") -> None:
@@ -119,22 +124,44 @@ class ElasticScheduler:
     def orders(self, output: "SchedulerOutput") -> ElasticOrders:
         """What the workers do before the forward pass of this step."""
         now = time.monotonic()
+        self.wake()
         self.note_scheduled(output)
+        self.n_orders += 1
         parks, self.half_taken = self.half_taken, []
         parks += self.balloon.settle()
         parks += self.obey_bound(now)
         takes: list[int] = []
         if not self.requests:
-            # No request is left: the next one begins with what it needs.
-            parks += self.balloon.shrink(len(self.plan.slabs))
-            self.is_dirty = False
+            parks += self.sleep()
         else:
             self.is_dirty = True
             takes, surplus = self.follow_need(output, now)
             parks += surplus
         self.is_short = False
-        self.n_orders += 1
-        return ElasticOrders(self.n_orders, parks, takes)
+        return ElasticOrders(self.n_orders, parks, takes, None if self.lease is None else self.lease.path)
+
+    def sleep(self) -> list[int]:
+        """No request is left: all slabs go but those that are kept for the prefix cache, which are offered to others.
+
+        What is offered is not looked at again before `wake`.
+        """
+        self.is_dirty = False
+        unused = sorted(self.balloon.unused_slabs())
+        n_cached = sum(cost[0] > 0 for cost, _ in unused)
+        n_kept = min(n_cached, self.plan.cache_slabs) if self.can_lend else 0
+        out = self.balloon.shrink(len(unused) - n_kept)
+        if n_kept > 0:
+            self.lease.offer(self.n_orders, [slab for _, slab in unused[len(unused) - n_kept :]])
+            self.is_lent = True
+        return out
+
+    def wake(self) -> None:
+        """Ends the offer; slabs that others took are OUT, on the other ranks too with the next orders."""
+        if self.is_lent:
+            self.is_lent = False
+            for slab in self.lease.close_offer():
+                self.balloon.take_out(slab)
+                self.half_taken.append(slab)
 
     def obey_bound(self, now: float) -> list[int]:
         """Uses less while others need memory or the limit is lower."""
@@ -165,7 +192,7 @@ class ElasticScheduler:
                 return [], []
             return self.balloon.grow(n_slabs), []
         if now > self.needed_at + SURPLUS_S:
-            return [], self.balloon.shrink(-n_lacking // slab_blocks - 1)
+            return [], self.balloon.shrink(-n_lacking // slab_blocks - 1 - self.plan.cache_slabs)
         return [], []
 
     def reported(self, output: "KVConnectorOutput") -> None:
@@ -177,6 +204,7 @@ class ElasticScheduler:
             return
         now = time.monotonic()
         self.taken_bytes = report.taken_bytes
+        self.can_lend = self.lease is not None and report.can_lend
         if report.most_slabs is not None:
             self.bound = (report.most_slabs, now + ASKED_S)
         self.balloon.arrived(sorted(report.taken - report.refused))
@@ -225,6 +253,7 @@ class ElasticScheduler:
 
     def forget_prefixes(self) -> None:
         """Empties the prefix cache: vLLM itself does so only where no block is in use, and those that the balloon holds count."""
+        self.wake()
         pool = self.balloon.pool
         pool.evict_blocks({number for number, block in enumerate(pool.blocks) if block.block_hash is not None})
 

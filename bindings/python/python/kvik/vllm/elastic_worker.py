@@ -4,6 +4,7 @@ The process that holds memory is the member of the ledger that is granted it: ea
 under one name. So memory is granted once, where it is, and a process that dies gives back what it held.
 """
 
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ import vllm
 from vllm.logger import init_logger
 
 import kvik
+from kvik.elastic.lease import LeaseTable
 from kvik.elastic.slabs import PageTable, Piece
 from kvik.vllm.allocation import Allocation
 from kvik.vllm.elastic_plan import ElasticPlan
@@ -21,12 +23,17 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
+# How long the end of the worker waits for its thread at most.
+LISTEN_S = 0.5
+
 
 class ElasticWorker:
     """The memory of one rank.
 
     Invariant: pages of every slab that the scheduler may use are taken; before the first orders, those of all blocks that
     vLLM warms up with.
+
+    A thread listens to what others want: while the scheduler sleeps, it gives back slabs that are offered.
     """
 
     def __init__(self, plan: ElasticPlan, cache: "KVCacheConfig") -> None:
@@ -42,6 +49,14 @@ class ElasticWorker:
         # Slabs that have memory.
         self.taken: set[int] = set()
         self.report = ElasticReport()
+        # Held while anything of the above is used, but by the allocation itself.
+        self.lock = threading.Lock()
+        self.lease: LeaseTable | None = None
+        self.n_obeyed = 0
+        # Bytes that others want and did not get.
+        self.wanted_bytes = 0
+        self.is_closed = threading.Event()
+        self.listener = threading.Thread(target=self.listen, name="kvik-elastic", daemon=True)
 
     @property
     def memory(self) -> kvik.PagedMemory:
@@ -63,6 +78,26 @@ class ElasticWorker:
                 f"there is no memory for the first {len(first)} x {self.pages.slab_bytes()} bytes of KV: "
                 f"{self.memory.claimable_bytes} bytes may be held"
             )
+        self.listener.start()
+
+    def close(self) -> None:
+        self.is_closed.set()
+        if self.listener.is_alive():
+            self.listener.join()
+
+    def listen(self) -> None:
+        while not self.is_closed.is_set():
+            n_bytes = self.memory.wanted_bytes(timeout_s=LISTEN_S)
+            if n_bytes > 0:
+                self.lend(n_bytes)
+
+    def lend(self, n_bytes: int) -> None:
+        """Gives others slabs that are offered; the scheduler is told of the rest with the next report."""
+        with self.lock:
+            slab_bytes = self.pages.slab_bytes()
+            slabs = [] if self.lease is None else self.lease.take(-(-n_bytes // slab_bytes), self.n_obeyed)
+            self.give_back([slab for slab in slabs if slab in self.taken])
+            self.wanted_bytes = max(0, n_bytes - len(slabs) * slab_bytes)
 
     def check_limit(self) -> None:
         """A request of the greatest length must fit, as vLLM itself wants it of its KV memory."""
@@ -76,18 +111,20 @@ class ElasticWorker:
 
     def obey(self, orders: ElasticOrders) -> None:
         """Gives memory back and takes memory, before this step's forward pass."""
-        parked = [slab for slab in orders.park if slab in self.taken]
-        if orders.number == 1:
-            # What vLLM warmed up with.
-            parked = sorted(self.taken - {0})
-        self.give_back(parked)
-        takes = [slab for slab in orders.take if slab not in self.taken]
-        if takes and not self.take_slabs(takes):
-            for slab in takes:
-                if not self.take_slabs([slab]):
-                    break
-        self.report.taken.update(slab for slab in orders.take if slab in self.taken)
-        self.report.refused.update(slab for slab in orders.take if slab not in self.taken)
+        with self.lock:
+            if self.lease is None and orders.lease is not None:
+                self.lease = LeaseTable.open(orders.lease, len(self.plan.slabs))
+            # Before the first orders there is what vLLM warmed up with.
+            first = self.taken - {0} if orders.number == 1 else ()
+            self.give_back(sorted({slab for slab in orders.park if slab in self.taken}.union(first)))
+            takes = [slab for slab in orders.take if slab not in self.taken]
+            if takes and not self.take_slabs(takes):
+                for slab in takes:
+                    if not self.take_slabs([slab]):
+                        break
+            self.report.taken.update(slab for slab in orders.take if slab in self.taken)
+            self.report.refused.update(slab for slab in orders.take if slab not in self.taken)
+            self.n_obeyed = orders.number
 
     def give_back(self, slabs: list[int]) -> None:
         if not slabs:
@@ -126,14 +163,16 @@ class ElasticWorker:
 
     def take_report(self) -> ElasticReport:
         """What became of the orders since the last report, and what others want."""
-        report, self.report = self.report, ElasticReport()
-        slab_bytes = self.pages.slab_bytes()
-        taken_bytes = len(self.pages.n_slabs_of_page) * self.plan.page_bytes
-        excess_bytes = max(self.memory.wanted_bytes(), taken_bytes - self.memory.claimable_bytes)
-        report.taken_bytes = taken_bytes
-        if excess_bytes > 0:
-            report.most_slabs = max(1, len(self.taken) - -(-excess_bytes // slab_bytes))
-        return report
+        with self.lock:
+            report, self.report = self.report, ElasticReport()
+            wanted_bytes, self.wanted_bytes = self.wanted_bytes, 0
+            report.taken_bytes = len(self.pages.n_slabs_of_page) * self.plan.page_bytes
+            report.can_lend = self.lease is not None
+            excess_bytes = max(wanted_bytes, report.taken_bytes - self.memory.claimable_bytes)
+            if excess_bytes > 0:
+                n_excess = -(-excess_bytes // self.pages.slab_bytes())
+                report.most_slabs = max(1, len(self.taken) - n_excess)
+            return report
 
 
 def pieces_of_config(cache: "KVCacheConfig") -> list[Piece]:

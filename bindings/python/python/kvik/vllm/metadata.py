@@ -45,6 +45,8 @@ class ElasticOrders:
     park: list[int]
     # Slabs that are to get memory.
     take: list[int]
+    # The file of the table in which slabs are offered while the scheduler sleeps.
+    lease: str | None = None
 
 
 @dataclass
@@ -58,6 +60,8 @@ class ElasticReport(KVConnectorWorkerMetadata):
     most_slabs: int | None = None
     # Memory behind all slabs that have some.
     taken_bytes: int = 0
+    # Whether slabs may be offered: the table was found.
+    can_lend: bool = False
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ElasticReport":
         """A slab has memory where it has it on every rank."""
@@ -68,6 +72,7 @@ class ElasticReport(KVConnectorWorkerMetadata):
             refused=self.refused | other.refused,
             most_slabs=min(bounds, default=None),
             taken_bytes=self.taken_bytes + other.taken_bytes,
+            can_lend=self.can_lend and other.can_lend,
         )
 
 

@@ -56,6 +56,8 @@ class Settings:
     elastic_group: str | None = None
     # The most memory that a rank holds, in bytes or such as `20GiB`; default: all of vLLM's KV memory.
     elastic_limit: int | str | None = None
+    # Memory that is kept for the prefix cache when no request needs it, in bytes or such as `4GiB`; others take it when they need it.
+    elastic_cache: int | str = 0
     # The unit of memory in one layer, a multiple of 2 MiB.
     elastic_page: int | str = UNIT_BYTES
     # Where the ledger of the devices is.
@@ -79,7 +81,7 @@ class Settings:
             if not isinstance(value, bool):
                 raise kvik.InvalidValueError(f"`{name}` is {value!r}; allowed: true, false")
         if not self.elastic:
-            fields = ("elastic_group", "elastic_limit", "elastic_page", "elastic_directory")
+            fields = ("elastic_group", "elastic_limit", "elastic_cache", "elastic_page", "elastic_directory")
             given = [name for name in fields if getattr(self, name) != getattr(Settings, name)]
             if given:
                 raise kvik.InvalidValueError(f"`{given[0]}` is {getattr(self, given[0])}; allowed: only with `elastic`: true")
