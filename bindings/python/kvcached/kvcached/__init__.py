@@ -1,7 +1,7 @@
 """The Python interface of kvcached 0.1.6, over the elastic memory of kvik: for programs that call it directly.
 
-This package has kvcached's name and is installed only where it is asked for, as `kvik-kvcached`. Where kvcached itself is installed
-too, importing it raises: which of the two files on the disk are whose is not known then.
+This package has kvcached's name and is installed only where it is asked for, as `kvik-kvcached`. Where kvcached itself is
+installed too, importing it raises: which of the files on the disk are whose is not known then.
 """
 
 from importlib import metadata

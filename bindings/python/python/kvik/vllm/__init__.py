@@ -4,7 +4,8 @@
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "KvikConnector", "kv_connector_module_path": "kvik.vllm",
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
 
-With `"kv_connector_extra_config": {"elastic": true, "elastic_group": NAME}` it also shares the memory of its device with other engines.
+With `"kv_connector_extra_config": {"elastic": true, "elastic_group": NAME}` it also shares the memory of its device with other
+engines.
 """
 
 from kvik.vllm.connector import KvikConnector

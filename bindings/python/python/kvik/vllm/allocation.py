@@ -12,7 +12,7 @@ ROUNDING_BYTES = 4096
 
 
 class Allocation(TorchFunctionMode):
-    """While it is entered, `torch.zeros` of the KV memory's size and type is a view of `PagedMemory`; all other calls go through.
+    """While it is entered, `torch.zeros` of the KV memory's size and type is a view of `PagedMemory`; other calls go through.
 
     vLLM allocates the KV of all layers at once, and makes views of it. Where it does not, leaving the context raises: memory
     beside kvik's would not be elastic.

@@ -40,8 +40,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class KvikConnector(KVConnectorBase_V1):
-    """Keeps the KV of ended and running requests in the store of the node, and loads it for later ones; with `elastic`, there is
-    memory behind the blocks that are needed only, and other engines of the device use the rest.
+    """Keeps the KV of ended and running requests in the store of the node, and loads it for later ones. With `elastic`, there
+    is memory behind the blocks that are needed only, and other engines of the device use the rest.
 
     Loads run in the background while other requests are computed. A load that fails is reported block by block, and vLLM
     computes those blocks if `kv_load_failure_policy` is `recompute`. Without a daemon, vLLM goes on as without a
@@ -164,8 +164,6 @@ class KvikConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if self.elastic_scheduler is not None:
-            self.elastic_scheduler.found(request, num_computed_tokens)
         if self.scheduler is None:
             return 0, False
         return self.scheduler.matched_tokens(request, num_computed_tokens)

@@ -34,7 +34,8 @@ REFUSED_S = 1.0
 # How long less is used after others asked for memory; they ask again.
 ASKED_S = 2.0
 
-# Steps without a token, while requests wait, after which one slab more is asked for: vLLM keeps some blocks free for reasons of its own.
+# Steps without a token, while requests wait, after which one slab more is asked for: vLLM keeps some blocks free for reasons of
+# its own.
 STALLED_STEPS = 20
 
 # How often a request that waits for memory is logged.
@@ -52,8 +53,6 @@ class ElasticScheduler:
         # Requests that are not finished, in the order of their arrival.
         self.requests: dict[str, "Request"] = {}
         self.running: set[str] = set()
-        # Tokens of waiting requests that vLLM found in its prefix cache when it looked last.
-        self.n_found_tokens: dict[str, int] = {}
         self.n_orders = 0
         # Slabs of which some ranks have memory and others do not.
         self.half_taken: list[int] = []
@@ -83,11 +82,6 @@ class ElasticScheduler:
     def finished(self, request: "Request") -> None:
         self.requests.pop(request.request_id, None)
         self.running.discard(request.request_id)
-        self.n_found_tokens.pop(request.request_id, None)
-
-    def found(self, request: "Request", n_tokens: int) -> None:
-        """A waiting request begins with so many tokens of the prefix cache."""
-        self.n_found_tokens[request.request_id] = n_tokens
 
     def note_scheduled(self, output: "SchedulerOutput") -> None:
         self.running.update(new.req_id for new in output.scheduled_new_reqs)
@@ -105,7 +99,8 @@ class ElasticScheduler:
         block_tokens = self.plan.block_tokens
         n_needed = 0
         n_free_places = self.plan.max_requests - len(self.running)
-        # Waiting requests count as far as the next step could begin them, and the first one in any case.
+        # Waiting requests count as far as the next step could begin them, and the first one in any case. What the prefix cache has
+        # of them is not subtracted: such blocks are among the free ones, unless other requests use them.
         n_step_tokens = self.plan.max_step_tokens
         for request_id, request in self.requests.items():
             if request_id in self.running:
@@ -113,10 +108,11 @@ class ElasticScheduler:
                 n_tokens = request.num_tokens + self.n_spare_tokens
                 n_needed += max(0, -(-n_tokens // block_tokens) - -(-n_computed // block_tokens))
             elif n_free_places > 0 and n_step_tokens > 0 and request.status.name != "WAITING_FOR_REMOTE_KVS":
-                n_tokens = request.num_tokens - self.n_found_tokens.get(request_id, 0)
                 n_free_places -= 1
-                n_step_tokens -= n_tokens
-                n_needed += -(-(n_tokens + self.n_spare_tokens) // block_tokens)
+                n_step_tokens -= request.num_tokens
+                n_tokens = request.num_tokens + self.n_spare_tokens
+                # What was loaded for it is in blocks that it has.
+                n_needed += -(-n_tokens // block_tokens) - request.num_computed_tokens // block_tokens
         return n_needed
 
     # === Steps ===
@@ -234,7 +230,8 @@ class ElasticScheduler:
     def waits_for_memory(self) -> bool:
         """Whether a running request that finds no block should wait for memory, instead of another one being preempted.
 
-        Memory that was refused is not waited for, unless the request is the only one: to preempt it frees nothing that it could use.
+        Memory that was refused is not waited for, unless the request is the only one: to preempt it frees nothing that it could
+        use.
         """
         self.is_short = True
         if self.balloon.count(State.COMING) > 0:
@@ -252,7 +249,7 @@ class ElasticScheduler:
         return self.is_dirty and not self.requests and self.balloon.count(State.IN) > 1
 
     def forget_prefixes(self) -> None:
-        """Empties the prefix cache: vLLM itself does so only where no block is in use, and those that the balloon holds count."""
+        """Empties the prefix cache: vLLM itself does so only where no block is in use, and what the balloon holds counts."""
         self.wake()
         pool = self.balloon.pool
         pool.evict_blocks({number for number, block in enumerate(pool.blocks) if block.block_hash is not None})

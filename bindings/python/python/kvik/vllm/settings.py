@@ -56,7 +56,8 @@ class Settings:
     elastic_group: str | None = None
     # The most memory that a rank holds, in bytes or such as `20GiB`; default: all of vLLM's KV memory.
     elastic_limit: int | str | None = None
-    # Memory that is kept for the prefix cache when no request needs it, in bytes or such as `4GiB`; others take it when they need it.
+    # Memory that is kept for the prefix cache when no request needs it, in bytes or such as `4GiB`; others take it when they
+    # need it.
     elastic_cache: int | str = 0
     # The unit of memory in one layer, a multiple of 2 MiB.
     elastic_page: int | str = UNIT_BYTES

@@ -20,7 +20,10 @@ def init_kvcached(
     *,
     tp_size: int | None = None,
 ) -> None:
-    """Chooses the device: `device`, or the GPU of the rank where there is one, or this machine. `tp_size` is an older name of `world_size`."""
+    """Chooses the device: `device`, or the GPU of the rank where there is one, or this machine.
+
+    `tp_size` is an older name of `world_size`.
+    """
     if world_size is not None and tp_size is not None and world_size != tp_size:
         raise KVCachedConfigError(f"`tp_size` is {tp_size}; allowed: as `world_size`, {world_size}")
     size = world_size or tp_size or 1
@@ -47,8 +50,8 @@ def alloc_kv_cache(
 ) -> list[torch.Tensor]:
     """One tensor of `kvcache_shape` for each layer. Blocks that no manager has taken read as zeros and must not be written.
 
-    For MHA and GQA one of the first two axes is 2, for keys and values, and the other that of the blocks; for MLA the first is that
-    of the blocks.
+    For MHA and GQA one of the first two axes is 2, for keys and values, and the other that of the blocks; for MLA the first is
+    that of the blocks.
     """
     if any(value not in (None, False) for value in other.values()):
         raise KVCachedConfigError(f"{', '.join(other)} are given; allowed: none of them")
