@@ -18,9 +18,11 @@ def test_slabs_go_in_the_order_in_which_they_are_offered():
     scheduler, worker = both(10)
     scheduler.offer(5, [7, 2, 4])
     assert worker.take(2, 5) == [7, 2]
+    assert (worker.gone(5), worker.gone(4)) == ([2, 7], [])
     assert worker.take(9, 6) == [4]
     assert worker.take(9, 6) == []
     assert scheduler.close_offer() == [2, 4, 7]
+    assert worker.gone(9) == []
 
 
 def test_nothing_goes_before_the_orders_of_the_offer_were_obeyed_or_after_its_end():

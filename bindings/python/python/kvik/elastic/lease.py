@@ -83,6 +83,13 @@ class LeaseTable:
                 PLACE.pack_into(self.memory, NUMBER.size + slab * PLACE.size, GONE)
         return taken
 
+    def gone(self, number: int) -> list[int]:
+        """Slabs that workers took of the offer, for a worker that has obeyed the orders up to this number."""
+        with self.locked():
+            (offered,) = NUMBER.unpack_from(self.memory)
+            is_seen = 0 < offered <= number
+            return [slab for slab, place in enumerate(self.places()) if is_seen and place == GONE]
+
     def places(self) -> list[int]:
         return [place for (place,) in PLACE.iter_unpack(self.memory[NUMBER.size :])]
 

@@ -95,7 +95,12 @@ class ElasticWorker:
         """Gives others slabs that are offered; the scheduler is told of the rest with the next report."""
         with self.lock:
             slab_bytes = self.pages.slab_bytes()
-            slabs = [] if self.lease is None else self.lease.take(-(-n_bytes // slab_bytes), self.n_obeyed)
+            slabs: list[int] = []
+            if self.lease is not None:
+                # What other ranks took is lost for the scheduler already.
+                slabs = [slab for slab in self.lease.gone(self.n_obeyed) if slab in self.taken]
+                n_missing = -(-n_bytes // slab_bytes) - len(slabs)
+                slabs += self.lease.take(max(0, n_missing), self.n_obeyed)
             self.give_back([slab for slab in slabs if slab in self.taken])
             self.wanted_bytes = max(0, n_bytes - len(slabs) * slab_bytes)
 
@@ -147,7 +152,7 @@ class ElasticWorker:
             raise
         except kvik.KvikError as error:
             # The device could not do it; it may the next time.
-            logger.warning("kvik: memory for KV could not be mapped: %s", error)
+            logger.warning_once("kvik: memory for KV could not be mapped: %s", str(error))
             return False
         self.pages.add(slabs)
         self.taken.update(slabs)
