@@ -32,7 +32,7 @@ const UTILIZATION: f64 = 0.95;
 ///
 /// A block has `block_bytes` in each of `n_buffers` buffers, for example one a layer. With `cuda_device` the memory is that of a GPU,
 /// and else of this machine. With `group` it is granted by the ledger of the device, which engines in other processes share
-/// (`kvctl`); without, `max_bytes` is its own. Blocks that are not allocated read as zeros; to write there ends the process.
+/// (`kvctl`); without, `max_bytes` is its own. With `has_null_block`, block 0 is taken for good. Blocks that are not allocated read as zeros; to write there ends the process.
 #[pyclass(frozen, module = "kvik")]
 #[derive(Debug)]
 pub(crate) struct Memory {
@@ -54,7 +54,7 @@ pub(crate) struct MemoryTensor {
 impl Memory {
     #[new]
     #[pyo3(signature = (*, n_buffers, block_bytes, n_blocks, page_bytes=2 << 20, max_bytes=None, cuda_device=None,
-        group=None, directory=PathBuf::from("/dev/shm")))]
+        group=None, directory=PathBuf::from("/dev/shm"), has_null_block=false))]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn new(
         py: Python<'_>,
@@ -66,14 +66,17 @@ impl Memory {
         cuda_device: Option<u32>,
         group: Option<String>,
         directory: PathBuf,
+        has_null_block: bool,
     ) -> PyResult<Self> {
         let n_pages = u128::from(n_blocks) * u128::from(block_bytes);
         let n_pages = u32::try_from(n_pages.div_ceil(u128::from(page_bytes.max(1))));
         let n_pages = n_pages.map_err(|_| invalid("n_blocks", &n_blocks, "fewer, or larger pages"))?;
         let geometry = Geometry::try_new(n_buffers, page_bytes, n_pages);
         let geometry = geometry.map_err(|error| memory_exception_of(&error))?;
-        py.detach(|| Self::open(geometry, block_bytes, max_bytes, cuda_device, group, directory))
-            .map_err(|error| memory_exception_of(&error))
+        let settings = PoolSettings { has_null_block, ..PoolSettings::new(block_bytes) };
+        let place = Place { cuda_device, group, directory };
+        let pool = py.detach(|| place.open_pool(geometry, settings, max_bytes));
+        Ok(Self { pool: pool.map_err(|error| memory_exception_of(&error))?, geometry, cuda_device })
     }
 
     /// Takes blocks, and maps pages where there are none for them; waits up to `timeout_s` for others of the group to give memory back.
@@ -232,21 +235,6 @@ impl MemoryTensor {
             owner: self.memory.clone_ref(py).into_any(),
         };
         exported.into_capsule(py, max_version.is_some_and(|(major, _)| major >= 1))
-    }
-}
-
-impl Memory {
-    fn open(
-        geometry: Geometry,
-        block_bytes: u64,
-        max_bytes: Option<u64>,
-        cuda_device: Option<u32>,
-        group: Option<String>,
-        directory: PathBuf,
-    ) -> Result<Self, MemoryError> {
-        let settings = PoolSettings::new(block_bytes);
-        let place = Place { cuda_device, group, directory };
-        Ok(Self { pool: place.open_pool(geometry, settings, max_bytes)?, geometry, cuda_device })
     }
 }
 

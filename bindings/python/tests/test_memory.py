@@ -38,6 +38,13 @@ def test_memory_is_held_for_blocks_in_use_and_not_for_all(memory):
     assert memory.n_used_blocks == 0
 
 
+def test_block_0_is_never_given_where_it_is_kept():
+    memory = kvik.Memory(n_buffers=1, block_bytes=BLOCK_BYTES, n_blocks=64, has_null_block=True)
+    assert sorted(memory.alloc(63)) == list(range(1, 64))
+    with pytest.raises(kvik.InvalidValueError, match="null block"):
+        memory.free([0])
+
+
 def test_too_little_memory_is_none_and_no_block_is_lost(memory):
     n_most = memory.n_available_blocks
     assert 0 < n_most < memory.n_blocks

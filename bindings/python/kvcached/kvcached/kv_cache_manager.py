@@ -51,7 +51,7 @@ class KVCacheManager:
     """Takes blocks and gives them back; blocks that are not taken have no memory. Safe to call from several threads.
 
     A block has `block_size * cell_size` bytes in each of `num_kv_buffers` buffers of `num_layers` layers. The tensors are those of
-    `alloc_kv_cache` of this process, with the same `group_id`.
+    `alloc_kv_cache` of this process, with the same `group_id`. Block 0 is never given, with and without `reserve_null_block`.
     """
 
     def __init__(
@@ -87,13 +87,7 @@ class KVCacheManager:
         self.num_blocks = min(num_blocks or self.memory.n_blocks, self.memory.n_blocks)
         self.mem_size = self.memory.limit_bytes // num_layers // num_kv_buffers
         self.reserved_blocks: list[int] = []
-        self.null_block: int | None = None
         self.lock = threading.RLock()
-        if reserve_null_block:
-            blocks = self.memory.alloc(1)
-            if blocks != [0]:
-                raise KVCachedConfigError("there is no memory for block 0, or it is taken; allowed: a group without blocks in use")
-            self.null_block = 0
 
     def alloc(self, need_size: int) -> list[int] | None:
         """Blocks that were reserved and then others; `None`, and nothing taken, where there are not so many."""
@@ -109,7 +103,7 @@ class KVCacheManager:
 
     def free(self, indices: Sequence[int]) -> None:
         """Gives blocks back, all of them or none; raises where one is not taken."""
-        if self.null_block is not None and self.null_block in indices:
+        if 0 in indices:
             raise ValueError("block 0 is kept for values that are not used")
         self.memory.free(list(indices))
 

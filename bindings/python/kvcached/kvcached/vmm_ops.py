@@ -83,6 +83,8 @@ def create_kv_buffers(
             cuda_device=ordinal,
             group=ipc_name,
             directory=SHM_DIR,
+            # Engines write unused values to block 0; a manager that does not ask for it has one block less.
+            has_null_block=True,
         )
         groups[group_id] = Group(memory, block_bytes, n_layers, n_kv_buffers, ipc_name)
     return [torch.from_dlpack(tensor)[:n_blocks] for tensor in memory.tensors()]

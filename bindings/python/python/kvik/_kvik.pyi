@@ -367,8 +367,12 @@ class Memory:
         cuda_device: int | None = None,
         group: str | None = None,
         directory: str | PathLike[str] = "/dev/shm",
+        has_null_block: bool = False,
     ) -> None:
-        """A block has `block_bytes` in each buffer. With `group` memory is granted by the ledger of the device."""
+        """A block has `block_bytes` in each buffer. With `group` memory is granted by the ledger of the device.
+
+        With `has_null_block`, block 0 is taken for good.
+        """
     def alloc(self, n_blocks: int, *, timeout_s: float = 0.0) -> list[int] | None:
         """Takes blocks, and maps pages for them; `None` where there is not enough memory."""
     def free(self, blocks: Sequence[int]) -> None:
