@@ -287,9 +287,12 @@ impl PageAllocator {
     }
 
     /// How many pages [`alloc`](Self::alloc) would give now; asks the grants, never the device.
+    ///
+    /// Pages that are being mapped or unmapped count: `alloc` waits for them before it reports a shortage.
     pub fn available_pages(&self) -> u32 {
         let tracker = self.tracker.lock();
-        (tracker.n_parked() + self.n_growable(&tracker)).min(tracker.n_usable())
+        let n_at_hand = tracker.n_parked() + tracker.n_in_transition();
+        (n_at_hand + self.n_growable(&tracker)).min(tracker.n_usable())
     }
 
     /// Parked pages, read without the lock: a hint that may be out of date.
