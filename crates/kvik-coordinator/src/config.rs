@@ -9,6 +9,7 @@ use kvik_index::ring::MAX_VIRTUAL_NODES;
 use kvik_proto::coordinator::RingConfig;
 use kvik_runtime::http::{InvalidLimit, ListenLimits, TlsServerConfig};
 use kvik_runtime::secret::{Secret, redacted_url};
+use kvik_runtime::telemetry::TracingConfig;
 use kvik_runtime::tls::TlsClientFiles;
 use kvik_runtime::trust::TrustSettings;
 use serde::{Deserialize, Serialize};
@@ -59,6 +60,8 @@ pub struct CoordinatorConfig {
     pub rebalance: RebalanceConfig,
     /// Where the state is.
     pub state: StateConfig,
+    /// Where its traces go.
+    pub tracing: TracingConfig,
 }
 
 /// Whether running requests are moved from full workers to others, and how.
@@ -161,6 +164,7 @@ impl Default for CoordinatorConfig {
             ring: RingConfig::default(),
             rebalance: RebalanceConfig::default(),
             state: StateConfig::default(),
+            tracing: TracingConfig::default(),
         }
     }
 }

@@ -55,6 +55,7 @@ use kvik_index::ring::MAX_VIRTUAL_NODES;
 use kvik_proto::client::{HttpClient, TlsClientConfig, http_client};
 use kvik_runtime::http::{listen, serve, tls_acceptor};
 use kvik_runtime::shutdown::Shutdown;
+use kvik_runtime::telemetry::Tracer;
 use kvik_runtime::tls::TlsClientPem;
 use kvik_runtime::trust::Trust;
 use tokio::sync::{mpsc, watch};
@@ -118,17 +119,18 @@ impl Coordinator {
         let base = base.trim_end_matches('/').to_owned();
 
         metrics::describe();
+        let tracer = Tracer::start(&config.tracing, "kvik-coordinator", &address.to_string(), shutdown)?;
         let api = match config.state.backend {
             StateBackendKind::Embedded => {
-                spawn(EmbeddedState::new(SystemTime::now()), &config, http, &trust, shutdown)
+                spawn(EmbeddedState::new(SystemTime::now()), &config, http, &trust, &tracer, shutdown)
             }
             StateBackendKind::Etcd => {
                 let backend = EtcdState::new(http.clone(), &config.state.etcd, base.clone())?;
-                spawn(backend, &config, http, &trust, shutdown)
+                spawn(backend, &config, http, &trust, &tracer, shutdown)
             }
             StateBackendKind::Kubernetes => {
                 let backend = KubernetesState::new(&config.state.kubernetes, base.clone())?;
-                spawn(backend, &config, http, &trust, shutdown)
+                spawn(backend, &config, http, &trust, &tracer, shutdown)
             }
         };
         if config.state.backend == StateBackendKind::Embedded {
@@ -136,7 +138,7 @@ impl Coordinator {
             // service ends already.
             let _ = api.publisher.subscribe().wait_for(Option::is_some).await;
         }
-        let (router, server, limits) = (api::router(api), shutdown.clone(), config.limits.clone());
+        let (router, server, limits) = (api::router(api, &tracer), shutdown.clone(), config.limits.clone());
         shutdown.spawn(async move {
             serve(listener, router, acceptor, &limits, server.draining(), &server).await;
         });
@@ -151,6 +153,7 @@ fn spawn(
     config: &CoordinatorConfig,
     http: HttpClient,
     trust: &Arc<Trust>,
+    tracer: &Tracer,
     shutdown: &Shutdown,
 ) -> Api {
     let backend = Arc::new(backend);
@@ -180,8 +183,14 @@ fn spawn(
             move_interval: config.rebalance.move_interval(),
             min_stay: config.rebalance.min_stay(),
         };
-        let rebalancer =
-            Rebalancer::new(settings, http.clone(), Arc::clone(trust), role.clone(), publisher.clone());
+        let rebalancer = Rebalancer::new(
+            settings,
+            http.clone(),
+            Arc::clone(trust),
+            tracer.clone(),
+            role.clone(),
+            publisher.clone(),
+        );
         shutdown.spawn(rebalancer.run(shutdown.clone()));
     }
     Api {

@@ -19,6 +19,7 @@ use axum::extract::DefaultBodyLimit;
 use axum::routing::{get, post};
 use kvik_proto::client::HttpClient;
 use kvik_runtime::shutdown::Shutdown;
+use kvik_runtime::telemetry::Tracer;
 use kvik_runtime::trust::Trust;
 use tokio::sync::{mpsc, watch};
 
@@ -49,18 +50,23 @@ pub(crate) struct Api {
 const OPEN: &[&str] = &["/health", "/ready", "/metrics"];
 
 /// Builds the routes, for callers that may use them: draining is the administrator's, the rest is for members.
-pub(crate) fn router(api: Api) -> Router {
+///
+/// Changes of the members have spans. Heartbeats have none: they would be nearly all of them, and say nothing.
+pub(crate) fn router(api: Api, tracer: &Tracer) -> Router {
     let trust = Arc::clone(&api.trust);
-    let admin = trust.admins_only(Router::new().route("/workers/{id}/drain", post(write::drain)));
-    let router = Router::new()
+    let admin = Router::new().route("/workers/{id}/drain", post(write::drain));
+    let admin = trust.admins_only(tracer.trace_requests(admin));
+    let changes = Router::new()
         .route("/register", post(write::register))
-        .route("/heartbeat", post(write::heartbeat))
         .route("/deregister", post(write::deregister))
+        .route("/stores/register", post(stores::register))
+        .route("/stores/deregister", post(stores::deregister));
+    let router = tracer
+        .trace_requests(changes)
+        .route("/heartbeat", post(write::heartbeat))
         .route("/workers", get(read::workers))
         .route("/stores", get(stores::list))
-        .route("/stores/register", post(stores::register))
         .route("/stores/heartbeat", post(stores::heartbeat))
-        .route("/stores/deregister", post(stores::deregister))
         .route("/ring", get(read::ring))
         .route("/route", get(read::route))
         .route("/watch", get(read::watch))

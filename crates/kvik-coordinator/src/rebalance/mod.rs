@@ -14,6 +14,7 @@ use kvik_proto::client::{ClientError, HttpClient, WorkerClient};
 use kvik_proto::coordinator::{Member, WorkerState};
 use kvik_proto::moves::{MoveRequest, RunningSequence};
 use kvik_runtime::shutdown::Shutdown;
+use kvik_runtime::telemetry::Tracer;
 use kvik_runtime::trust::Trust;
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -34,6 +35,7 @@ pub(crate) struct Rebalancer {
     interval: Duration,
     http: HttpClient,
     trust: Arc<Trust>,
+    tracer: Tracer,
     role: watch::Receiver<Role>,
     publisher: Publisher,
     /// Where time is counted from.
@@ -54,6 +56,7 @@ impl Rebalancer {
         settings: BalanceSettings,
         http: HttpClient,
         trust: Arc<Trust>,
+        tracer: Tracer,
         role: watch::Receiver<Role>,
         publisher: Publisher,
     ) -> Self {
@@ -62,6 +65,7 @@ impl Rebalancer {
             interval: settings.move_interval,
             http,
             trust,
+            tracer,
             role,
             publisher,
             origin: Instant::now(),
@@ -116,6 +120,10 @@ impl Rebalancer {
             return Ok(());
         };
         let (from, to) = (&members[from].worker, &members[to].worker);
+        let mut span = self.tracer.work("rebalance");
+        span.set("kvik.request", request.id.clone());
+        span.set("kvik.from", from.id.clone());
+        span.set("kvik.to", to.id.clone());
         match source.move_sequence(&request.id, &MoveRequest { to: to.address.clone() }).await {
             Ok(_) => {
                 metrics::rebalanced("moved");
@@ -124,6 +132,7 @@ impl Rebalancer {
                     Some(Leaving { client: source, request: request.id.clone(), since: Instant::now() });
             }
             Err(error) => {
+                span.fail("the request stays where it is");
                 metrics::rebalanced("refused");
                 tracing::info!(request = %request.id, from = %from.id, to = %to.id, %error, "a request stays where it is");
             }

@@ -27,6 +27,11 @@ pub(super) const STANDARD_VARIABLES: &[(&str, &str)] = &[
     ("memory.preallocates", "KVCACHED_PAGE_PREALLOC_ENABLED"),
     ("memory.utilization", "KVCACHED_GPU_UTILIZATION"),
     ("tracing.otlp_endpoint", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+    ("tracing.otlp_headers", "OTEL_EXPORTER_OTLP_HEADERS"),
+    ("tracing.otlp_protocol", "OTEL_EXPORTER_OTLP_PROTOCOL"),
+    ("tracing.tls.authorities", "OTEL_EXPORTER_OTLP_CERTIFICATE"),
+    ("tracing.tls.certificate", "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE"),
+    ("tracing.tls.key", "OTEL_EXPORTER_OTLP_CLIENT_KEY"),
 ];
 
 /// Reads a YAML file.

@@ -12,4 +12,4 @@ mod trace;
 pub use logs::{LogFormat, TelemetryConfig, start_logging};
 pub use metrics::{maintain_metrics, render_metrics, start_metrics};
 pub use series::MetricSet;
-pub use trace::{Phases, Span, Tracer, TracingConfig};
+pub use trace::{OtlpProtocol, Phases, Span, Tracer, TracingConfig};

@@ -147,6 +147,27 @@ fn a_request_is_one_trace_from_the_caller_through_gateway_and_worker() {
 }
 
 #[test]
+fn a_coordinator_traces_changes_of_its_members_and_no_heartbeats() {
+    let collector = Collector::start();
+    let endpoint = format!("tracing.otlp_endpoint={}", collector.base);
+    let flags = ["heartbeat_interval_ms=100", endpoint.as_str()];
+    let mut coordinator = start_coordinator("127.0.0.1:0", &flags);
+    let base = format!("http://{}", coordinator.address);
+    let flags = ["--id", "worker-1", "--threads", "1", "--coordinator", &base];
+    let mut worker = start("worker", "127.0.0.1:0", &flags, &[]);
+    let mut gateway = start_gateway("127.0.0.1:0", &[&coordinator.address], &[]);
+    gateway.wait_for_backends(1);
+    for role in [&mut gateway, &mut worker, &mut coordinator] {
+        role.process.signal("TERM");
+        assert_eq!(role.process.ended().code(), Some(0));
+    }
+    let spans = collector.spans();
+    let names: Vec<&str> = spans.iter().map(|(_, span)| span.name.as_str()).collect();
+    assert_eq!(names, ["POST /register", "POST /deregister"]);
+    assert!(spans.iter().all(|(service, _)| service == "kvik-coordinator"), "{spans:#?}");
+}
+
+#[test]
 fn a_collector_that_is_away_stops_no_request_and_is_told_of_once() {
     let endpoint = format!("tracing.otlp_endpoint=http://{}", free_address());
     let worker = start("worker", "127.0.0.1:0", &["--threads", "1"], &[&endpoint]);

@@ -1,6 +1,6 @@
 //! Traces: where the time of a request went, across services.
 //!
-//! Spans leave as OTLP over HTTP with protobuf bodies, so any collector takes them. A request's
+//! Spans leave as OTLP, over HTTP with protobuf bodies or over gRPC, so any collector takes them. A request's
 //! parent comes in its `traceparent` header (W3C Trace Context) and goes on to the next service in
 //! the same header.
 //!
@@ -9,12 +9,14 @@
 //! slow or away the newest are dropped, and no request waits for it. What waits at the end of the
 //! service is sent, for at most [`FLUSH_TIMEOUT`].
 
+mod config;
 mod export;
 mod layer;
 mod span;
 #[cfg(test)]
 mod tests;
 
+pub use config::{OtlpProtocol, TracingConfig};
 pub use span::{Phases, Span};
 
 use std::time::Duration;
@@ -28,10 +30,8 @@ use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::trace::{
     BatchConfigBuilder, BatchSpanProcessor, Sampler, SdkTracer, SdkTracerProvider,
 };
-use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, RuntimeError};
-use crate::secret::redacted_url;
 use crate::shutdown::Shutdown;
 
 /// Spans that may wait to be sent; at a kilobyte each, a few megabytes.
@@ -45,56 +45,10 @@ const LAST_SPANS: Duration = Duration::from_millis(100);
 /// Time to send what waits when the service ends: long enough for a collector that lives, short enough
 /// not to hold up the end.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(3);
-/// Where a collector takes traces.
-const TRACES_PATH: &str = "/v1/traces";
-
-/// Where the traces of a service go.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct TracingConfig {
-    /// Base address of a collector that takes OTLP over HTTP, such as `http://127.0.0.1:4318`.
-    /// `OTEL_EXPORTER_OTLP_ENDPOINT` in the environment sets it too. Default: none, no traces.
-    pub otlp_endpoint: Option<String>,
-    /// Share of the traces that begin here and are recorded, 0 to 1; a trace that began elsewhere is
-    /// recorded if it is there. Default: 1.
-    pub sampling_ratio: f64,
-}
-
 /// Makes the spans of one service; clones are the same one. The default makes none.
 #[derive(Debug, Clone, Default)]
 pub struct Tracer {
     tracer: Option<SdkTracer>,
-}
-
-impl Default for TracingConfig {
-    fn default() -> Self {
-        Self { otlp_endpoint: None, sampling_ratio: 1.0 }
-    }
-}
-
-impl TracingConfig {
-    /// The address of the collector's call; `None` without an endpoint.
-    fn url(&self) -> Result<Option<String>> {
-        let invalid = |field: &str, value: &dyn std::fmt::Display, allowed: &str| {
-            RuntimeError::Telemetry(format!("`tracing.{field}` is {value}; allowed: {allowed}"))
-        };
-        if !(0.0..=1.0).contains(&self.sampling_ratio) {
-            return Err(invalid("sampling_ratio", &self.sampling_ratio, "0 to 1"));
-        }
-        let Some(endpoint) = self.otlp_endpoint.as_deref().filter(|endpoint| !endpoint.is_empty()) else {
-            return Ok(None);
-        };
-        let is_base = endpoint.parse::<http::Uri>().is_ok_and(|uri| {
-            uri.scheme_str() == Some("http")
-                && uri.host().is_some_and(|host| !host.is_empty())
-                && uri.query().is_none()
-                && uri.authority().is_some_and(|authority| !authority.as_str().contains('@'))
-        });
-        if !is_base {
-            return Err(invalid("otlp_endpoint", &redacted_url(endpoint), "http://host:port"));
-        }
-        Ok(Some(format!("{}{TRACES_PATH}", endpoint.trim_end_matches('/'))))
-    }
 }
 
 impl Tracer {
@@ -102,17 +56,18 @@ impl Tracer {
     /// waits is sent when `shutdown` stops. Must be called within a runtime.
     ///
     /// # Errors
-    /// If a value of `config` is not allowed. A collector that cannot be reached is no error.
+    /// If a value of `config` is not allowed or a file of it cannot be used. A collector that cannot be reached is no error.
     pub fn start(
         config: &TracingConfig,
         service: &'static str,
         instance: &str,
         shutdown: &Shutdown,
     ) -> Result<Self> {
-        let Some(url) = config.url()? else { return Ok(Self::default()) };
+        let Some(collector) = config.collector()? else { return Ok(Self::default()) };
+        let url = collector.url.clone();
         let exporter = SpanExporter::builder()
             .with_http()
-            .with_http_client(export::OtlpClient::new(url.clone()))
+            .with_http_client(export::OtlpClient::new(collector)?)
             .with_protocol(Protocol::HttpBinary)
             .with_endpoint(&url)
             .build()
@@ -135,7 +90,7 @@ impl Tracer {
             .with_resource(resource)
             .build();
         let tracer = provider.tracer(service);
-        tracing::info!(%url, sampling_ratio = config.sampling_ratio, "sending traces");
+        tracing::info!(%url, protocol = %config.otlp_protocol, sampling_ratio = config.sampling_ratio, "sending traces");
         let ending = shutdown.clone();
         shutdown.spawn(async move {
             ending.stopping().await;
@@ -158,9 +113,17 @@ impl Tracer {
         }
     }
 
+    /// Begins the span of work that no request asked for; `name` is its name.
+    pub fn work(&self, name: &'static str) -> Span {
+        match &self.tracer {
+            None => Span::default(),
+            Some(tracer) => Span::of_work(tracer, name),
+        }
+    }
+
     /// Gives every POST request to one of the routes of `router` a span that ends with its answer's
     /// body; [`Phases`] divide it. Without an endpoint the router stays as it is.
-    pub fn trace_requests(&self, router: Router) -> Router {
+    pub fn trace_requests<S: Clone + Send + Sync + 'static>(&self, router: Router<S>) -> Router<S> {
         if self.tracer.is_none() {
             return router;
         }

@@ -11,7 +11,7 @@ use opentelemetry::{Context, KeyValue, Value};
 use opentelemetry_sdk::propagation::TraceContextPropagator;
 use opentelemetry_sdk::trace::{SdkTracer, Span as SdkSpan};
 
-/// The time of one request in one service; ends when dropped. The default records nothing.
+/// The time of one request, or of work of its own, in one service; ends when dropped. The default records nothing.
 #[derive(Debug, Default)]
 pub struct Span(Option<Box<Active>>);
 
@@ -56,6 +56,12 @@ impl Span {
         let parent = TraceContextPropagator::new().extract_with_context(&Context::new(), &Headers(headers));
         let builder = SpanBuilder::from_name(name).with_kind(SpanKind::Server);
         let span = tracer.build_with_context(builder, &parent);
+        Self(Some(Box::new(Active { tracer: tracer.clone(), span })))
+    }
+
+    pub(super) fn of_work(tracer: &SdkTracer, name: &'static str) -> Self {
+        let builder = SpanBuilder::from_name(name).with_kind(SpanKind::Internal);
+        let span = tracer.build_with_context(builder, &Context::new());
         Self(Some(Box::new(Active { tracer: tracer.clone(), span })))
     }
 
