@@ -26,6 +26,8 @@ pub enum Purpose {
     Watch,
     /// To ask for what people and tools do with a store: look up, pin, move, clear and the like.
     Manage,
+    /// To read and write segments: their tails are kept whatever the daemon's settings say, and no index is told of them.
+    Segments,
 }
 
 /// What a client says of itself.
@@ -72,6 +74,7 @@ impl Attach {
             Purpose::Session => 0,
             Purpose::Watch => 1,
             Purpose::Manage => 2,
+            Purpose::Segments => 3,
         });
         frame.extend(rank.to_le_bytes());
         frame.extend(format.n_layers.to_le_bytes());
@@ -94,7 +97,8 @@ impl Attach {
             [0] => Purpose::Session,
             [1] => Purpose::Watch,
             [2] => Purpose::Manage,
-            [other] => return Err(NodeError::invalid("purpose", &other, "0, 1 or 2")),
+            [3] => Purpose::Segments,
+            [other] => return Err(NodeError::invalid("purpose", &other, "0 to 3")),
         };
         let rank = u16::from_le_bytes(fields.array()?);
         let format = ChunkFormat {
@@ -298,13 +302,13 @@ mod tests {
 
     #[test]
     fn frames_are_read_as_they_were_written() {
-        for purpose in [Purpose::Session, Purpose::Watch, Purpose::Manage] {
+        for purpose in [Purpose::Session, Purpose::Watch, Purpose::Manage, Purpose::Segments] {
             let attach = Attach { purpose, ..attach() };
             assert_eq!(Attach::decode(&attach.encode()).unwrap(), attach);
         }
         let mut unknown = attach().encode();
-        unknown[MAGIC.len()] = 3;
-        assert!(Attach::decode(&unknown).unwrap_err().to_string().contains("`purpose` is 3"));
+        unknown[MAGIC.len()] = 4;
+        assert!(Attach::decode(&unknown).unwrap_err().to_string().contains("`purpose` is 4"));
         for key in [None, Some(DigestKey::from_secret(b"secret"))] {
             assert_eq!(Attached::decode(&attached(key.clone()).encode()).unwrap(), attached(key));
         }

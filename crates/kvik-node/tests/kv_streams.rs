@@ -205,6 +205,27 @@ fn a_space_that_comes_later_ends_the_stream_and_the_next_one_has_both() {
 }
 
 #[test]
+fn an_index_hears_of_no_segment() {
+    let folder = tempfile::tempdir().unwrap();
+    let node = Node::start(folder.path(), |_| {});
+    let mut options = AttachOptions { is_for_segments: true, ..node.options.clone() };
+    "tiny".clone_into(&mut options.namespace.model);
+    options.namespace.layout.push_str("+segment");
+    let segments = NodeClient::attach(&options).unwrap();
+    complete(&segments, 1, 2).unwrap();
+    let mut before = node.listen("tiny", None);
+    assert_eq!(before.groups, [], "segments are no group");
+    let engine = node.attach_as("tiny");
+    complete(&engine, 1, 1).unwrap();
+    while before.next_frame().is_some() {}
+    let mut follower = node.listen("tiny", None);
+    complete(&segments, 2, 2).unwrap();
+    complete(&engine, 2, 1).unwrap();
+    follower.until_held(&keys(&engine, 0, 1, 1).union(&keys(&engine, 0, 2, 1)).copied().collect());
+    assert_eq!(follower.groups.len(), 1);
+}
+
+#[test]
 fn a_model_without_a_name_or_with_an_endless_one_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let node = Node::start(folder.path(), |_| {});

@@ -55,6 +55,9 @@ pub struct AttachOptions {
     /// Whether it sleeps as soon as it waits for an answer, and does not look for it for some microseconds before: for work
     /// that is not urgent, on processors that others need. Default: false.
     pub is_patient: bool,
+    /// Whether its chunks are segments: their tails are kept whatever the daemon's settings say, and no index is told of
+    /// them. A daemon that does not know of segments refuses the session. Default: false.
+    pub is_for_segments: bool,
 }
 
 /// An engine's session with the store of its node. Clones share it.
@@ -91,7 +94,16 @@ impl AttachOptions {
     /// The only rank of an engine, with the default timeout.
     pub fn new(socket: SocketAddress, namespace: Namespace, format: ChunkFormat) -> Self {
         let timeout = Duration::from_secs(10);
-        Self { socket, namespace, format, rank: 0, token: None, timeout, is_patient: false }
+        Self {
+            socket,
+            namespace,
+            format,
+            rank: 0,
+            token: None,
+            timeout,
+            is_patient: false,
+            is_for_segments: false,
+        }
     }
 }
 
@@ -103,7 +115,8 @@ impl NodeClient {
     /// # Errors
     /// If no daemon listens, the daemon does not answer in time, or the daemon refuses the client.
     pub fn attach(options: &AttachOptions) -> Result<Self> {
-        let (connection, attached, descriptors) = connect(options, Purpose::Session)?;
+        let purpose = if options.is_for_segments { Purpose::Segments } else { Purpose::Session };
+        let (connection, attached, descriptors) = connect(options, purpose)?;
         let AttachOptions { namespace, format, rank, timeout, is_patient, .. } = options;
         let Ok([words, readable, writable]) = <[_; 3]>::try_from(descriptors) else {
             return Err(NodeError::invalid("descriptors", &"another number", "3"));

@@ -78,8 +78,11 @@ pub(super) fn serve(
         auditor.detached(served.as_ref().err());
         return served.map(|()| Served::ToTheEnd);
     }
-    let stream = StreamName::new(&admitted.tenant, &admitted.attach.namespace.model);
-    shared.streams.note(&stream, &admitted.store, &admitted.space);
+    // Segments are no prefix of any prompt: an index that knew of them would route by them.
+    if admitted.attach.purpose == Purpose::Session {
+        let stream = StreamName::new(&admitted.tenant, &admitted.attach.namespace.model);
+        shared.streams.note(&stream, &admitted.store, &admitted.space);
+    }
     let words = Arc::new(SharedWords::create(SESSION_WORDS)?);
     let sleeping = Arc::clone(&words);
     control.woken_by(move || Consumer::interrupt(&*sleeping, SUBMISSIONS));
@@ -135,7 +138,10 @@ fn admit(shared: &Shared, frame: &[u8], is_full: bool) -> Result<Admitted> {
     };
     drop(tenants);
     let namespace = Namespace { tenant: name.clone(), ..attach.namespace.clone() };
-    let space = store.space(&namespace, attach.format)?;
+    let space = match attach.purpose {
+        Purpose::Segments => store.space_with_tails(&namespace, attach.format)?,
+        Purpose::Session | Purpose::Watch | Purpose::Manage => store.space(&namespace, attach.format)?,
+    };
     Ok(Admitted { attach, tenant: name, store, space })
 }
 
@@ -149,7 +155,7 @@ fn answer(
     let attached = Attached {
         tenant: admitted.tenant.clone(),
         chunk_tokens: options.chunk_tokens,
-        stores_tails: options.stores_tails,
+        stores_tails: options.stores_tails || admitted.attach.purpose == Purpose::Segments,
         digest_key: options.digest_key.clone(),
         arena_bytes: admitted.store.arena().stat().capacity_bytes,
         peer_address: shared.opener.as_ref().and_then(|opener| opener.peer_address()),

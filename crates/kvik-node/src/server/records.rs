@@ -70,6 +70,7 @@ impl Auditor {
             Purpose::Session => "done",
             Purpose::Watch => "watch",
             Purpose::Manage => "manage",
+            Purpose::Segments => "segments",
         };
         self.say("attach", &outcome);
     }

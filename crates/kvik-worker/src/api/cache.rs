@@ -19,7 +19,7 @@ use crate::engine_thread::{AddedSegment, SegmentKey};
 use crate::error::Refusal;
 use crate::prompt::Prompt;
 use crate::state::{Loaded, WorkerState};
-use crate::store_admin::StoreAdmin;
+use crate::store_admin::{StoreAdmin, no_session};
 
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -130,10 +130,12 @@ pub(super) async fn store(State(state): Shared, request: Request) -> Answer {
 pub(super) async fn segments(State(state): Shared, request: Request) -> Answer {
     let request: SegmentsRequest = read_json(&state, request).await?;
     let loaded = state.ready()?;
-    if loaded.store.as_ref().is_none_or(|store| store.segments().is_none()) {
-        let message =
-            "this worker keeps no segments: it has no KV store of its own; see `store` in its configuration";
+    let Some(store) = &loaded.store else {
+        let message = "this worker keeps no segments: it has no KV store; see `store` in its configuration";
         return Err(Refusal::not_found(message, None));
+    };
+    if !store.segments().is_there() {
+        return Err(no_session());
     }
     let salt = cache_salt(request.cache_salt.as_deref())?;
     let mut added = SegmentsResponse::default();

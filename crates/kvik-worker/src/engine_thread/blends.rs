@@ -169,11 +169,10 @@ impl EngineThread {
             coming.waiters.push(waiter);
             return;
         }
-        let segments = self.store.as_ref().and_then(|(store, waker)| Some((store.segments()?, waker)));
-        let Some((segments, waker)) = segments else {
+        let Some((store, waker)) = &self.store else {
             return self.compute_segment(key, vec![waiter]);
         };
-        match segments.load(&key.tokens, key.salt.as_ref()) {
+        match store.segments().load(&key.tokens, key.salt.as_ref()) {
             SegmentLoading::Ready(kv) => self.hand_out(vec![waiter], Some(&kv), AddedSegment::Present),
             SegmentLoading::Nothing => self.compute_segment(key, vec![waiter]),
             SegmentLoading::Pending(load) => {
@@ -233,8 +232,8 @@ impl EngineThread {
         let Some(key) = self.blends.key_of(id) else { return };
         let Some(coming) = self.blends.coming.remove(&key) else { return };
         let segment = Arc::new(segment);
-        if let Some(segments) = self.store.as_ref().and_then(|(store, _)| store.segments()) {
-            segments.keep(&segment, key.salt);
+        if let Some((store, _)) = &self.store {
+            store.segments().keep(&segment, key.salt);
         }
         self.hand_out(coming.waiters, Some(&(segment as Arc<dyn SegmentKv>)), AddedSegment::Computed);
     }

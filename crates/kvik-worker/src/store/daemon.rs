@@ -1,10 +1,10 @@
 //! The store of a daemon on this machine.
 //!
-//! The worker has two sessions with it: one for loads, one for the KV of ended sequences, so that neither waits for the
-//! other. A daemon that is gone costs hits; its sessions are attached again when it is back.
+//! The worker has three sessions with it: one for loads, one for the KV of ended sequences and one for segments, so that none
+//! waits for the others. A daemon that is gone costs hits; its sessions are attached again when it is back.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use kvik_model::{BLOCK_TOKENS, EndedSequence, KvSink};
@@ -12,14 +12,13 @@ use kvik_node::{AttachOptions, DaemonPlan, NodeClient, NodeError, NodeSession, N
 use kvik_store::{Chain, ChunkFormat, ChunkObserver, Space};
 use kvik_types::{CacheSalt, Namespace, TokenId};
 
-use super::loader::{LoadJob, Loader, Read};
+use super::daemon_chunks::{read_chunks, read_layers, write_missing};
+use super::job::Job;
+use super::loader::{Loader, Read};
+use super::segments::{DaemonSegments, SegmentStore};
 use super::transfer::{SinkCounts, StoreSink};
 use super::{KvStore, LoadRequest, LoadedPrefix, Loading, PanicGuard, loadable_tokens};
 use crate::error::Result;
-
-/// Chunks that are written with one request: the daemon publishes some while the next are copied, and a sequence that is
-/// given up ends soon.
-const CHUNKS_A_WRITE: usize = 16;
 
 /// Timeout of the first attachment: a worker that finds its daemon at the start tells the index of its chunks from the start.
 const START_TIMEOUT: Duration = Duration::from_secs(2);
@@ -30,7 +29,8 @@ pub(crate) struct DaemonStore {
     options: AttachOptions,
     loads: Arc<NodeSession>,
     writes: Arc<NodeSession>,
-    loader: Loader,
+    loader: Loader<LoadedPrefix>,
+    segments: SegmentStore,
     load_timeout: Duration,
     panic_guard: PanicGuard,
     sink_counts: Arc<SinkCounts>,
@@ -48,7 +48,7 @@ impl DaemonStore {
         let writes = Arc::new(NodeSession::start(options.clone())?);
         let panic_guard = PanicGuard::default();
         let (session, guard, is_layerwise) = (Arc::clone(&loads), panic_guard.clone(), plan.is_layerwise);
-        let read = move |job: &LoadJob, chain: &Chain, first_chunk: usize| {
+        let read = move |job: &Job<LoadedPrefix>, chain: &Chain, first_chunk: usize| {
             let read = |client: &NodeClient| {
                 if is_layerwise {
                     read_layers(client, job, chain, first_chunk)
@@ -58,11 +58,14 @@ impl DaemonStore {
             };
             guard.run(|| session.run(read)).flatten().flatten()
         };
-        let read: Arc<Read> = Arc::new(read);
+        let read: Arc<Read<LoadedPrefix>> = Arc::new(read);
+        let segments = DaemonSegments::start(&options, panic_guard.clone())?;
+        let segments = SegmentStore::start(Arc::new(segments), plan.load_timeout, panic_guard.clone())?;
         Ok(Self {
             loads,
             writes,
             loader: Loader::start("loads", &read)?,
+            segments,
             load_timeout: plan.load_timeout,
             panic_guard,
             sink_counts: Arc::default(),
@@ -141,67 +144,19 @@ impl KvStore for DaemonStore {
         Ok(Box::new(StoreSink::start(Box::new(copy), Arc::clone(&self.sink_counts))?))
     }
 
+    fn segments(&self) -> &SegmentStore {
+        &self.segments
+    }
+
     fn peer_address(&self) -> Option<String> {
         self.loads.peer_address()
     }
 
     fn close(&self) {
+        self.segments.close();
         self.loads.end();
         self.writes.end();
     }
-}
-
-/// Copies the chunks that the daemon has out of its arena.
-fn read_chunks(
-    client: &NodeClient,
-    job: &LoadJob,
-    chain: &Chain,
-    first_chunk: usize,
-) -> Result<Option<LoadedPrefix>, NodeError> {
-    let lease = client.open(chain)?.retrieve(first_chunk)?;
-    let mut chunks = Vec::with_capacity(lease.n_chunks());
-    let mut payloads = Vec::with_capacity(lease.n_chunks());
-    for place in 0..lease.n_chunks() {
-        if !job.is_wanted() {
-            return Ok(None);
-        }
-        let mut payload = vec![0; lease.payload_bytes(place)];
-        lease.copy_out(place, 0, &mut payload)?;
-        chunks.push((lease.token_range(place), lease.tier(place)));
-        payloads.push(payload);
-    }
-    Ok(LoadedPrefix::from_copies(chunks, payloads, chain))
-}
-
-/// The same, layer by layer as they arrive.
-fn read_layers(
-    client: &NodeClient,
-    job: &LoadJob,
-    chain: &Chain,
-    first_chunk: usize,
-) -> Result<Option<LoadedPrefix>, NodeError> {
-    let opened = client.open(chain)?;
-    let tier = opened.slowest_tier();
-    let mut layers = opened.retrieve_layers(first_chunk)?;
-    let mut payloads: Vec<Vec<u8>> =
-        (0..layers.n_chunks()).map(|place| vec![0; chain.payload_bytes(first_chunk + place)]).collect();
-    let mut n_layers = 0;
-    while job.is_wanted()
-        && let Some(layer_idx) = layers.next_layer()?
-    {
-        for (place, payload) in payloads.iter_mut().take(layers.n_chunks()).enumerate() {
-            let section_bytes = layers.section_bytes(place);
-            layers.copy_out(place, &mut payload[layer_idx * section_bytes..][..section_bytes])?;
-        }
-        n_layers += 1;
-    }
-    if n_layers < chain.space().format().n_layers as usize {
-        return Ok(None);
-    }
-    payloads.truncate(layers.n_chunks());
-    let chunk_of = |place| (chain.tokens_of(first_chunk + place), tier);
-    let chunks = (0..payloads.len()).map(chunk_of).collect();
-    Ok(LoadedPrefix::from_copies(chunks, payloads, chain))
 }
 
 /// Copies a sequence into the daemon's arena, as far as there is room.
@@ -220,26 +175,11 @@ fn copy(client: &NodeClient, sequence: &EndedSequence, is_given_up: &AtomicBool)
     let opened = client.open(&chain)?;
     opened.note_request(u32::try_from(sequence.n_generated_tokens()).ok())?;
     let block_bytes = sequence.block_layer_bytes();
-    let mut payload = Vec::new();
-    let mut first_chunk = opened.n_found();
-    while first_chunk < chain.n_chunks() && !is_given_up.load(Ordering::Relaxed) {
-        let mut write = opened.write(first_chunk, CHUNKS_A_WRITE)?;
-        let n_chunks = write.n_chunks();
-        for place in (0..n_chunks).filter(|place| !write.is_present(*place)).collect::<Vec<_>>() {
-            let first_block = chain.tokens_of(first_chunk + place).start / BLOCK_TOKENS;
-            let n_blocks = chain.tokens_of(first_chunk + place).len() / BLOCK_TOKENS;
-            payload.resize(write.payload_bytes(place), 0);
-            let blocks = payload.chunks_exact_mut(block_bytes);
-            for (idx, block) in blocks.enumerate() {
-                sequence.read_block(idx / n_blocks, first_block + idx % n_blocks, block);
-            }
-            write.write_chunk(place, &payload)?;
+    write_missing(&opened, is_given_up, |chunk_idx, payload| {
+        let tokens = chain.tokens_of(chunk_idx);
+        let (first_block, n_blocks) = (tokens.start / BLOCK_TOKENS, tokens.len() / BLOCK_TOKENS);
+        for (idx, block) in payload.chunks_exact_mut(block_bytes).enumerate() {
+            sequence.read_block(idx / n_blocks, first_block + idx % n_blocks, block);
         }
-        write.finish()?;
-        if n_chunks < CHUNKS_A_WRITE {
-            break;
-        }
-        first_chunk += n_chunks;
-    }
-    Ok(())
+    })
 }

@@ -56,6 +56,10 @@ impl<T> JobHandle<T> {
         Self(job)
     }
 
+    pub(super) fn is_done(&self) -> bool {
+        self.0.state.lock().is_done
+    }
+
     /// Calls `callback` once when the job is done, on another thread or at once.
     pub(super) fn on_done(&self, callback: Box<dyn FnOnce() + Send>) {
         let mut state = self.0.state.lock();

@@ -19,38 +19,47 @@ const N_THREADS: usize = 8;
 /// Chains that wait for a thread. Beyond, a prompt is computed: it would wait longer than that takes.
 const MAX_WAITING: usize = 64;
 
-/// One chain that is read.
-pub(super) type LoadJob = Job<LoadedPrefix>;
-
 /// Reads a chain from a chunk on, as long as the job is wanted.
-pub(super) type Read = dyn Fn(&LoadJob, &Chain, usize) -> Option<LoadedPrefix> + Send + Sync;
+pub(super) type Read<T> = dyn Fn(&Job<T>, &Chain, usize) -> Option<T> + Send + Sync;
 
 /// Threads that read chains; dropping it ends and joins them.
 #[derive(Debug)]
-pub(super) struct Loader {
-    queue: Arc<Queue>,
+pub(super) struct Loader<T> {
+    queue: Arc<Queue<T>>,
     threads: Vec<JoinHandle<()>>,
 }
 
-#[derive(Debug, Default)]
-struct Queue {
-    state: Mutex<QueueState>,
+#[derive(Debug)]
+struct Queue<T> {
+    state: Mutex<QueueState<T>>,
     changed: Condvar,
 }
 
-#[derive(Debug, Default)]
-struct QueueState {
-    waiting: VecDeque<(Arc<LoadJob>, Chain, usize)>,
+#[derive(Debug)]
+struct QueueState<T> {
+    waiting: VecDeque<(Arc<Job<T>>, Chain, usize)>,
     is_closed: bool,
 }
 
-impl Loader {
+impl Loader<LoadedPrefix> {
+    /// Begins to load a prompt's KV, unless too many wait.
+    pub(super) fn load(&self, chain: &Chain, first_chunk: usize, timeout: Duration) -> Loading {
+        match self.begin(chain, first_chunk) {
+            Some(job) => Loading::Pending(Load::of_job(job, timeout)),
+            None => Loading::Nothing,
+        }
+    }
+}
+
+impl<T: Send + 'static> Loader<T> {
     /// Starts the threads, which are called by `name`.
     ///
     /// # Errors
     /// If the operating system gives none.
-    pub(super) fn start(name: &str, read: &Arc<Read>) -> Result<Self> {
-        let mut loader = Self { queue: Arc::default(), threads: Vec::new() };
+    pub(super) fn start(name: &str, read: &Arc<Read<T>>) -> Result<Self> {
+        let state = Mutex::new(QueueState { waiting: VecDeque::new(), is_closed: false });
+        let queue = Arc::new(Queue { state, changed: Condvar::new() });
+        let mut loader = Self { queue, threads: Vec::new() };
         for idx in 0..N_THREADS {
             let (queue, read) = (Arc::clone(&loader.queue), Arc::clone(read));
             let thread = std::thread::Builder::new()
@@ -62,16 +71,9 @@ impl Loader {
         Ok(loader)
     }
 
-    /// Begins to load a chain, unless too many wait.
-    pub(super) fn load(&self, chain: &Chain, first_chunk: usize, timeout: Duration) -> Loading {
-        match self.begin(chain, first_chunk) {
-            Some(job) => Loading::Pending(Load::of_job(job, timeout)),
-            None => Loading::Nothing,
-        }
-    }
-
-    fn begin(&self, chain: &Chain, first_chunk: usize) -> Option<JobHandle<LoadedPrefix>> {
-        let job = Arc::new(LoadJob::default());
+    /// Begins to read a chain; `None` where too many wait.
+    pub(super) fn begin(&self, chain: &Chain, first_chunk: usize) -> Option<JobHandle<T>> {
+        let job = Arc::new(Job::default());
         let mut state = self.queue.state.lock();
         if MAX_WAITING <= state.waiting.len() {
             // Those that were given up hold their places only until a thread comes by.
@@ -87,7 +89,7 @@ impl Loader {
     }
 }
 
-impl Drop for Loader {
+impl<T> Drop for Loader<T> {
     fn drop(&mut self) {
         self.queue.state.lock().is_closed = true;
         self.queue.changed.notify_all();
@@ -98,16 +100,16 @@ impl Drop for Loader {
     }
 }
 
-impl Queue {
-    fn run(&self, read: &Read) {
+impl<T> Queue<T> {
+    fn run(&self, read: &Read<T>) {
         while let Some((job, chain, first_chunk)) = self.next() {
-            let prefix = if job.is_wanted() { read(&job, &chain, first_chunk) } else { None };
-            job.complete(prefix);
+            let result = if job.is_wanted() { read(&job, &chain, first_chunk) } else { None };
+            job.complete(result);
         }
     }
 
     /// The next job; `None` at the end.
-    fn next(&self) -> Option<(Arc<LoadJob>, Chain, usize)> {
+    fn next(&self) -> Option<(Arc<Job<T>>, Chain, usize)> {
         let mut state = self.state.lock();
         loop {
             if state.is_closed {
@@ -131,7 +133,7 @@ mod tests {
     use super::*;
 
     /// A loader whose reads of chains of one chunk block until something is sent, and the two chains.
-    fn slow_loader() -> (Loader, mpsc::Sender<()>, [Chain; 2]) {
+    fn slow_loader() -> (Loader<LoadedPrefix>, mpsc::Sender<()>, [Chain; 2]) {
         let namespace = Namespace {
             model: "m".to_owned(),
             dtype: Dtype::F32,
@@ -148,13 +150,13 @@ mod tests {
         let chains = [1, 2].map(|n_chunks| space.chain(&vec![7; n_chunks * space.chunk_tokens()]));
         let (release, blocked) = mpsc::channel();
         let blocked = Mutex::new(blocked);
-        let read = move |_: &LoadJob, chain: &Chain, _| {
+        let read = move |_: &Job<LoadedPrefix>, chain: &Chain, _| {
             if chain.n_chunks() == 1 {
                 let _ = blocked.lock().recv();
             }
             None
         };
-        let read: Arc<Read> = Arc::new(read);
+        let read: Arc<Read<LoadedPrefix>> = Arc::new(read);
         (Loader::start("test", &read).unwrap(), release, chains)
     }
 

@@ -10,9 +10,10 @@ use kvik_store::{Chain, ChunkFormat, ChunkObserver, Observation, Space, Store, W
 use kvik_tier::TierKind;
 use kvik_types::{BlockHash, CacheSalt, Namespace, TokenId};
 
-use super::loader::{LoadJob, Loader, Read};
+use super::job::Job;
+use super::loader::{Loader, Read};
 use super::planner::Planner;
-use super::segments::SegmentStore;
+use super::segments::{LocalSegments, SegmentStore};
 use super::transfer::{SinkCounts, StoreSink};
 use super::{KvStore, LoadRequest, LoadedPrefix, Loading, PanicGuard, load, loadable_tokens, refused};
 use crate::config::StoreConfig;
@@ -26,7 +27,7 @@ pub(crate) struct LocalStore {
     namespace: Namespace,
     load_timeout: Duration,
     /// Reads layer by layer where that is wanted.
-    layer_loader: Option<Arc<Loader>>,
+    layer_loader: Option<Arc<Loader<LoadedPrefix>>>,
     panic_guard: PanicGuard,
     segments: Arc<SegmentStore>,
     sink_counts: Arc<SinkCounts>,
@@ -50,15 +51,15 @@ impl LocalStore {
         let space = store.space(&namespace, format).map_err(refused)?;
         let layer_loader = if plan.is_layerwise {
             let reading = store.clone();
-            let read = move |job: &LoadJob, chain: &Chain, first| read_layers(&reading, job, chain, first);
-            let read: Arc<Read> = Arc::new(read);
+            let read = move |job: &Job<LoadedPrefix>, chain: &Chain, first| read_layers(&reading, job, chain, first);
+            let read: Arc<Read<LoadedPrefix>> = Arc::new(read);
             Some(Arc::new(Loader::start("layers", &read)?))
         } else {
             None
         };
         let panic_guard = PanicGuard::default();
-        let segments =
-            SegmentStore::open(&store, &namespace, format, plan.load_timeout, panic_guard.clone())?;
+        let segments = LocalSegments::open(&store, &namespace, format)?;
+        let segments = SegmentStore::start(Arc::new(segments), plan.load_timeout, panic_guard.clone())?;
         Ok(Some(Self {
             store,
             space,
@@ -187,8 +188,8 @@ impl KvStore for LocalStore {
         Ok(Box::new(StoreSink::start(Box::new(copy), Arc::clone(&self.sink_counts))?))
     }
 
-    fn segments(&self) -> Option<&SegmentStore> {
-        Some(&self.segments)
+    fn segments(&self) -> &SegmentStore {
+        &self.segments
     }
 
     fn close(&self) {
@@ -197,7 +198,12 @@ impl KvStore for LocalStore {
     }
 }
 
-fn read_layers(store: &Store, job: &LoadJob, chain: &Chain, first_chunk: usize) -> Option<LoadedPrefix> {
+fn read_layers(
+    store: &Store,
+    job: &Job<LoadedPrefix>,
+    chain: &Chain,
+    first_chunk: usize,
+) -> Option<LoadedPrefix> {
     // Asked first: what is read stays in memory.
     let tier_of = |chunk_idx| store.tiers_of(chain, chunk_idx).into_iter().min();
     let tiers: Vec<Option<TierKind>> = (first_chunk..chain.n_chunks()).map(tier_of).collect();

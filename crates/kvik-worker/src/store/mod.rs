@@ -1,7 +1,7 @@
 //! The store below the engine: KV of ended sequences goes down, and comes back for later prompts.
 //!
 //! Parts: [`KvStore`] is what the engine's thread asks for, `local` a store in this process, `daemon` that of a daemon on
-//! this machine; `transfer` takes KV out of the engine, `load` is a prompt's KV on its way, `planner` decides what of it is loaded,
+//! this machine, whose bytes `daemon_chunks` copies; `segments` are parts of prompts in either of them; `transfer` takes KV out of the engine, `load` is a prompt's KV on its way, `planner` decides what of it is loaded,
 //! `arriving` is what comes while the engine computes, and `loader` are threads that read where reading blocks.
 //!
 //! **Invariant:** nothing here can fail a request. What the store does not have, or does not give in time,
@@ -9,6 +9,7 @@
 
 mod arriving;
 mod daemon;
+mod daemon_chunks;
 mod job;
 mod load;
 mod loader;
@@ -56,10 +57,8 @@ pub(crate) trait KvStore: fmt::Debug + Send + Sync {
     /// If the operating system gives no thread.
     fn sink(&self) -> Result<Box<dyn KvSink>>;
 
-    /// Where segments are kept; `None` where they are not.
-    fn segments(&self) -> Option<&SegmentStore> {
-        None
-    }
+    /// Where segments are kept.
+    fn segments(&self) -> &SegmentStore;
 
     /// Where other nodes read the chunks of the store, `host:port`; `None` where they do not.
     fn peer_address(&self) -> Option<String> {

@@ -219,6 +219,7 @@ fn away(error: &NodeError) -> Refusal {
     Refusal::unavailable(format!("the store daemon does not do it: {error}"), RETRY_AFTER_S)
 }
 
-fn no_session() -> Refusal {
+/// What an operation answers while there is no daemon.
+pub(crate) fn no_session() -> Refusal {
     Refusal::unavailable("the store daemon is away; try again later", RETRY_AFTER_S)
 }

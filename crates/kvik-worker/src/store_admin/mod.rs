@@ -28,6 +28,7 @@ use crate::store::{SinkCounts, WorkerStore};
 
 use compress::Compression;
 use daemon::DaemonOperations;
+pub(crate) use daemon::no_session;
 
 /// Prefetches that are remembered; the oldest are forgotten, and with that cancelled.
 const MAX_PREFETCHES: usize = 1024;

@@ -26,6 +26,7 @@ mod slow_clients;
 mod store;
 mod store_cluster;
 mod store_daemon;
+mod store_segments;
 mod streams;
 mod tls;
 mod tracing;

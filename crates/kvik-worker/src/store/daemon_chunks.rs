@@ -1,0 +1,101 @@
+//! Chunks out of and into the arena of a daemon, copied by this process.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use kvik_node::{NodeClient, NodeError, OpenChain, RemoteLease};
+use kvik_store::Chain;
+
+use super::LoadedPrefix;
+use super::job::Job;
+
+/// Chunks that are written with one request: the daemon publishes some while the next are copied, and a sequence that is
+/// given up ends soon.
+const CHUNKS_A_WRITE: usize = 16;
+
+/// Copies all chunks of a lease; `None` if the job is not wanted any more.
+pub(super) fn copy_out<T>(job: &Job<T>, lease: &RemoteLease) -> Result<Option<Vec<Vec<u8>>>, NodeError> {
+    let mut payloads = Vec::with_capacity(lease.n_chunks());
+    for place in 0..lease.n_chunks() {
+        if !job.is_wanted() {
+            return Ok(None);
+        }
+        let mut payload = vec![0; lease.payload_bytes(place)];
+        lease.copy_out(place, 0, &mut payload)?;
+        payloads.push(payload);
+    }
+    Ok(Some(payloads))
+}
+
+/// Copies the chunks of a prompt that the daemon has, from `first_chunk` on.
+pub(super) fn read_chunks(
+    client: &NodeClient,
+    job: &Job<LoadedPrefix>,
+    chain: &Chain,
+    first_chunk: usize,
+) -> Result<Option<LoadedPrefix>, NodeError> {
+    let lease = client.open(chain)?.retrieve(first_chunk)?;
+    let Some(payloads) = copy_out(job, &lease)? else { return Ok(None) };
+    let chunk_of = |place| (lease.token_range(place), lease.tier(place));
+    let chunks = (0..lease.n_chunks()).map(chunk_of).collect();
+    Ok(LoadedPrefix::from_copies(chunks, payloads, chain))
+}
+
+/// The same, layer by layer as they arrive.
+pub(super) fn read_layers(
+    client: &NodeClient,
+    job: &Job<LoadedPrefix>,
+    chain: &Chain,
+    first_chunk: usize,
+) -> Result<Option<LoadedPrefix>, NodeError> {
+    let opened = client.open(chain)?;
+    let tier = opened.slowest_tier();
+    let mut layers = opened.retrieve_layers(first_chunk)?;
+    let mut payloads: Vec<Vec<u8>> =
+        (0..layers.n_chunks()).map(|place| vec![0; chain.payload_bytes(first_chunk + place)]).collect();
+    let mut n_layers = 0;
+    while job.is_wanted()
+        && let Some(layer_idx) = layers.next_layer()?
+    {
+        for (place, payload) in payloads.iter_mut().take(layers.n_chunks()).enumerate() {
+            let section_bytes = layers.section_bytes(place);
+            layers.copy_out(place, &mut payload[layer_idx * section_bytes..][..section_bytes])?;
+        }
+        n_layers += 1;
+    }
+    if n_layers < chain.space().format().n_layers as usize {
+        return Ok(None);
+    }
+    payloads.truncate(layers.n_chunks());
+    let chunk_of = |place| (chain.tokens_of(first_chunk + place), tier);
+    let chunks = (0..payloads.len()).map(chunk_of).collect();
+    Ok(LoadedPrefix::from_copies(chunks, payloads, chain))
+}
+
+/// Writes the chunks of a chain that the daemon does not have, as far as there is room and until they are given up. `fill` gets
+/// the number of a chunk in the chain and the memory for all its layers.
+pub(super) fn write_missing(
+    opened: &OpenChain,
+    is_given_up: &AtomicBool,
+    mut fill: impl FnMut(usize, &mut [u8]),
+) -> Result<(), NodeError> {
+    let mut payload = Vec::new();
+    let mut first_chunk = opened.n_found();
+    while first_chunk < opened.chain().n_chunks() && !is_given_up.load(Ordering::Relaxed) {
+        let mut write = opened.write(first_chunk, CHUNKS_A_WRITE)?;
+        let n_chunks = write.n_chunks();
+        for place in 0..n_chunks {
+            if write.is_present(place) {
+                continue;
+            }
+            payload.resize(write.payload_bytes(place), 0);
+            fill(first_chunk + place, &mut payload);
+            write.write_chunk(place, &payload)?;
+        }
+        write.finish()?;
+        if n_chunks < CHUNKS_A_WRITE {
+            break;
+        }
+        first_chunk += n_chunks;
+    }
+    Ok(())
+}
