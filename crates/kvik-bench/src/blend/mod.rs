@@ -1,5 +1,6 @@
 //! What segments save: the time to the first token of a prompt of documents in changing order.
 
+mod place;
 mod random_model;
 
 use std::path::{Path, PathBuf};
@@ -93,10 +94,15 @@ impl BlendBench {
                     .compared_with(Baseline::new("full prefill", full.clone()), Some(Goal::RatioAtMost(GOAL)))
             })
         };
-        Ok([("ram", ram), ("nvme", nvme)]
+        let mut measurements: Vec<Measurement> = [("ram", ram), ("nvme", nvme)]
             .into_iter()
             .filter_map(|(name, times)| result(name, times))
-            .collect())
+            .collect();
+        if kind == Kind::Random {
+            let placed = place::measure(&self.dir.join("model"), self.n_repeats());
+            measurements.extend(placed.context("measure the placing of segments")?);
+        }
+        Ok(measurements)
     }
 
     async fn run(&self, model: Option<PathBuf>, folder: &Path) -> anyhow::Result<Times> {

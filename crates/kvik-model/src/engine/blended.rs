@@ -148,7 +148,7 @@ impl Engine {
                 let is_inside = n_placed + n_tokens <= kv.n_tokens();
                 let first = first_token + n_placed;
                 n_placed += n_tokens;
-                is_inside && self.backend.place_kv(layer_idx, table, first, first_token, part).is_ok()
+                is_inside && self.backend.place_kv(layer_idx, table, first, first_token as i64, part).is_ok()
             });
             is_whole && n_placed == kv.n_tokens()
         })

@@ -185,8 +185,8 @@ pub trait Backend: Send + std::fmt::Debug {
         weights: &mut [f32],
     ) -> Result<()>;
 
-    /// Writes keys and values of one layer to `first_position` and the positions behind it, with the keys turned from the
-    /// positions they were computed at, which end `first_position` before.
+    /// Writes keys and values of one layer to `first_position` and the positions behind it, with the keys turned by
+    /// `turned_by` positions from those that they were computed at; less than 0 turns them back.
     ///
     /// The caller guarantees that the table covers them and that its blocks have no other holder.
     ///
@@ -198,7 +198,7 @@ pub trait Backend: Send + std::fmt::Debug {
         layer_idx: usize,
         block_table: &[BlockId],
         first_position: usize,
-        turned_by: usize,
+        turned_by: i64,
         part: SegmentPart<'_>,
     ) -> Result<()>;
 

@@ -197,6 +197,17 @@ fn keys_are_turned_to_their_place_and_values_stay_as_they_are() {
         for (actual, expected) in widen(&actual.keys[start..]).iter().zip(widen(&expected.keys[start..])) {
             assert!((actual - expected).abs() < tolerance, "{kv_dtype}: {actual} for {expected}");
         }
+        // And back to the start.
+        let later = SegmentPart { keys: &expected.keys[start..], values: &expected.values[start..] };
+        backend.place_kv(0, &placed, 0, -21, later).unwrap();
+        let back = backend.export_kv(0, &placed, 19);
+        assert_eq!(back.values, kv.values);
+        for (actual, expected) in widen(&back.keys).iter().zip(widen(&kv.keys)) {
+            assert!(
+                (actual - expected).abs() < tolerance,
+                "{kv_dtype}: {actual} for {expected}, turned back"
+            );
+        }
         for wrong in [
             SegmentPart { keys: &kv.keys[1..], values: &kv.values[1..] },
             SegmentPart { keys: &kv.keys, values: &[] },

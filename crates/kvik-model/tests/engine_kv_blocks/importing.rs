@@ -88,7 +88,7 @@ impl Backend for Gated {
         layer_idx: usize,
         block_table: &[BlockId],
         first_position: usize,
-        turned_by: usize,
+        turned_by: i64,
         part: SegmentPart<'_>,
     ) -> Result<()> {
         self.inner.place_kv(layer_idx, block_table, first_position, turned_by, part)

@@ -255,7 +255,7 @@ impl Backend for CpuBackend {
         layer_idx: usize,
         block_table: &[BlockId],
         first_position: usize,
-        turned_by: usize,
+        turned_by: i64,
         part: SegmentPart<'_>,
     ) -> Result<()> {
         self.place(layer_idx, block_table, first_position, turned_by, part)

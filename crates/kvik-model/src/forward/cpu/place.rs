@@ -3,7 +3,7 @@
 use crate::error::{ModelError, Result};
 use crate::forward::SegmentPart;
 use crate::kernels::{
-    KvElement, KvPages, KvRows, RotaryTable, RowPlan, Span, ThreadPool, for_each_chunk_mut,
+    Isa, KvElement, KvPages, KvRows, RotaryTable, RowPlan, Span, ThreadPool, for_each_chunk_mut, widen_row,
 };
 use crate::paging::BlockId;
 
@@ -19,7 +19,7 @@ impl CpuBackend {
         layer_idx: usize,
         block_table: &[BlockId],
         first_position: usize,
-        turned_by: usize,
+        turned_by: i64,
         part: SegmentPart<'_>,
     ) -> Result<()> {
         let Some(rotary) = &mut self.rotary else {
@@ -51,8 +51,9 @@ impl CpuBackend {
         let Some(plan) = RowPlan::try_new(&[span], n_blocks) else {
             return Err(ModelError::request("block_table", "too short", "a table that covers the segment"));
         };
-        rotary.prepare(std::iter::once(turned_by as u32));
-        let place = Place { rotary, pool: &mut self.pool, width, layer_idx, plan: &plan, part };
+        rotary.prepare_turn(turned_by);
+        let place =
+            Place { isa: self.isa, rotary, pool: &mut self.pool, width, layer_idx, plan: &plan, part };
         match pages {
             Pages::F32(pages) => place.write(pages),
             Pages::F16(pages) => place.write(pages),
@@ -64,6 +65,7 @@ impl CpuBackend {
 
 /// One layer of one part on its way into the pages.
 struct Place<'a> {
+    isa: Isa,
     /// Prepared for one row: how far every key is turned.
     rotary: &'a RotaryTable,
     pool: &'a mut ThreadPool,
@@ -75,25 +77,18 @@ struct Place<'a> {
 
 impl Place<'_> {
     fn write<E: KvElement>(self, pages: &mut KvPages<E>) {
-        let Self { rotary, pool, width, layer_idx, plan, part } = self;
+        let Self { isa, rotary, pool, width, layer_idx, plan, part } = self;
         let (stride, token_bytes) = (2 * width, width * E::N_BYTES);
         let mut values = vec![0.0; part.keys.len() / token_bytes * stride];
         for_each_chunk_mut(pool, &mut values, TOKENS_PER_CHUNK * stride, |chunk_idx, rows| {
             for (row_idx, row) in rows.chunks_exact_mut(stride).enumerate() {
                 let at = (chunk_idx * TOKENS_PER_CHUNK + row_idx) * token_bytes;
                 let (keys, values) = row.split_at_mut(width);
-                widen_into::<E>(&part.keys[at..at + token_bytes], keys);
-                widen_into::<E>(&part.values[at..at + token_bytes], values);
-                rotary.rotate(0, keys);
+                rotary.turn::<E>(isa, &part.keys[at..at + token_bytes], keys);
+                widen_row::<E>(isa, &part.values[at..at + token_bytes], values);
             }
         });
         let rows = KvRows { values: &values, stride, key_column: 0, value_column: width };
         pages.write(pool, layer_idx, plan, rows);
-    }
-}
-
-fn widen_into<E: KvElement>(bytes: &[u8], out: &mut [f32]) {
-    for (slot, element) in out.iter_mut().zip(bytes.chunks_exact(E::N_BYTES)) {
-        *slot = E::from_le(element).to_f32();
     }
 }

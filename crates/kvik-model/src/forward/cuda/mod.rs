@@ -376,7 +376,7 @@ impl Backend for CudaBackend {
         layer_idx: usize,
         block_table: &[BlockId],
         first_position: usize,
-        turned_by: usize,
+        turned_by: i64,
         part: SegmentPart<'_>,
     ) -> Result<()> {
         let Position::Rope(rope) = &self.config.position else {
@@ -401,10 +401,9 @@ impl Backend for CudaBackend {
             return Err(ModelError::request("block_table", "too short", "a table that covers the segment"));
         }
         let mut rotary = RotaryTable::new(rope.inverse_frequencies(self.config.head_dim));
-        rotary.prepare(std::iter::once(turned_by as u32));
+        rotary.prepare_turn(turned_by);
         let turn: Vec<u8> = rotary
             .first_row()
-            .iter()
             .flat_map(|(cosine, sine)| [cosine.to_le_bytes(), sine.to_le_bytes()])
             .flatten()
             .collect();
