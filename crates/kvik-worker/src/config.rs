@@ -59,6 +59,9 @@ pub struct WorkerConfig {
     /// or `deviation:0.15`. Default: none, what the model's settings say; without those, only requests that say it use
     /// segments.
     pub blend: Option<String>,
+    /// Text that stands before a segment while it is computed, and is dropped afterwards. Segments of another text are not used.
+    /// Default: none, segments are computed alone.
+    pub blend_priming: Option<String>,
     /// Type in which keys and values are kept: `f32`, `f16` or `bf16`. Default: `auto`, which is `f32` on the CPU and `bf16` on a
     /// GPU.
     pub kv_dtype: String,
@@ -132,6 +135,7 @@ impl Default for WorkerConfig {
             memory: SharedMemoryConfig::default(),
             store: StoreConfig::default(),
             blend: None,
+            blend_priming: None,
             kv_dtype: "auto".to_owned(),
             threads: 0,
             max_batched_tokens: 512,

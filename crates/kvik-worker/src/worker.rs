@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use kvik_model::{BLOCK_TOKENS, BackendOptions, Engine, EngineOptions, Model};
+use kvik_model::{BLOCK_TOKENS, BackendOptions, Engine, EngineOptions, Model, ModelError};
 use kvik_node::{KEPT_BYTES, KvLog, LoggedChunks};
 use kvik_proto::client::{CoordinatorClient, HttpClient, TlsClientConfig, http_client};
 use kvik_proto::kv_stream::BlockGroup;
@@ -14,6 +14,8 @@ use kvik_runtime::telemetry::Tracer;
 use kvik_runtime::tls::TlsClientPem;
 use kvik_runtime::trust::Trust;
 use kvik_store::Space;
+use kvik_tokens::AddSpecial;
+use kvik_types::TokenId;
 use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 
@@ -273,9 +275,11 @@ fn load_engine(config: &WorkerConfig) -> Result<(Model, Engine, Option<WorkerSto
     let mut options = EngineOptions::default();
     options.max_batched_tokens = config.max_batched_tokens;
     options.max_sequences = config.max_sequences;
+    options.segment_priming = segment_priming(config, &model)?;
     // Requests without a seed must differ from those of other workers and earlier lives.
     options.seed = random_seed();
     let engine = model.engine(&backend, options)?;
+    check_segment_priming(config, &engine)?;
     let mut store_config = config.store.clone();
     if let BackendOptions::Cuda(cuda) = &backend {
         // The copy engine reads and writes the store's memory by itself.
@@ -284,6 +288,25 @@ fn load_engine(config: &WorkerConfig) -> Result<(Model, Engine, Option<WorkerSto
     let store = WorkerStore::open(&store_config, &engine)?;
     let space = store.as_ref().and_then(WorkerStore::space);
     Ok((model, engine, store, space))
+}
+
+/// The tokens of the text that stands before segments.
+fn segment_priming(config: &WorkerConfig, model: &Model) -> Result<Vec<TokenId>> {
+    let text = config.blend_priming.as_deref().unwrap_or_default();
+    Ok(model.tokenizer().encode(text, AddSpecial::No).map_err(ModelError::from)?)
+}
+
+/// A priming context beside which no segment has room would switch segments off without a word.
+fn check_segment_priming(config: &WorkerConfig, engine: &Engine) -> Result<()> {
+    let n_tokens = engine.segment_priming().len();
+    if n_tokens < engine.max_sequence_tokens() {
+        return Ok(());
+    }
+    Err(WorkerError::InvalidConfig {
+        field: "blend_priming",
+        value: format!("{n_tokens} tokens: {}", config.blend_priming.as_deref().unwrap_or_default()),
+        allowed: "fewer tokens than a sequence may have",
+    })
 }
 
 fn coordinator_clients(config: &WorkerConfig, trust: &Trust) -> Result<Vec<CoordinatorClient>> {

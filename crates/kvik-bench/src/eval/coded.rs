@@ -34,5 +34,5 @@ pub(super) fn coded(
             layer.values.extend_from_slice(values);
         }
     }
-    Ok(ComputedSegment { tokens: segment.tokens.clone(), layers })
+    Ok(ComputedSegment { tokens: segment.tokens.clone(), first_position: segment.first_position, layers })
 }

@@ -205,8 +205,8 @@ impl NotesEval {
         if let Some(segment) = self.segments.get(tokens) {
             return Ok(Arc::clone(segment));
         }
-        self.engine.submit_segment(tokens.to_vec())?;
-        let mut computed = ComputedSegment { tokens: tokens.to_vec(), layers: Vec::new() };
+        self.engine.submit_segment(tokens)?;
+        let mut computed = ComputedSegment { tokens: tokens.to_vec(), first_position: 0, layers: Vec::new() };
         for event in self.engine.run_until_idle()? {
             match event {
                 EngineEvent::Segment { segment, .. } => computed = *segment,

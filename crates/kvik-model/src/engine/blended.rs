@@ -16,6 +16,7 @@ use super::sequence::Sequence;
 use crate::blend::{Assembled, Blend, BlendSegment, BlendedPrompt, ComputedSegment, SegmentKv};
 use crate::config::Position;
 use crate::error::{ModelError, Result};
+use crate::forward::LayerKv;
 use crate::paging::BlockId;
 use crate::sampling::SamplingParams;
 
@@ -50,18 +51,28 @@ impl Engine {
         Ok(id)
     }
 
-    /// Computes the keys and values of `tokens` alone; its only event after the admission is [`EngineEvent::Segment`].
+    /// Computes the keys and values of `tokens` behind the [priming context](Engine::segment_priming) alone; its only event after the
+    /// admission is [`EngineEvent::Segment`].
     ///
     /// # Errors
     /// As [`Engine::submit`]; also if the model's positions cannot be changed.
-    pub fn submit_segment(&mut self, tokens: Vec<TokenId>) -> Result<RequestId> {
+    pub fn submit_segment(&mut self, tokens: &[TokenId]) -> Result<RequestId> {
         self.check_segments()?;
-        let request = GenerateRequest { prompt: tokens, sampling: SamplingParams::greedy(1) };
+        if tokens.is_empty() {
+            return Err(ModelError::request("segments", "no token", "at least one token in each"));
+        }
+        let prompt = [self.segment_priming(), tokens].concat();
+        let request = GenerateRequest { prompt, sampling: SamplingParams::greedy(1) };
         let id = self.submit_with(request, SubmitOptions::default())?;
         if let Some(sequence) = self.waiting.back_mut() {
             sequence.set_segment();
         }
         Ok(id)
+    }
+
+    /// Tokens that stand before a segment while it is computed; see [`EngineOptions::segment_priming`](super::EngineOptions).
+    pub fn segment_priming(&self) -> &[TokenId] {
+        &self.options.segment_priming
     }
 
     fn check_segments(&self) -> Result<()> {
@@ -140,6 +151,7 @@ impl Engine {
     /// Places a segment in all layers; false if a part of it is missing or has the wrong size. Its place has no meaning then.
     fn place(&mut self, table: &[BlockId], first_token: usize, kv: &dyn SegmentKv) -> bool {
         let token_bytes = self.token_layer_bytes();
+        let turned_by = first_token as i64 - kv.first_position() as i64;
         (0..self.backend.config().n_layers).all(|layer_idx| {
             let mut n_placed = 0;
             let is_whole = (0..kv.n_parts()).all(|part_idx| {
@@ -148,7 +160,7 @@ impl Engine {
                 let is_inside = n_placed + n_tokens <= kv.n_tokens();
                 let first = first_token + n_placed;
                 n_placed += n_tokens;
-                is_inside && self.backend.place_kv(layer_idx, table, first, first_token as i64, part).is_ok()
+                is_inside && self.backend.place_kv(layer_idx, table, first, turned_by, part).is_ok()
             });
             is_whole && n_placed == kv.n_tokens()
         })
@@ -167,8 +179,18 @@ impl Engine {
         sequence.set_finished();
         let request = sequence.request;
         let n_layers = self.backend.config().n_layers;
-        let layers = (0..n_layers).map(|layer_idx| self.backend.export_kv(layer_idx, &table, tokens.len()));
-        let segment = Box::new(ComputedSegment { layers: layers.collect(), tokens });
+        let first_position = self.options.segment_priming.len();
+        let layers = (0..n_layers).map(|layer_idx| {
+            let LayerKv { n_tokens, mut keys, mut values } =
+                self.backend.export_kv(layer_idx, &table, tokens.len());
+            let priming_bytes = keys.len() / n_tokens.max(1) * first_position;
+            keys.drain(..priming_bytes);
+            values.drain(..priming_bytes);
+            LayerKv { n_tokens: n_tokens - first_position, keys, values }
+        });
+        let layers = layers.collect();
+        let tokens = tokens[first_position..].to_vec();
+        let segment = Box::new(ComputedSegment { tokens, first_position, layers });
         events.push(EngineEvent::Segment { request, segment });
     }
 }

@@ -35,7 +35,7 @@ use std::sync::Arc;
 
 use kvik_tokens::{TextStream, TextStreamOptions, Tokenizer};
 use kvik_types::hash::KvikChain;
-use kvik_types::{BlockHash, BlockSize, Dtype, Namespace};
+use kvik_types::{BlockHash, BlockSize, Dtype, Namespace, TokenId};
 
 use crate::config::ModelConfig;
 use crate::error::{ModelError, Result};
@@ -61,13 +61,22 @@ pub struct EngineOptions {
     pub max_sequences: usize,
     /// Whether a prompt may start from blocks that earlier requests have left. Default: true.
     pub reuses_prefixes: bool,
+    /// Tokens that stand before a segment while it is computed, and are dropped afterwards. Default: none, a segment is
+    /// computed alone.
+    pub segment_priming: Vec<TokenId>,
     /// Seed of requests that bring none; each gets another one derived from it. Default: 0.
     pub seed: u64,
 }
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self { max_batched_tokens: 512, max_sequences: 64, reuses_prefixes: true, seed: 0 }
+        Self {
+            max_batched_tokens: 512,
+            max_sequences: 64,
+            reuses_prefixes: true,
+            segment_priming: Vec::new(),
+            seed: 0,
+        }
     }
 }
 

@@ -38,7 +38,7 @@ fn request(prompt: &[u32], n: u32) -> GenerateRequest {
 }
 
 fn segment(engine: &mut Engine, tokens: &[u32]) -> ComputedSegment {
-    engine.submit_segment(tokens.to_vec()).unwrap();
+    engine.submit_segment(tokens).unwrap();
     let mut events = engine.run_until_idle().unwrap();
     assert!(matches!(events[0], EngineEvent::Admitted { cached_tokens: 0, .. }) && events.len() == 2);
     match events.pop() {
@@ -274,6 +274,30 @@ fn blended_kv_is_found_by_no_other_request_and_offered_to_no_store() {
 }
 
 #[test]
+fn a_primed_segment_is_computed_behind_its_context_which_is_dropped() {
+    let model = TestModel::fixture("llama_gqa");
+    let prompt = tokens(model.config.vocab_size, 40, 12);
+    let mut options = EngineOptions::default();
+    options.segment_priming = prompt[..9].to_vec();
+    let mut primed = engine(&model, 64, options);
+    let kv = segment(&mut primed, &prompt[9..29]);
+    assert_eq!((kv.tokens.as_slice(), kv.first_position), (&prompt[9..29], 9));
+    let mut alone = engine(&model, 64, EngineOptions::default());
+    assert!(kv.layers[1].values != segment(&mut alone, &prompt[9..29]).layers[1].values);
+    // Behind exactly its context it is exact; anywhere else its keys are turned, forth or back.
+    let expected = plain(&mut alone, &prompt);
+    let at = |first_token| vec![BlendSegment { first_token, kv: Arc::new(kv.clone()) }];
+    let actual = blended(&mut primed, &prompt, at(9), "none");
+    assert_same(&actual, &expected);
+    assert_eq!(actual.usage.blend.blended_tokens, 20);
+    let all = blended(&mut primed, &prompt[9..], at(0), "all");
+    assert_same(&all, &plain(&mut alone, &prompt[9..]));
+    assert_eq!(blended(&mut primed, &prompt[9..], at(0), "none").usage.blend.blended_tokens, 20);
+    let refused = primed.submit_segment(&[]).unwrap_err();
+    assert!(refused.to_string().contains("at least one token"), "{refused}");
+}
+
+#[test]
 fn a_segment_that_lacks_a_part_is_computed() {
     #[derive(Debug)]
     struct Damaged(ComputedSegment, usize);
@@ -281,6 +305,10 @@ fn a_segment_that_lacks_a_part_is_computed() {
     impl SegmentKv for Damaged {
         fn n_tokens(&self) -> usize {
             self.0.n_tokens()
+        }
+
+        fn first_position(&self) -> usize {
+            self.0.first_position()
         }
 
         fn n_parts(&self) -> usize {
@@ -382,7 +410,7 @@ fn segments_that_cannot_be_placed_are_refused_by_name() {
 
     let learned = TestModel::fixture("gpt2");
     let mut engine = support::requests::engine(&learned, 16, EngineOptions::default());
-    let error = engine.submit_segment(vec![1, 2, 3]).unwrap_err();
+    let error = engine.submit_segment(&[1, 2, 3]).unwrap_err();
     assert!(
         matches!(error, ModelError::InvalidRequest { .. })
             && error.to_string().contains("positions are learned")

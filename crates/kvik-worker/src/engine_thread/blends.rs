@@ -190,7 +190,7 @@ impl EngineThread {
 
     /// Has the engine compute a segment, which it may refuse.
     fn compute_segment(&mut self, key: SegmentKey, waiters: Vec<Waiter>) {
-        match self.engine.submit_segment(key.tokens.clone()) {
+        match self.engine.submit_segment(&key.tokens) {
             Ok(id) => {
                 self.blends.coming.insert(key, Coming { source: Source::Engine(id), waiters });
             }

@@ -15,7 +15,7 @@ use kvik_types::{CacheSalt, Namespace, TokenId};
 use super::daemon_chunks::{read_chunks, read_layers, write_missing};
 use super::job::Job;
 use super::loader::{Loader, Read};
-use super::segments::{DaemonSegments, SegmentStore};
+use super::segments::{DaemonSegments, SegmentKind, SegmentStore};
 use super::transfer::{SinkCounts, StoreSink};
 use super::{KvStore, LoadRequest, LoadedPrefix, Loading, PanicGuard, loadable_tokens};
 use crate::error::Result;
@@ -37,11 +37,16 @@ pub(crate) struct DaemonStore {
 }
 
 impl DaemonStore {
-    /// Begins to attach.
+    /// Begins to attach, for chunks of `format` and for segments behind `priming`.
     ///
     /// # Errors
     /// If the operating system gives no thread.
-    pub(super) fn start(plan: DaemonPlan, namespace: &Namespace, format: ChunkFormat) -> Result<Self> {
+    pub(super) fn start(
+        plan: DaemonPlan,
+        namespace: &Namespace,
+        format: ChunkFormat,
+        priming: &[TokenId],
+    ) -> Result<Self> {
         let mut options = AttachOptions::new(plan.socket, namespace.clone(), format);
         options.token = plan.token;
         let loads = Arc::new(NodeSession::start(options.clone())?);
@@ -59,7 +64,8 @@ impl DaemonStore {
             guard.run(|| session.run(read)).flatten().flatten()
         };
         let read: Arc<Read<LoadedPrefix>> = Arc::new(read);
-        let segments = DaemonSegments::start(&options, panic_guard.clone())?;
+        let kind = SegmentKind::new(namespace, format, priming)?;
+        let segments = DaemonSegments::start(&options, kind, panic_guard.clone())?;
         let segments = SegmentStore::start(Arc::new(segments), plan.load_timeout, panic_guard.clone())?;
         Ok(Self {
             loads,

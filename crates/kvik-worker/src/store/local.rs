@@ -13,7 +13,7 @@ use kvik_types::{BlockHash, CacheSalt, Namespace, TokenId};
 use super::job::Job;
 use super::loader::{Loader, Read};
 use super::planner::Planner;
-use super::segments::{LocalSegments, SegmentStore};
+use super::segments::{LocalSegments, SegmentKind, SegmentStore};
 use super::transfer::{SinkCounts, StoreSink};
 use super::{KvStore, LoadRequest, LoadedPrefix, Loading, PanicGuard, load, loadable_tokens, refused};
 use crate::config::StoreConfig;
@@ -36,7 +36,7 @@ pub(crate) struct LocalStore {
 }
 
 impl LocalStore {
-    /// Opens the store of `config` for chunks of `format`; `None` where there is to be none.
+    /// Opens the store of `config` for chunks of `format` and for segments behind `priming`; `None` where there is to be none.
     ///
     /// # Errors
     /// If the configuration is wrong or a local tier cannot be used.
@@ -44,6 +44,7 @@ impl LocalStore {
         config: &StoreConfig,
         namespace: &Namespace,
         format: ChunkFormat,
+        priming: &[TokenId],
     ) -> Result<Option<Self>> {
         let Some(plan) = config.resolve()? else { return Ok(None) };
         let store = open_store(config, &plan, None)?;
@@ -51,14 +52,15 @@ impl LocalStore {
         let space = store.space(&namespace, format).map_err(refused)?;
         let layer_loader = if plan.is_layerwise {
             let reading = store.clone();
-            let read = move |job: &Job<LoadedPrefix>, chain: &Chain, first| read_layers(&reading, job, chain, first);
+            let read =
+                move |job: &Job<LoadedPrefix>, chain: &Chain, first| read_layers(&reading, job, chain, first);
             let read: Arc<Read<LoadedPrefix>> = Arc::new(read);
             Some(Arc::new(Loader::start("layers", &read)?))
         } else {
             None
         };
         let panic_guard = PanicGuard::default();
-        let segments = LocalSegments::open(&store, &namespace, format)?;
+        let segments = LocalSegments::open(&store, &SegmentKind::new(&namespace, format, priming)?)?;
         let segments = SegmentStore::start(Arc::new(segments), plan.load_timeout, panic_guard.clone())?;
         Ok(Some(Self {
             store,

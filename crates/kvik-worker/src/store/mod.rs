@@ -104,11 +104,12 @@ impl WorkerStore {
             n_ranks: 1,
             block_tokens: BlockSize::try_new(BLOCK_TOKENS).map_err(refused)?,
         };
+        let priming = engine.segment_priming();
         if let Some(plan) = config.daemon()? {
-            let store = DaemonStore::start(plan, engine.namespace(), format)?;
+            let store = DaemonStore::start(plan, engine.namespace(), format, priming)?;
             return Ok(Some(Self::Daemon(Arc::new(store))));
         }
-        Ok(LocalStore::open(config, engine.namespace(), format)?.map(Self::Local))
+        Ok(LocalStore::open(config, engine.namespace(), format, priming)?.map(Self::Local))
     }
 
     /// Where chains are made; `None` where the daemon did not come in time.

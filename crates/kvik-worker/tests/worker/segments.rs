@@ -2,7 +2,8 @@
 
 use http::StatusCode;
 use kvik_model::Model;
-use kvik_worker::{StoreConfig, WorkerConfig};
+use kvik_runtime::shutdown::Shutdown;
+use kvik_worker::{StoreConfig, Worker, WorkerConfig};
 use serde_json::{Value, json};
 
 use crate::support::{TestWorker, config, start_with};
@@ -88,6 +89,37 @@ async fn segments_outlive_the_worker_on_its_disk() {
     // What was read is in memory too now; a note that had been computed would be written there in the background.
     assert_eq!(n_stored(&worker).await, 6);
     worker.end().await;
+}
+
+#[tokio::test]
+async fn segments_behind_another_priming_context_are_not_used() {
+    let folder = tempfile::tempdir().unwrap();
+    let nvme = Some(format!("{}:256MiB", folder.path().display()));
+    let store = StoreConfig { ram: "64MiB".to_owned(), nvme, ..StoreConfig::default() };
+    let texts: Vec<Value> = NOTES.iter().map(|note| json!({"text": note})).collect();
+    let context = "Note 0: There are notes before this one, and others behind it.\n";
+    let mut answers = Vec::new();
+    for (priming, n_computed) in [(None, 3), (Some(context), 3), (Some("Note 0.\n"), 3), (Some(context), 0)] {
+        let blend_priming = priming.map(str::to_owned);
+        let worker = start_with(WorkerConfig { blend_priming, store: store.clone(), ..config() }).await;
+        let added = worker.client.ask("/cache/segments", &json!({"segments": texts})).await;
+        assert_eq!(added["computed_segments"], n_computed, "{priming:?}");
+        let kvik = json!({"segments": parts(&[0, 1, 2]), "blend": "none"});
+        let body = json!({"prompt": "", "max_tokens": 4, "temperature": 0, "logprobs": 1, "kvik": kvik});
+        let answer = worker.client.ask("/v1/completions", &body).await;
+        answers.push(answer["choices"][0]["logprobs"].clone());
+        // With every token computed again, the prompt is any other's.
+        let exact = complete(&worker, &prompt(&[2, 0, 1]), Value::Null).await.0;
+        let all = json!({"segments": parts(&[2, 0, 1]), "blend": "all"});
+        assert_eq!(complete(&worker, "", all).await.0, exact);
+        worker.end().await;
+    }
+    assert_eq!(answers[1], answers[3], "computed and from the disk");
+    assert!(answers[0] != answers[1] && answers[1] != answers[2], "the context matters: {answers:?}");
+    let long = Some("note ".repeat(5000));
+    let refused = WorkerConfig { blend_priming: long, ..config() };
+    let error = Worker::start(refused, &Shutdown::new()).await.unwrap_err().to_string();
+    assert!(error.contains("`blend_priming` is") && error.contains("fewer tokens"), "{error}");
 }
 
 #[tokio::test]

@@ -30,6 +30,10 @@ pub(crate) struct EvalNotesArguments {
     #[arg(long, value_name = "SELECTOR:RATIO")]
     pub(crate) blend: Option<Selectors>,
 
+    /// Compute every note behind this text, which is dropped afterwards [default: alone]
+    #[arg(long, value_name = "TEXT", requires = "blend")]
+    pub(crate) priming: Option<String>,
+
     /// Code the KV of the notes, and decode it again before it is used: none, lossless, fp8, int8, int4, cachegen
     /// [default: not coded]
     #[arg(long, value_name = "NAME")]

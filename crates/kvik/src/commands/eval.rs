@@ -6,6 +6,7 @@ use std::io::{BufReader, Write as _};
 use anyhow::Context as _;
 use kvik_bench::eval::{NotesEval, NotesOptions, Question};
 use kvik_model::{CpuBackendOptions, EngineOptions};
+use kvik_tokens::AddSpecial;
 
 use super::bench::progress_bar;
 use super::{open_model, print_json};
@@ -22,6 +23,9 @@ pub(crate) fn notes(arguments: &EvalNotesArguments) -> anyhow::Result<()> {
     backend.kv_dtype = arguments.kv_dtype.into();
     let mut options = EngineOptions::default();
     options.reuses_prefixes = false;
+    let priming = arguments.priming.as_deref().unwrap_or_default();
+    options.segment_priming =
+        model.tokenizer().encode(priming, AddSpecial::No).context("tokenize the priming context")?;
     let engine = model.cpu_engine(&backend, options).context("load the model")?;
     let options = NotesOptions::new(arguments.blend.clone(), arguments.codec.as_deref());
     let mut eval = NotesEval::new(model, engine, options.context("read the options")?);

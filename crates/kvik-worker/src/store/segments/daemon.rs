@@ -11,7 +11,7 @@ use kvik_node::{AttachOptions, NodeClient, NodeError, NodeSession};
 use kvik_store::Chain;
 use kvik_types::{CacheSalt, TokenId};
 
-use super::{ComingSegment, SegmentPlace, copy_layer, segment_space};
+use super::{ComingSegment, SegmentKind, SegmentPlace, copy_layer};
 use crate::error::Result;
 use crate::store::PanicGuard;
 use crate::store::daemon_chunks::{copy_out, write_missing};
@@ -29,6 +29,7 @@ pub(in crate::store) struct DaemonSegments {
 #[derive(Debug)]
 struct CopiedSegment {
     n_tokens: usize,
+    first_position: usize,
     n_layers: usize,
     /// Whole chunks, layer 0 first.
     payloads: Vec<Vec<u8>>,
@@ -39,13 +40,19 @@ impl DaemonSegments {
     ///
     /// # Errors
     /// If the operating system gives no thread.
-    pub(in crate::store) fn start(options: &AttachOptions, panic_guard: PanicGuard) -> Result<Self> {
-        let (namespace, format) = segment_space(&options.namespace, options.format)?;
+    pub(in crate::store) fn start(
+        options: &AttachOptions,
+        kind: SegmentKind,
+        panic_guard: PanicGuard,
+    ) -> Result<Self> {
+        let SegmentKind { namespace, format, first_position } = kind;
         let options = AttachOptions { namespace, format, is_for_segments: true, ..options.clone() };
         let session = Arc::new(NodeSession::start(options)?);
         let reading = Arc::clone(&session);
         let read = move |job: &Job<CopiedSegment>, chain: &Chain, _| {
-            panic_guard.run(|| reading.run(|client| read(client, job, chain))).flatten().flatten()
+            let copied =
+                panic_guard.run(|| reading.run(|client| read(client, job, chain))).flatten().flatten();
+            copied.map(|payloads| CopiedSegment::new(chain, payloads, first_position))
         };
         let read: Arc<Read<CopiedSegment>> = Arc::new(read);
         Ok(Self { session, loader: Loader::start("segments", &read)? })
@@ -86,9 +93,20 @@ impl ComingSegment for JobHandle<CopiedSegment> {
     }
 }
 
+impl CopiedSegment {
+    fn new(chain: &Chain, payloads: Vec<Vec<u8>>, first_position: usize) -> Self {
+        let n_layers = chain.space().format().n_layers as usize;
+        Self { n_tokens: chain.n_tokens(), first_position, n_layers, payloads }
+    }
+}
+
 impl SegmentKv for CopiedSegment {
     fn n_tokens(&self) -> usize {
         self.n_tokens
+    }
+
+    fn first_position(&self) -> usize {
+        self.first_position
     }
 
     fn n_parts(&self) -> usize {
@@ -104,12 +122,12 @@ impl SegmentKv for CopiedSegment {
     }
 }
 
-/// Copies a segment out of the daemon's arena; `None` unless all of it is there.
+/// Copies the chunks of a segment out of the daemon's arena; `None` unless all are there.
 fn read(
     client: &NodeClient,
     job: &Job<CopiedSegment>,
     chain: &Chain,
-) -> Result<Option<CopiedSegment>, NodeError> {
+) -> Result<Option<Vec<Vec<u8>>>, NodeError> {
     let opened = client.open(chain)?;
     opened.note_request(None)?;
     if chain.n_chunks() == 0 || opened.n_found() < chain.n_chunks() {
@@ -119,9 +137,7 @@ fn read(
     if lease.n_chunks() < chain.n_chunks() {
         return Ok(None);
     }
-    let n_layers = chain.space().format().n_layers as usize;
-    let payloads = copy_out(job, &lease)?;
-    Ok(payloads.map(|payloads| CopiedSegment { n_tokens: chain.n_tokens(), n_layers, payloads }))
+    copy_out(job, &lease)
 }
 
 /// Copies a segment into the daemon's arena, as far as there is room.

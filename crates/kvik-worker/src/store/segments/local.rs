@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvik_model::{ComputedSegment, SegmentKv, SegmentPart};
-use kvik_store::{ChunkFormat, Prefetch, Retrieved, Space, Store, Write};
-use kvik_types::{CacheSalt, Namespace, TokenId};
+use kvik_store::{Prefetch, Retrieved, Space, Store, Write};
+use kvik_types::{CacheSalt, TokenId};
 
-use super::{ComingSegment, SegmentPlace, copy_layer, segment_space};
+use super::{ComingSegment, SegmentKind, SegmentPlace, copy_layer};
 use crate::error::Result;
 use crate::store::refused;
 
@@ -16,6 +16,7 @@ use crate::store::refused;
 pub(in crate::store) struct LocalSegments {
     store: Store,
     space: Space,
+    first_position: usize,
 }
 
 /// A segment whose chunks are read.
@@ -23,6 +24,7 @@ pub(in crate::store) struct LocalSegments {
 struct PrefetchedSegment {
     prefetch: Prefetch,
     n_tokens: usize,
+    first_position: usize,
 }
 
 /// A segment in leases of the store.
@@ -30,17 +32,17 @@ struct PrefetchedSegment {
 struct LeasedSegment {
     retrieved: Retrieved,
     n_tokens: usize,
+    first_position: usize,
 }
 
 impl LocalSegments {
-    /// The segments of a model whose prompts have `namespace` and `format`.
+    /// The segments of a kind.
     ///
     /// # Errors
     /// If the store refuses the format.
-    pub(in crate::store) fn open(store: &Store, namespace: &Namespace, format: ChunkFormat) -> Result<Self> {
-        let (namespace, format) = segment_space(namespace, format)?;
-        let space = store.space_with_tails(&namespace, format).map_err(refused)?;
-        Ok(Self { store: store.clone(), space })
+    pub(in crate::store) fn open(store: &Store, kind: &SegmentKind) -> Result<Self> {
+        let space = store.space_with_tails(&kind.namespace, kind.format).map_err(refused)?;
+        Ok(Self { store: store.clone(), space, first_position: kind.first_position })
     }
 }
 
@@ -49,7 +51,11 @@ impl SegmentPlace for LocalSegments {
         let chain = self.space.salted_chain(tokens, salt);
         self.store.note_request(&chain, None);
         let prefetch = self.store.prefetch(&chain, 0);
-        Some(Box::new(PrefetchedSegment { prefetch, n_tokens: tokens.len() }))
+        Some(Box::new(PrefetchedSegment {
+            prefetch,
+            n_tokens: tokens.len(),
+            first_position: self.first_position,
+        }))
     }
 
     fn write(&self, segment: &ComputedSegment, salt: Option<&CacheSalt>) {
@@ -78,16 +84,21 @@ impl ComingSegment for PrefetchedSegment {
     }
 
     fn finish(self: Box<Self>) -> Option<Arc<dyn SegmentKv>> {
-        let Self { prefetch, n_tokens } = *self;
+        let Self { prefetch, n_tokens, first_position } = *self;
         let retrieved = prefetch.wait(Duration::ZERO);
         let is_whole = retrieved.n_tokens() == n_tokens && 0 < n_tokens;
-        is_whole.then(|| Arc::new(LeasedSegment { retrieved, n_tokens }) as Arc<dyn SegmentKv>)
+        let segment = || Arc::new(LeasedSegment { retrieved, n_tokens, first_position });
+        is_whole.then(|| segment() as Arc<dyn SegmentKv>)
     }
 }
 
 impl SegmentKv for LeasedSegment {
     fn n_tokens(&self) -> usize {
         self.n_tokens
+    }
+
+    fn first_position(&self) -> usize {
+        self.first_position
     }
 
     fn n_parts(&self) -> usize {

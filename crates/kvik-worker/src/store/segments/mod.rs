@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use kvik_model::{ComputedSegment, LayerKv, SegmentKv};
 use kvik_store::ChunkFormat;
+use kvik_types::hash::{HashChain as _, KvikChain};
 use kvik_types::{BlockSize, CacheSalt, Namespace, TokenId};
 use parking_lot::Mutex;
 
@@ -25,8 +26,8 @@ use crate::error::{Result, WorkerError};
 pub(super) use daemon::DaemonSegments;
 pub(super) use local::LocalSegments;
 
-/// Names how segments are computed: alone, from position 0 on, keys after rotation, token by token.
-const CONVENTION: &str = "+segment_1/alone/positions=0/keys,values=token,head,dim";
+/// Names what the bytes of segments are: keys after rotation, token by token.
+const FORMAT: &str = "keys,values=token,head,dim";
 
 /// Segments that wait to be stored; beyond, they are computed again when they are needed again.
 const MAX_WAITING: usize = 64;
@@ -46,6 +47,15 @@ pub(super) trait SegmentPlace: fmt::Debug + Send + Sync {
 
     /// Ends what it has of its own; it is not used after that.
     fn close(&self) {}
+}
+
+/// How the segments of a model are computed and named.
+#[derive(Debug, Clone)]
+pub(super) struct SegmentKind {
+    namespace: Namespace,
+    format: ChunkFormat,
+    /// Position that the first key of each is rotated to.
+    first_position: usize,
 }
 
 /// A segment on its way; dropping it gives it up.
@@ -178,14 +188,29 @@ impl SegmentLoad {
     }
 }
 
-/// The namespace and the format of the segments of a model whose prompts have these. A segment ends at any token.
-///
-/// # Errors
-/// None: one token is a length that blocks may have.
-fn segment_space(namespace: &Namespace, format: ChunkFormat) -> Result<(Namespace, ChunkFormat)> {
-    let layout = format!("{}{CONVENTION}", namespace.layout);
-    let block_tokens = BlockSize::try_new(1).map_err(refused)?;
-    Ok((Namespace { layout, ..namespace.clone() }, ChunkFormat { block_tokens, ..format }))
+impl SegmentKind {
+    /// The segments of a model whose prompts have `namespace` and `format`, computed behind the tokens of `priming`, or alone
+    /// where that is empty. What was computed in another way has another namespace. A segment ends at any token.
+    ///
+    /// # Errors
+    /// If the priming context has more tokens than a block may have.
+    pub(super) fn new(namespace: &Namespace, format: ChunkFormat, priming: &[TokenId]) -> Result<Self> {
+        let first_position = priming.len();
+        let context = if priming.is_empty() {
+            "alone".to_owned()
+        } else {
+            let block_size = BlockSize::try_new(first_position).map_err(refused)?;
+            let hash = KvikChain::after(namespace.seed(), block_size).push_block(priming);
+            format!("primed={hash}")
+        };
+        let layout = format!("{}+segment_1/{context}/positions={first_position}/{FORMAT}", namespace.layout);
+        let block_tokens = BlockSize::try_new(1).map_err(refused)?;
+        Ok(Self {
+            namespace: Namespace { layout, ..namespace.clone() },
+            format: ChunkFormat { block_tokens, ..format },
+            first_position,
+        })
+    }
 }
 
 /// Copies one layer of the tokens of a chunk: their keys, then their values.
