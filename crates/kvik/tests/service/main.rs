@@ -4,6 +4,7 @@
 
 mod clients;
 mod cluster;
+mod compress_kills;
 mod config;
 mod coordinators;
 mod engines;

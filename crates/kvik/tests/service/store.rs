@@ -6,6 +6,7 @@ use std::process::Command;
 use serde_json::{Value, json};
 
 use crate::cluster::{self, Client, Role};
+use crate::compress_kills::kill_compressions;
 use crate::http;
 use crate::process::{self, Process, eventually};
 
@@ -130,6 +131,11 @@ fn kvctl_explains_what_would_be_loaded_and_says_what_cannot_be_compressed() {
     let refused = kvctl(&worker.client, &["compress", "--codec", "lossless"]).unwrap_err();
     assert!(refused.contains("`tier` is nvme; allowed: a tier with a codec"), "{refused}");
     assert_eq!(kvctl(&worker.client, &["compress", "--status"]).unwrap()["state"], "idle");
+}
+
+#[test]
+fn a_worker_that_is_killed_while_it_compresses_its_disk_loses_no_chunk_and_leaks_no_space() {
+    kill_compressions(4);
 }
 
 #[test]
