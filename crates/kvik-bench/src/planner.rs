@@ -1,8 +1,9 @@
 //! Whether KV is loaded or computed: the time to the first token by the planner, beside loading everything and computing
 //! everything, over speeds of a tier and lengths of a prompt.
 //!
-//! Three workers with the bundled model have the same chunks on a disk each, whose reads wait as on a link of a certain speed.
-//! One loads all chunks, one computes all, one plans. They are asked in turns, one request at a time.
+//! Four workers with the bundled model have the same chunks on a disk each, whose reads wait as on a link of a certain speed.
+//! One loads all chunks, one computes all, one plans, and one loads all layer by layer. They are asked in turns, one request at a
+//! time.
 
 mod plot;
 
@@ -22,7 +23,11 @@ const KV_BLOCKS: usize = 256;
 
 const CHUNK_TOKENS: usize = 256;
 
-const MODES: [&str; 3] = ["load_all", "compute_all", "auto"];
+const MODES: [&str; N_MODES] = ["load_all", "compute_all", "auto", LAYERWISE];
+const N_MODES: usize = 4;
+
+/// All chunks are loaded, layer by layer.
+const LAYERWISE: &str = "layerwise";
 
 /// A wait for copies or for the disk that is longer is a failure.
 const LONGEST_WAIT: Duration = Duration::from_secs(20);
@@ -52,7 +57,7 @@ pub enum Speed {
 pub struct Cell {
     speed: Speed,
     n_tokens: usize,
-    times_ms: [Vec<f64>; 3],
+    times_ms: [Vec<f64>; N_MODES],
 }
 
 /// Runs the measurements.
@@ -159,7 +164,7 @@ impl PlannerBench {
         for round in 0..=self.n_repeats() {
             for cell in &mut cells {
                 for turn in 0..MODES.len() {
-                    // Each is first, second and third equally often, and none runs beside what another still copies.
+                    // Each is at every place equally often, and none runs beside what another still copies.
                     let mode = (round + turn) % MODES.len();
                     let worker = &workers[mode];
                     for other in &workers {
@@ -184,7 +189,7 @@ impl PlannerBench {
 pub fn measurements(cells: &[Cell]) -> Vec<Measurement> {
     let mut results = Vec::new();
     for Cell { speed, n_tokens, times_ms } in cells {
-        let [load_all, compute_all, planned] = times_ms;
+        let [load_all, compute_all, planned, layerwise] = times_ms;
         let of = |mode: &str, times: &[f64]| {
             let name = format!("first_token_{n_tokens}_{}_{mode}", speed.name());
             Measurement::from_repeats(name, "ms", times.to_vec())
@@ -196,6 +201,10 @@ pub fn measurements(cells: &[Cell]) -> Vec<Measurement> {
             _ => None,
         };
         let planned = of("planner", planned);
+        // The engine takes chunks whole: what it costs to read them otherwise, and no goal.
+        let whole = load_all.as_ref().map(|load| Baseline { name: "load all", value: load.value });
+        let layerwise = of(LAYERWISE, layerwise).zip(whole);
+        let layerwise = layerwise.map(|(layerwise, whole)| layerwise.compared_with(whole, None));
         results.extend(load_all);
         results.extend(compute_all);
         results.extend(planned.map(|planned| match better {
@@ -204,11 +213,12 @@ pub fn measurements(cells: &[Cell]) -> Vec<Measurement> {
             }
             None => planned,
         }));
+        results.extend(layerwise);
     }
     results
 }
 
-/// Draws the times of the longest prompt over the speed.
+/// Draws the times over the speed, a panel for each length of prompts.
 pub fn svg(cells: &[Cell]) -> String {
     plot::svg(cells)
 }
@@ -229,7 +239,8 @@ fn config(folder: &Path, speed: Speed, mode: &str) -> WorkerConfig {
         store: StoreConfig {
             ram: "512MiB".to_owned(),
             tiers: vec![tier],
-            planner: mode.to_owned(),
+            planner: if mode == LAYERWISE { "load_all" } else { mode }.to_owned(),
+            layerwise: mode == LAYERWISE,
             load_timeout_ms: 60_000,
             ..StoreConfig::default()
         },
@@ -254,7 +265,7 @@ async fn measure_one(worker: &LocalWorker, prompt: &[u32], speed: Speed, mode: &
     ensure!(n_engine < CHUNK_TOKENS, "the engine had {n_engine} tokens of the prompt");
     let n_loaded = found[tier].as_u64().unwrap_or(0) as usize;
     let is_right = match mode {
-        "load_all" => n_stored <= n_loaded + n_engine,
+        "load_all" | LAYERWISE => n_stored <= n_loaded + n_engine,
         "compute_all" => n_loaded == 0,
         _ => true,
     };

@@ -47,6 +47,37 @@ pub struct Line {
     pub points: Vec<(f64, f64)>,
 }
 
+/// A document of several plots in a row, each below its title.
+pub fn side_by_side(panels: &[(String, Plot)]) -> String {
+    document(WIDTH * panels.len() as f64, |text| {
+        for (idx, (title, plot)) in panels.iter().enumerate() {
+            let middle = f64::midpoint(LEFT, WIDTH - RIGHT);
+            // Writing to a string cannot fail.
+            let _ = writeln!(
+                text,
+                "<g transform=\"translate({:.1} 0)\">\n\
+                 <text x=\"{middle:.1}\" y=\"{:.1}\" text-anchor=\"middle\" font-weight=\"bold\">{title}</text>",
+                idx as f64 * WIDTH,
+                TOP - 12.0,
+            );
+            plot.draw(text);
+            text.push_str("</g>\n");
+        }
+    })
+}
+
+/// A document of this width with what `draw` writes.
+fn document(width: f64, draw: impl FnOnce(&mut String)) -> String {
+    let mut text = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {HEIGHT}\" \
+         font-family=\"sans-serif\" font-size=\"12\">\n\
+         <rect width=\"{width}\" height=\"{HEIGHT}\" fill=\"white\"/>\n"
+    );
+    draw(&mut text);
+    text.push_str("</svg>\n");
+    text
+}
+
 impl Axis {
     /// Where a value lies, from 0 to 1.
     fn place(&self, value: f64) -> f64 {
@@ -61,15 +92,12 @@ impl Axis {
 impl Plot {
     /// The document.
     pub fn svg(&self) -> String {
-        let mut text = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
-             font-family=\"sans-serif\" font-size=\"12\">\n\
-             <rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"white\"/>\n"
-        );
-        self.draw_axes(&mut text);
-        self.draw_lines(&mut text);
-        text.push_str("</svg>\n");
-        text
+        document(WIDTH, |text| self.draw(text))
+    }
+
+    fn draw(&self, text: &mut String) {
+        self.draw_axes(text);
+        self.draw_lines(text);
     }
 
     fn x(&self, value: f64) -> f64 {
