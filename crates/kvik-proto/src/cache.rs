@@ -58,6 +58,10 @@ pub struct ExplainResponse {
     /// `load`: all of it before anything is computed; `meet`: the front is computed while the back loads; `compute`: nothing
     /// is loaded from below memory.
     pub decision: String,
+    /// `whole`: chunks are read as a whole; `layers`: layer by layer, because `store.layerwise` says so. The engine takes a chunk when its
+    /// last layer is there, and with `layers` nothing is planned: all chunks are loaded.
+    #[serde(default)]
+    pub reads: String,
     /// Times that were compared; missing where a tier or the engine was never measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted: Option<PredictedTimes>,
@@ -79,6 +83,10 @@ pub struct PredictedTimes {
     pub load_all_ms: f64,
     /// If none was, also none from memory.
     pub compute_all_ms: f64,
+    /// At best, if all chunks were loaded layer by layer by an engine that computes each layer when it is there. kvik's own engine
+    /// is none.
+    #[serde(default)]
+    pub load_layers_ms: f64,
 }
 
 /// How fast an engine computes KV.

@@ -63,6 +63,8 @@ pub struct PlanInput<'a> {
     pub tiers: &'a [TierState],
     /// What was measured; `None` before the first prompt.
     pub prefill: Option<PrefillSpeed>,
+    /// Layers of the model.
+    pub n_layers: usize,
 }
 
 /// What is done with the chunks of slow tiers.
@@ -98,6 +100,9 @@ pub struct PlanTimes {
     pub load_all_s: f64,
     /// If none was, also none from memory.
     pub compute_all_s: f64,
+    /// If all chunks were loaded layer by layer, and the rest computed layer by layer behind them: what it takes at best. No plan
+    /// does that; it says what an engine would gain whose passes wait for layers.
+    pub load_layers_s: f64,
 }
 
 impl PrefillSpeed {
@@ -132,7 +137,7 @@ pub fn plan(input: &PlanInput<'_>) -> Plan {
         let times = input.prefill.map(|prefill| {
             let loaded_s = prefill.seconds(input.first_unchunked()..input.n_prompt_tokens);
             let compute_all_s = input.compute_all_s(&prefill);
-            PlanTimes { plan_s: loaded_s, load_all_s: loaded_s, compute_all_s }
+            PlanTimes { plan_s: loaded_s, load_all_s: loaded_s, compute_all_s, load_layers_s: loaded_s }
         });
         let decision = if n_chunks == 0 { Decision::Compute } else { Decision::Load };
         return Plan { decision, n_chunks, n_computed_chunks: 0, times };
@@ -217,6 +222,18 @@ impl<'a> Search<'a> {
         front_s.max(self.load_s(loaded)) + behind_s + tail_s
     }
 
+    /// Seconds if loading and computing go through the layers one behind the other. The slower of the two is waited for; the
+    /// other one is ahead of it, but for one layer.
+    fn load_layers_s(&self) -> f64 {
+        let load_s = self.load_s(&(0..self.input.chunks.len()));
+        let queue_s = self.input.queue_s(&self.prefill);
+        let tail_s = self.prefill.seconds(self.input.first_unchunked()..self.input.n_prompt_tokens);
+        let n_layers = self.input.n_layers.max(1) as f64;
+        let load_is_slower_s = queue_s.max(load_s) + tail_s / n_layers;
+        let compute_is_slower_s = queue_s.max(load_s / n_layers) + tail_s;
+        load_is_slower_s.max(compute_is_slower_s)
+    }
+
     fn best(&self) -> Plan {
         let n_chunks = self.input.chunks.len();
         let step = n_chunks.div_ceil(MAX_CUTS).max(1);
@@ -245,6 +262,7 @@ impl<'a> Search<'a> {
             plan_s,
             load_all_s: self.plan_s(&(0..n_chunks)),
             compute_all_s: self.input.compute_all_s(&self.prefill),
+            load_layers_s: self.load_layers_s(),
         };
         let n_asked = if decision == Decision::Compute { 0 } else { loaded.end };
         Plan { decision, n_chunks: n_asked, n_computed_chunks: loaded.start, times: Some(times) }
@@ -283,6 +301,7 @@ mod tests {
             chunks: &chunks,
             tiers: states,
             prefill,
+            n_layers: 4,
         })
     }
 
@@ -338,6 +357,7 @@ mod tests {
                 chunks: &chunks,
                 tiers: &tiers,
                 prefill,
+                n_layers: 4,
             })
         };
         assert_eq!(of(0).decision, Decision::Meet);
@@ -354,6 +374,7 @@ mod tests {
             attended_s in 0.0_f64..1e-6,
             n_queued_tokens in 0_usize..10_000,
             n_more in 1_usize..500,
+            n_layers in 1_usize..100,
         ) {
             let chunks = chunks(&tiers, 2 << 20);
             let states: Vec<TierState> = speeds.iter().zip(queued).map(|((power, latency_s), queued_bytes)| {
@@ -366,9 +387,15 @@ mod tests {
                 chunks: &chunks,
                 tiers: &states,
                 prefill: Some(PrefillSpeed { token_s, attended_s }),
+                n_layers,
             };
             let plan = plan(&input);
-            let PlanTimes { plan_s, load_all_s, compute_all_s } = plan.times.unwrap();
+            let PlanTimes { plan_s, load_all_s, compute_all_s, load_layers_s } = plan.times.unwrap();
+            // Layers overlap loads with the computation of what is not stored, and nothing more.
+            let tail_s = input.prefill.unwrap().seconds(input.first_unchunked()..input.n_prompt_tokens);
+            prop_assert!(load_layers_s <= load_all_s + 1e-9, "{:?}", plan);
+            prop_assert!(load_all_s - load_layers_s <= tail_s + 1e-9, "{:?}", plan);
+            prop_assert!(n_layers > 1 || (load_all_s - load_layers_s).abs() < 1e-9, "{:?}", plan);
             prop_assert!(plan_s <= 1.05 * load_all_s.min(compute_all_s), "{:?}", plan);
             prop_assert!(plan.n_chunks <= chunks.len() && plan.n_computed_chunks <= chunks.len());
             prop_assert!(plan.decision == Decision::Compute || plan.n_computed_chunks <= plan.n_chunks);

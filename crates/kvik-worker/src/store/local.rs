@@ -114,6 +114,11 @@ impl LocalStore {
         self.planner_mode
     }
 
+    /// Whether chunks are read layer by layer; nothing is planned then.
+    pub(crate) fn is_layerwise(&self) -> bool {
+        self.layer_loader.is_some()
+    }
+
     /// Sequences whose KV the sink did not take.
     pub(crate) fn sink_counts(&self) -> &SinkCounts {
         &self.sink_counts

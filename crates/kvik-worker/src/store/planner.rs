@@ -87,6 +87,7 @@ impl Planner {
             chunks: &chunks,
             tiers: &tiers,
             prefill,
+            n_layers: request.chain.space().format().n_layers as usize,
         });
         Planned { plan, chunks, tiers, prefill }
     }

@@ -47,6 +47,7 @@ pub(super) fn explain(local: &LocalStore, prompt: &Prompt) -> ExplainResponse {
         chunk_tokens: request.chain.space().chunk_tokens(),
         planner: mode_name(local.planner_mode()).to_owned(),
         decision: plan.decision.name().to_owned(),
+        reads: if local.is_layerwise() { "layers" } else { "whole" }.to_owned(),
         predicted: plan.times.map(predicted),
         prefill: prefill.map(estimate),
         tiers: tiers.iter().enumerate().map(|(idx, state)| tier_estimate(name_of(idx + 1), state)).collect(),
@@ -63,9 +64,10 @@ fn mode_name(mode: PlannerMode) -> &'static str {
 }
 
 fn predicted(times: PlanTimes) -> PredictedTimes {
-    let [plan_ms, load_all_ms, compute_all_ms] =
-        [times.plan_s, times.load_all_s, times.compute_all_s].map(|seconds| rounded(seconds * 1e3));
-    PredictedTimes { plan_ms, load_all_ms, compute_all_ms }
+    let PlanTimes { plan_s, load_all_s, compute_all_s, load_layers_s } = times;
+    let [plan_ms, load_all_ms, compute_all_ms, load_layers_ms] =
+        [plan_s, load_all_s, compute_all_s, load_layers_s].map(|seconds| rounded(seconds * 1e3));
+    PredictedTimes { plan_ms, load_all_ms, compute_all_ms, load_layers_ms }
 }
 
 fn estimate(prefill: PrefillSpeed) -> PrefillEstimate {

@@ -220,9 +220,19 @@ async fn the_decision_for_a_prompt_is_explained() {
     assert_eq!(chunks.len(), 6);
     assert!(chunks.iter().all(|chunk| chunk["tier"] == "nvme" && chunk["tokens"] == 256), "{measured}");
     let times = &measured["predicted"];
-    let [plan, load_all, compute_all] =
-        ["plan_ms", "load_all_ms", "compute_all_ms"].map(|name| times[name].as_f64().unwrap());
+    let [plan, load_all, compute_all, load_layers] =
+        ["plan_ms", "load_all_ms", "compute_all_ms", "load_layers_ms"]
+            .map(|name| times[name].as_f64().unwrap());
+    assert!(0.0 < load_layers && load_layers <= load_all + 0.001, "{measured}");
+    assert_eq!(measured["reads"], "whole");
     assert!(0.0 < plan && plan <= 1.05 * load_all.min(compute_all), "{measured}");
+    worker.end().await;
+
+    let mut layerwise = slow_disk(folder.path(), 0, "auto");
+    layerwise["layerwise"] = json!(true);
+    let worker = start(layerwise).await;
+    let explained = worker.client.ask("/cache/explain", &json!({"token_ids": prompt(1)})).await;
+    assert_eq!(explained["reads"], "layers");
     worker.end().await;
 
     let worker = start(slow_disk(folder.path(), 0, "compute_all")).await;

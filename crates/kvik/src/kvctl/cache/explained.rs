@@ -9,8 +9,17 @@ use super::answers::Shown;
 
 impl Answer for Shown<ExplainResponse> {
     fn write_text(&self, output: &mut dyn Write) -> io::Result<()> {
-        let ExplainResponse { prompt_tokens, planner, decision, predicted, prefill, tiers, chunks, .. } =
-            &self.0;
+        let ExplainResponse {
+            prompt_tokens,
+            planner,
+            decision,
+            reads,
+            predicted,
+            prefill,
+            tiers,
+            chunks,
+            ..
+        } = &self.0;
         let meaning = match decision.as_str() {
             "load" => "all that is stored is loaded before the rest is computed",
             "meet" => "the front is computed while the back loads",
@@ -19,12 +28,22 @@ impl Answer for Shown<ExplainResponse> {
         writeln!(output, "{decision}: {meaning}")?;
         if planner != "auto" {
             writeln!(output, "not followed: store.planner is {planner}")?;
+        } else if reads == "layers" {
+            writeln!(output, "not followed: store.layerwise loads all chunks")?;
         }
         match predicted {
-            Some(PredictedTimes { plan_ms, load_all_ms, compute_all_ms }) => writeln!(
-                output,
-                "first token after {plan_ms:.1} ms; load all: {load_all_ms:.1} ms, compute all: {compute_all_ms:.1} ms"
-            )?,
+            Some(PredictedTimes { plan_ms, load_all_ms, compute_all_ms, load_layers_ms }) => {
+                writeln!(
+                    output,
+                    "first token after {plan_ms:.1} ms; load all: {load_all_ms:.1} ms, compute all: {compute_all_ms:.1} ms"
+                )?;
+                writeln!(
+                    output,
+                    "chunks are read {}: the engine needs all layers of a chunk; one that took layers as they come could \
+                     have it after {load_layers_ms:.1} ms",
+                    if reads == "layers" { "layer by layer" } else { "whole" }
+                )?;
+            }
             None => writeln!(output, "no times: a tier or the engine was never measured")?,
         }
         if let Some(PrefillEstimate { token_us, thousand_before_us }) = prefill {
