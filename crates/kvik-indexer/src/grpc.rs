@@ -25,6 +25,7 @@ use tonic_prost::ProstCodec;
 
 use crate::error::{IndexerError, Result};
 
+pub use connections::{Connection, accept};
 pub use limits::GrpcLimits;
 
 /// The path of the only call.
@@ -106,7 +107,8 @@ pub async fn serve(
     shutdown: Shutdown,
 ) -> Result<()> {
     let (accepted, mut connections) = mpsc::channel(1);
-    let accepting = connections::accept(listener, tls, limits, accepted, shutdown.clone());
+    let bounds = (limits.max_connections as usize, limits.handshake_timeout());
+    let accepting = connections::accept(listener, tls, bounds, accepted, shutdown.clone());
     let incoming = stream::poll_fn(move |context| connections.poll_recv(context));
     let calls = Arc::new(Semaphore::new(limits.max_calls as usize));
     let service =

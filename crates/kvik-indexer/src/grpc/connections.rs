@@ -15,33 +15,33 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tonic::transport::server::Connected;
 
-use super::limits::GrpcLimits;
-
 /// Pause after a failed accept, which mostly means that file descriptors are used up.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// A connection that counts until it is dropped.
-pub(super) struct Connection {
+#[derive(Debug)]
+pub struct Connection {
     stream: Stream,
     _permit: OwnedSemaphorePermit,
 }
 
+#[derive(Debug)]
 enum Stream {
     Plain(TcpStream),
     Tls(Box<TlsStream<TcpStream>>),
 }
 
-/// Accepts connections for `accepted` until `shutdown` drains.
-pub(super) async fn accept(
+/// Accepts connections for `accepted` until `shutdown` drains: at most `max_connections` at a time, each with `handshake_timeout`
+/// for TLS.
+pub async fn accept(
     listener: TcpListener,
     tls: Option<TlsAcceptor>,
-    limits: &GrpcLimits,
+    (max_connections, handshake_timeout): (usize, Duration),
     accepted: mpsc::Sender<io::Result<Connection>>,
     shutdown: Shutdown,
 ) {
     let tls = tls.as_ref().map(with_http2);
-    let permits = Arc::new(Semaphore::new(limits.max_connections as usize));
-    let handshake_timeout = limits.handshake_timeout();
+    let permits = Arc::new(Semaphore::new(max_connections));
     let mut handshakes = JoinSet::new();
     loop {
         let next = async {

@@ -2,6 +2,6 @@
 
 pub mod engine;
 pub mod kubernetes;
-mod pause;
+pub mod pause;
 pub mod worker;
 mod zmq;

@@ -6,29 +6,30 @@ use std::time::Duration;
 /// Pauses that double up to a bound, each shortened at random by up to a half, so that many clients that lost one
 /// server do not come back together.
 #[derive(Debug, Clone)]
-pub(super) struct Pauses {
+pub struct Pauses {
     min: Duration,
     max: Duration,
     n_failures: u32,
 }
 
 impl Pauses {
-    pub(super) fn new(min: Duration, max: Duration) -> Self {
+    /// None has failed yet.
+    pub fn new(min: Duration, max: Duration) -> Self {
         Self { min, max, n_failures: 0 }
     }
 
     /// The next attempt is the first one again.
-    pub(super) fn reset(&mut self) {
+    pub fn reset(&mut self) {
         self.n_failures = 0;
     }
 
     /// Whether nothing has failed since the last success.
-    pub(super) fn is_first(&self) -> bool {
+    pub fn is_first(&self) -> bool {
         self.n_failures == 0
     }
 
     /// How long to wait after a failure.
-    pub(super) fn next(&mut self) -> Duration {
+    pub fn after_failure(&mut self) -> Duration {
         let longest = self.min.saturating_mul(1 << self.n_failures.min(20)).min(self.max);
         self.n_failures = self.n_failures.saturating_add(1);
         // Every state of this hasher has random keys.
@@ -48,15 +49,15 @@ mod tests {
         assert!(pauses.is_first());
         for longest_ms in [100, 200, 400, 800, 1000, 1000] {
             let longest = Duration::from_millis(longest_ms);
-            let pause = pauses.next();
+            let pause = pauses.after_failure();
             assert!(pause >= longest / 2 && pause <= longest, "{pause:?} of {longest:?}");
         }
         for _ in 0..100 {
-            assert!(pauses.next() <= max);
+            assert!(pauses.after_failure() <= max);
         }
         assert!(!pauses.is_first());
         pauses.reset();
         assert!(pauses.is_first());
-        assert!(pauses.next() <= min);
+        assert!(pauses.after_failure() <= min);
     }
 }

@@ -174,7 +174,7 @@ impl Follower {
             }
             tokio::select! {
                 () = self.left.cancelled() => return,
-                () = tokio::time::sleep(self.pauses.next()) => {}
+                () = tokio::time::sleep(self.pauses.after_failure()) => {}
             }
         }
     }

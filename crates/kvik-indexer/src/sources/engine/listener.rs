@@ -99,7 +99,7 @@ impl Listener {
                 }
                 Err(error) => debug!(%endpoint, %error, "cannot reach an engine"),
             }
-            sleep(pauses.next()).await;
+            sleep(pauses.after_failure()).await;
         }
     }
 
@@ -110,7 +110,7 @@ impl Listener {
             for attempt in 1.. {
                 match feed.close().await {
                     Err(IndexerError::Unavailable { .. }) if attempt < MAX_CLOSE_ATTEMPTS => {
-                        sleep(pauses.next()).await;
+                        sleep(pauses.after_failure()).await;
                     }
                     Err(error) => {
                         warn!(%error, ?feed, "a worker that is gone stays in the index");
@@ -195,7 +195,7 @@ impl Listener {
                 Ok(offer) => return offer,
                 Err(IndexerError::Unavailable { operation, reason }) => {
                     debug!(operation, reason, "the index is away; an engine's events wait");
-                    sleep(pauses.next()).await;
+                    sleep(pauses.after_failure()).await;
                     // It has been noted that it came.
                     via = if via == Via::Live { Via::Again } else { via };
                 }
@@ -289,7 +289,7 @@ impl Listener {
         loop {
             match feed.skip_gap(next).await {
                 Ok(()) => break,
-                Err(IndexerError::Unavailable { .. }) => sleep(pauses.next()).await,
+                Err(IndexerError::Unavailable { .. }) => sleep(pauses.after_failure()).await,
                 Err(error) => {
                     debug!(%error, "the index does not skip a gap");
                     return;

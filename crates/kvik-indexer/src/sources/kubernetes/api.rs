@@ -1,6 +1,7 @@
 //! The two requests that are made of an API server: list and watch.
 
-use std::path::Path;
+use std::marker::PhantomData;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bytes::{Buf as _, Bytes, BytesMut};
@@ -11,11 +12,10 @@ use hyper::body::Incoming;
 use kvik_proto::client::{HttpClient, TlsClientConfig, http_client};
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::value::RawValue;
 use tokio::time::timeout;
 
-use super::config::KubernetesConfig;
-use super::slices::{EndpointSlice, ObjectMeta};
 use crate::error::with_causes;
 
 /// Time for the head of an answer, and for the whole of a list.
@@ -26,43 +26,77 @@ const WATCH_S: u64 = 240;
 const WATCH_SILENCE: Duration = Duration::from_secs(WATCH_S + 30);
 /// Objects of one page of a list.
 const PAGE_OBJECTS: usize = 500;
-/// Pages of a list; 10 000 slices of 100 endpoints are beyond what one cluster has.
+/// Pages of a list; 10 000 pods, or slices of 100 endpoints, are beyond what one service has.
 const MAX_PAGES: usize = 20;
-/// Longest page: one slice has at most 1000 endpoints, some 300 kB.
+/// Longest page: one slice has at most 1000 endpoints, some 300 kB; a pod has some 10 kB.
 const MAX_PAGE_BYTES: usize = 64 << 20;
-/// Longest line of a watch, which is one slice.
+/// Longest line of a watch, which is one object.
 const MAX_LINE_BYTES: usize = 4 << 20;
 
 /// Why a request is of no use.
 #[derive(Debug)]
-pub(super) enum ApiError {
+pub enum ApiError {
     /// The version is no longer known: list again.
     Gone,
     /// Anything else: wait, then list again.
     Failed(String),
 }
 
+/// How an API server is reached.
+#[derive(Debug, Clone)]
+pub struct ApiAccess {
+    /// Its base address.
+    pub api: String,
+    /// File with the token that is shown to it, read anew for each request.
+    pub token_file: PathBuf,
+    /// File with the authorities that sign its certificate, read anew for each request.
+    pub ca_file: PathBuf,
+}
+
+/// Objects of one kind.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Resource {
+    /// Such as `/api/v1/namespaces/default/pods`.
+    path: String,
+    /// The selector, encoded.
+    query: String,
+}
+
 /// An API server.
-pub(super) struct Api {
-    config: KubernetesConfig,
+#[derive(Debug)]
+pub struct Api {
+    access: ApiAccess,
     /// The authorities' file as it was read, and the client that trusts them.
     client: Option<(Vec<u8>, HttpClient)>,
 }
 
 /// A stream of changes.
 #[derive(Debug)]
-pub(super) struct Watch {
+pub struct Watch<T> {
     body: Incoming,
     lines: Lines,
+    kind: PhantomData<fn() -> T>,
+}
+
+/// What every object says of itself.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ObjectMeta {
+    /// Its name, which no other object of its kind and namespace has.
+    #[serde(default)]
+    pub name: String,
+    /// Its version; a watch goes on from one.
+    #[serde(default)]
+    pub resource_version: String,
 }
 
 /// One change.
 #[derive(Debug)]
-pub(super) enum Change {
-    /// A slice is new or other than before.
-    Put(EndpointSlice),
-    /// A slice is gone.
-    Delete(EndpointSlice),
+pub enum Change<T> {
+    /// An object is new or other than before.
+    Put(T),
+    /// An object is gone.
+    Delete(T),
     /// Nothing has changed up to this version.
     Bookmark(ObjectMeta),
 }
@@ -76,9 +110,9 @@ struct Lines {
 }
 
 #[derive(Deserialize)]
-struct Page {
+struct Page<T> {
     metadata: ListMeta,
-    items: Option<Vec<EndpointSlice>>,
+    items: Option<Vec<T>>,
 }
 
 #[derive(Deserialize)]
@@ -109,24 +143,44 @@ struct Status {
     message: Option<String>,
 }
 
-impl Api {
-    pub(super) fn new(config: KubernetesConfig) -> Self {
-        Self { config, client: None }
+impl Resource {
+    /// The objects at `path` with these labels, as `kubectl --selector` takes them.
+    pub fn with_labels(path: String, selector: &str) -> Self {
+        Self { path, query: format!("labelSelector={}", encoded(selector)) }
     }
 
-    /// All slices, and the version from which to watch.
-    pub(super) async fn list(&mut self) -> Result<(Vec<EndpointSlice>, String), ApiError> {
-        let mut slices = Vec::new();
+    /// The object at `path` with this name.
+    pub fn with_name(path: String, name: &str) -> Self {
+        Self { path, query: format!("fieldSelector={}", encoded(&format!("metadata.name={name}"))) }
+    }
+}
+
+impl Api {
+    /// A server that has not been asked yet.
+    pub fn new(access: ApiAccess) -> Self {
+        Self { access, client: None }
+    }
+
+    /// All objects of a resource, and the version from which to watch.
+    ///
+    /// # Errors
+    /// As [`ApiError`] says.
+    pub async fn list<T: DeserializeOwned>(
+        &mut self,
+        resource: &Resource,
+    ) -> Result<(Vec<T>, String), ApiError> {
+        let mut objects = Vec::new();
         let mut query = format!("&limit={PAGE_OBJECTS}");
         for _ in 0..MAX_PAGES {
-            let response = self.get(&query).await?;
+            let response = self.get(resource, &query).await?;
             let body = Limited::new(response.into_body(), MAX_PAGE_BYTES).collect();
             let body = timeout(ANSWER, body).await.map_err(|_| failed("read a list", &"out of time"))?;
             let body = body.map_err(|error| failed("read a list", &error))?.to_bytes();
-            let page: Page = serde_json::from_slice(&body).map_err(|error| failed("read a list", &error))?;
-            slices.extend(page.items.unwrap_or_default());
+            let page: Page<T> =
+                serde_json::from_slice(&body).map_err(|error| failed("read a list", &error))?;
+            objects.extend(page.items.unwrap_or_default());
             if page.metadata.continue_token.is_empty() {
-                return Ok((slices, page.metadata.resource_version));
+                return Ok((objects, page.metadata.resource_version));
             }
             query = format!("&limit={PAGE_OBJECTS}&continue={}", encoded(&page.metadata.continue_token));
         }
@@ -134,31 +188,34 @@ impl Api {
     }
 
     /// What changes from a version on.
-    pub(super) async fn watch(&mut self, version: &str) -> Result<Watch, ApiError> {
+    ///
+    /// # Errors
+    /// As [`ApiError`] says.
+    pub async fn watch<T: DeserializeOwned>(
+        &mut self,
+        resource: &Resource,
+        version: &str,
+    ) -> Result<Watch<T>, ApiError> {
         let version = encoded(version);
         let query =
             format!("&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}&resourceVersion={version}");
-        let body = self.get(&query).await?.into_body();
-        Ok(Watch { body, lines: Lines::default() })
+        let body = self.get(resource, &query).await?.into_body();
+        Ok(Watch { body, lines: Lines::default(), kind: PhantomData })
     }
 
-    async fn get(&mut self, query: &str) -> Result<Response<Incoming>, ApiError> {
-        let config = &self.config;
-        let url = format!(
-            "{}/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices?labelSelector={}{query}",
-            config.api.trim_end_matches('/'),
-            config.namespace,
-            encoded(&config.selector()),
-        );
+    async fn get(&mut self, resource: &Resource, query: &str) -> Result<Response<Incoming>, ApiError> {
+        let ApiAccess { api, token_file, ca_file } = &self.access;
+        let Resource { path, query: selector } = resource;
+        let url = format!("{}{path}?{selector}{query}", api.trim_end_matches('/'));
         let mut request = Request::get(url)
             .header(ACCEPT, "application/json")
             .body(Full::new(Bytes::new()))
             .map_err(|error| failed("make a request", &error))?;
-        let is_tls = config.api.starts_with("https://");
+        let is_tls = api.starts_with("https://");
         let mut authorities = Vec::new();
         if is_tls {
             // Kubernetes replaces both files while the pod runs. The token goes nowhere in plain text.
-            let (token_file, ca_file) = (config.token_file.clone(), config.ca_file.clone());
+            let (token_file, ca_file) = (token_file.clone(), ca_file.clone());
             let read = move || -> Result<_, String> {
                 let with_path = |path: &Path, error| format!("{}: {error}", path.display());
                 let token =
@@ -208,10 +265,13 @@ impl Api {
     }
 }
 
-impl Watch {
+impl<T: DeserializeOwned> Watch<T> {
     /// Waits for the next change; `None` when the server ends the watch, or the connection breaks: the version
-    /// to go on from is known.
-    pub(super) async fn next(&mut self) -> Result<Option<Change>, ApiError> {
+    /// to go on from is known. Cancel safe.
+    ///
+    /// # Errors
+    /// As [`ApiError`] says.
+    pub async fn next(&mut self) -> Result<Option<Change<T>>, ApiError> {
         loop {
             while let Some(line) = self.lines.next()? {
                 if let Some(change) = parse_line(&line)? {
@@ -249,7 +309,7 @@ impl Lines {
 }
 
 /// Reads a line of a watch; `None` if it says nothing.
-fn parse_line(line: &[u8]) -> Result<Option<Change>, ApiError> {
+fn parse_line<T: DeserializeOwned>(line: &[u8]) -> Result<Option<Change<T>>, ApiError> {
     if line.trim_ascii().is_empty() {
         return Ok(None);
     }

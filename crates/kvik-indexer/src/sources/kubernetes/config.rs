@@ -6,11 +6,12 @@ use std::path::PathBuf;
 use kvik_runtime::secret::redacted_url;
 use serde::{Deserialize, Serialize};
 
+use super::api::{ApiAccess, Resource};
 use crate::error::{IndexerError, Result};
 use crate::sources::engine::{EngineConfig, EngineLimits};
 
-/// Where a pod finds what speaks for it to the API server.
-const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
+/// Where a pod finds what speaks for it to the API server: `token` and `ca.crt`.
+pub const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 
 /// Engines that are found by the `EndpointSlices` of a service. Times are in milliseconds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -157,12 +158,20 @@ impl KubernetesConfig {
         self.engine("pod", 0, "tcp://engine:1".to_owned(), None).check()
     }
 
-    /// What selects the `EndpointSlices`.
-    pub(super) fn selector(&self) -> String {
-        match (&self.service, &self.label_selector) {
+    /// The `EndpointSlices`.
+    pub(super) fn resource(&self) -> Resource {
+        let selector = match (&self.service, &self.label_selector) {
             (Some(service), _) => format!("kubernetes.io/service-name={service}"),
             (None, selector) => selector.clone().unwrap_or_default(),
-        }
+        };
+        let path = format!("/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices", self.namespace);
+        Resource::with_labels(path, &selector)
+    }
+
+    /// How the API server is reached.
+    pub(super) fn access(&self) -> ApiAccess {
+        let Self { api, token_file, ca_file, .. } = self.clone();
+        ApiAccess { api, token_file, ca_file }
     }
 
     /// The configuration of the source of one rank of an engine.
@@ -194,8 +203,8 @@ impl fmt::Display for PortRef {
     }
 }
 
-/// Lower case letters, digits, dashes and dots, as names of objects have them.
-fn is_dns_name(name: &str) -> bool {
+/// Whether a name has lower case letters, digits, dashes and dots only, as names of objects have.
+pub fn is_dns_name(name: &str) -> bool {
     (1..=253).contains(&name.len())
         && name.bytes().all(|byte| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.'))
         && !name.starts_with(['-', '.'])

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 use tracing::{info, warn};
 
-use super::api::{Api, ApiError, Change};
+use super::api::{Api, ApiError, Change, Resource};
 use super::config::KubernetesConfig;
 use super::slices::{EndpointSlice, Located};
 use crate::feed::Feeds;
@@ -22,6 +22,8 @@ pub(super) struct Discovery {
     config: KubernetesConfig,
     feeds: Arc<dyn Feeds>,
     api: Api,
+    /// The slices.
+    resource: Resource,
     /// By name.
     slices: HashMap<String, EndpointSlice>,
     /// By the name of the worker.
@@ -37,8 +39,8 @@ struct Engine {
 
 impl Discovery {
     pub(super) fn new(config: KubernetesConfig, feeds: Arc<dyn Feeds>) -> Self {
-        let api = Api::new(config.clone());
-        Self { config, feeds, api, slices: HashMap::new(), engines: BTreeMap::new() }
+        let (api, resource) = (Api::new(config.access()), config.resource());
+        Self { config, feeds, api, resource, slices: HashMap::new(), engines: BTreeMap::new() }
     }
 
     /// Follows without end. An API server that is away changes nothing.
@@ -55,7 +57,7 @@ impl Discovery {
             if begun.elapsed() >= longest {
                 pauses.reset();
             }
-            sleep(pauses.next()).await;
+            sleep(pauses.after_failure()).await;
         }
     }
 
@@ -70,12 +72,12 @@ impl Discovery {
 
     /// Lists, and then watches for as long as that goes well.
     async fn follow(&mut self) -> Result<std::convert::Infallible, ApiError> {
-        let (slices, mut version) = self.api.list().await?;
+        let (slices, mut version) = self.api.list::<EndpointSlice>(&self.resource).await?;
         self.slices = slices.into_iter().map(|slice| (slice.metadata.name.clone(), slice)).collect();
         self.reconcile().await;
         loop {
             let begun = Instant::now();
-            let mut watch = self.api.watch(&version).await?;
+            let mut watch = self.api.watch::<EndpointSlice>(&self.resource, &version).await?;
             while let Some(change) = watch.next().await? {
                 let meta = match change {
                     Change::Put(slice) => {

@@ -9,6 +9,8 @@
 //! An engine is listened to from when it first serves until it is no longer among the endpoints, or ends
 //! and does not serve; being not ready for a while changes nothing. What it held is then forgotten.
 //!
+//! Objects of other kinds are followed by the same requests ([`Api`]).
+//!
 //! Needs: `get`, `list` and `watch` on `endpointslices` in `discovery.k8s.io`, in the engines' namespace.
 
 mod api;
@@ -21,7 +23,8 @@ use std::sync::Arc;
 use tokio::task::JoinHandle;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-pub use config::{KubernetesConfig, PortRef, WorkerNaming};
+pub use api::{Api, ApiAccess, ApiError, Change, ObjectMeta, Resource, Watch};
+pub use config::{KubernetesConfig, PortRef, SERVICE_ACCOUNT, WorkerNaming, is_dns_name};
 use discovery::Discovery;
 
 use crate::error::Result;

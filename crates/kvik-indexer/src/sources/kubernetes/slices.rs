@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
+use super::api::ObjectMeta;
 use super::config::{KubernetesConfig, PortRef, WorkerNaming};
 
 /// A part of the endpoints of a service. Absent lists may be written as null.
@@ -12,15 +13,6 @@ pub(super) struct EndpointSlice {
     pub(super) metadata: ObjectMeta,
     endpoints: Option<Vec<Endpoint>>,
     ports: Option<Vec<Port>>,
-}
-
-#[derive(Debug, Clone, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub(super) struct ObjectMeta {
-    #[serde(default)]
-    pub(super) name: String,
-    #[serde(default)]
-    pub(super) resource_version: String,
 }
 
 #[derive(Debug, Clone, Deserialize)]
