@@ -19,13 +19,15 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
 use crate::api;
-use crate::config::{FIXED_FIELDS, GatewayConfig};
+use crate::config::{BackendConfig, FIXED_FIELDS, GatewayConfig};
 use crate::error::{GatewayError, Result};
 use crate::management::Management;
+use crate::picker::Picker;
 use crate::state::Shared;
 use crate::ui::collector;
 use crate::upstream::breaker::State;
 use crate::upstream::kv_listeners;
+use crate::upstream::members::Origin;
 use crate::upstream::probe;
 use crate::upstream::watch;
 
@@ -60,6 +62,8 @@ pub struct Running {
 enum Role {
     /// Requests, and the index beside them.
     Gateway,
+    /// The choice of workers for another data plane, and the index beside it.
+    Picker,
     /// The index alone.
     Index,
 }
@@ -127,6 +131,18 @@ impl Gateway {
             }
             Self::run(config, shutdown, Role::Index, None).await
         })
+    }
+
+    /// Starts what chooses workers for another data plane: it knows workers, loads and the index as a gateway does, and serves no
+    /// requests of clients. [`picker`](Self::picker) is asked; over HTTP there are `/ready`, `/route/explain` and what the index has.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_picker(
+        config: GatewayConfig,
+        shutdown: &Shutdown,
+    ) -> Pin<Box<dyn Future<Output = Result<Running>> + Send + '_>> {
+        Box::pin(Self::run(config, shutdown, Role::Picker, None))
     }
 
     async fn run(
@@ -198,6 +214,10 @@ impl Gateway {
                     shutdown.spawn(collector::run(Arc::clone(&shared)));
                 }
                 api::router(Arc::clone(&shared), management.as_ref())
+            }
+            Role::Picker => {
+                shutdown.spawn(probe::run(Arc::clone(&shared)));
+                api::picker_router(Arc::clone(&shared))
             }
             Role::Index => api::index_router(Arc::clone(&shared)),
         };
@@ -292,6 +312,16 @@ impl Gateway {
     /// Ends to serve a managed model.
     pub fn unmanage(&self, model: &str) {
         self.shared.change_members(|book| book.unmanage(model));
+    }
+
+    /// Replaces the engines that a program in this process has found; those of the configuration stay.
+    pub fn set_discovered(&self, backends: &[BackendConfig]) {
+        self.shared.change_members(|book| book.set_backends(Origin::Discovery, backends));
+    }
+
+    /// Chooses workers for requests that another data plane sends.
+    pub fn picker(&self) -> Picker {
+        Picker::new(Arc::clone(&self.shared))
     }
 
     /// Hands over the tokenizer of a model that `index.tokenizers` names none for.

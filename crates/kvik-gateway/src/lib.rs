@@ -7,7 +7,8 @@
 //!
 //! Parts, in the order a request meets them: `api` (the routes), `request` (API key, headers, body and what routing
 //! reads of them), `placement` (admission, the index, the choice of a worker), `disaggregation` (prompts that another engine computes), `upstream` (the workers: membership,
-//! connections, health), `answer` (the way to a worker and back, until the last byte). Beside them `ui`, the web page.
+//! connections, health), `answer` (the way to a worker and back, until the last byte). Beside them `ui`, the web page, and `picker`, which chooses workers for
+//! requests that another data plane sends.
 //!
 //! Invariants:
 //!
@@ -43,6 +44,7 @@ mod held;
 mod held_book;
 mod management;
 mod metrics;
+mod picker;
 mod placement;
 mod request;
 mod route;
@@ -58,5 +60,6 @@ pub use config::{
 pub use error::{GatewayError, Result};
 pub use gateway::{Gateway, Running, WorkerStatus};
 pub use management::{Management, ModelUse, NotReady, Readiness};
+pub use picker::{PickRefusal, PickRequest, Picked, Picker};
 #[doc(hidden)]
 pub use request::splice::{Edit, splice_bytes};

@@ -52,7 +52,8 @@ const COORDINATOR_CONNECTED: &str = "kvik_gateway_coordinator_connected";
 
 /// Handles that are looked up once: a lookup by name and labels costs more than a measurement.
 pub(crate) struct Metrics {
-    routes: [RouteMetrics; Route::ALL.len()],
+    /// By the number of the route.
+    routes: Vec<RouteMetrics>,
     decisions: [Counter; REASONS.len()],
     pub(crate) outstanding_requests: Gauge,
     pub(crate) retries: Counter,
@@ -74,15 +75,7 @@ impl Metrics {
     /// Looks the handles up; the process' recorder must be in place.
     pub(crate) fn new() -> Self {
         Self {
-            routes: Route::ALL.map(|route| {
-                let name = route.name();
-                RouteMetrics {
-                    name,
-                    ok: metrics::counter!(REQUESTS, "route" => name, "status" => "200"),
-                    seconds: metrics::histogram!(REQUEST_SECONDS, "route" => name),
-                    ttft_seconds: metrics::histogram!(TTFT_SECONDS, "route" => name),
-                }
-            }),
+            routes: Route::ALL.into_iter().chain([Route::Other]).map(RouteMetrics::new).collect(),
             decisions: REASONS.map(|reason| metrics::counter!(ROUTE_DECISIONS, "reason" => reason.as_str())),
             outstanding_requests: metrics::gauge!(OUTSTANDING_REQUESTS),
             retries: metrics::counter!(RETRIES),
@@ -141,6 +134,16 @@ impl std::fmt::Debug for Metrics {
 }
 
 impl RouteMetrics {
+    fn new(route: Route) -> Self {
+        let name = route.name();
+        Self {
+            name,
+            ok: metrics::counter!(REQUESTS, "route" => name, "status" => "200"),
+            seconds: metrics::histogram!(REQUEST_SECONDS, "route" => name),
+            ttft_seconds: metrics::histogram!(TTFT_SECONDS, "route" => name),
+        }
+    }
+
     /// Counts a request that ended with `status`.
     pub(crate) fn ended(&self, status: u16) {
         if status == 200 {

@@ -12,10 +12,12 @@ pub(crate) enum Route {
     Init,
     Step,
     Finish,
+    /// Any other path; only data planes that ask for a worker have such requests.
+    Other,
 }
 
 impl Route {
-    /// In the order of their numbers.
+    /// Those that are served, in the order of their numbers; [`Other`](Self::Other) has the number after them.
     pub(crate) const ALL: [Self; 8] = [
         Self::Completions,
         Self::Chat,
@@ -38,7 +40,14 @@ impl Route {
             Self::Init => "/inference/init",
             Self::Step => "/inference/step",
             Self::Finish => "/inference/finish",
+            Self::Other => "other",
         }
+    }
+
+    /// The route of a request to an engine, by its path.
+    pub(crate) fn of_engine_path(path: &str) -> Self {
+        let path = path.split('?').next().unwrap_or_default();
+        [Self::Completions, Self::Chat].into_iter().find(|route| route.name() == path).unwrap_or(Self::Other)
     }
 
     /// Whether it is a call about a sequence that its client steps.

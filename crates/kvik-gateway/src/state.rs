@@ -24,7 +24,7 @@ use crate::placement::under_way::UnderWay;
 use crate::request::api_keys::ApiKeys;
 use crate::ui::board::Board;
 use crate::upstream::fleet::Fleet;
-use crate::upstream::members::MemberBook;
+use crate::upstream::members::{MemberBook, Origin};
 
 /// The state of one gateway.
 #[derive(Debug)]
@@ -77,7 +77,7 @@ impl Shared {
         shutdown: Shutdown,
     ) -> Self {
         let mut book = MemberBook::default();
-        book.set_backends(&config.backends);
+        book.set_backends(Origin::Configuration, &config.backends);
         let fleet = Arc::new(book.fleet(&config));
         let admission = Arc::new(Admission::new(&config.admission, Instant::now()));
         let retry_budget = RetryBudget::new(&config.retry);
@@ -129,7 +129,7 @@ impl Shared {
     pub(crate) fn replace_config(&self, config: GatewayConfig) {
         let mut book = self.book.lock();
         let before = self.view.load_full();
-        book.set_backends(&config.backends);
+        book.set_backends(Origin::Configuration, &config.backends);
         self.admission.resize(before.config.admission.max_running, config.admission.max_running);
         let fleet = Arc::new(book.fleet(&config));
         let keys = Arc::new(ApiKeys::new(&config.api_keys));

@@ -27,20 +27,18 @@ use crate::answer::generate::{self, TranslatedBody};
 use crate::answer::record::{Ending, Record};
 use crate::answer::send::{Outgoing, worker_path};
 use crate::config::{GatewayConfig, millis};
-use crate::disaggregation::{Disaggregation, Prompt};
+use crate::disaggregation::Disaggregation;
 use crate::error::Refusal;
 use crate::metrics::Metrics;
 use crate::placement::admission::{NotAdmitted, Permit};
-use crate::placement::lookup::Lookup;
+use crate::placement::input::RouteInput;
 use crate::placement::{self, Placed, Wanted, place_at, place_worker};
 use crate::request::body::{keep_memory, read_body};
 use crate::request::headers::{
     REQUEST_ID, WORKER, clean_connection_headers, clean_request_headers, request_id, request_timeout,
 };
 use crate::request::peek::Peek;
-use crate::request::routing_key::{
-    estimated_output_tokens, estimated_prompt_tokens, is_prompt_key, routing_key,
-};
+use crate::request::routing_key::estimated_output_tokens;
 use crate::route::Route;
 use crate::state::{Shared, View};
 use crate::upstream::backend::{Backend, BackendKind};
@@ -63,18 +61,6 @@ struct Answer {
     is_translated: bool,
     /// Continues the answer on another worker.
     continuer: Option<Continuer>,
-}
-
-/// What decides where a request goes.
-struct RouteInput<'a> {
-    key: &'a [u8],
-    /// Whether the key is the name of a sequence.
-    is_named: bool,
-    /// Tokens that its prompt and its answer are expected to have.
-    prompt_tokens: u64,
-    output_tokens: u64,
-    /// What the index says of its prompt.
-    lookup: Option<Lookup>,
 }
 
 /// Forwards a request.
@@ -133,12 +119,13 @@ async fn ask(record: &mut Record, route: Route, request: Request) -> Result<Answ
     }
     let config = &*view.config;
     record.is_stream = peek.is_stream || route == Route::Generate;
-    let prompt_tokens = estimated_prompt_tokens(peek.n_prompt_bytes());
     let output_tokens = expected_output_tokens(route, &peek, config);
-    let key = routing_key(&peek, &parts.headers).into_owned();
 
     record.permit = Some(wait_for_turn(record, body.len(), config, deadline).await?);
-    let lookup = Lookup::ask(record.shared(), &group, route, &peek, &config.routing).await;
+    let asked = (route, &peek);
+    let input =
+        RouteInput::read(record.shared(), &group, asked, &parts.headers, &config.routing, output_tokens)
+            .await;
     record.shared().retry_budget.deposit(&config.retry);
     clean_request_headers(&mut parts.headers, config.forward_authorization);
     parts.headers.insert(REQUEST_ID, record.request_id.clone());
@@ -151,10 +138,6 @@ async fn ask(record: &mut Record, route: Route, request: Request) -> Result<Answ
         deadline,
         resumed: None,
     };
-    let known = lookup.as_ref().filter(|_| is_prompt_key(&key)).and_then(Lookup::key);
-    let key = known.unwrap_or(key);
-    let is_named = peek.seq_id.is_some();
-    let input = RouteInput { key: &key, is_named, prompt_tokens, output_tokens, lookup };
     let answer = try_workers(record, &view, &group, &input, &mut outgoing).await;
     drop(outgoing);
     keep_memory(body);
@@ -166,21 +149,15 @@ async fn try_workers(
     record: &mut Record,
     view: &View,
     group: &ModelGroup,
-    input: &RouteInput<'_>,
+    input: &RouteInput,
     outgoing: &mut Outgoing,
 ) -> Result<Answer, Refusal> {
     let config = &*view.config;
     let shared = Arc::clone(record.shared());
     let mut tried: Vec<Arc<Backend>> = Vec::new();
-    let saved_tokens = input.lookup.as_ref().map(|lookup| lookup.saved_tokens(group, &shared.under_way));
-    let saved_tokens = saved_tokens.unwrap_or_default();
-    let tokens = input.prompt_tokens.saturating_add(input.output_tokens).max(1);
-    let request = kvik_index::placement::Request { key: input.key, tokens, matched_tokens: &saved_tokens };
-    let wanted = Wanted { request, output_tokens: input.output_tokens, is_named: input.is_named };
-    let (n_tokens, n_output_tokens) = (input.prompt_tokens, input.output_tokens);
+    let wanted = input.wanted();
     let lookup = input.lookup.as_ref();
-    let prompt = Prompt { key: input.key, n_tokens, n_output_tokens, saved_tokens: &saved_tokens, lookup };
-    let mut parts = Disaggregation::new(&shared, config, group, prompt);
+    let mut parts = Disaggregation::new(&shared, config, group, input.prompt());
     let place = |tried: &[Arc<Backend>]| placement::place(group, wanted, &config.routing, tried);
     let Some(mut placed) = place(&tried) else {
         return Err(Refusal::no_backend(group.time_to_probe().as_secs() + 1));
@@ -190,14 +167,11 @@ async fn try_workers(
         let Placed { load, reason } = placed;
         shared.metrics.decision(reason);
         let backend = Arc::clone(&load.backend);
-        record.load = Some(load);
-        record.under_way = lookup.and_then(|lookup| shared.under_way.send(&backend, lookup.blocks()));
-        record.prediction =
-            input.lookup.as_ref().and_then(|lookup| lookup.prediction(&group.model, &backend));
+        record.place(load, group, lookup);
         let failure = match send(&mut parts, &backend, group, outgoing, config).await {
             // The owner of a named sequence has no place left for it: others are asked before the client is.
             Ok((exchanged, _))
-                if input.is_named && exchanged.response.status() == StatusCode::TOO_MANY_REQUESTS =>
+                if wanted.is_named && exchanged.response.status() == StatusCode::TOO_MANY_REQUESTS =>
             {
                 Failure::Unavailable(Box::new(exchanged.response))
             }

@@ -14,6 +14,7 @@ use tokio_util::sync::DropGuard;
 
 use crate::management::ModelUse;
 use crate::placement::admission::Permit;
+use crate::placement::lookup::Lookup;
 use crate::placement::prediction::Prediction;
 use crate::placement::under_way::UnderWayGuard;
 use crate::route::Route;
@@ -116,6 +117,14 @@ impl Record {
         self.span.propagate(headers);
     }
 
+    /// Notes the worker that the request goes to, with its load there and what the index said of the worker.
+    pub(crate) fn place(&mut self, load: LoadGuard, group: &ModelGroup, lookup: Option<&Lookup>) {
+        let under_way = &self.shared.under_way;
+        self.under_way = lookup.and_then(|lookup| under_way.send(&load.backend, lookup.blocks()));
+        self.prediction = lookup.and_then(|lookup| lookup.prediction(&group.model, &load.backend));
+        self.load = Some(load);
+    }
+
     /// Takes what the legs of the request left behind; the rest is the answer.
     pub(crate) fn take_legs(&mut self, exchanged: &mut Exchanged) {
         self.other_leg = exchanged.other_leg.take();
@@ -126,10 +135,15 @@ impl Record {
             self.under_way = None;
         }
         if exchanged.has_foreign_kv {
-            self.prediction = None;
-            if let Some(load) = &mut self.load {
-                load.forget_speed();
-            }
+            self.note_foreign_kv();
+        }
+    }
+
+    /// Notes that KV of the prompt comes from elsewhere: the worker's speed and its report say nothing about what it had.
+    pub(crate) fn note_foreign_kv(&mut self) {
+        self.prediction = None;
+        if let Some(load) = &mut self.load {
+            load.forget_speed();
         }
     }
 

@@ -12,13 +12,13 @@ use super::index::answer;
 use crate::answer::forward::{expected_output_tokens, find_group};
 use crate::answer::refuse;
 use crate::config::millis;
-use crate::disaggregation::{Decision, Disaggregation, Prompt};
+use crate::disaggregation::{Decision, Disaggregation};
 use crate::error::Refusal;
+use crate::placement::input::RouteInput;
 use crate::placement::lookup::Lookup;
-use crate::placement::{Wanted, answering, choose_among};
+use crate::placement::{answering, choose_among};
 use crate::request::body::read_body;
 use crate::request::peek::Peek;
-use crate::request::routing_key::{estimated_prompt_tokens, is_prompt_key, routing_key};
 use crate::route::Route;
 use crate::state::Shared;
 use crate::upstream::exchange::Call;
@@ -39,23 +39,17 @@ async fn find(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusa
     let peek = Peek::read(&body).map_err(|error| Refusal::invalid(error.message, error.param))?;
     let route = if peek.messages.is_some() { Route::Chat } else { Route::Completions };
     let group = find_group(&view.fleet, &peek)?;
-    let lookup = Lookup::ask(shared, group, route, &peek, &config.routing).await;
-    let key = routing_key(&peek, &parts.headers).into_owned();
-    let known = lookup.as_ref().filter(|_| is_prompt_key(&key)).and_then(Lookup::key);
-    let key = known.unwrap_or(key);
-    let exact_tokens = lookup.as_ref().and_then(Lookup::prompt_tokens);
-    let estimated_tokens = estimated_prompt_tokens(peek.n_prompt_bytes());
     let output_tokens = expected_output_tokens(route, &peek, config);
-    let saved_tokens = lookup.as_ref().map(|lookup| lookup.saved_tokens(group, &shared.under_way));
-    let saved_tokens = saved_tokens.unwrap_or_default();
-    let tokens = estimated_tokens.saturating_add(output_tokens).max(1);
-    let request = Placement { key: &key, tokens, matched_tokens: &saved_tokens };
-    let wanted = Wanted { request, output_tokens, is_named: peek.seq_id.is_some() };
+    let asked = (route, &peek);
+    let input = RouteInput::read(shared, group, asked, &parts.headers, &config.routing, output_tokens).await;
+    let exact_tokens = input.lookup.as_ref().and_then(Lookup::prompt_tokens);
+    let wanted = input.wanted();
+    let request = wanted.request;
     let may_answer = answering(group, &[]);
     let choice = choose_among(group, wanted, &config.routing, &may_answer);
     let mut explanation = RouteExplanation {
         model: group.model.clone(),
-        prompt_tokens: exact_tokens.unwrap_or(estimated_tokens),
+        prompt_tokens: exact_tokens.unwrap_or(input.prompt_tokens),
         is_exact: exact_tokens.is_some(),
         output_tokens,
         candidates: (0..group.seats.len()).map(|member| candidate(group, member, request)).collect(),
@@ -68,13 +62,6 @@ async fn find(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusa
         let backend = &group.seats[choice.member].backend;
         explanation.worker = Some(backend.id.clone());
         explanation.reason = Some(choice.reason.as_str().to_owned());
-        let prompt = Prompt {
-            key: &key,
-            n_tokens: estimated_tokens,
-            n_output_tokens: output_tokens,
-            saved_tokens: &saved_tokens,
-            lookup: lookup.as_ref(),
-        };
         let call = Call {
             path: None,
             route,
@@ -85,7 +72,7 @@ async fn find(shared: &Arc<Shared>, request: Request) -> Result<Response, Refusa
             until: deadline,
             deadline,
         };
-        let decision = Disaggregation::new(shared, config, group, prompt).explain(backend, &call)?;
+        let decision = Disaggregation::new(shared, config, group, input.prompt()).explain(backend, &call)?;
         explanation.disaggregation = decision.map(|decision| explain_decision(group, &decision));
     }
     Ok(answer(&explanation))

@@ -57,6 +57,13 @@ pub(crate) fn router(shared: Arc<Shared>, management: Option<&Management>) -> Ro
     with_index(router, shared)
 }
 
+/// The routes beside a picker, which is asked in another way.
+pub(crate) fn picker_router(shared: Arc<Shared>) -> Router {
+    let admin = Router::new().route("/route/explain", post(explain::explain));
+    let router = Router::new().route("/ready", get(ready)).merge(shared.trust.admins_only(admin));
+    with_index(router, shared)
+}
+
 /// The routes of the index alone.
 pub(crate) fn index_router(shared: Arc<Shared>) -> Router {
     with_index(Router::new().route("/ready", get(index_ready)), shared)

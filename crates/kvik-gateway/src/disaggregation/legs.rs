@@ -11,6 +11,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::config::{GatewayConfig, PdProtocol, Role, millis};
 use crate::metrics::Metrics;
+use crate::placement::input::Prompt;
 use crate::placement::lookup::Lookup;
 use crate::placement::under_way::UnderWayGuard;
 use crate::placement::{Placed, Wanted, place_among};
@@ -33,23 +34,10 @@ pub(super) struct Scene<'a> {
     pub(super) prompt: Prompt<'a>,
 }
 
-/// A prompt as placement sees it.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Prompt<'a> {
-    pub(crate) key: &'a [u8],
-    /// Estimated, unless the index has its tokens.
-    pub(crate) n_tokens: u64,
-    /// Those that its answer is expected to have.
-    pub(crate) n_output_tokens: u64,
-    /// Tokens of prefill that each member saves, by its seat.
-    pub(crate) saved_tokens: &'a [f64],
-    pub(crate) lookup: Option<&'a Lookup>,
-}
-
 /// A backend that computes a prompt, with the request's load on it.
 #[derive(Debug)]
-pub(super) struct Prefill {
-    pub(super) load: LoadGuard,
+pub(crate) struct Prefill {
+    pub(crate) load: LoadGuard,
     /// Held while the prompt is computed.
     _under_way: Option<UnderWayGuard>,
 }

@@ -31,7 +31,7 @@ use tokio::time::Instant;
 
 pub(crate) use self::decision::Figures;
 use self::decision::Plain;
-pub(crate) use self::legs::Prompt;
+pub(crate) use self::legs::Prefill;
 use self::legs::{MAX_PREFILLS, Prefilled, Scene};
 use self::remote_source::KvRequestId;
 use self::shape::Shape;
@@ -39,6 +39,7 @@ use crate::config::{GatewayConfig, PdProtocol, Role, millis};
 use crate::error::Refusal;
 use crate::metrics::Metrics;
 use crate::placement::choose_among;
+use crate::placement::input::Prompt;
 use crate::placement::lookup::Lookup;
 use crate::request::splice::{Edit, splice};
 use crate::state::Shared;
@@ -176,6 +177,40 @@ impl<'a> Disaggregation<'a> {
     ) -> Result<Option<Decision>, Refusal> {
         let parts = self.parts(decode, call)?;
         Ok(parts.map(|(number, transfer, shape)| self.decide(number, decode, transfer.protocol, &shape)))
+    }
+
+    /// Places the prompt of a request on the engine that is to compute it for `decode`; `None` if one engine does it all. For a
+    /// data plane whose engines hand KV over by themselves, once they are told of each other.
+    ///
+    /// # Errors
+    /// As [`explain`](Self::explain), and if `decode` cannot do without another engine and there is none.
+    pub(crate) fn place_partner(
+        &self,
+        decode: &Arc<Backend>,
+        call: &Call<'_>,
+    ) -> Result<Option<Prefill>, Refusal> {
+        let Some((number, transfer, shape)) = self.parts(decode, call)? else { return Ok(None) };
+        let protocol = transfer.protocol;
+        let outcome = match protocol {
+            // A worker of kvik moves the request itself, to where the gateway that reads its journal says.
+            PdProtocol::Kvik => Err(Plain::Off),
+            _ => self.decide(number, decode, protocol, &shape).outcome,
+        };
+        let prefill = match outcome {
+            Ok(Partner::Prefill(_)) => self.scene.place_prefill(decode, protocol, &[]),
+            // Pulling takes a field in the body, which stays as it came.
+            Ok(Partner::Holder(_)) => None,
+            Err(plain) => {
+                Metrics::disaggregation(protocol.as_str(), plain.as_str());
+                None
+            }
+        };
+        if prefill.is_some() {
+            Metrics::disaggregation(protocol.as_str(), "disaggregated");
+        } else if protocol == PdProtocol::Sglang {
+            return Err(Refusal::no_backend(1));
+        }
+        Ok(prefill)
     }
 
     /// Number, transfer and shape of a request that may have parts on `decode`.

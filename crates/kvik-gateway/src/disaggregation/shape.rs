@@ -43,7 +43,8 @@ impl Shape {
             | Route::Detokenize
             | Route::Init
             | Route::Step
-            | Route::Finish => return None,
+            | Route::Finish
+            | Route::Other => return None,
         };
         let mut shape = Self {
             n_prompts: 0,

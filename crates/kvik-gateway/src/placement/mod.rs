@@ -21,6 +21,7 @@ use crate::upstream::backend::{Backend, BackendKind, LoadGuard};
 use crate::upstream::fleet::{ModelGroup, Seat};
 
 pub(crate) mod admission;
+pub(crate) mod input;
 pub(crate) mod lookup;
 pub(crate) mod prediction;
 pub(crate) mod retry;

@@ -58,6 +58,8 @@ pub(crate) struct Backend {
     pub(crate) epoch: u64,
     /// Without a slash at the end.
     pub(crate) base: String,
+    /// Host and port, as `ip:port` where the address has an IP.
+    pub(crate) endpoint: String,
     /// Where each route goes; `None` if the address cannot be used.
     uris: Option<Box<[Uri; Route::ALL.len()]>>,
     /// Connections of its own; `None` if it is reached through the client that all share.
@@ -131,6 +133,7 @@ impl Backend {
             // Relaxed: only that it is given out once counts.
             number: NEXT_NUMBER.fetch_add(1, Ordering::Relaxed),
             epoch,
+            endpoint: endpoint_of(&base),
             base,
             links: uris.as_ref().and_then(|uris| Links::new(&uris[0])).map(Arc::new),
             uris,
@@ -155,7 +158,7 @@ impl Backend {
 
     /// Where `route` goes.
     pub(crate) fn uri(&self, route: Route) -> Option<&Uri> {
-        self.uris.as_ref().map(|uris| &uris[route as usize])
+        self.uris.as_ref()?.get(route as usize)
     }
 
     /// Whether it may get requests.
@@ -283,6 +286,18 @@ impl Backend {
             }
         }
         value
+    }
+}
+
+/// Host and port of a base address, with the scheme's own port where it names none.
+fn endpoint_of(base: &str) -> String {
+    let (scheme, authority) = base.split_once("://").unwrap_or(("http", base));
+    let authority = authority.split('/').next().unwrap_or_default();
+    let has_port = authority.rsplit_once(':').is_some_and(|(_, port)| !port.ends_with(']'));
+    match (has_port, scheme) {
+        (true, _) => authority.to_owned(),
+        (false, "https") => format!("{authority}:443"),
+        (false, _) => format!("{authority}:80"),
     }
 }
 

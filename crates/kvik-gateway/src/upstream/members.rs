@@ -45,9 +45,10 @@ pub(crate) struct MemberBook {
     known_models: BTreeSet<String>,
 }
 
-/// An engine of the configuration.
+/// An engine of the configuration, or one that was discovered.
 #[derive(Debug, Clone, PartialEq)]
 struct Engine {
+    origin: Origin,
     /// Without a slash at the end; its id.
     url: String,
     weight: f64,
@@ -55,6 +56,14 @@ struct Engine {
     /// Whether the configuration names the model.
     is_model_given: bool,
     models: Vec<String>,
+}
+
+/// Where an engine comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Origin {
+    Configuration,
+    /// A program in this process that finds engines.
+    Discovery,
 }
 
 impl MemberBook {
@@ -116,13 +125,16 @@ impl MemberBook {
             .collect()
     }
 
-    /// Replaces the engines of the configuration; what was learned about those that stay is kept.
-    pub(crate) fn set_backends(&mut self, backends: &[BackendConfig]) {
-        let before = std::mem::take(&mut self.engines);
+    /// Replaces the engines of an origin; what was learned about those that stay is kept. Returns whether the fleet differs. An engine that
+    /// both origins name is that of the configuration.
+    pub(crate) fn set_backends(&mut self, origin: Origin, backends: &[BackendConfig]) -> bool {
+        let before = self.engines.clone();
+        self.engines.retain(|engine| engine.origin != origin);
         for backend in backends {
             let learned = before.iter().find(|engine| same_url(&engine.url, &backend.url));
             let learned = learned.filter(|engine| !engine.is_model_given).map(|engine| engine.models.clone());
             self.engines.push(Engine {
+                origin,
                 url: backend.url.trim_end_matches('/').to_owned(),
                 weight: backend.weight.unwrap_or(1.0),
                 part: part(backend),
@@ -130,6 +142,11 @@ impl MemberBook {
                 models: backend.model.clone().map_or(learned.unwrap_or_default(), |model| vec![model]),
             });
         }
+        let rank = |engine: &Engine| (engine.origin == Origin::Discovery, engine.url.clone());
+        self.engines.sort_by_key(rank);
+        let mut known = BTreeSet::new();
+        self.engines.retain(|engine| known.insert(engine.url.clone()));
+        before != self.engines
     }
 
     /// Sets where the engine of a managed model takes requests, if it does now; returns whether the fleet differs.
