@@ -53,6 +53,7 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
     ("kvik-coordinator", &["kvik-index", "kvik-proto", "kvik-runtime"]),
     ("kvik-gateway", &["kvik-index", "kvik-proto", "kvik-runtime", "kvik-indexer"]),
     ("kvik-engines", &["kvik-types", "kvik-memory", "kvik-proto", "kvik-runtime", "kvik-gateway"]),
+    ("kvik-epp", &["kvik-runtime", "kvik-indexer", "kvik-gateway"]),
     (
         BINDINGS,
         &["kvik-types", "kvik-memory", "kvik-tier", "kvik-index", "kvik-proto", "kvik-store", "kvik-node"],
@@ -90,6 +91,7 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
             "kvik-coordinator",
             "kvik-gateway",
             "kvik-engines",
+            "kvik-epp",
             BENCH,
         ],
     ),

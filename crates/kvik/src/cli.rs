@@ -82,6 +82,8 @@ pub(crate) enum Command {
     Gateway(GatewayArguments),
     /// Run the KV index alone: which worker has how much of a prompt
     Indexer(IndexerArguments),
+    /// Run an endpoint picker: Envoy and other data planes ask it which worker takes a request
+    Epp(EppArguments),
     /// Run the engines of many models behind one gateway, some awake and some asleep
     #[command(subcommand)]
     Engines(EnginesCommand),
@@ -580,6 +582,34 @@ pub(crate) struct IndexerArguments {
     /// Coordinator to learn workers from; may be repeated [default: none]
     #[arg(long, value_name = "URL")]
     pub(crate) coordinator: Vec<String>,
+
+    #[command(flatten)]
+    pub(crate) service: ServiceArguments,
+}
+
+/// Settings of the sections `epp` (`--set`) and `gateway`: how requests are placed, the index, and where `/metrics` is.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct EppArguments {
+    /// Address for data planes, gRPC [default: 127.0.0.1:9002]
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) listen: Option<String>,
+
+    /// Address for `/metrics`, `/ready` and `/route/explain`, HTTP [default: 127.0.0.1:8080]
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) http_listen: Option<String>,
+
+    /// `InferencePool` whose pods are the engines [default: none]
+    #[arg(long, value_name = "NAMESPACE/NAME")]
+    pub(crate) pool: Option<String>,
+
+    /// Coordinator to learn workers from; may be repeated [default: none]
+    #[arg(long, value_name = "URL")]
+    pub(crate) coordinator: Vec<String>,
+
+    /// Engine that speaks the `OpenAI` API, by its IP and port; may be repeated [default: none]
+    #[arg(long, value_name = "URL")]
+    pub(crate) backend: Vec<String>,
 
     #[command(flatten)]
     pub(crate) service: ServiceArguments,

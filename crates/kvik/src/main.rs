@@ -25,6 +25,7 @@ use kvik_bench::eval::EvalError;
 use kvik_bench::sim::TraceError;
 use kvik_coordinator::CoordinatorError;
 use kvik_engines::EnginesError;
+use kvik_epp::EppError;
 use kvik_gateway::GatewayError;
 use kvik_model::ModelError;
 use kvik_node::NodeError;
@@ -98,6 +99,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Coordinator(arguments) => commands::roles::coordinator(arguments),
         Command::Gateway(arguments) => commands::roles::gateway(arguments),
         Command::Indexer(arguments) => commands::roles::indexer(arguments),
+        Command::Epp(arguments) => commands::epp::run(arguments),
         Command::Engines(command) => commands::engines::run(command),
         Command::Config(arguments) => commands::config::run(arguments),
         Command::Sim(arguments) => commands::sim::run(arguments),
@@ -157,6 +159,7 @@ fn is_refused_setting(error: &anyhow::Error) -> bool {
     is_worker
         || error.downcast_ref().is_some_and(NodeError::is_refused_setting)
         || error.downcast_ref().is_some_and(EnginesError::is_refused_setting)
+        || error.downcast_ref().is_some_and(EppError::is_refused_setting)
         || matches!(error.downcast_ref(), Some(GatewayError::InvalidConfig { .. }))
         || matches!(error.downcast_ref(), Some(CoordinatorError::InvalidConfig { .. }))
 }

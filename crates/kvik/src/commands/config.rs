@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use kvik_coordinator::CoordinatorConfig;
+use kvik_epp::EppConfig;
 use kvik_gateway::GatewayConfig;
 use kvik_node::DaemonConfig;
 use kvik_runtime::config::{Effective, Origin};
@@ -22,6 +23,7 @@ type Fields = BTreeMap<String, (Value, Origin)>;
 pub(crate) fn run(arguments: &ConfigArguments) -> anyhow::Result<()> {
     let roles = [
         ("gateway", fields::<GatewayConfig>("gateway", arguments)?),
+        ("epp", fields::<EppConfig>("epp", arguments)?),
         ("coordinator", fields::<CoordinatorConfig>("coordinator", arguments)?),
         ("worker", fields::<WorkerConfig>("worker", arguments)?),
         ("store", fields::<DaemonConfig>("store", arguments)?),

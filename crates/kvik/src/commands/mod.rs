@@ -5,6 +5,7 @@ pub(crate) mod completions;
 pub(crate) mod config;
 pub(crate) mod demo;
 pub(crate) mod engines;
+pub(crate) mod epp;
 pub(crate) mod eval;
 pub(crate) mod generate;
 pub(crate) mod man;

@@ -95,7 +95,7 @@ fn insert_path(map: &mut Map<String, Value>, path: &str, value: Value) {
 }
 
 /// The sections of a configuration file: one for each role.
-const SECTIONS: [&str; 4] = ["coordinator", "gateway", "store", "worker"];
+const SECTIONS: [&str; 5] = ["coordinator", "epp", "gateway", "store", "worker"];
 
 /// The configuration of `role` from file, environment and flags.
 pub(crate) fn load<C: Serialize + DeserializeOwned + Default>(

@@ -13,8 +13,9 @@ use serde_json::Value;
 use super::support::run;
 
 /// Roles in the order of the document, and the type of each one's configuration.
-const ROLES: [(&str, &str); 4] = [
+const ROLES: [(&str, &str); 5] = [
     ("gateway", "GatewayConfig"),
+    ("epp", "EppConfig"),
     ("coordinator", "CoordinatorConfig"),
     ("worker", "WorkerConfig"),
     ("store", "DaemonConfig"),
