@@ -104,6 +104,8 @@ const TEST_EDGES: &[(&str, &[&str])] = &[
     ("kvik-tier", &["kvik-tier"]),
     ("kvik-store", &["kvik-tier"]),
     ("kvik-node", &["kvik-tier"]),
+    // The messages of engines and of the index.
+    ("kvik-epp", &["kvik-proto"]),
     // A real worker whose events are heard.
     ("kvik-indexer", &["kvik-worker"]),
 ];
