@@ -74,6 +74,7 @@ const ALLOWED_EDGES: &[(&str, &[&str])] = &[
             "kvik-model",
             "kvik-worker",
             "kvik-gateway",
+            "kvik-epp",
         ],
     ),
     (

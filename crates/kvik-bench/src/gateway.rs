@@ -9,7 +9,7 @@
 pub(crate) mod load;
 pub(crate) mod mock;
 mod relay;
-mod usage;
+pub(crate) mod usage;
 
 use std::time::Duration;
 

@@ -1,6 +1,6 @@
 //! What measures kvik: benches, simulators, workloads and plots.
 //!
-//! - [`blend`], [`edges`], [`engine`], [`gateway`], [`index`], [`memory`], [`moving`], [`node`], [`planner`], [`sharing`], [`store`] and [`routing`] are the benches of
+//! - [`blend`], [`edges`], [`engine`], [`epp`], [`gateway`], [`index`], [`memory`], [`moving`], [`node`], [`planner`], [`sharing`], [`store`] and [`routing`] are the benches of
 //!   `kvik bench`, one a subject. [`report`] is what they find, as a table and as JSON, with the [`machine`] it was found on.
 //! - [`sim`] replays request traces through the eviction policies of the store, [`replay`] through the placement of
 //!   requests, both in virtual time: equal arguments give equal figures.
@@ -28,6 +28,7 @@ pub mod codec;
 pub mod demo;
 pub mod edges;
 pub mod engine;
+pub mod epp;
 pub mod eval;
 pub mod gateway;
 pub mod index;

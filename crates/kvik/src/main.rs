@@ -80,6 +80,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
         Command::Bench(BenchCommand::Engine(arguments)) => commands::bench::engine(arguments),
         Command::Bench(BenchCommand::Blend(arguments)) => commands::bench::blend(arguments),
         Command::Bench(BenchCommand::Gateway(arguments)) => commands::bench::gateway(arguments),
+        Command::Bench(BenchCommand::Epp(arguments)) => commands::bench::epp(arguments),
         Command::Bench(BenchCommand::Edges(arguments)) => commands::bench::edges(arguments),
         Command::Bench(BenchCommand::Moving(arguments)) => commands::bench::moving(arguments),
         Command::Bench(BenchCommand::Sharing(arguments)) => commands::bench::sharing(arguments),

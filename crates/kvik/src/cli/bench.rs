@@ -14,6 +14,8 @@ pub(crate) enum BenchCommand {
     Engine(BenchEngineArguments),
     /// Measure what the gateway costs: requests through it against requests straight to mock workers
     Gateway(BenchGatewayArguments),
+    /// Measure what the endpoint picker costs, beside the gateway
+    Epp(BenchEppArguments),
     /// Attack the gateway on loopback and measure what is left for honest clients
     Edges(BenchEdgesArguments),
     /// Measure what clients see of streams that go to another worker: pauses, drains, rolling restarts
@@ -99,6 +101,19 @@ pub(crate) struct BenchGatewayArguments {
     pub(crate) requests: u32,
 
     /// Measure a few seconds only, less precisely, over a twentieth of the requests
+    #[arg(long)]
+    pub(crate) quick: bool,
+
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// A client that plays Envoy, picker, gateway and mock workers run in this process, on loopback. Under two minutes.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub(crate) struct BenchEppArguments {
+    /// Measure a few seconds only, less precisely
     #[arg(long)]
     pub(crate) quick: bool,
 

@@ -12,7 +12,7 @@ use kvik_bench::sim::{Trace, synthetic::Chats};
 
 use super::{check_kv_blocks, default_kv_dtype, open_model, print_json};
 use crate::cli::bench::{
-    BenchBlendArguments, BenchCodecArguments, BenchEdgesArguments, BenchEngineArguments,
+    BenchBlendArguments, BenchCodecArguments, BenchEdgesArguments, BenchEngineArguments, BenchEppArguments,
     BenchGatewayArguments, BenchIndexArguments, BenchMemoryArguments, BenchMemoryPeerArguments,
     BenchMovingArguments, BenchNodeArguments, BenchNodeClientArguments, BenchPlannerArguments,
     BenchRoutingArguments, BenchSharingArguments, BenchStoreArguments,
@@ -22,6 +22,7 @@ use kvik_bench::blend::{self, BlendBench};
 use kvik_bench::codec::{self, CodecBench};
 use kvik_bench::edges::{Attack, EdgesBench, EdgesBenchOptions};
 use kvik_bench::engine::{EngineBench, EngineBenchOptions};
+use kvik_bench::epp::{EppBench, EppBenchOptions, Size};
 use kvik_bench::gateway::{GatewayBench, GatewayBenchOptions, Kind};
 use kvik_bench::index::{self, IndexBench};
 use kvik_bench::machine::Machine;
@@ -94,6 +95,29 @@ pub(crate) fn gateway(arguments: &BenchGatewayArguments) -> anyhow::Result<()> {
 
     let report = Report {
         bench: "gateway",
+        machine: Machine::detect(),
+        settings: bench.settings(),
+        description: bench.description(),
+        results,
+    };
+    bench.finish();
+    print(&report, arguments.json)
+}
+
+/// Runs `kvik bench epp`.
+pub(crate) fn epp(arguments: &BenchEppArguments) -> anyhow::Result<()> {
+    let bench = EppBench::try_new(EppBenchOptions { is_quick: arguments.quick })?;
+    let progress = progress_bar(Size::ALL.len());
+    let mut results = Vec::new();
+    for size in Size::ALL {
+        progress.set_message(size.name());
+        results.extend(bench.measure(size).with_context(|| format!("measure bodies of {}", size.name()))?);
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+
+    let report = Report {
+        bench: "epp",
         machine: Machine::detect(),
         settings: bench.settings(),
         description: bench.description(),

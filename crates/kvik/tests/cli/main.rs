@@ -7,6 +7,7 @@ mod bad_models;
 mod bench_codec;
 mod bench_edges;
 mod bench_engine;
+mod bench_epp;
 mod bench_gateway;
 mod bench_memory;
 mod bench_moving;
