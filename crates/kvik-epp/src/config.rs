@@ -31,6 +31,9 @@ pub struct EppConfig {
     /// Whether to listen where other machines can connect without client certificates (`tls.client_authorities`). Default: false;
     /// the picker does not start then.
     pub insecure: bool,
+    /// Whether the cluster token (section `gateway`) is put into requests for workers of kvik, which want it; data planes see it then. Not
+    /// together with `insecure`. Default: false.
+    pub send_cluster_token: bool,
     /// Requests that are under way at a time, 1 to 1 000 000; more are refused with `RESOURCE_EXHAUSTED`. Default: 16 384.
     pub max_exchanges: u64,
     /// Connections of data planes at a time, 1 to 1 000 000; more wait to be accepted. Default: 1024.
@@ -101,6 +104,7 @@ impl Default for EppConfig {
             listen: "127.0.0.1:9002".to_owned(),
             tls: TlsServerConfig::default(),
             insecure: false,
+            send_cluster_token: false,
             max_exchanges: 16_384,
             max_connections: 1024,
             max_message_bytes: 4 << 20,
@@ -155,6 +159,9 @@ impl EppConfig {
         for (field, value, least, most) in bounds {
             check((least..=most).contains(&value), field, value, &format!("{least} to {most}"))?;
         }
+        // Every caller would be told the token.
+        let is_kept = !(self.send_cluster_token && self.insecure);
+        check(is_kept, "send_cluster_token", true, "false together with `insecure`")?;
         self.pool.validate()
     }
 
@@ -219,6 +226,10 @@ mod tests {
         for (field, error) in [
             ("max_exchanges", refusal(|config| config.max_exchanges = 0)),
             ("max_fallbacks", refusal(|config| config.max_fallbacks = 9)),
+            (
+                "send_cluster_token",
+                refusal(|config| (config.send_cluster_token, config.insecure) = (true, true)),
+            ),
             ("pool.name", refusal(|config| config.pool.name = Some("vllm".to_owned()))),
             ("pool.name", refusal(|config| config.pool.name = Some("a/../secrets".to_owned()))),
             ("pool.api", refusal(|config| config.pool.api = "kubernetes".to_owned())),

@@ -55,6 +55,7 @@ impl Epp {
             picker: running.gateway().picker(),
             budget: Arc::new(BodyBudget::new(config.max_body_bytes_in_flight as usize)),
             max_fallbacks: config.max_fallbacks as usize,
+            shows_token: config.send_cluster_token,
             is_conformance: config.conformance,
             metrics: Metrics::new(),
             shutdown: shutdown.clone(),

@@ -29,6 +29,7 @@ pub(crate) struct Processor {
     pub(crate) picker: Picker,
     pub(crate) budget: Arc<BodyBudget>,
     pub(crate) max_fallbacks: usize,
+    pub(crate) shows_token: bool,
     pub(crate) is_conformance: bool,
     pub(crate) metrics: Metrics,
     pub(crate) shutdown: Shutdown,
@@ -158,8 +159,8 @@ impl Driver {
 
     async fn pick(&mut self, asked: Asked) -> Result<(), Status> {
         let Asked { path, headers, body, subset, forced } = asked;
-        let max_fallbacks = self.processor.max_fallbacks;
-        let request = PickRequest { path, headers, body, subset, forced, max_fallbacks };
+        let Processor { max_fallbacks, shows_token, .. } = *self.processor;
+        let request = PickRequest { path, headers, body, subset, forced, max_fallbacks, shows_token };
         let (processor, started) = (Arc::clone(&self.processor), Instant::now());
         let picked = tokio::select! {
             biased;

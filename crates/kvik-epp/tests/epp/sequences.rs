@@ -3,13 +3,17 @@
 use bytes::Bytes;
 use kvik_epp::exchange::{SUBSET, SUBSET_NAMESPACE};
 use kvik_epp::messages::processing_request::Request;
-use kvik_epp::messages::{HttpBody, ListValue, Metadata, Struct, Value, value};
+use kvik_epp::messages::{
+    HttpBody, HttpTrailers, ListValue, Metadata, ProcessingRequest, Struct, Value, value,
+};
 use tonic::Code;
 
-use crate::data_plane::{completion, message, metadata, piece, request_head, trailers};
+use crate::data_plane::{
+    Exchange, Outcome, completion, http_headers, message, metadata, piece, request_head, trailers,
+};
 use crate::engine::Engine;
 use crate::poll::poll;
-use crate::support::{PATIENCE, TestEpp};
+use crate::support::{Numbers, PATIENCE, TestEpp, in_time};
 
 fn subset(endpoints: &[String]) -> Metadata {
     let text = |text: &String| Value { kind: Some(value::Kind::Text(text.clone())) };
@@ -52,7 +56,7 @@ async fn a_request_without_a_body_goes_to_some_engine() {
     let epp = TestEpp::before(&engines, |_, _| ()).await;
     let mut exchange = epp.data_plane.open().await;
     let head = [(":method", "GET"), (":path", "/v1/models")];
-    let head = crate::data_plane::http_headers(&head, true);
+    let head = http_headers(&head, true);
     exchange.send(message(Request::RequestHeaders(head))).await;
     let sent = exchange.outcome().await.sent();
     assert_eq!((sent.endpoints.len(), sent.content_length), (1, None));
@@ -197,18 +201,18 @@ async fn bodies_that_wait_for_a_choice_are_bounded_together() {
     poll(PATIENCE, "the budget is used up", async || {
         let (_, outcome) = epp.data_plane.complete(&completion(1, 100_000)).await;
         match outcome {
-            crate::data_plane::Outcome::Refused(refusal) => {
+            Outcome::Refused(refusal) => {
                 assert_eq!(refusal.status.unwrap().code, 503);
                 Some(())
             }
-            crate::data_plane::Outcome::Sent(_) => None,
+            Outcome::Sent(_) => None,
         }
     })
     .await;
     drop(held);
     poll(PATIENCE, "the budget is back", async || {
         let (_, outcome) = epp.data_plane.complete(&completion(1, 100_000)).await;
-        matches!(outcome, crate::data_plane::Outcome::Sent(_)).then_some(())
+        matches!(outcome, Outcome::Sent(_)).then_some(())
     })
     .await;
     epp.idle().await;
@@ -249,15 +253,63 @@ async fn messages_in_a_wrong_order_end_their_exchange_alone() {
 }
 
 #[tokio::test]
+async fn no_order_of_messages_leaves_a_load_behind() {
+    let engines = Engine::start_many(2).await;
+    let epp = TestEpp::before(&engines, |_, _| ()).await;
+    let mut numbers = Numbers(3);
+    for number in 0..300 {
+        let mut exchange = epp.data_plane.open().await;
+        // Half of them begin well.
+        if number % 2 == 0 {
+            exchange.send(request_head(&[], false)).await;
+            exchange.send(piece(completion(number, 100), true)).await;
+        }
+        for _ in 0..numbers.below(6) {
+            let is_last = numbers.below(2) == 0;
+            let body = HttpBody { body: Bytes::from_static(b"{}"), end_of_stream: is_last };
+            let message = match numbers.below(7) {
+                0 => request_head(&[], is_last),
+                1 => piece(completion(number, 10), is_last),
+                2 => trailers(),
+                3 => message(Request::ResponseHeaders(http_headers(&[(":status", "200")], is_last))),
+                4 => message(Request::ResponseBody(body)),
+                5 => message(Request::ResponseTrailers(HttpTrailers::default())),
+                _ => ProcessingRequest::default(),
+            };
+            // An exchange that has ended takes no more.
+            if exchange.messages.send(message).await.is_err() {
+                break;
+            }
+        }
+        if numbers.below(2) == 0 {
+            let Exchange { messages, mut answers } = exchange;
+            drop(messages);
+            while let Ok(Some(_)) = in_time(answers.message()).await {}
+        }
+    }
+    epp.idle().await;
+}
+
+#[tokio::test]
+async fn a_request_whose_time_is_over_gives_everything_back() {
+    let engines = Engine::start_many(1).await;
+    let epp = TestEpp::before(&engines, |_, gateway| gateway.timeouts.request_ms = 200).await;
+    let (mut exchange, outcome) = epp.data_plane.complete(&completion(1, 10)).await;
+    outcome.sent();
+    assert_eq!(exchange.next().await.unwrap_err().code(), Code::DeadlineExceeded);
+    epp.idle().await;
+}
+
+#[tokio::test]
 async fn a_data_plane_that_sends_only_the_head_of_an_answer_completes_it() {
     let engines = Engine::start_many(1).await;
     let epp = TestEpp::before(&engines, |_, _| ()).await;
     let (mut exchange, outcome) = epp.data_plane.complete(&completion(1, 10)).await;
     outcome.sent();
     exchange.answer_head(200, None).await;
-    let crate::data_plane::Exchange { messages, mut answers } = exchange;
+    let Exchange { messages, mut answers } = exchange;
     drop(messages);
-    assert!(crate::support::in_time(answers.message()).await.unwrap().is_none());
+    assert!(in_time(answers.message()).await.unwrap().is_none());
     epp.idle().await;
 }
 
@@ -291,6 +343,6 @@ async fn open_exchanges_end_before_a_picker_that_drains() {
     epp.shutdown.drain();
     exchange.answer(200, None, &[b"data: {}\n\n", b"data: [DONE]\n\n"]).await;
     drop(exchange);
-    crate::support::in_time(epp.epp.finished()).await;
-    crate::support::in_time(epp.shutdown.finish()).await;
+    in_time(epp.epp.finished()).await;
+    in_time(epp.shutdown.finish()).await;
 }

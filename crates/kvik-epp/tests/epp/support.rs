@@ -23,6 +23,16 @@ pub(crate) struct TestEpp {
     pub(crate) data_plane: DataPlane,
 }
 
+/// Pseudo random numbers, the same in every run.
+pub(crate) struct Numbers(pub(crate) u64);
+
+impl Numbers {
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % bound
+    }
+}
+
 /// Waits for something that must come.
 pub(crate) async fn in_time<T>(future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future).await.expect("in time")

@@ -56,6 +56,8 @@ pub struct PickRequest {
     pub forced: Vec<String>,
     /// Endpoints to name behind the first one, at most.
     pub max_fallbacks: usize,
+    /// Whether the data plane may see the cluster's token, which workers of kvik want.
+    pub shows_token: bool,
 }
 
 /// Where a request goes.
@@ -109,7 +111,7 @@ impl Picker {
                 let config = &self.shared.view().config;
                 let hides_key = !config.api_keys.is_empty() && !config.forward_authorization;
                 let trace_parent = trace_parent.filter(|parent| parent_before.as_ref() != Some(parent));
-                Ok(Picked::new(record, chosen, trace_parent, hides_key))
+                Ok(Picked::new(record, chosen, trace_parent, (request.shows_token, hides_key)))
             }
             Err(refusal) => {
                 record.status = refusal.status.as_u16();

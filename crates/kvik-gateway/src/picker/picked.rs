@@ -36,7 +36,7 @@ impl Picked {
         record: Record,
         chosen: Chosen,
         trace_parent: Option<HeaderValue>,
-        hides_key: bool,
+        (shows_token, hides_key): (bool, bool),
     ) -> Self {
         let Chosen { group, backends, prefill, tokens } = chosen;
         let mut added_headers = vec![(REQUEST_ID, record.request_id.clone())];
@@ -45,7 +45,7 @@ impl Picked {
         let mut removed_headers = [JOURNAL, DECODE_AT, HELD].map(HeaderName::from_static).to_vec();
         // Other engines never see the token.
         let has_workers_only = backends.iter().all(|backend| backend.kind == BackendKind::Worker);
-        match record.shared().cluster_header.clone().filter(|_| has_workers_only) {
+        match record.shared().cluster_header.clone().filter(|_| shows_token && has_workers_only) {
             Some(token) => added_headers.push(token),
             None => removed_headers.push(TOKEN_HEADER),
         }

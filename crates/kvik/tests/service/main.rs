@@ -9,6 +9,7 @@ mod config;
 mod coordinators;
 mod engines;
 mod engines_native;
+mod epp;
 mod etcd;
 mod fault_proxy;
 mod held;
