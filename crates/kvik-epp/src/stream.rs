@@ -231,6 +231,10 @@ impl Driver {
 
 impl Drop for Driver {
     fn drop(&mut self) {
+        if self.has_answer_head && self.exchange.sees_heads_only() {
+            self.complete();
+            self.end(Outcome::Complete);
+        }
         self.end(Outcome::Left);
     }
 }

@@ -225,6 +225,11 @@ impl Exchange {
         self.phase == Phase::Over
     }
 
+    /// Whether the data plane sends no bodies of answers, so that their heads are all that comes of them.
+    pub fn sees_heads_only(&self) -> bool {
+        self.answer_mode == BodySendMode::None
+    }
+
     /// Whether the request is still arriving.
     pub fn is_arriving(&self) -> bool {
         matches!(self.phase, Phase::Head | Phase::Body)
@@ -297,11 +302,11 @@ impl Exchange {
         if self.whole.is_some() {
             self.whole = Some(self.body.take());
         }
-        let RequestHead { path, headers, .. } = &self.head;
         let forced = if self.settings.is_conformance { self.head.test_selection() } else { Vec::new() };
+        let RequestHead { path, headers, .. } = std::mem::take(&mut self.head);
         Step::Pick(Box::new(Asked {
-            path: path.clone(),
-            headers: headers.clone(),
+            path,
+            headers,
             body: self.whole.clone(),
             subset: self.subset.take().or_else(|| heads::subset(metadata)),
             forced,

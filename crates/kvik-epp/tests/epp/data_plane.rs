@@ -57,20 +57,33 @@ impl DataPlane {
         Self { channel: endpoint.connect().await.unwrap() }
     }
 
+    pub(crate) fn connect_lazy(address: SocketAddr) -> Self {
+        Self { channel: Endpoint::from_shared(format!("http://{address}")).unwrap().connect_lazy() }
+    }
+
+    pub(crate) fn new(channel: Channel) -> Self {
+        Self { channel }
+    }
+
     pub(crate) fn grpc(&self) -> Grpc<Channel> {
         Grpc::new(self.channel.clone()).max_decoding_message_size(64 << 10)
     }
 
     /// Opens a stream for one request.
     pub(crate) async fn open(&self) -> Exchange {
+        self.try_open().await.unwrap()
+    }
+
+    /// The same to a picker that may not want it.
+    pub(crate) async fn try_open(&self) -> Result<Exchange, Status> {
         let (messages, mut sent) = mpsc::channel(1);
         let sent = stream::poll_fn(move |context| sent.poll_recv(context));
         let mut grpc = self.grpc();
-        grpc.ready().await.unwrap();
+        grpc.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
         let path = PROCESS_PATH.parse().unwrap();
         let codec = ProstCodec::<ProcessingRequest, ProcessingResponse>::default();
-        let answers = in_time(grpc.streaming(tonic::Request::new(sent), path, codec)).await.unwrap();
-        Exchange { messages, answers: answers.into_inner() }
+        let answers = in_time(grpc.streaming(tonic::Request::new(sent), path, codec)).await?;
+        Ok(Exchange { messages, answers: answers.into_inner() })
     }
 
     /// Sends a completion and reads what becomes of it.

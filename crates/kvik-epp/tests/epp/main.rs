@@ -14,3 +14,4 @@ mod poll;
 mod pool;
 mod sequences;
 mod support;
+mod tls;

@@ -38,6 +38,11 @@ pub(crate) async fn in_time<T>(future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future).await.expect("in time")
 }
 
+/// Starts the recorder that all pickers of this process share.
+pub(crate) fn start_metrics() {
+    METRICS.call_once(|| kvik_runtime::telemetry::start_metrics().unwrap());
+}
+
 /// Engines as backends.
 pub(crate) fn backends(engines: &[Engine]) -> Vec<BackendConfig> {
     let backend = |engine: &Engine| BackendConfig {
@@ -59,7 +64,7 @@ impl TestEpp {
         gateway.backends = backends(engines);
         gateway.health.interval_ms = 100;
         change(&mut config, &mut gateway);
-        METRICS.call_once(|| kvik_runtime::telemetry::start_metrics().unwrap());
+        start_metrics();
         let shutdown = Shutdown::new();
         let epp = Epp::start(config, gateway, &shutdown).await.unwrap();
         let data_plane = DataPlane::connect(epp.address()).await;
