@@ -314,3 +314,96 @@ impl Struct {
         Self { fields: BTreeMap::from([(key.to_owned(), value)]) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use prost::Message as _;
+
+    use super::*;
+
+    /// A field with a length, as Protocol Buffers have them.
+    fn field(number: u8, bytes: &[u8]) -> Vec<u8> {
+        let mut field = vec![number << 3 | 2, bytes.len() as u8];
+        field.extend_from_slice(bytes);
+        field
+    }
+
+    #[test]
+    fn what_later_versions_say_is_passed_over() {
+        // Windows of flow control (12, 13), and a part that nothing knows (200).
+        let windows = [field(12, &[8, 1]), field(13, &[8, 2]), vec![0xc2, 0x0c, 1, 7]].concat();
+        let message = ProcessingRequest::decode(&windows[..]).unwrap();
+        assert_eq!(message, ProcessingRequest::default());
+        // Beside a part that is known, and inside of it.
+        let body = [field(1, b"{}"), vec![2 << 3, 1], vec![4 << 3, 1]].concat();
+        let message = ProcessingRequest::decode(&[field(4, &body), windows].concat()[..]).unwrap();
+        let body = HttpBody { body: Bytes::from_static(b"{}"), end_of_stream: true };
+        assert_eq!(message.request, Some(processing_request::Request::RequestBody(body)));
+    }
+
+    #[test]
+    fn fields_have_the_numbers_of_the_protocol() {
+        let header = HeaderValue { key: "k".to_owned(), value: String::new(), raw_value: "v".into() };
+        let set = HeaderValueOption { header: Some(header), append_action: 2 };
+        let mutation = HeaderMutation { set_headers: vec![set], remove_headers: vec!["r".to_owned()] };
+        let piece = StreamedBodyResponse { body: "b".into(), end_of_stream: true };
+        let common = CommonResponse {
+            header_mutation: Some(mutation.clone()),
+            body_mutation: Some(BodyMutation { streamed_response: Some(piece) }),
+            clear_route_cache: true,
+        };
+        let written_header = [field(1, &[field(1, b"k"), field(3, b"v")].concat()), vec![3 << 3, 2]].concat();
+        let written_mutation = [field(1, &written_header), field(2, b"r")].concat();
+        let written_piece = field(3, &[field(1, b"b"), vec![2 << 3, 1]].concat());
+        let written_common =
+            [field(2, &written_mutation), field(3, &written_piece), vec![5 << 3, 1]].concat();
+        let value = field(1, &[field(1, b"n"), field(2, &field(3, b"t"))].concat());
+        let head = HeadersResponse { response: Some(common.clone()) };
+        let answer = ProcessingResponse {
+            response: Some(processing_response::Response::RequestHeaders(head)),
+            dynamic_metadata: Some(Struct::with("n", value::Kind::Text("t".to_owned()))),
+        };
+        let written = [field(1, &field(1, &written_common)), field(8, &value)].concat();
+        assert_eq!(answer.encode_to_vec(), written);
+        let body = BodyResponse { response: Some(common) };
+        let answer = ProcessingResponse {
+            response: Some(processing_response::Response::ResponseBody(body)),
+            dynamic_metadata: None,
+        };
+        assert_eq!(answer.encode_to_vec(), field(4, &field(1, &written_common)));
+        let refusal = ImmediateResponse {
+            status: Some(HttpStatus { code: 99 }),
+            headers: Some(mutation),
+            body: "b".into(),
+            details: "d".to_owned(),
+        };
+        let answer = ProcessingResponse {
+            response: Some(processing_response::Response::ImmediateResponse(refusal)),
+            dynamic_metadata: None,
+        };
+        let written =
+            [field(1, &[1 << 3, 99]), field(2, &written_mutation), field(3, b"b"), field(5, b"d")].concat();
+        assert_eq!(answer.encode_to_vec(), field(7, &written));
+    }
+
+    #[test]
+    fn a_first_message_of_envoy_is_read() {
+        let header = field(1, &[field(1, b":path"), field(3, b"/v1/completions")].concat());
+        let head = [field(1, &header), vec![3 << 3, 1]].concat();
+        let hint = field(1, &[field(1, b"k"), field(2, &field(6, &field(1, &field(3, b"a:1"))))].concat());
+        let metadata = field(1, &[field(1, b"ns"), field(2, &hint)].concat());
+        let modes = [1 << 3, 4, 2 << 3, 4];
+        let written = [field(2, &head), field(8, &metadata), field(11, &modes)].concat();
+        let message = ProcessingRequest::decode(&written[..]).unwrap();
+        let Some(processing_request::Request::RequestHeaders(head)) = message.request else {
+            panic!("no head")
+        };
+        assert!(head.end_of_stream);
+        assert_eq!(head.headers.unwrap().headers[0].bytes(), b"/v1/completions");
+        let metadata = message.metadata_context.unwrap();
+        assert_eq!(metadata.get("ns", "k").unwrap().texts(), ["a:1"]);
+        let config = message.protocol_config.unwrap();
+        assert_eq!(config.request_body_mode(), BodySendMode::FullDuplexStreamed);
+        assert_eq!(config.response_body_mode(), BodySendMode::FullDuplexStreamed);
+    }
+}

@@ -1,12 +1,14 @@
 //! Engines that an `InferencePool` selects.
 
 use serde_json::json;
+use tokio::io::AsyncReadExt as _;
+use tokio::net::TcpListener;
 
 use crate::api_server::{ApiServer, pod, pool, pool_with_ports};
 use crate::data_plane::{Outcome, completion};
 use crate::engine::{Engine, MODEL};
 use crate::poll::poll;
-use crate::support::{PATIENCE, TestEpp};
+use crate::support::{PATIENCE, TestEpp, in_time};
 
 /// The endpoints that a picker knows.
 fn known(epp: &TestEpp) -> Vec<String> {
@@ -90,4 +92,23 @@ async fn engines_stay_while_the_api_server_is_away() {
     let mut watches = server.begin(&pool("9", "vllm"), &both).await;
     watches.pods.line("ADDED", &pod("vllm-1", "80", false)).await;
     assert_eq!(known(&epp).len(), 1);
+}
+
+#[tokio::test]
+async fn kv_events_of_a_pod_are_listened_to_while_it_is_ready() {
+    let server = ApiServer::bind().await;
+    let publisher = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let _epp = TestEpp::before(&[], |config, _| {
+        server.configure(config);
+        config.pool.kv_events.port = Some(publisher.local_addr().unwrap().port());
+    })
+    .await;
+    let mut watches = server.begin(&pool("9", "vllm"), &[pod("vllm-0", "5", true)]).await;
+    let (mut listener, _) = in_time(publisher.accept()).await.unwrap();
+    // What every peer of ZeroMQ says first.
+    let mut greeting = [0; 10];
+    in_time(listener.read_exact(&mut greeting)).await.unwrap();
+    assert_eq!((greeting[0], greeting[9]), (0xff, 0x7f));
+    watches.pods.line("MODIFIED", &pod("vllm-0", "21", false)).await;
+    in_time(listener.read_to_end(&mut Vec::new())).await.unwrap();
 }

@@ -293,7 +293,7 @@ async fn no_order_of_messages_leaves_a_load_behind() {
 #[tokio::test]
 async fn a_request_whose_time_is_over_gives_everything_back() {
     let engines = Engine::start_many(1).await;
-    let epp = TestEpp::before(&engines, |_, gateway| gateway.timeouts.request_ms = 200).await;
+    let epp = TestEpp::before(&engines, |_, gateway| gateway.timeouts.request_ms = 1000).await;
     let (mut exchange, outcome) = epp.data_plane.complete(&completion(1, 10)).await;
     outcome.sent();
     assert_eq!(exchange.next().await.unwrap_err().code(), Code::DeadlineExceeded);

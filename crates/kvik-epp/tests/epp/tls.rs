@@ -1,4 +1,4 @@
-//! Data planes that show who they are.
+//! TLS towards data planes, with certificates on both sides.
 
 use std::sync::Arc;
 

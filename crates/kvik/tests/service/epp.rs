@@ -14,7 +14,7 @@ use tonic::client::Grpc;
 use tonic::transport::{Channel, Endpoint};
 use tonic_prost::ProstCodec;
 
-use crate::cluster::{Client, Role, start_coordinator, start_worker};
+use crate::cluster::{Client, Role, start, start_coordinator, start_worker};
 use crate::http;
 use crate::process::{self, Process, eventually};
 
@@ -24,8 +24,9 @@ struct Picker {
     data_planes: String,
 }
 
-fn start_picker(flags: &[&str]) -> Picker {
+fn start_picker(flags: &[&str], environment: &[(&str, &str)]) -> Picker {
     let mut command = process::kvik();
+    command.envs(environment.iter().copied());
     command.args(["epp", "--log-format", "json", "--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]);
     let mut process = Process::start(command.args(flags).env("KVIK_GATEWAY_HEALTH_INTERVAL_MS", "100"));
     let ready = process.logged("epp is ready");
@@ -41,8 +42,14 @@ fn message(request: Request) -> ProcessingRequest {
 }
 
 impl Picker {
-    /// Asks for a worker, and leaves once it is named; `None` if the request is refused.
+    /// The worker for a request; `None` if it is refused.
     fn pick(&self, body: &Value) -> Option<String> {
+        let headers = self.headers(body)?;
+        headers.into_iter().find(|(name, _)| name == DESTINATION).map(|(_, endpoint)| endpoint)
+    }
+
+    /// Asks for a worker, and leaves once it is named; the headers that it is to get, `None` if the request is refused.
+    fn headers(&self, body: &Value) -> Option<Vec<(String, String)>> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let endpoint = Endpoint::from_shared(format!("http://{}", self.data_planes)).unwrap();
@@ -65,9 +72,11 @@ impl Picker {
             let first = answers.into_inner().message().await.unwrap().unwrap();
             let Some(Response::RequestHeaders(head)) = first.response else { return None };
             let mutation = head.response.unwrap().header_mutation.unwrap();
-            let headers = mutation.set_headers.into_iter().map(|set| set.header.unwrap());
-            let destination = headers.into_iter().find(|header| header.key == DESTINATION).unwrap();
-            Some(String::from_utf8(destination.raw_value.to_vec()).unwrap())
+            let headers = mutation.set_headers.into_iter().map(|set| {
+                let header = set.header.unwrap();
+                (header.key, String::from_utf8(header.raw_value.to_vec()).unwrap())
+            });
+            Some(headers.collect())
         })
     }
 }
@@ -86,7 +95,7 @@ fn requests_are_sent_to_the_worker_that_has_their_prompt() {
     let coordinator = start_coordinator("127.0.0.1:0", &[]);
     let workers = ["worker-1", "worker-2", "worker-3"]
         .map(|id| start_worker("127.0.0.1:0", id, &[&coordinator.address]));
-    let mut picker = start_picker(&["--coordinator", &format!("http://{}", coordinator.address)]);
+    let mut picker = start_picker(&["--coordinator", &format!("http://{}", coordinator.address)], &[]);
     picker.role.wait_for_backends(3);
     for number in 0..4_u32 {
         let prompt: Vec<u32> = (0..200).map(|place| 100 + (place * 7 + number * 131) % 3000).collect();
@@ -109,6 +118,29 @@ fn requests_are_sent_to_the_worker_that_has_their_prompt() {
     assert_eq!(picker.role.metric("kvik_epp_exchanges_total", "refused"), Some(1.0));
     picker.role.process.signal("TERM");
     assert_eq!(picker.role.process.ended().code(), Some(0));
+}
+
+#[test]
+fn workers_get_the_cluster_token_only_if_data_planes_may_see_it() {
+    const TOKEN: &str = "cluster-token-0123456789";
+    let token = format!("cluster_token={TOKEN}");
+    let coordinator = start_coordinator("127.0.0.1:0", &[&token]);
+    let base = format!("http://{}", coordinator.address);
+    let _worker = start(
+        "worker",
+        "127.0.0.1:0",
+        &["--id", "worker-1", "--threads", "1", "--coordinator", &base],
+        &[&token],
+    );
+    for is_shown in [false, true] {
+        let setting = format!("send_cluster_token={is_shown}");
+        let flags = ["--coordinator", &base, "--set", &setting];
+        let picker = start_picker(&flags, &[("KVIK_CLUSTER_TOKEN", TOKEN)]);
+        picker.role.wait_for_backends(1);
+        let headers = picker.headers(&json!({"model": "kvik-tiny", "prompt": "a"})).unwrap();
+        let expected = ("x-kvik-cluster-token".to_owned(), TOKEN.to_owned());
+        assert_eq!(headers.contains(&expected), is_shown, "{headers:?}");
+    }
 }
 
 #[test]
