@@ -20,7 +20,7 @@ const FIRST_TOKEN: usize = 1000;
 /// Measures the instruction sets of this machine on one thread, beside plain Rust.
 pub(super) fn measure(folder: &Path, n_repeats: usize) -> anyhow::Result<Vec<Measurement>> {
     let mut measurements = Vec::new();
-    for dtype in [Dtype::F32, Dtype::BF16] {
+    for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
         let plain = speeds(folder, dtype, Isa::Scalar, n_repeats)?;
         for isa in Isa::available().into_iter().filter(|isa| *isa != Isa::Scalar) {
             let name = format!("place_segments_{dtype}_{isa}");
@@ -42,8 +42,12 @@ fn speeds(folder: &Path, kv_dtype: Dtype, isa: Isa, n_repeats: usize) -> anyhow:
     let mut backend = CpuBackend::load(config.clone(), &checkpoint, &options).context("load the model")?;
     let table: Vec<BlockId> = (0..options.n_blocks as u32).map(BlockId::new).collect();
     let n_bytes = SEGMENT_TOKENS * config.n_kv_heads * config.head_dim * kv_dtype.size_bytes();
-    // Small numbers in each type: what is computed with them is no special case.
-    let element: &[u8] = if kv_dtype == Dtype::F32 { &[0, 0, 0x80, 0x3e] } else { &[0x80, 0x3e] };
+    // A quarter in each type: what is computed with it is no special case.
+    let element: &[u8] = match kv_dtype {
+        Dtype::F32 => &[0, 0, 0x80, 0x3e],
+        Dtype::F16 => &[0, 0x34],
+        _ => &[0x80, 0x3e],
+    };
     let bytes: Vec<u8> = element.iter().copied().cycle().take(n_bytes).collect();
     let part = SegmentPart { keys: &bytes, values: &bytes };
     let mut place_all = || -> anyhow::Result<f64> {

@@ -32,7 +32,7 @@ pub(crate) use matrix::{MatrixSource, PackedMatrix, padded};
 pub(crate) use norm::{layer_norm_row, rms_norm_row};
 pub(crate) use pages::{KvElement, KvPages, KvRows, PageShape, PinnedBlocks};
 pub(crate) use plan::{RowPlan, Span};
-pub(crate) use rotary::{RotaryTable, widen_row};
+pub(crate) use rotary::RotaryTable;
 pub(crate) use shared::for_each_chunk_mut;
 pub use simd::Isa;
 pub(crate) use threads::ThreadPool;

@@ -57,6 +57,13 @@ macro_rules! little_endian {
 
         #[inline(always)]
         fn read_le(bytes: &[u8], elements: &mut [Self]) {
+            if cfg!(target_endian = "little") {
+                let n_bytes = bytes.len().min(size_of_val(elements));
+                let start = elements.as_mut_ptr().cast::<u8>();
+                // SAFETY: so many bytes belong to `elements`, whose type has no padding and takes any bits.
+                let to = unsafe { std::slice::from_raw_parts_mut(start, n_bytes) };
+                return to.copy_from_slice(&bytes[..n_bytes]);
+            }
             for (element, slot) in elements.iter_mut().zip(bytes.as_chunks::<$n_bytes>().0) {
                 *element = Self::from_le_bytes(*slot);
             }

@@ -1,5 +1,7 @@
 //! Rotary position encoding, half-rotation form.
 
+use std::marker::PhantomData;
+
 use super::pages::KvElement;
 use super::simd::{Isa, Kernel, LANES, Simd};
 
@@ -57,19 +59,32 @@ impl RotaryTable {
     ///
     /// # Panics
     /// If the row was not prepared.
-    pub(crate) fn rotate(&self, isa: Isa, row_idx: usize, heads: &mut [f32]) {
+    pub(crate) fn rotate(&self, row_idx: usize, heads: &mut [f32]) {
         let (cosines, sines) = self.row(row_idx);
-        isa.run(Rotate { cosines, sines, heads });
+        for head in heads.chunks_exact_mut(2 * cosines.len()) {
+            let (first, second) = head.split_at_mut(cosines.len());
+            rotate_each(first, second, cosines, sines);
+        }
     }
 
-    /// Writes the stored keys `bytes` to `heads`, rotated as by row 0.
+    /// Writes stored tokens to rows of `2 * width`: their keys, rotated as by row 0, and then their values. The bits are those of
+    /// [`Self::rotate`] on every instruction set.
     ///
     /// # Panics
-    /// If no row was prepared, or the lengths differ.
-    pub(crate) fn turn<E: KvElement>(&self, isa: Isa, bytes: &[u8], heads: &mut [f32]) {
+    /// If no row was prepared, `width` is not that of whole heads, or the lengths differ.
+    pub(crate) fn turn_rows<E: KvElement>(
+        &self,
+        isa: Isa,
+        width: usize,
+        keys: &[u8],
+        values: &[u8],
+        rows: &mut [f32],
+    ) {
         let (cosines, sines) = self.row(0);
-        widen_row::<E>(isa, bytes, heads);
-        isa.run(Rotate { cosines, sines, heads });
+        assert!(width.is_multiple_of(2 * cosines.len().max(1)) && !cosines.is_empty(), "not whole heads");
+        let n_bytes = rows.len() / 2 * E::N_BYTES;
+        assert!(keys.len() == n_bytes && values.len() == n_bytes, "rows of another length");
+        isa.run(TurnRows::<E> { cosines, sines, width, keys, values, rows, element: PhantomData });
     }
 
     fn row(&self, row_idx: usize) -> (&[f32], &[f32]) {
@@ -79,72 +94,89 @@ impl RotaryTable {
     }
 }
 
-/// Writes stored elements to `out`; exact.
-///
-/// # Panics
-/// If the lengths differ.
-pub(crate) fn widen_row<E: KvElement>(isa: Isa, bytes: &[u8], out: &mut [f32]) {
-    assert_eq!(bytes.len(), out.len() * E::N_BYTES, "a row of another length");
-    isa.run(Widen { bytes, out, element: std::marker::PhantomData::<E> });
+/// The definition of the rotation: two roundings for each product and sum, never fused.
+#[inline(always)]
+fn rotate_each(first: &mut [f32], second: &mut [f32], cosines: &[f32], sines: &[f32]) {
+    for ((a, b), (cosine, sine)) in first.iter_mut().zip(second).zip(cosines.iter().zip(sines)) {
+        let (x, y) = (*a, *b);
+        *a = x * cosine - y * sine;
+        *b = y * cosine + x * sine;
+    }
 }
 
-/// Rotates heads by one row.
-struct Rotate<'a> {
+struct TurnRows<'a, E> {
     cosines: &'a [f32],
     sines: &'a [f32],
-    heads: &'a mut [f32],
+    width: usize,
+    keys: &'a [u8],
+    values: &'a [u8],
+    rows: &'a mut [f32],
+    element: PhantomData<E>,
 }
 
-struct Widen<'a, E> {
-    bytes: &'a [u8],
-    out: &'a mut [f32],
-    element: std::marker::PhantomData<E>,
-}
-
-impl Kernel for Rotate<'_> {
+impl<E: KvElement> Kernel for TurnRows<'_, E> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let half = self.cosines.len();
-        let (cosines, more_cosines) = self.cosines.as_chunks::<LANES>();
-        let (sines, more_sines) = self.sines.as_chunks::<LANES>();
-        for head in self.heads.chunks_exact_mut((2 * half).max(1)) {
-            let (first, second) = head.split_at_mut(half);
-            let (first, more_first) = first.as_chunks_mut::<LANES>();
-            let (second, more_second) = second.as_chunks_mut::<LANES>();
-            for ((a, b), (cosine, sine)) in first.iter_mut().zip(second).zip(cosines.iter().zip(sines)) {
-                let (x, y) = (simd.load(a), simd.load(b));
-                let (cosine, sine) = (simd.load(cosine), simd.load(sine));
-                // Two roundings each, never fused: the bits of the definition below.
-                simd.store(simd.sub(simd.mul(x, cosine), simd.mul(y, sine)), a);
-                simd.store(simd.add(simd.mul(y, cosine), simd.mul(x, sine)), b);
+        let Self { cosines, sines, width, keys, values, rows, .. } = self;
+        let token_bytes = width * E::N_BYTES;
+        let tokens = keys.chunks_exact(token_bytes).zip(values.chunks_exact(token_bytes));
+        for (row, (keys, values)) in rows.chunks_exact_mut(2 * width).zip(tokens) {
+            let (to_keys, to_values) = row.split_at_mut(width);
+            let heads = to_keys.chunks_exact_mut(2 * cosines.len());
+            for (head, bytes) in heads.zip(keys.chunks_exact(2 * cosines.len() * E::N_BYTES)) {
+                turn_head::<E, S>(simd, cosines, sines, bytes, head);
             }
-            let rotations = more_cosines.iter().zip(more_sines);
-            for ((a, b), (cosine, sine)) in more_first.iter_mut().zip(more_second).zip(rotations) {
-                let (x, y) = (*a, *b);
-                *a = x * cosine - y * sine;
-                *b = y * cosine + x * sine;
-            }
+            widen::<E, S>(simd, values, to_values);
         }
     }
 }
 
-impl<E: KvElement> Kernel for Widen<'_, E> {
-    type Output = ();
+/// Writes one head of keys, rotated.
+#[inline(always)]
+fn turn_head<E: KvElement, S: Simd>(simd: S, cosines: &[f32], sines: &[f32], bytes: &[u8], head: &mut [f32]) {
+    let half = cosines.len();
+    let (first, second) = head.split_at_mut(half);
+    let (first_bytes, second_bytes) = bytes.split_at(half * E::N_BYTES);
+    let n_whole = half / LANES * LANES;
+    let vectors = first.as_chunks_mut::<LANES>().0.iter_mut().zip(second.as_chunks_mut::<LANES>().0);
+    let rotations = cosines.as_chunks::<LANES>().0.iter().zip(sines.as_chunks::<LANES>().0);
+    let vector_bytes = LANES * E::N_BYTES;
+    let stored = first_bytes.chunks_exact(vector_bytes).zip(second_bytes.chunks_exact(vector_bytes));
+    for (((a, b), (cosine, sine)), (x, y)) in vectors.zip(rotations).zip(stored) {
+        let (x, y) = (load::<E, S>(simd, x), load::<E, S>(simd, y));
+        let (cosine, sine) = (simd.load(cosine), simd.load(sine));
+        simd.store(simd.sub(simd.mul(x, cosine), simd.mul(y, sine)), a);
+        simd.store(simd.add(simd.mul(y, cosine), simd.mul(x, sine)), b);
+    }
+    let (first, second) = (&mut first[n_whole..], &mut second[n_whole..]);
+    widen_each::<E>(&first_bytes[n_whole * E::N_BYTES..], first);
+    widen_each::<E>(&second_bytes[n_whole * E::N_BYTES..], second);
+    rotate_each(first, second, &cosines[n_whole..], &sines[n_whole..]);
+}
 
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        let (vectors, rest) = self.out.as_chunks_mut::<LANES>();
-        let mut bytes = self.bytes.chunks_exact(LANES * E::N_BYTES);
-        for (vector, bytes) in vectors.iter_mut().zip(bytes.by_ref()) {
-            let mut elements = [E::default(); LANES];
-            E::read_le(bytes, &mut elements);
-            simd.store(E::widen(simd, &elements), vector);
-        }
-        for (slot, element) in rest.iter_mut().zip(bytes.remainder().chunks_exact(E::N_BYTES)) {
-            *slot = E::from_le(element).to_f32();
-        }
+#[inline(always)]
+fn widen<E: KvElement, S: Simd>(simd: S, bytes: &[u8], out: &mut [f32]) {
+    let (vectors, rest) = out.as_chunks_mut::<LANES>();
+    let n_bytes = vectors.len() * LANES * E::N_BYTES;
+    for (vector, bytes) in vectors.iter_mut().zip(bytes.chunks_exact(LANES * E::N_BYTES)) {
+        simd.store(load::<E, S>(simd, bytes), vector);
+    }
+    widen_each::<E>(&bytes[n_bytes..], rest);
+}
+
+#[inline(always)]
+fn load<E: KvElement, S: Simd>(simd: S, bytes: &[u8]) -> S::Lanes {
+    let mut elements = [E::default(); LANES];
+    E::read_le(bytes, &mut elements);
+    E::widen(simd, &elements)
+}
+
+#[inline(always)]
+fn widen_each<E: KvElement>(bytes: &[u8], out: &mut [f32]) {
+    for (slot, element) in out.iter_mut().zip(bytes.chunks_exact(E::N_BYTES)) {
+        *slot = E::from_le(element).to_f32();
     }
 }
 
@@ -184,16 +216,26 @@ mod tests {
         E::write_le(&stored, &mut bytes);
         let widened: Vec<f32> = stored.iter().map(|element| element.to_f32()).collect();
         let expected = bits(&rotated(&table, &widened));
-        for isa in Isa::available() {
-            let mut turned = vec![0.0; n_elements];
-            table.turn::<E>(isa, &bytes, &mut turned);
-            assert_eq!(bits(&turned), expected, "{isa}, half a head of {half}, turned by {distance}");
-            let mut heads = widened.clone();
-            table.rotate(isa, 0, &mut heads);
-            assert_eq!(bits(&heads), expected, "{isa} in place");
-            let mut plain = vec![0.0; n_elements];
-            widen_row::<E>(isa, &bytes, &mut plain);
-            assert_eq!(bits(&plain), bits(&widened), "{isa} widened");
+        let mut heads = widened.clone();
+        table.rotate(0, &mut heads);
+        assert_eq!(bits(&heads), expected, "in place");
+        // Rows of one head each, and one row of all heads; the values are the same bytes as the keys.
+        for width in [2 * half, n_elements].into_iter().filter(|width| 0 < *width) {
+            let n_rows = n_elements / width;
+            for isa in Isa::available() {
+                let mut rows = vec![0.0; 2 * n_elements];
+                table.turn_rows::<E>(isa, width, &bytes, &bytes, &mut rows);
+                for row in 0..n_rows {
+                    let (keys, values) = rows[2 * row * width..2 * (row + 1) * width].split_at(width);
+                    let range = row * width..(row + 1) * width;
+                    assert_eq!(
+                        bits(keys),
+                        expected[range.clone()],
+                        "{isa}, half a head of {half}, by {distance}"
+                    );
+                    assert_eq!(bits(values), bits(&widened[range]), "{isa} values");
+                }
+            }
         }
     }
 
@@ -218,16 +260,16 @@ mod tests {
         let keys = [0.5_f32, -2.0, 3.0, 0.25, 7.0, -1.5];
         let mut turned = keys;
         table.prepare_turn(123);
-        table.rotate(Isa::detect(), 0, &mut turned);
+        table.rotate(0, &mut turned);
         assert_ne!(bits(&turned), bits(&keys));
         table.prepare_turn(-123);
-        table.rotate(Isa::detect(), 0, &mut turned);
+        table.rotate(0, &mut turned);
         for (turned, key) in turned.iter().zip(keys) {
             assert!((turned - key).abs() < 1e-5, "{turned} for {key}");
         }
         let mut still = keys;
         table.prepare_turn(0);
-        table.rotate(Isa::detect(), 0, &mut still);
+        table.rotate(0, &mut still);
         assert_eq!(bits(&still), bits(&keys));
     }
 }

@@ -132,7 +132,7 @@ impl Pass<'_> {
         let config = self.config;
         let n_query = config.n_query_heads * config.head_dim;
         let n_key = config.n_kv_heads * config.head_dim;
-        let (isa, rotary) = (self.isa, self.rotary);
+        let rotary = self.rotary;
         let chunk_len = ROWS_PER_CHUNK * stride;
         for_each_chunk_mut(self.pool, &mut self.activations.qkv, chunk_len, |chunk_idx, rows| {
             for (row_idx, row) in rows.chunks_exact_mut(stride).enumerate() {
@@ -144,8 +144,8 @@ impl Pass<'_> {
                     normalize_heads(epsilon, key_scale, keys);
                 }
                 if let Some(rotary) = rotary {
-                    rotary.rotate(isa, chunk_idx * ROWS_PER_CHUNK + row_idx, queries);
-                    rotary.rotate(isa, chunk_idx * ROWS_PER_CHUNK + row_idx, keys);
+                    rotary.rotate(chunk_idx * ROWS_PER_CHUNK + row_idx, queries);
+                    rotary.rotate(chunk_idx * ROWS_PER_CHUNK + row_idx, keys);
                 }
             }
         });

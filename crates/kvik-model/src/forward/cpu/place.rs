@@ -3,7 +3,7 @@
 use crate::error::{ModelError, Result};
 use crate::forward::SegmentPart;
 use crate::kernels::{
-    Isa, KvElement, KvPages, KvRows, RotaryTable, RowPlan, Span, ThreadPool, for_each_chunk_mut, widen_row,
+    Isa, KvElement, KvPages, KvRows, RotaryTable, RowPlan, Span, ThreadPool, for_each_chunk_mut,
 };
 use crate::paging::BlockId;
 
@@ -81,12 +81,9 @@ impl Place<'_> {
         let (stride, token_bytes) = (2 * width, width * E::N_BYTES);
         let mut values = vec![0.0; part.keys.len() / token_bytes * stride];
         for_each_chunk_mut(pool, &mut values, TOKENS_PER_CHUNK * stride, |chunk_idx, rows| {
-            for (row_idx, row) in rows.chunks_exact_mut(stride).enumerate() {
-                let at = (chunk_idx * TOKENS_PER_CHUNK + row_idx) * token_bytes;
-                let (keys, values) = row.split_at_mut(width);
-                rotary.turn::<E>(isa, &part.keys[at..at + token_bytes], keys);
-                widen_row::<E>(isa, &part.values[at..at + token_bytes], values);
-            }
+            let start = chunk_idx * TOKENS_PER_CHUNK * token_bytes;
+            let bytes = start..start + rows.len() / stride * token_bytes;
+            rotary.turn_rows::<E>(isa, width, &part.keys[bytes.clone()], &part.values[bytes], rows);
         });
         let rows = KvRows { values: &values, stride, key_column: 0, value_column: width };
         pages.write(pool, layer_idx, plan, rows);
