@@ -1,11 +1,11 @@
 """The managing connection, against the daemon of a store in this process."""
 
 import threading
-import time
 
 import kvik
 import pytest
 
+from polling import eventually
 from test_store import CHUNK_BLOCKS, CHUNK_TOKENS, ENGINE, Engine
 
 N_CHUNKS = 4
@@ -29,14 +29,6 @@ def save(store: kvik.Store, chain: kvik.Chain) -> None:
     job = store.start_save(chain, 0, Engine(1).memory, list(range(N_CHUNKS * CHUNK_BLOCKS)))
     assert job.wait(10)
     assert job.result == N_CHUNKS * CHUNK_BLOCKS
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 10
-    event = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline
-        event.wait(0.01)
 
 
 def test_a_chain_of_a_client_is_that_of_the_store_and_is_found_in_its_tier(store, client):
@@ -63,7 +55,7 @@ def test_what_is_moved_to_the_disk_is_prefetched_into_memory(store, client):
     assert client.clear(chain, tiers=["ram"]) == {"ram": N_CHUNKS}
     assert client.lookup(chain) == {"nvme": N_TOKENS}
     prefetch = client.prefetch(chain)
-    wait_until(lambda: not prefetch.is_loading())
+    eventually(lambda: not prefetch.is_loading())
     assert client.lookup(chain) == {"ram": N_TOKENS}
     assert prefetch.cancel() is False
     target = Engine(2)
@@ -156,7 +148,7 @@ def test_other_threads_of_python_run_while_a_call_waits(store, client):
     threads = [threading.Thread(target=call) for _ in range(4)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: n_calls[0] > 50)
+    eventually(lambda: n_calls[0] > 50)
     is_done.set()
     for thread in threads:
         thread.join(10)

@@ -4,10 +4,11 @@ import os
 import pathlib
 import subprocess
 import sys
-import time
 import uuid
 
 import pytest
+
+from polling import eventually
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "kvcached"
 
@@ -63,13 +64,6 @@ def test_the_real_kvcached_beside_it_is_refused(tmp_path):
     environment = {**os.environ, "PYTHONPATH": f"{FOLDER}{os.pathsep}{tmp_path}"}
     ended = subprocess.run([sys.executable, "-c", "import kvcached"], env=environment, capture_output=True, text=True)
     assert "kvcached 0.1.6 and kvik-kvcached are both installed" in ended.stderr
-
-
-def eventually(condition) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Engine:

@@ -3,10 +3,11 @@
 import ctypes
 import subprocess
 import sys
-import time
 
 import kvik
 import pytest
+
+from polling import eventually
 
 PAGE = 2 << 20
 
@@ -17,13 +18,6 @@ def opened(**options) -> kvik.PagedMemory:
 
 def bytes_of(memory: kvik.PagedMemory, page: int):
     return (ctypes.c_ubyte * PAGE).from_address(memory.address + page * PAGE)
-
-
-def eventually(condition) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_memory_is_held_for_the_pages_that_are_taken():
