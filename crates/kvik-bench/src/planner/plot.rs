@@ -48,11 +48,11 @@ fn panel(cells: &[Cell], n_tokens: usize) -> Plot {
             ticks: speeds.map(|speed| (speed, format!("{speed} MB/s"))).collect(),
         },
         y: Axis {
-            title: "time to the first token",
+            title: "time to the first token in ms",
             ends: [0.0, n_steps * step],
             is_logarithmic: false,
             ticks: (0..=n_steps as u32)
-                .map(|n| (f64::from(n) * step, format!("{} ms", f64::from(n) * step)))
+                .map(|n| (f64::from(n) * step, (f64::from(n) * step).to_string()))
                 .collect(),
         },
         lines: (0..DRAWN.len()).map(line).collect(),

@@ -221,7 +221,7 @@ pub(crate) struct BenchPlannerArguments {
     #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
     pub(crate) dir: PathBuf,
 
-    /// Also draw the time to the first token of the longest prompt over the speed
+    /// Also draw the time to the first token over the speed, a panel for each length of prompts
     #[arg(long, value_name = "FILE")]
     pub(crate) plot: Option<PathBuf>,
 
