@@ -171,7 +171,7 @@ impl EppConfig {
 }
 
 impl InferencePoolConfig {
-    /// Namespace and name of the pool; `None` if there is none.
+    /// Namespace and name of the configured pool; `None` without a pool.
     pub(crate) fn namespace_and_name(&self) -> Option<(&str, &str)> {
         self.name.as_ref()?.split_once('/')
     }

@@ -8,7 +8,7 @@ use tokio::sync::watch;
 use tonic::server::{ServerStreamingService, UnaryService};
 use tonic::{Request, Response, Status};
 
-use crate::server::PROCESS_SERVICE;
+use crate::messages::PROCESS_SERVICE;
 
 /// The path of the call that answers once.
 pub const CHECK_PATH: &str = "/grpc.health.v1.Health/Check";

@@ -33,4 +33,4 @@ pub use config::{EppConfig, InferencePoolConfig, PoolEventsConfig};
 pub use epp::Epp;
 pub use error::{EppError, ProtocolError, Result};
 pub use health::{CHECK_PATH, HealthCheckRequest, HealthCheckResponse, ServingStatus, WATCH_PATH};
-pub use server::{PROCESS_PATH, PROCESS_SERVICE};
+pub use messages::{PROCESS_PATH, PROCESS_SERVICE};

@@ -20,13 +20,8 @@ use tonic_prost::ProstCodec;
 
 use crate::config::EppConfig;
 use crate::health::{CHECK_PATH, Check, Health, HealthCheckRequest, HealthCheckResponse, WATCH_PATH, Watch};
-use crate::messages::{ProcessingRequest, ProcessingResponse};
+use crate::messages::{PROCESS_PATH, ProcessingRequest, ProcessingResponse};
 use crate::stream::{Answers, Processor};
-
-/// The name of the service that data planes call.
-pub const PROCESS_SERVICE: &str = "envoy.service.ext_proc.v3.ExternalProcessor";
-/// The path of its only call.
-pub const PROCESS_PATH: &str = "/envoy.service.ext_proc.v3.ExternalProcessor/Process";
 
 /// Most bytes of the headers of a call.
 const MAX_HEADER_BYTES: u32 = 16 << 10;

@@ -26,7 +26,7 @@ pub enum Purpose {
     Watch,
     /// To ask for what people and tools do with a store: look up, pin, move, clear and the like.
     Manage,
-    /// To read and write segments: their tails are kept whatever the daemon's settings say, and no index is told of them.
+    /// To read and write segments: their tails are kept whatever the daemon's settings say, and no index gets events of them.
     Segments,
 }
 

@@ -18,7 +18,8 @@ pub const DESTINATION: &str = "x-gateway-destination-endpoint";
 pub const LOAD_BALANCER_NAMESPACE: &str = "envoy.lb";
 /// The header that names the engine which computes the prompt, to the sidecar of the engine that generates.
 pub const PREFILLER: &str = "x-prefiller-host-port";
-/// Headers by which sidecars of engines are told where KV and parts of requests go. Clients that set one would reach into engines.
+/// Headers that direct the sidecars of engines. They are removed from requests, because a client that sets one could direct
+/// an engine to any address.
 const SIDECAR_HEADERS: [&str; 4] =
     [PREFILLER, "x-encoder-hosts-ports", "x-data-parallel-host-port", "x-kv-cache-source-host-port"];
 /// Most bytes of a piece of a body: with what surrounds it a message stays below 64 KiB, which Envoy recommends as the most.
@@ -51,8 +52,8 @@ pub struct Refusal {
 }
 
 impl Choice {
-    /// What the data plane is told in the head of the request, whose body has `n_body_bytes` if it has one, and the same for its load
-    /// balancer.
+    /// The header mutation that names the chosen endpoints, and the dynamic metadata with the same value for the load balancer.
+    /// `n_body_bytes` is the length of the body; `None` for a request without one.
     pub(super) fn head(&self, n_body_bytes: Option<usize>) -> (CommonResponse, Struct) {
         let endpoints = self.endpoints.join(",");
         let mut set_headers = vec![set_header(DESTINATION, Bytes::from(endpoints.clone()))];

@@ -66,7 +66,7 @@ pub struct Exchange {
     head: RequestHead,
     subset: Option<Vec<String>>,
     body: CollectedBody,
-    /// The whole body, while the choice is made; `None` if there is none.
+    /// The whole body during the choice; `None` for a request without a body.
     whole: Option<Bytes>,
     /// Whether the request ends with trailers.
     has_trailers: bool,

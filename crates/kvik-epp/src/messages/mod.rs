@@ -11,6 +11,11 @@ use bytes::Bytes;
 
 pub use metadata::{ListValue, Metadata, Struct, Value, value};
 
+/// The name of the service that data planes call.
+pub const PROCESS_SERVICE: &str = "envoy.service.ext_proc.v3.ExternalProcessor";
+/// The path of its only call.
+pub const PROCESS_PATH: &str = "/envoy.service.ext_proc.v3.ExternalProcessor/Process";
+
 /// What a data plane says about one HTTP request.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct ProcessingRequest {

@@ -34,7 +34,7 @@ fn stored(tokens: &[u32]) -> KvEvent {
     })
 }
 
-/// What the index is told: which engine has which tokens.
+/// The KV events of the index: which engine has which tokens.
 struct Holdings {
     indexer: Arc<Indexer>,
     /// A feed for each engine, with the number of its next batch.

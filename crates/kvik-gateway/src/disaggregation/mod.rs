@@ -180,10 +180,10 @@ impl<'a> Disaggregation<'a> {
     }
 
     /// Places the prompt of a request on the engine that is to compute it for `decode`; `None` if one engine does it all. For a
-    /// data plane whose engines hand KV over by themselves, once they are told of each other.
+    /// data plane whose engines transfer KV themselves, given each other's address.
     ///
     /// # Errors
-    /// As [`explain`](Self::explain), and if `decode` cannot do without another engine and there is none.
+    /// As [`explain`](Self::explain), and if `decode` requires a prefill engine and none is usable.
     pub(crate) fn place_partner(
         &self,
         decode: &Arc<Backend>,

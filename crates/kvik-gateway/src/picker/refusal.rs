@@ -1,11 +1,11 @@
-//! Why a request gets no worker, as its client is told.
+//! The error response to a request that gets no worker.
 
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode};
 
 use crate::error::Refusal;
 
-/// What a client is told whose request gets no worker.
+/// The error response to a request that gets no worker.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct PickRefusal {

@@ -55,7 +55,7 @@ pub struct AttachOptions {
     /// Whether it sleeps as soon as it waits for an answer, and does not look for it for some microseconds before: for work
     /// that is not urgent, on processors that others need. Default: false.
     pub is_patient: bool,
-    /// Whether its chunks are segments: their tails are kept whatever the daemon's settings say, and no index is told of
+    /// Whether its chunks are segments: their tails are kept whatever the daemon's settings say, and no index gets events of
     /// them. A daemon that does not know of segments refuses the session. Default: false.
     pub is_for_segments: bool,
 }
