@@ -1,5 +1,7 @@
 //! The `kvik` binary: argument parsing and wiring.
 //!
+//! Run under the name `kvctl` it is that program, whose parts are in the library of this crate.
+//!
 //! Parts: `cli` declares the arguments, `commands` has one file a verb, `scratch` makes folders for
 //! data that ends with the process.
 //!
@@ -16,7 +18,9 @@ mod cli;
 mod commands;
 mod scratch;
 
+use std::ffi::OsStr;
 use std::io::{self, Write};
+use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -49,6 +53,9 @@ mod exit {
 }
 
 fn main() -> ExitCode {
+    if is_kvctl() {
+        return kvctl::main();
+    }
     let done = match Cli::try_parse() {
         Ok(cli) => run(&cli),
         Err(error) if is_verbose_version(&error) => commands::version::run(),
@@ -64,6 +71,11 @@ fn main() -> ExitCode {
             ExitCode::from(exit_code(&error))
         }
     }
+}
+
+/// Whether this was run as `kvctl`: by the program of that name, or by a link.
+fn is_kvctl() -> bool {
+    std::env::args_os().next().is_some_and(|name| Path::new(&name).file_name() == Some(OsStr::new("kvctl")))
 }
 
 /// Whether the command line asks for the version with all that belongs to it. The parser ends at `--version`, whatever
