@@ -222,6 +222,7 @@ import torch
 import kvik
 from kvik.vllm.allocation import Allocation
 from kvik.vllm.elastic_plan import ElasticPlan
+from kvik.vllm.elastic_worker import pieces_of_layer
 from kvik.vllm.metadata import ElasticReport
 from kvik.vllm.settings import Settings
 
@@ -242,7 +243,7 @@ ranks = [ElasticReport({1, 2}, {3}, None, 10), ElasticReport({1, 3}, {2}, 7, 20)
 whole = ranks[0].aggregate(ranks[1]).aggregate(ranks[2])
 print(json.dumps([sorted(whole.taken), sorted(whole.refused), whole.most_slabs, whole.taken_bytes]))
 # Only the allocation of the KV is answered.
-with Allocation(4 << 20, page_bytes=2 << 20) as allocation:
+with Allocation([4 << 20], page_bytes=2 << 20) as allocation:
     others = [torch.zeros(8), torch.zeros(4 << 20, dtype=torch.uint8), torch.zeros(2 << 20, dtype=torch.int8)]
     kv = torch.zeros(4 << 20, dtype=torch.int8, device=torch.device("cpu"))
     try:
@@ -252,10 +253,32 @@ with Allocation(4 << 20, page_bytes=2 << 20) as allocation:
 inside = range(allocation.memory.address, allocation.memory.address + (4 << 20))
 print(json.dumps([kv.data_ptr() in inside, any(other.data_ptr() in inside for other in others), int(kv.sum())]))
 try:
-    with Allocation(4 << 20, page_bytes=2 << 20):
+    with Allocation([4 << 20], page_bytes=2 << 20):
         pass
 except kvik.InvalidValueError as error:
     print(json.dumps(str(error)))
+# Buffers of layers begin with a page each.
+with Allocation([3 << 20, 3 << 20, 3 << 20], page_bytes=2 << 20) as allocation:
+    layers = [torch.zeros(3 << 20, dtype=torch.int8) for _ in range(3)]
+print(json.dumps([layer.data_ptr() - allocation.memory.address for layer in layers]))
+# Where the 10 blocks of a layer lie, of 64 bytes: blocks first, with parts of a kernel, behind keys and values, with other layers
+# between them, and in another order.
+begin = allocation.memory.address
+first = allocation.buffer[: 10 * 64].view(torch.bfloat16)
+wide = allocation.buffer[: 10 * 640].view(torch.bfloat16)
+for tensor in [
+    first.view(10, 2, 4, 4),
+    first.view(20, 4, 4),
+    first.view(2, 10, 4, 4),
+    wide.view(10, 10, 32)[:, 3],
+    first.view(10, 2, 4, 4).permute(0, 3, 1, 2),
+    first.view(4, 10, 8),
+    first.view(32, 10).transpose(0, 1),
+]:
+    try:
+        print(json.dumps([[piece.offset, piece.n_bytes, piece.stride] for piece in pieces_of_layer("0", tensor, 10, begin)]))
+    except kvik.InvalidValueError as error:
+        print(json.dumps(str(error)))
 """
 
 
@@ -278,14 +301,19 @@ def test_settings_are_checked_ranks_are_added_and_one_allocation_is_answered() -
     command = [f"{ENGINES}/bin/python", "-W", "ignore", "-c", SETTINGS, f"[{','.join(cases)}]"]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     answers = [json.loads(line) for line in output.splitlines() if line[:1] in '["']
-    assert len(answers) == len(cases) + 4
+    assert len(answers) == len(cases) + 12
     for answer, expected in zip(answers, cases.values(), strict=False):
         assert expected in answer if isinstance(expected, str) else expected == answer
-    ranks, several, is_inside, none = answers[len(cases) :]
+    ranks, several, is_inside, none, layers, *pieces = answers[len(cases) :]
     assert ranks == [[1], [2, 3], 5, 60]
-    assert "several buffers" in several
+    assert "more buffers of KV than it told; allowed with `elastic`: 1" in several
     assert is_inside == [True, False, 0]
-    assert "as one buffer" in none
+    assert "0 of 1 buffers" in none
+    assert layers == [0, 4 << 20, 8 << 20]
+    in_halves = [[0, 32, 32], [320, 32, 32]]
+    assert pieces[:5] == [[[0, 64, 64]], [[0, 64, 64]], in_halves, [[192, 64, 640]], [[0, 64, 64]]]
+    assert "the shape (4, 10, 8)" in pieces[5]
+    assert "the strides (1, 10)" in pieces[6]
 
 
 def test_the_scheduler_follows_need_limits_and_refusals_on_the_blocks_of_vllm() -> None:

@@ -104,6 +104,12 @@ impl PagedMemory {
         outcome.map_err(|error| memory_exception_of(&error))
     }
 
+    /// Tells that the engine can do nothing until it gets the pages that were refused last. Of engines that wait for each
+    /// other one is then given what the others hold.
+    fn note_starved(&self) {
+        self.pool.note_starved();
+    }
+
     /// Unmaps all pages that are not taken; returns how many.
     fn trim(&self, py: Python<'_>) -> u32 {
         py.detach(|| self.pool.trim())

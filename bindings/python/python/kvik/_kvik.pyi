@@ -432,6 +432,8 @@ class PagedMemory:
         """Takes pages, all of them or none; says whether there was memory for them."""
     def give_back(self, pages: Sequence[int]) -> None:
         """Gives pages back, all of them or none; they stay mapped for a second, or until others need their memory."""
+    def note_starved(self) -> None:
+        """Tells that the engine can do nothing until it gets the pages that were refused last."""
     def trim(self) -> int:
         """Unmaps all pages that are not taken; returns how many."""
     def wanted_bytes(self, *, timeout_s: float = 0.0) -> int:

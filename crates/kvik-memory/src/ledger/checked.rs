@@ -210,7 +210,8 @@ impl SlotLayout {
         let expires_ms = self.wait_expires_ms.load(Ordering::Relaxed);
         // No member may reserve its place for longer than the rule allows, whatever is written there.
         let counts = (now_ms..=now_ms.saturating_add(WAIT_COUNTS_MS)).contains(&expires_ms);
-        (ticket != 0 && n_units != 0 && counts).then_some(Wait { ticket, n_units })
+        let is_starved = self.starved.load(Ordering::Relaxed) != 0;
+        (ticket != 0 && n_units != 0 && counts).then_some(Wait { ticket, n_units, is_starved })
     }
 
     /// Leaves a notice and wakes the owner.
@@ -236,6 +237,7 @@ impl SlotLayout {
             &self.wait_ticket,
             &self.wanted_units,
             &self.wait_expires_ms,
+            &self.starved,
             &self.parked_bytes,
             &self.used_bytes,
             &self.reclaim_units,

@@ -141,7 +141,9 @@ pub struct SlotLayout {
     pub counters: CounterLayout,
     /// What the engine calls itself.
     pub label: NameWords,
-    reserved: [AtomicU64; 10],
+    /// Not zero if the member can do nothing until it gets what it waits for.
+    pub starved: AtomicU64,
+    reserved: [AtomicU64; 9],
 }
 
 /// Counters of one member that only rise.

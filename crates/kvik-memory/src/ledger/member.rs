@@ -253,6 +253,7 @@ impl Member {
         slot.counters.waited_us.fetch_add(n_waited_ms.saturating_mul(1000), Ordering::Relaxed);
         slot.counters.wait_started_ms.store(0, Ordering::Relaxed);
         slot.wanted_units.store(0, Ordering::Relaxed);
+        slot.starved.store(0, Ordering::Relaxed);
         slot.wait_ticket.store(0, Ordering::SeqCst);
         // What was kept for this one is for the next.
         self.ledger.layout().announce_capacity();
@@ -372,6 +373,16 @@ impl Grants for Member {
             slot.counters.unmapped_bytes.fetch_add(before - after, Ordering::Relaxed);
         }
         self.publish_group_usage();
+    }
+
+    fn note_starved(&self) {
+        if self.ledger.check_life().is_ok() {
+            let _writing = self.writing.lock();
+            let slot = self.words();
+            if slot.wait_ticket.load(Ordering::Relaxed) != 0 {
+                slot.starved.store(1, Ordering::Relaxed);
+            }
+        }
     }
 
     fn stop_waiting(&self) {

@@ -54,6 +54,8 @@ pub struct Wait {
     pub ticket: u64,
     /// How much is wanted, all or nothing.
     pub n_units: u64,
+    /// Whether the member can do nothing until it gets it.
+    pub is_starved: bool,
 }
 
 /// Everything a decision depends on.
@@ -152,7 +154,8 @@ fn fill(budget_units: u64, floors: &[u64], caps: &[u64], weights: &[u32]) -> Vec
 ///
 /// Claims that their group is entitled to are served by priority, then by ticket: what the ones before
 /// wait for is kept for them, so small claims cannot starve a large one. A claim beyond the
-/// entitlement takes what no entitled claim waits for.
+/// entitlement takes what no entitled claim waits for. Where starved members wait for each other with claims beyond it, one of them
+/// has its turn: it asks the others, and what it waits for is kept for it.
 pub fn admit(situation: &Situation, slot: usize, n_units: u64) -> Admission {
     let Some(claimant) = situation.members.iter().find(|member| member.slot == slot) else {
         return Admission::Denied { shortage: Shortage::DeviceFull, asks: Vec::new() };
@@ -164,7 +167,13 @@ pub fn admit(situation: &Situation, slot: usize, n_units: u64) -> Admission {
     let group_held_units = held.get(claimant.group).copied().unwrap_or(0);
     if group_held_units.saturating_add(n_units) > group.max_units {
         let n_missing = group_held_units.saturating_add(n_units) - group.max_units;
-        let asks = situation.asks_within_group(claimant, group.max_units, n_units, n_missing);
+        let mut asks = situation.asks_within_group(claimant, group.max_units, n_units, n_missing);
+        if asks.is_empty() {
+            let entitled = situation.group_entitlements(slot, n_units);
+            let mut turns = situation.turns(&held, &entitled);
+            turns.retain(|member| member.group == claimant.group);
+            asks = Situation::asks_for_a_turn(claimant, &turns, n_missing);
+        }
         return Admission::Denied { shortage: Shortage::GroupLimit, asks };
     }
 
@@ -194,7 +203,14 @@ pub fn admit(situation: &Situation, slot: usize, n_units: u64) -> Admission {
             }
         }
     }
-    let n_needed_units = n_units.saturating_add(if is_owed { n_before_units } else { n_owed_others_units });
+    let turns = if is_owed { Vec::new() } else { situation.turns(&held, &entitled) };
+    let n_turn_units = match turns.first() {
+        Some(first) if first.slot != slot => first.waits.map_or(0, |wait| wait.n_units),
+        _ => 0,
+    };
+    let n_kept_units =
+        if is_owed { n_before_units } else { n_owed_others_units.saturating_add(n_turn_units) };
+    let n_needed_units = n_units.saturating_add(n_kept_units);
     if n_needed_units <= n_free_units {
         return Admission::Granted;
     }
@@ -206,7 +222,11 @@ pub fn admit(situation: &Situation, slot: usize, n_units: u64) -> Admission {
     } else {
         // The group has its share; what its members hold of it is theirs to split.
         let share_units = entitled.get(claimant.group).copied().unwrap_or(0).max(group_held_units);
-        let asks = situation.asks_within_group(claimant, share_units, n_units, n_units - n_free_units);
+        let n_missing = n_units - n_free_units;
+        let mut asks = situation.asks_within_group(claimant, share_units, n_units, n_missing);
+        if asks.is_empty() {
+            asks = Situation::asks_for_a_turn(claimant, &turns, n_missing);
+        }
         Admission::Denied { shortage: Shortage::DeviceFull, asks }
     }
 }
@@ -283,12 +303,11 @@ impl Situation {
             .iter()
             .filter_map(|member| {
                 let priority = self.groups.get(member.group)?.priority;
-                let wait = if member.slot == slot {
-                    Wait { ticket: member.waits.map_or(u64::MAX, |wait| wait.ticket), n_units }
+                let (ticket, n_units) = if member.slot == slot {
+                    (member.waits.map_or(u64::MAX, |wait| wait.ticket), n_units)
                 } else {
-                    member.waits?
+                    member.waits.map(|wait| (wait.ticket, wait.n_units))?
                 };
-                let Wait { ticket, n_units } = wait;
                 Some(Waiter { slot: member.slot, group: member.group, priority, ticket, n_units })
             })
             .collect();
@@ -349,6 +368,53 @@ impl Situation {
         let requests = members.iter().zip(n_asked).filter(|&(_, n_units)| n_units > 0);
         asks.extend(requests.map(|(member, n_units)| Ask { slot: member.slot, n_units }));
         n_left
+    }
+
+    /// Whose turn it is among starved members that wait for more than their group is entitled to: none of them can use what
+    /// it holds while each waits for the others.
+    ///
+    /// The highest priority comes first, then the member that uses most, then the earliest ticket. The one that has the turn
+    /// uses more with every claim, so it keeps the turn until it needs no more, and no memory goes back and forth. Claims that
+    /// a group is entitled to need no turn, and a claim that can never be served has none.
+    fn turns<'a>(&'a self, held: &'a [u64], entitled: &'a [u64]) -> Vec<&'a MemberShare> {
+        let is_candidate = |member: &&MemberShare| {
+            let (Some(wait), Some(group)) = (member.waits, self.groups.get(member.group)) else {
+                return false;
+            };
+            let (Some(&held), Some(&entitled)) = (held.get(member.group), entitled.get(member.group)) else {
+                return false;
+            };
+            let n_most = group.max_units.min(self.budget_units);
+            wait.is_starved
+                && held.saturating_add(wait.n_units) > entitled
+                && member.held_units.saturating_add(wait.n_units) <= n_most
+        };
+        let mut turns: Vec<&MemberShare> = self.members.iter().filter(is_candidate).collect();
+        turns.sort_by_key(|member| {
+            let priority = self.groups.get(member.group).map_or(0, |group| group.priority);
+            let ticket = member.waits.map_or(u64::MAX, |wait| wait.ticket);
+            let n_used = member.held_units.saturating_sub(member.parked_units);
+            (std::cmp::Reverse(priority), std::cmp::Reverse(n_used), ticket, member.slot)
+        });
+        turns
+    }
+
+    /// Asks the members of `turns` behind the claimant for what they hold, last turn first, if the claimant has the first.
+    fn asks_for_a_turn(claimant: &MemberShare, turns: &[&MemberShare], n_missing_units: u64) -> Vec<Ask> {
+        let Some((first, others)) = turns.split_first() else { return Vec::new() };
+        if first.slot != claimant.slot {
+            return Vec::new();
+        }
+        let mut n_missing = n_missing_units;
+        let mut asks = Vec::new();
+        for member in others.iter().rev() {
+            let n_asked = member.held_units.min(n_missing);
+            if n_asked > 0 {
+                n_missing -= n_asked;
+                asks.push(Ask { slot: member.slot, n_units: n_asked });
+            }
+        }
+        asks
     }
 
     /// Asks the other members of a group that may hold `max_units` for what they hold above an equal share.

@@ -104,6 +104,10 @@ pub trait Grants: Send + Sync + fmt::Debug {
     /// Publishes counts for tools; must be cheap, since it is called on every allocation.
     fn publish(&self, usage: Usage);
 
+    /// Tells that nothing can be done until the claim that was denied is served; holds until its wait ends. Of members that
+    /// wait for each other one then gets what the others hold. Does nothing by default.
+    fn note_starved(&self) {}
+
     /// Ends the wait for a claim that was denied; does nothing by default.
     fn stop_waiting(&self) {}
 }

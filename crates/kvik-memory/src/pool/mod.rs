@@ -230,6 +230,11 @@ impl KvPool {
         }
     }
 
+    /// Tells that the owner can do nothing until what was refused last is there; see [`Grants::note_starved`].
+    pub fn note_starved(&self) {
+        self.shared.grants.note_starved();
+    }
+
     /// Takes all blocks of `pages` themselves, or of none; see [`BlockAllocator::alloc_pages`].
     pub fn alloc_pages(&self, pages: &[PageId]) -> Result<BlocksOutcome> {
         let outcome = self.shared.blocks.alloc_pages(pages);

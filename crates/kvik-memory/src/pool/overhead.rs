@@ -49,6 +49,10 @@ impl Grants for OverheadGrants {
         self.grants.publish(Usage { used_bytes, ..usage });
     }
 
+    fn note_starved(&self) {
+        self.grants.note_starved();
+    }
+
     fn stop_waiting(&self) {
         self.grants.stop_waiting();
     }

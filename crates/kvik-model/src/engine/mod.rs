@@ -345,6 +345,9 @@ impl Engine {
         let scheduled = self.schedule(events);
         self.is_starved = scheduled.is_empty() && self.has_work();
         if scheduled.is_empty() {
+            if self.is_starved {
+                self.pool.note_starved();
+            }
             return Ok(());
         }
         self.forward(&scheduled)?;

@@ -28,7 +28,7 @@ class Slabs:
         return -(-n_blocks // self.slab_blocks)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Piece:
     """A part of every block: `n_bytes` at `offset` of the buffer for block 0, and `stride` bytes further for each next one."""
 

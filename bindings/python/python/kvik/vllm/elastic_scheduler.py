@@ -134,7 +134,8 @@ class ElasticScheduler:
             takes, surplus = self.follow_need(output, now)
             parks += surplus
         self.is_short = False
-        return ElasticOrders(self.n_orders, parks, takes, None if self.lease is None else self.lease.path)
+        is_starved = now < self.refused_until and output.total_num_scheduled_tokens == 0
+        return ElasticOrders(self.n_orders, parks, takes, None if self.lease is None else self.lease.path, is_starved)
 
     def sleep(self) -> list[int]:
         """No request is left: all slabs go but those that are kept for the prefix cache, which are offered to others.

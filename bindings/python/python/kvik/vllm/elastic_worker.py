@@ -8,13 +8,13 @@ import threading
 from typing import TYPE_CHECKING
 
 import torch
-import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 
 import kvik
 from kvik.elastic.lease import LeaseTable
 from kvik.elastic.slabs import PageTable, Piece
-from kvik.vllm.allocation import Allocation
+from kvik.vllm.allocation import Allocation, buffer_sizes
 from kvik.vllm.elastic_plan import ElasticPlan
 from kvik.vllm.metadata import ElasticOrders, ElasticReport
 
@@ -38,14 +38,19 @@ class ElasticWorker:
 
     def __init__(self, plan: ElasticPlan, cache: "KVCacheConfig") -> None:
         self.plan = plan
-        self.pages = PageTable(plan.slabs, pieces_of_config(cache), plan.page_bytes)
         self.allocation = Allocation(
-            cache.kv_cache_tensors[0].size,
+            buffer_sizes(cache),
             page_bytes=plan.page_bytes,
             max_bytes=plan.limit_bytes,
             group=plan.group,
             directory=plan.directory,
         )
+        # Since 0.32 vLLM asks for the context of its allocation. Before, that is between the start of the connector and `register`.
+        self.is_asked_for_context = hasattr(KVConnectorBase_V1, "get_mem_pool_context")
+        if not self.is_asked_for_context:
+            self.allocation.__enter__()
+        # The pages of slabs; none before the tensors are known.
+        self.pages = PageTable(plan.slabs, [], plan.page_bytes)
         # Slabs that have memory.
         self.taken: set[int] = set()
         self.report = ElasticReport()
@@ -67,10 +72,15 @@ class ElasticWorker:
 
     def register(self, kv_caches: dict[str, torch.Tensor], n_first_blocks: int) -> None:
         """Checks that the KV lies where it was expected, and takes what is used before the first step."""
+        if not self.is_asked_for_context:
+            self.allocation.__exit__(None, None, None)
         begin, end = self.memory.address, self.memory.address + self.memory.n_pages * self.plan.page_bytes
+        pieces: set[Piece] = set()
         for name, tensor in kv_caches.items():
             if not begin <= tensor.data_ptr() < end:
                 raise kvik.InvalidValueError(f"the KV of {name} is not in the memory of kvik; allowed with `elastic`: all is")
+            pieces.update(pieces_of_layer(name, tensor, self.plan.slabs.n_blocks, begin))
+        self.pages = PageTable(self.plan.slabs, sorted(pieces), self.plan.page_bytes)
         self.check_limit()
         first = range(self.plan.slabs.holding(min(n_first_blocks, self.plan.slabs.n_blocks)))
         if not self.take_slabs(list(first)):
@@ -124,9 +134,13 @@ class ElasticWorker:
             self.give_back(sorted({slab for slab in orders.park if slab in self.taken}.union(first)))
             takes = [slab for slab in orders.take if slab not in self.taken]
             if takes and not self.take_slabs(takes):
-                for slab in takes:
-                    if not self.take_slabs([slab]):
-                        break
+                if orders.is_starved:
+                    # A part of it would not help, and another engine that waits may need no more than that.
+                    self.memory.note_starved()
+                else:
+                    for slab in takes:
+                        if not self.take_slabs([slab]):
+                            break
             self.report.taken.update(slab for slab in orders.take if slab in self.taken)
             self.report.refused.update(slab for slab in orders.take if slab not in self.taken)
             self.n_obeyed = orders.number
@@ -180,17 +194,27 @@ class ElasticWorker:
             return report
 
 
-def pieces_of_config(cache: "KVCacheConfig") -> list[Piece]:
-    """Where the blocks of all layers lie in the buffer."""
-    if not all(hasattr(tensor, "layer_stride") for tensor in cache.kv_cache_tensors):
+def pieces_of_layer(name: str, tensor: torch.Tensor, n_blocks: int, begin: int) -> list[Piece]:
+    """Where the blocks of a layer lie in the memory that begins at `begin`.
+
+    Blocks are the first dimension, or the second one behind keys and values. A kernel may have several of its own for each block.
+    """
+    shape, strides, item_bytes = tensor.shape, tensor.stride(), tensor.element_size()
+    has_halves = tensor.dim() > 2 and shape[0] == 2 and shape[0] % n_blocks != 0 and shape[1] % n_blocks == 0
+    axis = 1 if has_halves else 0
+    if shape[axis] % n_blocks != 0:
         raise kvik.InvalidValueError(
-            f"vLLM {vllm.__version__} does not say where the KV of a layer lies; allowed with `elastic`: 0.32 and newer"
+            f"the KV of {name} has the shape {tuple(shape)}; allowed with `elastic`: {n_blocks} blocks, first or behind keys and values"
         )
-    if len({tensor.size for tensor in cache.kv_cache_tensors}) != 1:
-        raise kvik.InvalidValueError("the KV has several buffers; allowed with `elastic`: one")
-    page_bytes = cache.kv_cache_groups[0].kv_cache_spec.page_size_bytes
-    return [
-        Piece(tensor.offset + layer * tensor.layer_stride, page_bytes, tensor.block_stride)
-        for tensor in cache.kv_cache_tensors
-        for layer in range(len(tensor.layers))
-    ]
+    n_parts = shape[axis] // n_blocks
+    inner = zip(shape[axis + 1 :], strides[axis + 1 :], strict=True)
+    n_items = strides[axis] * (n_parts - 1) + 1 + sum((length - 1) * stride for length, stride in inner)
+    stride_bytes = strides[axis] * n_parts * item_bytes
+    if n_items * item_bytes > stride_bytes:
+        raise kvik.InvalidValueError(
+            f"the KV of {name} has the strides {strides}; allowed with `elastic`: a block is in one piece, or in one of keys and "
+            "one of values"
+        )
+    halves = range(2 if has_halves else 1)
+    offset = tensor.data_ptr() - begin
+    return [Piece(offset + half * strides[0] * item_bytes, n_items * item_bytes, stride_bytes) for half in halves]

@@ -47,6 +47,8 @@ class ElasticOrders:
     take: list[int]
     # The file of the table in which slabs are offered while the scheduler sleeps.
     lease: str | None = None
+    # Whether no request can go on without this memory.
+    is_starved: bool = False
 
 
 @dataclass

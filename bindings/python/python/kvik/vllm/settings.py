@@ -118,7 +118,7 @@ class Geometry:
         spec = group.kv_cache_spec
         if not hasattr(spec, "dtype"):
             raise kvik.InvalidValueError(f"the KV is of {type(spec).__name__}; allowed: layers of one kind")
-        layout = getattr(cache, "kv_cache_layout", None) or older_layout()
+        layout = getattr(cache, "kv_cache_layout", None) or older_layout(config)
         return cls(
             layer_names=tuple(group.layer_names),
             block_tokens=spec.block_size,
@@ -133,13 +133,16 @@ class Geometry:
         return self.page_bytes // self.block_tokens
 
 
-def older_layout() -> str:
-    """The order of axes in versions of vLLM that do not say it with the configuration."""
+def older_layout(config: "VllmConfig") -> str:
+    """The order of axes in versions of vLLM that do not say it with the KV's configuration."""
     try:
+        from vllm.config import set_current_vllm_config
         from vllm.v1.attention.backends.utils import get_kv_cache_layout
     except ImportError:
         return "unknown"
-    return get_kv_cache_layout()
+    # A scheduler in a process of its own has no current configuration.
+    with set_current_vllm_config(config):
+        return get_kv_cache_layout()
 
 
 def attach(config: "VllmConfig", settings: Settings, geometry: Geometry, rank: int, **other: Any) -> kvik.Store:

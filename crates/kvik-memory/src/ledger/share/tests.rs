@@ -17,7 +17,10 @@ fn member(slot: usize, group: usize, held_units: u64) -> MemberShare {
 }
 
 fn waiting(slot: usize, group: usize, held_units: u64, ticket: u64, n_units: u64) -> MemberShare {
-    MemberShare { waits: Some(Wait { ticket, n_units }), ..member(slot, group, held_units) }
+    MemberShare {
+        waits: Some(Wait { ticket, n_units, is_starved: false }),
+        ..member(slot, group, held_units)
+    }
 }
 
 fn denied(admission: &Admission) -> Option<Shortage> {
@@ -135,6 +138,50 @@ fn members_of_a_group_that_has_the_whole_device_are_asked_for_more_than_their_ha
     assert_eq!(asks, [], "it is entitled to a half");
 }
 
+fn starved(slot: usize, group: usize, held_units: u64, ticket: u64, n_units: u64) -> MemberShare {
+    MemberShare { waits: Some(Wait { ticket, n_units, is_starved: true }), ..member(slot, group, held_units) }
+}
+
+#[test]
+fn of_two_starved_members_beyond_their_shares_one_asks_the_other_and_keeps_its_turn() {
+    let mut situation = Situation {
+        budget_units: 100,
+        groups: vec![group(1, 0), group(1, 0)],
+        members: vec![starved(0, 0, 50, 7, 1), starved(1, 1, 50, 6, 20)],
+    };
+    let Admission::Denied { asks, .. } = admit(&situation, 1, 20) else { panic!("granted 120 of 100") };
+    assert_eq!(asks, [super::Ask { slot: 0, n_units: 20 }], "its ticket is the earlier one");
+    let Admission::Denied { asks, .. } = admit(&situation, 0, 1) else { panic!("granted 101 of 100") };
+    assert_eq!(asks, []);
+    // It got some of it, and waits with a later ticket: the other must not take what comes back next.
+    situation.members = vec![starved(0, 0, 44, 7, 7), starved(1, 1, 49, 9, 3)];
+    assert_eq!(denied(&admit(&situation, 0, 7)), Some(Shortage::OverShare));
+    assert_eq!(admit(&situation, 1, 3), Admission::Granted);
+}
+
+#[test]
+fn a_member_that_goes_on_is_not_asked_by_a_starved_one_beyond_its_share() {
+    let situation = Situation {
+        budget_units: 100,
+        groups: vec![group(1, 0), group(1, 0)],
+        members: vec![starved(0, 0, 50, 7, 10), waiting(1, 1, 50, 6, 20)],
+    };
+    let Admission::Denied { asks, .. } = admit(&situation, 0, 10) else { panic!("granted 110 of 100") };
+    assert_eq!(asks, []);
+}
+
+#[test]
+fn a_claim_that_can_never_be_served_does_not_stop_others() {
+    let mut situation = Situation {
+        budget_units: 100,
+        groups: vec![group(1, 0), group(1, 0), group(1, 0)],
+        members: vec![starved(0, 0, 34, 1, 40), starved(1, 1, 33, 2, 10), starved(2, 2, 33, 3, 10)],
+    };
+    situation.groups[0].max_units = 60;
+    let Admission::Denied { asks, .. } = admit(&situation, 1, 10) else { panic!("granted 110 of 100") };
+    assert_eq!(asks, [super::Ask { slot: 2, n_units: 10 }]);
+}
+
 fn any_demand() -> impl Strategy<Value = Demand> {
     (0..200_u64, 0..400_u64, 0..50_u32, 0..400_u64)
         .prop_map(|(min, max, weight, wanted)| demand(min, max, weight, wanted))
@@ -224,12 +271,73 @@ proptest! {
                 if admit(&situation, index + 1, greed) == Admission::Granted {
                     let member = &mut situation.members[index + 1];
                     member.held_units += greed;
-                    member.waits = Some(Wait { ticket: next_ticket, n_units: greed });
+                    member.waits = Some(Wait { ticket: next_ticket, n_units: greed, is_starved: false });
                     next_ticket += 1;
                 }
                 let n_held: u64 = situation.members.iter().map(|member| member.held_units).sum();
                 prop_assert!(n_held <= budget);
             }
         }
+    }
+
+    /// Requests grow to a size of their own and end; a member gives back what it is asked for only while it is starved, as
+    /// an engine whose sequences run cannot.
+    #[test]
+    fn starved_members_never_wait_for_each_other_for_ever(
+        budget in 10..200_u64,
+        sizes in vec((0..4_usize, 1..200_u64, 1..20_u64), 2..8),
+        priorities in vec(0..3_u32, 4),
+        limits in vec(1..400_u64, 4),
+    ) {
+        let groups: Vec<GroupShare> = priorities.iter().zip(&limits)
+            .map(|(&priority, &max_units)| GroupShare { max_units, ..group(1, priority) })
+            .collect();
+        let members = sizes.iter().enumerate().map(|(slot, &(group, ..))| member(slot, group, 0)).collect();
+        let mut situation = Situation { budget_units: budget, groups, members };
+        // What a request needs in all, and whether it was reached.
+        let needs: Vec<u64> = sizes.iter().map(|&(group, size, _)| size.min(limits[group]).min(budget)).collect();
+        let mut is_done = vec![false; sizes.len()];
+        let mut next_ticket = 1;
+        for _ in 0..20_000 {
+            for (slot, &(_, _, step)) in sizes.iter().enumerate() {
+                if is_done[slot] {
+                    continue;
+                }
+                let before = situation.members[slot];
+                // A starved member lost its place: it begins again only with all that it had.
+                let n_lacking = needs[slot] - before.held_units;
+                let n_units = if before.waits.is_some() { before.waits.map_or(step, |wait| wait.n_units) } else { step };
+                let n_units = n_units.min(n_lacking);
+                match admit(&situation, slot, n_units) {
+                    Admission::Granted => {
+                        let member = &mut situation.members[slot];
+                        member.held_units += n_units;
+                        member.waits = None;
+                        if member.held_units == needs[slot] {
+                            is_done[slot] = true;
+                            member.held_units = 0;
+                        }
+                    }
+                    Admission::Denied { asks, .. } => {
+                        let ticket = before.waits.map_or(next_ticket, |wait| wait.ticket);
+                        next_ticket += 1;
+                        situation.members[slot].waits = Some(Wait { ticket, n_units, is_starved: true });
+                        for ask in asks {
+                            let asked = &mut situation.members[ask.slot];
+                            let Some(wait) = &mut asked.waits else { continue };
+                            prop_assert!(ask.n_units <= asked.held_units);
+                            asked.held_units -= ask.n_units;
+                            wait.n_units += ask.n_units;
+                        }
+                    }
+                }
+                let n_held: u64 = situation.members.iter().map(|member| member.held_units).sum();
+                prop_assert!(n_held <= budget);
+            }
+            if is_done.iter().all(|&is_done| is_done) {
+                return Ok(());
+            }
+        }
+        prop_assert!(false, "they wait for ever: {situation:?}, {needs:?}");
     }
 }
