@@ -6,6 +6,7 @@
 //! engine. Values are medians of rounds after a warm-up. A p50 comes from samples of many operations, so that
 //! reading the clock does not count; a p99 comes from single ones, and it does.
 
+mod fanout;
 mod peer;
 mod stand;
 
@@ -49,6 +50,12 @@ const STEP_BYTES: u64 = 512 << 20;
 /// Steps that are averaged: the first of them finds the guard uncut.
 const STEPS_PER_VALUE: usize = 8;
 
+/// Other processes that claim at the same time, besides this one.
+const N_PEERS: usize = 7;
+
+/// Longest time in which a map should reach all ranks of an engine, in microseconds.
+const MAX_FANOUT_US: f64 = 50.0;
+
 /// The memory to measure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BenchDevice {
@@ -74,8 +81,10 @@ pub enum Kind {
     Blocks,
     /// Pages that are parked, alone and beside another process.
     Pages,
-    /// Grants of the ledger, alone and beside another process.
+    /// Grants of the ledger, alone, beside another process and beside seven.
     Grants,
+    /// Maps that go to the ranks of an engine.
+    Ranks,
     /// Extents of several sizes.
     Extents,
     /// Growth, and giving it back.
@@ -126,7 +135,8 @@ impl FromStr for BenchDevice {
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Blocks, Self::Pages, Self::Grants, Self::Extents, Self::Growth];
+    pub const ALL: [Self; 6] =
+        [Self::Blocks, Self::Pages, Self::Grants, Self::Ranks, Self::Extents, Self::Growth];
 
     /// What is measured, for the progress line.
     pub fn name(self) -> &'static str {
@@ -134,6 +144,7 @@ impl Kind {
             Self::Blocks => "blocks",
             Self::Pages => "pages",
             Self::Grants => "grants",
+            Self::Ranks => "ranks",
             Self::Extents => "extents",
             Self::Growth => "growth",
         }
@@ -203,6 +214,7 @@ impl MemoryBench {
             Kind::Blocks => self.blocks()?,
             Kind::Pages => self.pages()?,
             Kind::Grants => self.grants()?,
+            Kind::Ranks => self.ranks()?,
             Kind::Extents => self.extents()?,
             Kind::Growth => self.growth()?,
         };
@@ -256,7 +268,7 @@ impl MemoryBench {
             Ok(pages.free(&taken)?)
         };
         let alone = self.latency(1, &mut pair)?;
-        let contended = self.beside_a_peer(&mut pair)?;
+        let contended = self.beside_peers(1, &mut pair)?;
         let name = "page_alloc_free_parked";
         let p50 = Measurement::from_repeats(format!("{name}_p50"), "ns", alone.p50.clone())
             .map(|p50| with_goal(better_than(p50, KVCACHED_PAGES, KVCACHED_PAGE_NS, None), 1_000.0));
@@ -268,10 +280,36 @@ impl MemoryBench {
         let member = self.stand.join("grants")?;
         let mut pair = || claim_and_give_back(&member);
         let alone = self.latency(1, &mut pair)?;
-        let contended = self.beside_a_peer(&mut pair)?;
+        let contended = self.beside_peers(1, &mut pair)?;
+        let crowded = self.beside_peers(N_PEERS, &mut pair)?;
         let name = "claim_give_back";
         let p50 = Measurement::from_repeats(format!("{name}_p50"), "ns", alone.p50.clone());
-        Ok([p50].into_iter().chain(contention(name, alone, contended)).collect())
+        let crowded =
+            Measurement::from_repeats(format!("{name}_of_{}_processes_p50", N_PEERS + 1), "ns", crowded.p50)
+                .map(|crowded| {
+                    let alone = Baseline::new("alone", alone.p50.clone());
+                    let most = Goal::AtMost(3.0 * alone.value);
+                    crowded.compared_with(alone, Some(most))
+                });
+        Ok([p50, crowded].into_iter().chain(contention(name, alone, contended)).collect())
+    }
+
+    /// One page, mapped and unmapped on several ranks by a driver that does nothing.
+    fn ranks(&self) -> anyhow::Result<Vec<Option<Measurement>>> {
+        let (mut map, mut unmap) = (Vec::new(), Vec::new());
+        for round in 0..=self.options.rounds() {
+            let (mut maps, mut unmaps) = fanout::samples_us(self.options.samples_per_round())?;
+            if 0 < round {
+                map.push(percentile(&mut maps, 50));
+                unmap.push(percentile(&mut unmaps, 50));
+            }
+        }
+        let n_ranks = fanout::N_RANKS;
+        Ok(vec![
+            Measurement::from_repeats(format!("map_on_{n_ranks}_ranks_p50"), "us", map)
+                .map(|map| with_goal(map, MAX_FANOUT_US)),
+            Measurement::from_repeats(format!("unmap_on_{n_ranks}_ranks_p50"), "us", unmap),
+        ])
     }
 
     /// The same extent again and again, as an engine whose load goes up and down.
@@ -366,12 +404,17 @@ impl MemoryBench {
         Ok(times)
     }
 
-    /// Measures `pair` while another process takes and returns grants of the same ledger.
-    fn beside_a_peer(&self, pair: impl FnMut() -> anyhow::Result<()>) -> anyhow::Result<Latency> {
-        let peer = Peer::start(&self.stand)?;
+    /// Measures `pair` while `n_peers` other processes take and return grants of the same ledger.
+    fn beside_peers(
+        &self,
+        n_peers: usize,
+        pair: impl FnMut() -> anyhow::Result<()>,
+    ) -> anyhow::Result<Latency> {
+        let peers = (0..n_peers).map(|_| Peer::start(&self.stand)).collect::<anyhow::Result<Vec<_>>>()?;
         let latency = self.latency(1, pair)?;
-        let n_pairs = peer.finish()?;
-        ensure!(0 < n_pairs, "the other process did nothing");
+        for peer in peers {
+            ensure!(0 < peer.finish()?, "another process did nothing");
+        }
         Ok(latency)
     }
 

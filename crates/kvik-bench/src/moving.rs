@@ -105,7 +105,7 @@ impl MovingBenchOptions {
         if self.is_quick {
             (parts::Load { stream_tokens: 256, n_prompts: 3, prompt_tokens: 2048 }, 1)
         } else {
-            (parts::Load { stream_tokens: 1024, n_prompts: 8, prompt_tokens: 4096 }, 3)
+            (parts::Load { stream_tokens: 2048, n_prompts: 3, prompt_tokens: 4096 }, 3)
         }
     }
 

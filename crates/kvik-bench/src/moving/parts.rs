@@ -3,13 +3,14 @@
 //! Some streams generate while long prompts come, one after the other. What is measured is the time between two tokens of the streams,
 //! and how long the prompts wait for their first token. Both fleets get the same requests, and their texts must be the same.
 
+use std::ops::Range;
 use std::time::Instant;
 
 use anyhow::ensure;
 
 use super::fleet::Fleet;
 use super::request::Request;
-use crate::stream::{Stream, gaps_ms};
+use crate::stream::Stream;
 
 /// Streams that generate.
 pub(super) const N_STREAMS: u64 = 4;
@@ -36,7 +37,7 @@ pub(super) struct Load {
 /// What it gave.
 #[derive(Debug, Default)]
 pub(super) struct Beside {
-    /// Times between two tokens of the streams while long prompts were computed or answered.
+    /// Times between two tokens of the streams, of which the second came while a long prompt was computed.
     pub(super) gaps_ms: Vec<f64>,
     /// For each long prompt.
     pub(super) first_token_ms: Vec<f64>,
@@ -67,20 +68,22 @@ pub(super) async fn run(fleet: &Fleet, load: Load, salt: &str) -> anyhow::Result
         stream.reached(FIRST_TOKENS).await?;
     }
     let mut beside = Beside::default();
-    let begin = Instant::now();
+    let mut computed: Vec<Range<Instant>> = Vec::new();
     for number in FIRST_PROMPT..FIRST_PROMPT + load.n_prompts {
         let prompt_tokens = load.prompt_tokens;
         let request = Request { number, prompt_tokens, output_tokens: ANSWER_TOKENS, is_sampled: false };
         let sent = Instant::now();
         let recorded = open(request, "prompt").await?.finish().await?;
-        beside.first_token_ms.extend(recorded.times.first().map(|at| (*at - sent).as_secs_f64() * 1e3));
+        computed.extend(recorded.times.first().map(|at| sent..*at));
         beside.texts.push(recorded.text);
     }
-    let end = Instant::now();
+    beside.first_token_ms =
+        computed.iter().map(|prompt| (prompt.end - prompt.start).as_secs_f64() * 1e3).collect();
     for stream in streams {
         let recorded = stream.finish().await?;
-        let times: Vec<Instant> = recorded.times.into_iter().filter(|at| (begin..end).contains(at)).collect();
-        beside.gaps_ms.extend(gaps_ms(&times));
+        let pairs =
+            recorded.times.windows(2).filter(|pair| computed.iter().any(|prompt| prompt.contains(&pair[1])));
+        beside.gaps_ms.extend(pairs.map(|pair| (pair[1] - pair[0]).as_secs_f64() * 1e3));
         beside.texts.push(recorded.text);
     }
     ensure!(!beside.gaps_ms.is_empty(), "no stream ran beside the prompts: outputs are too short");

@@ -31,9 +31,12 @@ fn json_has_blocks_pages_grants_extents_and_growth() {
             ["page_alloc_free_parked_contended_p50", "ns", "alone"],
             ["page_alloc_free_parked_contended_p99", "ns", "alone"],
             ["claim_give_back_p50", "ns", ""],
+            ["claim_give_back_of_8_processes_p50", "ns", "alone"],
             ["claim_give_back_p99", "ns", ""],
             ["claim_give_back_contended_p50", "ns", "alone"],
             ["claim_give_back_contended_p99", "ns", "alone"],
+            ["map_on_4_ranks_p50", "us", ""],
+            ["unmap_on_4_ranks_p50", "us", ""],
             ["map_extent_1_pages", "us", ""],
             ["unmap_extent_1_pages", "us", ""],
             ["map_extent_8_pages", "us", ""],
@@ -60,7 +63,7 @@ fn json_has_blocks_pages_grants_extents_and_growth() {
 #[test]
 fn the_table_has_a_line_for_each_measurement_and_no_progress_bar() {
     let table = run(SMALL).success();
-    assert_eq!(table.lines().filter(|line| line.contains(" to ")).count(), 26, "{table}");
+    assert_eq!(table.lines().filter(|line| line.contains(" to ")).count(), 29, "{table}");
     assert!(table.is_ascii(), "{table}");
 }
 
