@@ -36,6 +36,8 @@ pub(super) struct Activations {
     pub(super) activated: Inputs,
     pub(super) rotations: Buffer,
     pub(super) lists: Buffer,
+    /// Where the device fetches the lists of a pass.
+    pub(super) host_lists: HostBuffer,
     pub(super) partials: Buffer,
     pub(super) logits: Buffer,
     /// The most likely token of each row of logits.
@@ -92,6 +94,7 @@ impl Activations {
             activated: Inputs::new(device, n_rows, n_activated, dtype)?,
             rotations: Buffer::zeroed(device, n_rows * config.head_dim * 4)?,
             lists: Buffer::zeroed(device, 0)?,
+            host_lists: HostBuffer::zeroed(device, 0)?,
             partials: Buffer::zeroed(device, 0)?,
             logits: Buffer::zeroed(device, 0)?,
             best: Buffer::zeroed(device, 0)?,
@@ -104,11 +107,14 @@ impl Activations {
         self.n_rows
     }
 
-    /// Writes the lists of a pass.
+    /// Writes the lists of a pass to where the device fetches them. The caller has waited for the pass before.
     pub(super) fn put_lists(&mut self, words: &[u32]) -> Result<()> {
         grow(&self.device, &mut self.lists, size_of_val(words))?;
-        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        self.device.write(self.lists.address(), &bytes)
+        if self.host_lists.n_bytes() < self.lists.n_bytes() {
+            self.host_lists = HostBuffer::zeroed(&self.device, self.lists.n_bytes())?;
+        }
+        self.host_lists.put_words(words);
+        Ok(())
     }
 
     /// Makes room for the partial sums of so many chunks.

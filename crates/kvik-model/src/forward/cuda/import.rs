@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use std::thread::JoinHandle;
 
 use kvik_memory::vmm::cuda::{CopyPiece, CopyWay, CudaCopier};
@@ -14,8 +14,8 @@ use crate::error::{ModelError, Result};
 use crate::forward::{BlockImport, BlockSource, KvImport};
 use crate::paging::BlockId;
 
-/// Blocks that are copied by one call: the gathering of the next takes little beside it.
-const BLOCKS_AT_A_TIME: usize = 256;
+/// Blocks that are copied by one call: few enough that the first copy begins soon, many enough that the calls take little beside it.
+const BLOCKS_AT_A_TIME: usize = 128;
 
 /// Copies blocks in, at once or on a thread of its own, which ends with this.
 #[derive(Debug)]
@@ -67,6 +67,13 @@ struct DeviceImport {
     ending: Arc<Ending>,
 }
 
+/// A copy of many blocks, ready for the driver.
+#[derive(Debug)]
+struct Gathered {
+    pieces: Vec<CopyPiece>,
+    way: CopyWay,
+}
+
 /// Memory of the host that is known to be registered with the driver.
 #[derive(Debug, Default)]
 struct KnownMemory(Option<Range<usize>>);
@@ -95,7 +102,9 @@ impl Importer {
     /// Copies blocks in at once. The caller has waited for what uses them, and has checked their lengths.
     pub(super) fn import(&self, imports: &[BlockImport<'_>]) -> Result<()> {
         let pieces = imports.iter().map(|import| (import.layer_idx, import.block, import.bytes));
-        self.copier.copy(pieces, &mut KnownMemory::default())
+        let gathered = self.copier.gather(pieces, &mut KnownMemory::default());
+        // SAFETY: the sources are borrowed until this returns, and the caller holds the targets.
+        unsafe { self.copier.copy(&gathered) }
     }
 
     /// Begins to copy all layers of blocks of `source`. The caller has waited for what uses the blocks.
@@ -133,56 +142,85 @@ impl Copier {
         }
     }
 
+    /// Copies blocks of `source`, and gathers the next ones meanwhile.
     fn copy_blocks(
         &self,
         source: &dyn BlockSource,
         blocks: &[(usize, BlockId)],
         known: &mut KnownMemory,
     ) -> Result<()> {
-        let n_layers = self.pages.n_layers();
-        for group in blocks.chunks(BLOCKS_AT_A_TIME) {
-            let mut pieces = Vec::with_capacity(group.len() * n_layers);
-            // Layer by layer: neighbours in a chunk of the store are neighbours here.
-            for layer_idx in 0..n_layers {
-                for &(block_idx, block) in group {
-                    let bytes = source.block(layer_idx, block_idx);
-                    let bytes = bytes.filter(|bytes| bytes.len() == self.pages.block_bytes());
-                    let bytes = bytes.ok_or_else(|| {
-                        let allowed = format!("{} bytes in layer {layer_idx}", self.pages.block_bytes());
-                        ModelError::request("block", block_idx, allowed)
-                    })?;
-                    pieces.push((layer_idx, block, bytes));
+        std::thread::scope(|scope| {
+            let (sender, receiver) = sync_channel(1);
+            scope.spawn(move || {
+                for group in blocks.chunks(BLOCKS_AT_A_TIME) {
+                    let gathered = self.gather_blocks(source, group, known);
+                    let is_last = gathered.is_err();
+                    if sender.send(gathered).is_err() || is_last {
+                        return;
+                    }
                 }
+            });
+            for gathered in receiver {
+                // SAFETY: `source` is borrowed until this returns, and the targets are blocks that the request alone holds.
+                unsafe { self.copy(&gathered?)? };
             }
-            self.copy(pieces.into_iter(), known)?;
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
-    fn copy<'a>(
+    fn gather_blocks(
         &self,
-        pieces: impl Iterator<Item = (usize, BlockId, &'a [u8])>,
+        source: &dyn BlockSource,
+        blocks: &[(usize, BlockId)],
         known: &mut KnownMemory,
-    ) -> Result<()> {
+    ) -> Result<Gathered> {
+        let n_layers = self.pages.n_layers();
+        let mut pieces = Vec::with_capacity(blocks.len() * n_layers);
+        // Layer by layer: neighbours in a chunk of the store are neighbours here.
+        for layer_idx in 0..n_layers {
+            for &(block_idx, block) in blocks {
+                let bytes = source.block(layer_idx, block_idx);
+                let bytes = bytes.filter(|bytes| bytes.len() == self.pages.block_bytes());
+                let bytes = bytes.ok_or_else(|| {
+                    let allowed = format!("{} bytes in layer {layer_idx}", self.pages.block_bytes());
+                    ModelError::request("block", block_idx, allowed)
+                })?;
+                pieces.push((layer_idx, block, bytes));
+            }
+        }
+        Ok(self.gather(pieces.into_iter(), known))
+    }
+
+    fn gather<'a>(
+        &self,
+        blocks: impl Iterator<Item = (usize, BlockId, &'a [u8])>,
+        known: &mut KnownMemory,
+    ) -> Gathered {
         let mut is_registered = true;
-        let mut joined: Vec<CopyPiece> = Vec::new();
-        for (layer_idx, block, bytes) in pieces {
+        let mut pieces: Vec<CopyPiece> = Vec::new();
+        for (layer_idx, block, bytes) in blocks {
             is_registered = is_registered && known.has(&self.device, bytes);
             let target = self.pages.address(layer_idx, block);
             let source = bytes.as_ptr().expose_provenance() as u64;
-            match joined.last_mut() {
+            match pieces.last_mut() {
                 Some(last)
                     if last.target + last.n_bytes as u64 == target
                         && last.source + last.n_bytes as u64 == source =>
                 {
                     last.n_bytes += bytes.len();
                 }
-                _ => joined.push(CopyPiece { target, source, n_bytes: bytes.len() }),
+                _ => pieces.push(CopyPiece { target, source, n_bytes: bytes.len() }),
             }
         }
-        let way = if is_registered { CopyWay::BatchOrKernel } else { CopyWay::Single };
-        // SAFETY: the sources are borrowed, and the targets are blocks that the caller alone holds, until this returns.
-        unsafe { self.stream.copy(&joined, way, None) }.map_err(|error| ModelError::Memory(Box::new(error)))
+        Gathered { pieces, way: if is_registered { CopyWay::BatchOrKernel } else { CopyWay::Single } }
+    }
+
+    /// # Safety
+    /// The bytes that were gathered are still borrowed, and the blocks are the caller's alone until this returns.
+    unsafe fn copy(&self, gathered: &Gathered) -> Result<()> {
+        // SAFETY: the caller answers for the bytes and the blocks.
+        unsafe { self.stream.copy(&gathered.pieces, gathered.way, None) }
+            .map_err(|error| ModelError::Memory(Box::new(error)))
     }
 }
 

@@ -32,6 +32,9 @@ const SOURCES: [&str; 9] = [
 /// Threads of the kernels that work on single rows, as `rows.cu` has it.
 const ROW_THREADS: u32 = 256;
 
+/// Blocks that fetch words of the host, at most: enough for the rate of the bus.
+const MAX_FETCH_BLOCKS: usize = 64;
+
 /// Blocks that a grid of kernels over all elements of a matrix has.
 const ELEMENT_BLOCKS: u32 = 4096;
 
@@ -157,6 +160,7 @@ enum ManyRows {
 /// All kernels of one model.
 #[derive(Debug)]
 pub(super) struct Kernels {
+    fetch_words: Function,
     embed: Function,
     normalize: Function,
     rotations: Function,
@@ -234,6 +238,7 @@ impl Kernels {
             AttentionKernels::Plain(module.function("attend_plain", 128, 0)?)
         };
         Ok(Self {
+            fetch_words: row_kernel("fetch_words")?,
             embed: row_kernel("embed")?,
             normalize: row_kernel("normalize")?,
             rotations: row_kernel("rotations")?,
@@ -307,6 +312,16 @@ impl Kernels {
         let mut arguments = arguments![placing];
         // SAFETY: the caller answers for the memory; the arguments are those of the kernel.
         unsafe { self.place_rows.launch(n_rows as u32, 1, &mut arguments) }
+    }
+
+    /// # Safety
+    /// See the module; `host` is memory of the host that the device reaches, and is not written meanwhile.
+    pub(super) unsafe fn queue_fetch_words(&self, host: u64, words: u64, n_words: usize) -> Result<()> {
+        let n_blocks = n_words.div_ceil(ROW_THREADS as usize).clamp(1, MAX_FETCH_BLOCKS) as u32;
+        let n_words = n_words as i32;
+        let mut arguments = arguments![host, words, n_words];
+        // SAFETY: the caller answers for the memory; the arguments are those of the kernel.
+        unsafe { self.fetch_words.launch(n_blocks, 1, &mut arguments) }
     }
 
     /// # Safety

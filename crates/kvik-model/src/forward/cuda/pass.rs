@@ -29,8 +29,11 @@ impl Pass<'_> {
         self.activations.lists.address() + (word * size_of::<u32>()) as u64
     }
 
-    /// Queues the embedding of all rows and what their positions ask for.
+    /// Queues the fetching of the lists, the embedding of all rows and what their positions ask for.
     pub(super) fn begin(&self) -> Result<()> {
+        let host_lists = self.activations.host_lists.address();
+        // SAFETY: the struct says that there is room for the lists; they are written again only after the pass.
+        unsafe { self.kernels.queue_fetch_words(host_lists, self.list(0), self.lists.words.len())? };
         let hidden_size = self.config.hidden_size;
         let positions = self.weights.position_embedding.as_ref().map_or(0, Matrix::address);
         let lists = (self.list(self.lists.tokens), self.list(self.lists.positions));

@@ -18,7 +18,7 @@ pub(in super::super) struct Buffer {
     n_bytes: usize,
 }
 
-/// Memory of the host that the device's copy engine reads and writes by itself.
+/// Memory of the host that the device's copy engine and its kernels reach by themselves.
 #[derive(Debug)]
 pub(in super::super) struct HostBuffer {
     device: Arc<Device>,
@@ -90,9 +90,24 @@ impl HostBuffer {
         Ok(Self { device: Arc::clone(device), start, n_bytes })
     }
 
+    /// The first byte's address, for the device too: host and device share one address space.
+    pub(in super::super) fn address(&self) -> u64 {
+        self.start.expose_provenance() as u64
+    }
+
     /// Number of bytes.
     pub(in super::super) fn n_bytes(&self) -> usize {
         self.n_bytes
+    }
+
+    /// Writes words from the start on. The caller has waited for what reads or writes them on the device.
+    ///
+    /// # Panics
+    /// If the words do not fit.
+    pub(in super::super) fn put_words(&mut self, words: &[u32]) {
+        assert!(size_of_val(words) <= self.n_bytes, "words past their buffer");
+        // SAFETY: the bytes live as long as `self`, are this value's alone, and are as many as the words have.
+        unsafe { ptr::copy_nonoverlapping(words.as_ptr().cast::<u8>(), self.start, size_of_val(words)) };
     }
 
     /// The bytes. The caller has waited for copies to them.

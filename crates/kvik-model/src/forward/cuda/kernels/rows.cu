@@ -17,6 +17,14 @@ static __device__ __forceinline__ float block_sum(float value) {
     return total;
 }
 
+// Brings words from memory of the host. The copy engine would do it behind the copies of KV that are queued there.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS) fetch_words(const u32 *host, u32 *words, int n_words) {
+    begin_kernel();
+    for (int idx = blockIdx.x * ROW_THREADS + threadIdx.x; idx < n_words; idx += gridDim.x * ROW_THREADS) {
+        words[idx] = host[idx];
+    }
+}
+
 // The embedding of each row's token, and of its position where that is learned.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 embed(const Weight::Bits *embedding, const Weight::Bits *position_embedding, const u32 *tokens, const int *positions, float *hidden,
