@@ -22,7 +22,7 @@ labels:
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end -}}
 
-{{- /* The account and the configuration of a role. */ -}}
+{{- /* The account and the configuration of a role: one section of kvik.yaml, or several (dict "sections" (dict NAME CONFIG)). */ -}}
 {{- define "kvik.account-and-config" -}}
 apiVersion: v1
 kind: ServiceAccount
@@ -36,7 +36,7 @@ metadata:
   {{- include "kvik.metadata" . | nindent 2 }}
 data:
   kvik.yaml: |
-    {{- toYaml (dict .component .role.config) | nindent 4 }}
+    {{- toYaml (.sections | default (dict .component .role.config)) | nindent 4 }}
 {{- end -}}
 
 {{- /* What all pods have: user, account, where they run. */ -}}
