@@ -21,8 +21,12 @@ RENDERINGS = {
     "examples/etcd": CHART / "examples" / "etcd.yaml",
     "examples/vllm-gateway": CHART / "examples" / "vllm-gateway.yaml",
     "examples/node-store": CHART / "examples" / "node-store.yaml",
+    "examples/inference-pool": CHART / "examples" / "inference-pool.yaml",
+    "examples/inference-pool-tls": CHART / "examples" / "inference-pool-tls.yaml",
     "gke": CHART / "examples" / "gke.yaml",
 }
+# The sections of kvik.yaml that a role reads, where they are not just the one of its name.
+SECTIONS = {"epp": ["epp", "gateway"]}
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet")
 
 Manifest = dict
@@ -93,12 +97,17 @@ def role_of(workload: Manifest) -> str:
     return pod_labels_of(workload)["app.kubernetes.io/component"]
 
 
-def config_of(manifests: list[Manifest], role: str) -> dict:
-    """The role's section of its kvik.yaml."""
+def sections_of(manifests: list[Manifest], role: str) -> dict[str, dict]:
+    """The sections of the role's kvik.yaml, by name."""
     text = find(manifests, "ConfigMap", f"kvik-{role}")["data"]["kvik.yaml"]
     sections = yaml.safe_load(text)
-    assert list(sections) == [role], f"kvik-{role} has the sections {list(sections)}"
-    return sections[role]
+    assert list(sections) == SECTIONS.get(role, [role]), f"kvik-{role} has the sections {list(sections)}"
+    return sections
+
+
+def config_of(manifests: list[Manifest], role: str) -> dict:
+    """The section of the role's name in its kvik.yaml."""
+    return sections_of(manifests, role)[role]
 
 
 def workspace_version() -> str:

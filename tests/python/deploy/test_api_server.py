@@ -19,6 +19,8 @@ CUSTOM_KINDS = {
     "monitoring.coreos.com/v1": ["ServiceMonitor", "PrometheusRule"],
     "networking.gke.io/v1": ["ManagedCertificate"],
     "cloud.google.com/v1": ["BackendConfig"],
+    "inference.networking.k8s.io/v1": ["InferencePool"],
+    "gateway.networking.k8s.io/v1": ["HTTPRoute"],
 }
 
 pytestmark = pytest.mark.skipif(
@@ -112,7 +114,11 @@ def custom_resources() -> list[dict]:
         {
             "apiVersion": "apiextensions.k8s.io/v1",
             "kind": "CustomResourceDefinition",
-            "metadata": {"name": f"{kind.lower()}s.{group.partition('/')[0]}"},
+            "metadata": {
+                "name": f"{kind.lower()}s.{group.partition('/')[0]}",
+                # Groups of Kubernetes itself are refused without it.
+                "annotations": {"api-approved.kubernetes.io": "unapproved, the kind of a test"},
+            },
             "spec": {
                 "group": group.partition("/")[0],
                 "scope": "Namespaced",

@@ -14,6 +14,7 @@ from manifests import (
     NAMESPACE,
     RENDERINGS,
     ROOT,
+    SECTIONS,
     WORKLOADS,
     charted,
     config_of,
@@ -26,6 +27,7 @@ from manifests import (
     pod_labels_of,
     pod_of,
     role_of,
+    sections_of,
     tool,
     workspace_version,
 )
@@ -40,7 +42,7 @@ def rule(group: str, resource: str, verbs: list[str], names: list[str] | None = 
 # The oldest that has a sleep before the stop of a container, one in the middle, and the newest.
 RELEASES = ["1.30", "1.33", "1.37"]
 # Objects that Kubernetes itself does not know, by the operator that brings them.
-CUSTOM_KINDS = {"ServiceMonitor", "PrometheusRule", "ManagedCertificate", "BackendConfig"}
+CUSTOM_KINDS = {"ServiceMonitor", "PrometheusRule", "ManagedCertificate", "BackendConfig", "InferencePool", "HTTPRoute"}
 # The account of a coordinator has the same in the tests of `crates/kvik-coordinator` with a real API server.
 RULES = {
     "kvik-gateway": [rule("discovery.k8s.io", "endpointslices", ["get", "list", "watch"])],
@@ -50,6 +52,11 @@ RULES = {
         rule("", "configmaps", ["create"]),
         rule("", "configmaps", ["get", "update"], ["kvik-coordinator-workers", "kvik-coordinator-stores"]),
     ],
+    # What a picker asks for in test_picker.py.
+    "kvik-epp": [
+        rule("inference.networking.k8s.io", "inferencepools", ["list", "watch"]),
+        rule("", "pods", ["list", "watch"]),
+    ],
 }
 # Metrics of others: cAdvisor, kube-state-metrics and NVIDIA's DCGM exporter.
 OTHER_METRICS = {"container_cpu_usage_seconds_total", "kube_pod_container_resource_limits", "DCGM_FI_DEV_GPU_UTIL"}
@@ -58,6 +65,7 @@ SUBCOMMANDS = {
     "coordinator": ["coordinator"],
     "worker": ["worker"],
     "store": ["store", "serve"],
+    "epp": ["epp"],
 }
 
 
@@ -194,11 +202,17 @@ def test_ports_of_pods_are_those_the_configuration_listens_on(rendered, workload
         listens = {"http": config["metrics" if role == "store" else "listen"]}
         if role == "store":
             listens["peer"] = config["peer"]["listen"]
+        if role == "epp":
+            listens = {"grpc": config["listen"], "http": sections_of(rendered, role)["gateway"]["listen"]}
         ports = {port["name"]: port["containerPort"] for port in container_of(workload)["ports"]}
         assert ports == {name: int(address.rpartition(":")[2]) for name, address in listens.items()}
         container = container_of(workload)
         for probe in ("livenessProbe", "readinessProbe"):
-            assert container[probe]["httpGet"]["port"] in ports
+            if "grpc" in container[probe]:
+                # A kubelet takes a number there, and no name.
+                assert container[probe]["grpc"]["port"] == ports["grpc"]
+            else:
+                assert container[probe]["httpGet"]["port"] in ports
 
 
 def test_the_binary_knows_every_flag_and_every_setting(rendered, workloads, tmp_path):
@@ -219,11 +233,15 @@ def test_the_binary_knows_every_flag_and_every_setting(rendered, workloads, tmp_
 
 
 def effective(rendered: list[dict], role: str, folder) -> dict[str, object]:
-    """The settings with which the binary would run, by its own account; it refuses a file that it does not know."""
+    """The settings with which the binary would run, by its own account; it refuses a file that it does not know.
+
+    Of two sections with the same field that of the role's own name counts.
+    """
     file = folder / "kvik.yaml"
     file.write_text(find(rendered, "ConfigMap", f"kvik-{role}")["data"]["kvik.yaml"])
     roles = json.loads(output_of(binary(), "config", "--config", str(file), "--json"))
-    return {name: field["value"] for name, field in roles[role].items()}
+    sections = reversed(SECTIONS.get(role, [role]))
+    return {name: field["value"] for section in sections for name, field in roles[section].items()}
 
 
 def test_pods_have_time_to_drain(rendered, workloads, tmp_path):
@@ -233,7 +251,7 @@ def test_pods_have_time_to_drain(rendered, workloads, tmp_path):
         # A coordinator has a fixed time to give up its lead.
         grace = effective(rendered, role, tmp_path).get("drain_grace_s", 10)
         assert pause + grace < pod_of(workload)["terminationGracePeriodSeconds"], role
-        assert (pause > 0) is (role == "gateway"), "only gateways are found by a Service"
+        assert (pause > 0) is (role in ("gateway", "epp")), "only gateways and pickers are found by a Service"
 
 
 def test_what_is_mounted_is_there(rendered, workloads):
@@ -253,6 +271,44 @@ def test_what_is_mounted_is_there(rendered, workloads):
             r"token_file: (\S+)", find(rendered, "ConfigMap", f"kvik-{role_of(workload)}")["data"]["kvik.yaml"]
         )
         assert {f"/run/secrets/kvik/{file}" for file in files} == set(named)
+
+
+@pytest.mark.parametrize("overlay", ["examples/inference-pool", "examples/inference-pool-tls"])
+def test_the_route_leads_to_the_pool_which_names_the_picker_that_follows_it(overlay: str):
+    manifests = kustomized(overlay)
+    (route,) = of_kind(manifests, "HTTPRoute")
+    (pool,) = of_kind(manifests, "InferencePool")
+    group = pool["apiVersion"].partition("/")[0]
+    reference = {"group": group, "kind": "InferencePool", "name": pool["metadata"]["name"]}
+    assert [rule["backendRefs"] for rule in route["spec"]["rules"]] == [[reference]]
+    picker = pool["spec"]["endpointPickerRef"]
+    service = find(manifests, picker["kind"], picker["name"])
+    (port,) = [port for port in service["spec"]["ports"] if port["port"] == picker["port"]["number"]]
+    assert port["appProtocol"] == ("http2" if overlay.endswith("-tls") else "kubernetes.io/h2c")
+    config = config_of(manifests, "epp")
+    assert config["pool"]["name"] == f"{NAMESPACE}/{pool['metadata']['name']}"
+    # The picker reaches the engines that the pool selects.
+    engines = find(manifests, "NetworkPolicy", "kvik-epp")["spec"]["egress"][0]
+    assert engines["to"] == [{"podSelector": {"matchLabels": pool["spec"]["selector"]["matchLabels"]}}]
+    ports = [port["number"] for port in pool["spec"]["targetPorts"]]
+    assert [port["port"] for port in engines["ports"]] == ports + list(config["pool"]["kv_events"].values())
+
+
+def test_the_chart_lets_a_picker_reach_every_port_of_every_engine_of_a_pod():
+    def ports_with(*settings: str) -> list[int]:
+        manifests = charted(RENDERINGS["examples/inference-pool"], *settings)
+        return [port["port"] for port in find(manifests, "NetworkPolicy", "kvik-epp")["spec"]["egress"][0]["ports"]]
+
+    ranks = ports_with("--set=epp.pool.targetPorts={8000,8001}", "--set=epp.config.pool.kv_events.replay_port=6000")
+    assert ranks == [8000, 8001, 5557, 5558, 6000, 6001]
+    assert ports_with("--set=epp.config.pool.kv_events=null") == [8000]
+
+
+def test_the_chart_leaves_a_pool_and_a_route_that_are_there_alone():
+    settings = ["--set=epp.pool.create=false", "--set=epp.route.create=false"]
+    manifests = charted(RENDERINGS["examples/inference-pool"], *settings)
+    assert not of_kind(manifests, "InferencePool", "HTTPRoute")
+    assert find(manifests, "Deployment", "kvik-epp")
 
 
 def test_autoscalers_have_the_numbers_of_the_design():
@@ -301,6 +357,9 @@ def test_metrics_of_rules_and_autoscalers_are_those_of_the_adapter_and_the_rules
         ("worker.config.drain_grace_s=30", "worker.terminationGracePeriodSeconds (30)"),
         ("worker.autoscaling.scaleUpAbove=80", "scaleUpAbove"),
         ("gke.enabled=true", "gke.domains"),
+        ("epp.enabled=true,epp.gatewayConfig.drain_grace_s=25", "epp.terminationGracePeriodSeconds (30)"),
+        ("epp.pool.failureMode=Open", "failureMode"),
+        ("epp.config.pool.name=kvik/vllm", "name"),
     ],
 )
 def test_the_chart_refuses_by_name(setting: str, message: str):

@@ -8,9 +8,11 @@ from network_policies import Endpoint, allows, external, pod, pod_elsewhere
 
 PORTS = {"gateway": 8080, "coordinator": 8081, "worker": 8082, "store": 9400}
 PEER_PORT = 9401
+EPP_PORT = 9002
 INTERNET = external("internet", "203.0.113.7")
 LOAD_BALANCERS = [external("google proxy", "130.211.3.4"), external("google health check", "35.191.200.1")]
 CLIENT = pod_elsewhere("ingress controller", {"app": "nginx"}, "ingress", kvik__client="true")
+DATA_PLANE = pod_elsewhere("envoy", {"app": "envoy"}, "gateways", kvik__data__plane="true")
 STRANGER = pod_elsewhere("other pod", {"app": "web"}, "shop")
 NEIGHBOR = Endpoint("pod of the same namespace", {"app": "web"})
 PROMETHEUS = pod_elsewhere("prometheus", {"app.kubernetes.io/name": "prometheus"}, "monitoring")
@@ -18,7 +20,7 @@ DNS = pod_elsewhere("dns", {"k8s-app": "kube-dns"}, "kube-system")
 ETCD = Endpoint("etcd", {"app.kubernetes.io/name": "etcd"})
 VLLM = Endpoint("vllm", {"app": "vllm"})
 ROLES = [pod(role) for role in ("gateway", "coordinator", "worker")]
-ALL_PORTS = [22, 53, 80, 443, 2379, 5557, 5558, 6443, 8000, *PORTS.values(), PEER_PORT]
+ALL_PORTS = [22, 53, 80, 443, 2379, 5557, 5558, 6443, 8000, *PORTS.values(), PEER_PORT, EPP_PORT]
 
 # Between roles. The first two are the firewall of the design; the others are what workers and coordinators need to find
 # each other and to move running answers.
@@ -65,7 +67,7 @@ def test_on_gke_clients_come_through_the_load_balancer_alone():
 @pytest.mark.parametrize("overlay", RENDERINGS)
 def test_nothing_goes_out_but_to_dns_and_what_an_example_needs(overlay: str):
     manifests = kustomized(overlay)
-    roles = [*ROLES, pod("store")]
+    roles = [*ROLES, pod("store"), pod("epp")]
     targets = [CLIENT, STRANGER, NEIGHBOR, PROMETHEUS, DNS, INTERNET, ETCD, VLLM]
     wanted = {(role.name, DNS.name, 53) for role in roles}
     if overlay == "examples/etcd":
@@ -73,9 +75,10 @@ def test_nothing_goes_out_but_to_dns_and_what_an_example_needs(overlay: str):
     if overlay in ("examples/all", "gke"):
         # The API server, which no selector can name.
         wanted |= {("coordinator", INTERNET.name, port) for port in (443, 6443)}
-    if overlay == "examples/vllm-gateway":
-        wanted |= {("gateway", VLLM.name, port) for port in (8000, 5557, 5558)}
-        wanted |= {("gateway", INTERNET.name, port) for port in (443, 6443)}
+    finder = {"examples/vllm-gateway": "gateway"}.get(overlay, "epp" if "inference-pool" in overlay else None)
+    if finder:
+        wanted |= {(finder, VLLM.name, port) for port in (8000, 5557, 5558)}
+        wanted |= {(finder, INTERNET.name, port) for port in (443, 6443)}
     assert allowed(overlay, roles, targets) == wanted
     assert all(allows(manifests, role, DNS, 53, "UDP") for role in roles)
 
@@ -86,4 +89,13 @@ def test_stores_of_nodes_reach_each_other_and_are_read_by_gateways_and_prometheu
         ("store", "store", PEER_PORT),
         ("gateway", "store", 9400),
         (PROMETHEUS.name, "store", 9400),
+    }
+
+
+@pytest.mark.parametrize("overlay", ["examples/inference-pool", "examples/inference-pool-tls"])
+def test_a_picker_is_asked_by_data_planes_that_are_named_and_read_by_prometheus(overlay: str):
+    sources = [DATA_PLANE, CLIENT, STRANGER, NEIGHBOR, VLLM, PROMETHEUS, INTERNET, *ROLES]
+    assert allowed(overlay, sources, [pod("epp")]) == {
+        (DATA_PLANE.name, "epp", EPP_PORT),
+        (PROMETHEUS.name, "epp", 8080),
     }
