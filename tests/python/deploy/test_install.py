@@ -53,7 +53,7 @@ def installed_units(tmp_path) -> pathlib.Path:
 def test_every_role_has_a_unit_that_systemd_finds_nothing_wrong_with(installed_units):
     analyze = needed("systemd-analyze")
     assert {unit.stem for unit in UNITS} == {
-        f"kvik-{role}" for role in ("gateway", "coordinator", "worker", "indexer", "store")
+        f"kvik-{role}" for role in ("gateway", "coordinator", "worker", "indexer", "store", "epp", "engines")
     }
     names = [f"{unit.stem}.service" for unit in UNITS]
     command = [analyze, "verify", "--man=no", f"--root={installed_units}", *names]
@@ -81,10 +81,20 @@ def test_the_binary_knows_the_command_line_of_a_unit_and_has_time_to_drain(unit:
     help_text = output_of(binary(), *words, "--help")
     assert set(re.findall(r"--[a-z-]+", command)) <= set(re.findall(r"--[a-z-]+", help_text))
     (stop_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
+    assert grace_s_of(unit) < int(stop_s)
+
+
+def grace_s_of(unit: pathlib.Path) -> int:
+    """The longest time that the service of a unit takes to drain, by the packaged configuration."""
     settings = json.loads(output_of(binary(), "config", "--config", str(SYSTEMD / "kvik.yaml"), "--json"))
-    role = {"kvik-indexer": "gateway"}.get(unit.stem, unit.stem.removeprefix("kvik-"))
-    grace_s = settings[role].get("drain_grace_s", {"value": 10})["value"]
-    assert grace_s < int(stop_s)
+    role = unit.stem.removeprefix("kvik-")
+    if role == "engines":
+        config = yaml.safe_load((SYSTEMD / "engines.yaml").read_text())
+        drain_s = config["gateway"].get("drain_grace_s", settings["gateway"]["drain_grace_s"]["value"])
+        # What the controller gives itself, with the default of docs/engines.md.
+        return drain_s + 2 * max(engine.get("stop_timeout_s", 30) for engine in config["engines"])
+    section = {"indexer": "gateway", "epp": "gateway"}.get(role, role)
+    return settings[section].get("drain_grace_s", {"value": 10})["value"]
 
 
 def test_the_packaged_configuration_makes_three_roles_one_service():
@@ -92,6 +102,50 @@ def test_the_packaged_configuration_makes_three_roles_one_service():
     assert config["gateway"]["coordinators"] == [f"http://{config['coordinator']['listen']}"]
     assert config["worker"]["coordinators"] == config["gateway"]["coordinators"]
     assert all(config[role]["listen"].startswith("127.0.0.1:") for role in ("gateway", "coordinator", "worker"))
+
+
+def test_services_of_the_packaged_configuration_listen_at_addresses_of_their_own():
+    config = yaml.safe_load((SYSTEMD / "kvik.yaml").read_text())
+    engines = json.loads(output_of(binary(), "engines", "check", "--config", str(SYSTEMD / "engines.yaml"), "--json"))
+    (picker,) = re.findall(r"--http-listen=(\S+)", (SYSTEMD / "kvik-epp.service").read_text())
+    listens = [config[role]["listen"] for role in ("gateway", "coordinator", "worker", "epp")]
+    listens += [picker, engines["gateway"], *(engine["url"].removeprefix("http://") for engine in engines["engines"])]
+    assert len(listens) == len(set(listens)), listens
+    assert all(address.startswith("127.0.0.1:") for address in listens)
+
+
+def test_engines_outlive_a_controller_that_is_killed_with_all_that_they_use():
+    unit = settings_of(SYSTEMD / "kvik-engines.service")
+    assert unit["KillMode"] == "process"
+    # One that has no memory left must not end the others.
+    assert unit["OOMPolicy"] == "continue"
+    # Systemd removes these with the service, though engines go on.
+    assert unit["RuntimeDirectoryPreserve"] == "yes"
+    assert "PrivateTmp" not in unit
+    # GPUs, and code that is made at run time.
+    assert not {"PrivateDevices", "DeviceAllow", "ProtectClock", "MemoryDenyWriteExecute"} & unit.keys()
+    state = "/run/kvik/engines"
+    assert state.removeprefix("/run/") in unit["RuntimeDirectory"].split()
+    assert unit["ExecStart"].endswith(f"--config /etc/kvik/engines.yaml --state {state}")
+    assert unit["ExecReload"] == f"/usr/bin/kvik engines reload --state {state}"
+    logs = yaml.safe_load((SYSTEMD / "engines.yaml").read_text())["logs"]["folder"]
+    assert logs.removeprefix("/var/log/") in unit["LogsDirectory"].split()
+    # An upgrade of the package stops the controller alone, and starts the new one.
+    upgrade = (ROOT / "deploy/debian/postinst").read_text()
+    assert f"kvik engines stop --leave-running --state {state}" in upgrade
+    (restarted,) = re.findall(r"systemctl try-restart (.*)", upgrade)
+    assert set(restarted.split()) == {unit.stem for unit in UNITS} - {"kvik-engines"}
+
+
+def settings_of(unit: pathlib.Path) -> dict[str, str]:
+    """The settings of a unit that are there once."""
+    lines = re.findall(r"^([A-Za-z]+)=(.*)$", unit.read_text(), re.MULTILINE)
+    return {name: value for name, value in lines if [other for other, _ in lines].count(name) == 1}
+
+
+def test_the_removal_of_the_package_ends_every_service():
+    (ended,) = re.findall(r"disable --now (.*)", (ROOT / "deploy/debian/prerm").read_text())
+    assert set(ended.split()) == {unit.stem for unit in UNITS}
 
 
 def test_the_debian_package_has_programs_units_pages_and_completions(binaries, tmp_path):
@@ -107,6 +161,7 @@ def test_the_debian_package_has_programs_units_pages_and_completions(binaries, t
     for path in [
         "usr/bin/kvctl",
         "etc/kvik/kvik.yaml",
+        "etc/kvik/engines.yaml",
         "usr/lib/sysusers.d/kvik.conf",
         "usr/share/man/man1/kvik-gateway.1.gz",
         "usr/share/man/man1/kvctl.1.gz",
@@ -114,6 +169,7 @@ def test_the_debian_package_has_programs_units_pages_and_completions(binaries, t
         "usr/share/zsh/vendor-completions/_kvctl",
         "usr/share/fish/vendor_completions.d/kvik.fish",
         "usr/share/doc/kvik/copyright",
+        "usr/share/doc/kvik/engines.md.gz",
         *(f"usr/lib/systemd/system/{unit.name}" for unit in UNITS),
     ]:
         assert (root / path).is_file(), path
@@ -122,6 +178,7 @@ def test_the_debian_package_has_programs_units_pages_and_completions(binaries, t
     assert all(line.split()[1] == "root/root" for line in listing.splitlines())
     scripts = tmp_path / "control"
     output_of("dpkg-deb", "--control", str(package), str(scripts))
+    assert (scripts / "conffiles").read_text().split() == ["/etc/kvik/kvik.yaml", "/etc/kvik/engines.yaml"]
     for name in ("postinst", "prerm", "postrm"):
         output_of("sh", "-n", str(scripts / name))
 
