@@ -182,11 +182,11 @@ pub struct MoveResponse {
     pub chunks: usize,
 }
 
-/// Forgets chunks.
+/// Removes chunks from the tiers of a store.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClearRequest {
-    /// Only the chunks of this prompt, and what hangs on them.
-    /// Default: everything of the model.
+    /// Only the chunks of this prompt: from its end to the first one that other stored prompts share, which stays; of remote tiers, which
+    /// know no other prompts, all of them. Default: everything of the model.
     #[serde(flatten)]
     pub input: PromptInput,
     /// Only in these tiers. Default: all.

@@ -3,7 +3,7 @@
 //! Pool and pods are listed once and then watched; a version that the API server no longer knows asks for a new list. While the API server
 //! is away all engines stay as they are. A pool that is not there has no engines.
 //!
-//! Needs: `get`, `list` and `watch` on `inferencepools` in `inference.networking.k8s.io` and on `pods`, in the pool's namespace.
+//! Needs: `list` and `watch` on `inferencepools` in `inference.networking.k8s.io` and on `pods`, in the pool's namespace.
 
 mod listeners;
 mod objects;

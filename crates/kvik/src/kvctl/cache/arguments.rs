@@ -81,7 +81,8 @@ pub(crate) enum CacheVerb {
     Unpin(PromptArguments),
     /// Put the KV of a prompt into another tier, or onto another worker
     Move(MoveArguments),
-    /// Forget the KV of a prompt and what hangs on it, or all of it
+    /// Remove KV from the tiers of the worker's store: the chunks of a prompt that no other stored prompt shares, or all of the
+    /// model
     Clear(ClearArguments),
     /// Code chunks of a tier that were not used for long by a stronger codec, in the background
     Compress(CompressArguments),
@@ -145,11 +146,12 @@ pub(crate) struct ClearArguments {
     #[command(flatten)]
     pub(crate) prompt: PromptArguments,
 
-    /// Everything that the worker's model has stored
+    /// Remove all KV of the worker's model, whatever its prompt
     #[arg(long, conflicts_with_all = ["prompt", "prompt_file", "token_ids"])]
     pub(crate) all: bool,
 
-    /// Only in this tier; may be repeated [default: all]
+    /// Remove it from this tier alone, such as ram or nvme; may be repeated [default: from all; a remote tier loses every chunk
+    /// of the prompt, for all workers that share it]
     #[arg(long, value_name = "TIER")]
     pub(crate) tier: Vec<String>,
 }
