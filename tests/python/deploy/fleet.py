@@ -1,4 +1,4 @@
-"""Processes in the place of pods: the real binary with the flags, variables and configuration of manifests, on this machine."""
+"""Processes in the place of pods: the real binary with flags, variables and configuration of manifests."""
 
 import contextlib
 import os

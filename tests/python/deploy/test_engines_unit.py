@@ -1,4 +1,4 @@
-"""The controller of engines, run as its unit runs it: by the packaged file, with the commands of the unit and of an upgrade."""
+"""The controller of engines, run by the packaged file, with the commands of its unit and of an upgrade."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def machine(tmp_path):
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs: one that has ended stays in the table until its parent, which may be any, has read how."""
+    """Whether a process runs; one that has ended stays in the table until its parent reads its status."""
     try:
         state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

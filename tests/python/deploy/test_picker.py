@@ -1,4 +1,4 @@
-"""The endpoint picker as its manifests run it, in front of a pool: what it chooses, what it asks for, and when it is ready."""
+"""The endpoint picker as its manifests run it: what it chooses, what it asks for, and when it is ready."""
 
 import json
 import ssl
