@@ -18,6 +18,31 @@ extern "C" {
 #endif
 
 typedef struct kvcached_ctx* kvcached_ctx_t;
+typedef kvcached_ctx_t kvcached_context_t;
+
+/*
+ * Opens a context without blocks, for kvcached_alloc: device_id and max_memory as in kvcached_init_trtllm.
+ */
+kvcached_ctx_t kvcached_init(int device_id, size_t max_memory);
+
+/*
+ * Takes size bytes at a multiple of alignment, a power of two up to 1 GiB; 0 is 256. Any context will do: its
+ * blocks and its allocations are under one limit. Returns NULL where size is 0 or there is no memory now.
+ */
+void* kvcached_alloc(kvcached_ctx_t ctx, size_t size, size_t alignment);
+
+/*
+ * Frees what kvcached_alloc gave and returns 1, also for NULL, which does nothing. Returns 0, and changes nothing,
+ * where ptr is not allocated or was freed before.
+ */
+int kvcached_free(kvcached_ctx_t ctx, void* ptr);
+
+/*
+ * With is_bypassed not 0, kvcached_alloc takes memory of the device's own allocator from now on, without a grant
+ * and beyond any limit; with 0 it takes pages again. KVIK_MEMORY_BYPASS=1 in the environment starts contexts
+ * bypassed. Returns 1, or 0 where ctx is no context.
+ */
+int kvcached_set_bypass(kvcached_ctx_t ctx, int is_bypassed);
 
 /*
  * Opens a context on CUDA device device_id, or in the memory of the host with -1.
@@ -59,6 +84,21 @@ void kvcached_free_blocks_trtllm(
     kvcached_ctx_t ctx,
     void** ptrs,
     int num_blocks
+);
+
+/*
+ * Fills tables with the addresses of K and V of each layer: those of layer l and blocks[i] are
+ * k_ptrs[l * num_blocks + i] and v_ptrs[l * num_blocks + i]. A block has, layer by layer, K and then V of its
+ * tokens, all of one size; with v_ptrs NULL it has one latent a layer. Returns num_blocks, or 0 where a pointer is
+ * no block or block_size cannot be divided so; then nothing is written.
+ */
+int kvcached_block_pointers_trtllm(
+    kvcached_ctx_t ctx,
+    int num_layers,
+    void** blocks,
+    int num_blocks,
+    void** k_ptrs,
+    void** v_ptrs
 );
 
 /* Bytes of blocks that one call would get now, by the limit and by what other engines hold. */

@@ -18,6 +18,41 @@
 // No pages are mapped ahead of need.
 #define KVIK_FLAG_NO_PREALLOCATION 2
 
+// [2, L, T, H * E]: K of all layers, then V. In this and all layouts: 2 is K then V, L layers, T tokens, B blocks of
+// a pool, S tokens of a block, H heads, E elements of a head.
+#define KVIK_LAYOUT_2LTD 1
+
+// [L, T, 2, H * E]: layer by layer, K and V of a token together.
+#define KVIK_LAYOUT_LT2D 2
+
+// [L, 2, T, H * E]: layer by layer, all K and then all V.
+#define KVIK_LAYOUT_L2TD 3
+
+// [L, T, E]: one latent a token, of MLA models.
+#define KVIK_LAYOUT_LATENT 4
+
+// [L, 2, B, S, H, E]: a paged pool of vLLM, and of kvcached; with one layer [2, B, S, H, E].
+#define KVIK_LAYOUT_KV_FIRST_NHD 16
+
+// [L, 2, B, H, S, E]: the same with heads before tokens. With blocks as long as the longest sequence: tensors of K
+// and of V, each [B, H, S, E].
+#define KVIK_LAYOUT_KV_FIRST_HND 17
+
+// [L, B, 2, S, H, E]: K and V of a block together.
+#define KVIK_LAYOUT_BLOCK_FIRST_NHD 18
+
+// [L, B, 2, H, S, E]: the same with heads before tokens.
+#define KVIK_LAYOUT_BLOCK_FIRST_HND 19
+
+// [L, B, H, S, 2 * E]: K and V of a head side by side.
+#define KVIK_LAYOUT_PACKED_HEADS 20
+
+// [L, B, S, E]: a paged pool of latents.
+#define KVIK_LAYOUT_PAGED_LATENT 21
+
+// [B, L, 2, H, S, E]: TensorRT-LLM's pool, all layers of a block together.
+#define KVIK_LAYOUT_TRTLLM 32
+
 // What came of a call. Below zero is an error; above zero is an answer that is not a yes.
 //
 // Unless a function says otherwise, everything but KVIK_OK means that nothing changed.
@@ -116,7 +151,7 @@ typedef struct kvik_stats {
     uint64_t n_parked_pages;
     // Pages that could not be unmapped and are never used again.
     uint64_t n_quarantined_pages;
-    // What is held in all: pages, chunks and what was admitted.
+    // What is held in all: pages, chunks, what was admitted, and heap_bytes.
     uint64_t held_bytes;
     // What chunks take.
     uint64_t chunk_bytes;
@@ -131,6 +166,14 @@ typedef struct kvik_stats {
     uint64_t n_map_calls;
     // Calls to unmap so far.
     uint64_t n_unmap_calls;
+    // What the pages of kvik_alloc take, allocated or idle.
+    uint64_t heap_bytes;
+    // What kvik_alloc was asked for and kvik_free did not get back, as far as it is on pages.
+    uint64_t allocated_bytes;
+    // The same for what came from the device's own allocator while the elastic one was bypassed.
+    uint64_t bypassed_bytes;
+    // Allocations of both kinds.
+    uint64_t n_allocations;
 } kvik_stats;
 
 // Asks the engine to free n_bytes, now or later: others are entitled to them, or the limit fell.
@@ -138,6 +181,44 @@ typedef struct kvik_stats {
 // It is called by a thread of the library, one call at a time. It may free, trim and retire; it must not
 // close the pool, wait for a thread that closes it, or throw.
 typedef void (*kvik_reclaim_callback)(void *user_data, uint64_t n_bytes);
+
+// What KV buffers hold, whatever their layout.
+typedef struct kvik_kv_shape {
+    // sizeof(kvik_kv_shape).
+    size_t size;
+    // Layers, 1 or more.
+    uint32_t n_layers;
+    // Tokens of the sequence, 1 or more.
+    uint32_t n_tokens;
+    // Heads of K, and of V, on this rank; 1 for latents.
+    uint32_t n_kv_heads;
+    // Elements of a head, or of a latent.
+    uint32_t head_dim;
+    // Bytes of an element: 4, 2 (FP16, BF16) or 1 (FP8, INT8).
+    uint32_t element_bytes;
+    // Zero.
+    uint32_t reserved;
+} kvik_kv_shape;
+
+// A buffer of KV in the memory of the host.
+typedef struct kvik_kv_buffer {
+    // sizeof(kvik_kv_buffer).
+    size_t size;
+    // One of KVIK_LAYOUT_....
+    uint32_t layout;
+    // Tokens of a block; 0 where the layout has none.
+    uint32_t block_tokens;
+    // The bytes: all of the pool where the layout has blocks. Those of a source are only read.
+    void *bytes;
+    // How many, exactly as many as kvik_kv_bytes says.
+    uint64_t n_bytes;
+    // Blocks of the pool; 0 where the layout has none.
+    uint64_t n_pool_blocks;
+    // Block i of the sequence is block_table[i] of the pool; NULL where the layout has none.
+    const uint32_t *block_table;
+    // Blocks of the sequence: as many as its tokens need.
+    uint64_t n_table_blocks;
+} kvik_kv_buffer;
 
 #ifdef __cplusplus
 extern "C" {
@@ -245,13 +326,14 @@ enum kvik_status kvik_block_address(struct kvik_pool *pool, uint32_t block, void
 // block is NULL or points to a writable number. address is not looked at.
 enum kvik_status kvik_block_index(struct kvik_pool *pool, const void *address, uint32_t *block);
 
-// Tells what the pool has. The caller sets stats->size to sizeof(kvik_stats); what the library does not know
-// is set to zero.
+// Tells what the pool has. The caller sets stats->size to sizeof(kvik_stats); no more is written, and what the
+// library does not know is set to zero.
 //
 // # Safety
 //
 // stats is NULL or points to stats->size writable bytes.
-enum kvik_status kvik_get_stats(struct kvik_pool *pool, struct kvik_stats *stats);
+enum kvik_status kvik_get_stats(struct kvik_pool *pool,
+                                struct kvik_stats *stats);
 
 // Sets the limit of the pool's group, for all of its engines, from the next allocation on; what is held above
 // it is asked for. UINT64_MAX is all that the device has. A revision above 0 makes the call safe to repeat and
@@ -301,6 +383,73 @@ enum kvik_status kvik_admit(struct kvik_pool *pool, uint64_t n_bytes);
 
 // Gives back what was admitted, after the engine released the memory. Rounded up to 2 MiB.
 enum kvik_status kvik_retire(struct kvik_pool *pool, uint64_t n_bytes);
+
+// Takes size bytes at a multiple of alignment, a power of two up to 1 GiB; 0 is 256, and less than that is 256 too.
+// More than half of a page gets pages for itself, less shares a page with others. The pool needs no blocks for
+// this; blocks and allocations are under one limit. The contents are whatever was there.
+//
+// # Safety
+//
+// memory is NULL or points to a writable pointer.
+enum kvik_status kvik_alloc(struct kvik_pool *pool,
+                            uint64_t size,
+                            uint64_t alignment,
+                            void **memory);
+
+// Frees what kvik_alloc gave. Pages without an allocation are idle then: the next allocation has them, kvik_trim, a
+// lower limit or the need of others unmaps them at once, and time does above a watermark. What is not allocated, or
+// was freed before, is an error and changes nothing. NULL is allowed and does nothing.
+//
+// # Safety
+//
+// The memory is no longer used, not even by the device.
+enum kvik_status kvik_free(struct kvik_pool *pool,
+                           void *memory);
+
+// Switches kvik_alloc of this pool to the device's own allocator (not 0) or back to pages (0), from the next
+// allocation on; kvik_free takes the memory of both. What is bypassed is not granted, and counts for no limit.
+// KVIK_MEMORY_BYPASS in the environment says how a pool starts; by default it is not bypassed.
+enum kvik_status kvik_set_bypass(struct kvik_pool *pool,
+                                 int32_t is_bypassed);
+
+// Tells how many bytes a buffer of this layout has; bytes and n_bytes of it are not looked at.
+//
+// # Safety
+//
+// shape and buffer are NULL or point to as many readable bytes as their size says; the block table has
+// n_table_blocks numbers; n_bytes is NULL or points to a writable number.
+enum kvik_status kvik_kv_bytes(const struct kvik_kv_shape *shape,
+                               const struct kvik_kv_buffer *buffer,
+                               uint64_t *n_bytes);
+
+// Copies the KV of a sequence from source to dest, whose layouts, block sizes and block tables may differ. Elements
+// are moved, never changed. In a dest with blocks only the tokens of the table are written. On the host only; latents
+// and K with V do not become each other. On failure nothing is written.
+//
+// # Safety
+//
+// shape, source and dest are NULL or point to as many readable bytes as their size says; their block tables have
+// n_table_blocks numbers; their bytes are n_bytes of memory of this process, which no other thread writes to
+// meanwhile, nor reads where they are those of dest.
+enum kvik_status kvik_convert_kv(const struct kvik_kv_shape *shape,
+                                 const struct kvik_kv_buffer *source,
+                                 const struct kvik_kv_buffer *dest);
+
+// Fills tables with the addresses of K and V: that of layer l and blocks[i] is keys[l * n_blocks + i], and the same in
+// values. The planes of a block, K and V of a layer, are of one size and follow each other, layer by layer, through
+// its bytes in all buffers: one buffer has all of them (TensorRT-LLM's pool), each layer has a buffer, or each plane
+// has. values is NULL for latents of MLA, of which a layer has one plane. The blocks may be allocated or not.
+//
+// # Safety
+//
+// blocks is NULL or has n_blocks numbers; keys, and values unless it is NULL, have room for n_layers * n_blocks
+// pointers.
+enum kvik_status kvik_block_pointers(struct kvik_pool *pool,
+                                     uint32_t n_layers,
+                                     const uint32_t *blocks,
+                                     size_t n_blocks,
+                                     void **keys,
+                                     void **values);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -305,8 +305,8 @@ pub unsafe extern "C" fn kvik_block_index(
     })
 }
 
-/// Tells what the pool has. The caller sets stats->size to sizeof(kvik_stats); what the library does not know
-/// is set to zero.
+/// Tells what the pool has. The caller sets stats->size to sizeof(kvik_stats); no more is written, and what the
+/// library does not know is set to zero.
 ///
 /// # Safety
 ///
@@ -319,17 +319,18 @@ pub unsafe extern "C" fn kvik_get_stats(pool: *mut kvik_pool, stats: *mut kvik_s
         }
         // SAFETY: not NULL, so there is at least the first word.
         let size = unsafe { stats.cast::<usize>().read_unaligned() };
-        if size < size_of::<kvik_stats>() {
+        if size < kvik_stats::min_bytes() {
             return Err(Failure::invalid(format!(
                 "`stats.size` is {size}; allowed: {} or more",
-                size_of::<kvik_stats>()
+                kvik_stats::min_bytes()
             )));
         }
         let answer = kvik_stats { size, ..pool.stats() };
-        // SAFETY: the caller promised `size` bytes, which is at least what is written.
+        let n_known_bytes = size.min(size_of::<kvik_stats>());
+        // SAFETY: the caller promised `size` bytes, and the answer has at least as many as are copied of it.
         unsafe {
             ptr::write_bytes(stats.cast::<u8>(), 0, size);
-            stats.write_unaligned(answer);
+            ptr::copy_nonoverlapping((&raw const answer).cast::<u8>(), stats.cast::<u8>(), n_known_bytes);
         }
         Ok(())
     })
@@ -476,7 +477,7 @@ fn caught(work: impl FnOnce() -> Result<(), Failure>) -> Result<(), Failure> {
 }
 
 /// Fails where the caller's array cannot be one; it is not looked at.
-fn check_array<T>(argument: &'static str, array: *const T, length: usize) -> Result<(), Failure> {
+pub(crate) fn check_array<T>(argument: &'static str, array: *const T, length: usize) -> Result<(), Failure> {
     if length == 0 {
         return Ok(());
     }

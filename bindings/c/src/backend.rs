@@ -2,12 +2,16 @@
 
 use std::ffi::c_void;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::ptr;
 use std::sync::Arc;
 
 use kvik_memory::Result;
 use kvik_memory::vmm::cuda::CudaVmm;
 use kvik_memory::vmm::host::{HostDevice, HostVmm};
 use kvik_memory::vmm::{Created, Fence, PhysicalHandle, Vmm};
+
+/// What the device's own allocator aligns to: on CUDA it does so by itself.
+const PLAIN_ALIGNMENT: usize = 256;
 
 /// A device, with what only its kind can do.
 #[derive(Debug)]
@@ -79,5 +83,36 @@ impl Backend {
 
     pub(crate) fn release_chunk(&self, chunk: &Chunk) -> Result<()> {
         self.vmm().release(chunk.handle)
+    }
+
+    /// Takes memory of the device's own allocator, without a grant, at a multiple of 256; nothing where it has none.
+    pub(crate) fn allocate_plain(&self, n_bytes: u64) -> Result<Option<u64>> {
+        match self {
+            Self::Host(_) => {
+                let mut start = ptr::null_mut();
+                // SAFETY: the address goes to a local; the alignment is a power of two and a multiple of a pointer.
+                let error =
+                    unsafe { libc::posix_memalign(&raw mut start, PLAIN_ALIGNMENT, n_bytes as usize) };
+                Ok((error == 0).then(|| start.expose_provenance() as u64))
+            }
+            Self::Cuda(vmm) => vmm.allocate_plain(n_bytes),
+        }
+    }
+
+    /// Gives back what [`allocate_plain`](Self::allocate_plain) took.
+    ///
+    /// # Safety
+    ///
+    /// It was taken of this device, is not freed yet, and nothing uses it.
+    pub(crate) unsafe fn free_plain(&self, start: u64) -> Result<()> {
+        match self {
+            Self::Host(_) => {
+                // SAFETY: the caller promised that the allocator gave it.
+                unsafe { libc::free(ptr::with_exposed_provenance_mut(start as usize)) };
+                Ok(())
+            }
+            // SAFETY: as above.
+            Self::Cuda(vmm) => unsafe { vmm.free_plain(start) },
+        }
     }
 }

@@ -1,9 +1,9 @@
 //! How a pool is opened: `kvik_config`.
 
 use std::ffi::{CStr, c_char};
-use std::mem::MaybeUninit;
 use std::ptr;
 
+use crate::sized::read_sized;
 use crate::status::Failure;
 
 /// The device of a pool in the memory of the host.
@@ -90,33 +90,8 @@ impl kvik_config {
     ///
     /// `config` is NULL or points to as many readable bytes as its first word says.
     pub(crate) unsafe fn read(config: *const Self) -> Result<Self, Failure> {
-        if config.is_null() {
-            return Err(Failure::null("config"));
-        }
-        // SAFETY: not NULL, so there is at least the first word.
-        let size = unsafe { config.cast::<usize>().read_unaligned() };
-        // The first version of the structure is the smallest there is.
-        if size < size_of::<Self>() {
-            return Err(Failure::invalid(format!(
-                "`config.size` is {size}; allowed: {} or more, as kvik_config_init sets it",
-                size_of::<Self>()
-            )));
-        }
-        // SAFETY: the caller promised `size` bytes.
-        let unknown = unsafe {
-            std::slice::from_raw_parts(config.cast::<u8>().add(size_of::<Self>()), size - size_of::<Self>())
-        };
-        if unknown.iter().any(|&byte| byte != 0) {
-            return Err(Failure::invalid(
-                "`config` has settings that this version of the library does not know",
-            ));
-        }
-        let mut copy = MaybeUninit::<Self>::uninit();
-        // SAFETY: both are as long as the structure, whose fields can have any bits.
-        let config = unsafe {
-            ptr::copy_nonoverlapping(config.cast::<u8>(), copy.as_mut_ptr().cast::<u8>(), size_of::<Self>());
-            copy.assume_init()
-        };
+        // SAFETY: the caller promised the bytes; the structure begins with its size, and its fields can have any bits.
+        let config = unsafe { read_sized("config", config) }?;
         if config.flags & !KNOWN_FLAGS != 0 || config.reserved != 0 {
             return Err(Failure::invalid(format!(
                 "`config.flags` is {:#x} and `config.reserved` {}; allowed: flags {KNOWN_FLAGS:#x}, reserved 0",

@@ -1,8 +1,9 @@
 //! Elastic KV memory for engines in C and C++: `libkvik.so` and `libkvik.a`.
 //!
-//! [`abi`] has the functions of `include/kvik.h`, [`kvcached`] the eight of `include/kvcached_trtllm.h`.
-//! Both are thin: they look up a handle ([`handle`]), call the pool behind it, and turn what came of it
-//! into a [`status`].
+//! [`abi`] has the functions of `include/kvik.h` about pools and their blocks, [`allocations`] those about memory of
+//! any size, [`pointers`] and [`layouts`] those about KV inside of blocks; [`kvcached`] has the functions of
+//! `include/kvcached_trtllm.h`. All are thin: they look up a handle ([`handle`]), call the pool behind it, and turn
+//! what came of it into a [`status`].
 //!
 //! # Invariants
 //!
@@ -14,19 +15,23 @@
 #![expect(non_camel_case_types, reason = "types of the C library are spelled as C spells them")]
 
 pub mod abi;
+pub mod allocations;
 pub mod config;
 pub mod handle;
 pub mod kvcached;
+pub mod layouts;
+pub mod pointers;
 pub mod stats;
 pub mod status;
 
 mod backend;
 mod block_pool;
 mod chunks;
-
 mod environment;
 mod grants;
+mod heap;
 mod plan;
 mod pool;
 mod reclaim;
 mod signals;
+mod sized;

@@ -23,7 +23,9 @@ use crate::block_pool::BlockPool;
 use crate::chunks::Chunks;
 use crate::config::{KVIK_FLAG_NO_PREALLOCATION, KVIK_FLAG_NULL_BLOCK, kvik_config};
 use crate::grants::EngineGrants;
+use crate::heap::Heap;
 use crate::plan::Plan;
+use crate::pointers::Planes;
 use crate::reclaim::Reclaimer;
 use crate::signals::SignalsBlocked;
 use crate::stats::kvik_stats;
@@ -53,6 +55,7 @@ pub(crate) struct Pool {
     chunks: Chunks,
     chunk_bytes: AtomicU64,
     admitted_bytes: AtomicU64,
+    heap: Heap,
     plan: Plan,
     base_address: u64,
     last_message: Mutex<Cow<'static, str>>,
@@ -102,7 +105,7 @@ impl Pool {
                 ledger.reconcile(vmm.memory_info()?, utilization)?;
             }
         }
-        let member = ledger.join(&JoinOptions {
+        let join_options = JoinOptions {
             policy: Policy {
                 min_bytes: config.min_bytes,
                 max_bytes: (config.max_bytes != u64::MAX).then_some(config.max_bytes),
@@ -110,7 +113,8 @@ impl Pool {
                 priority: config.priority,
             },
             ..JoinOptions::new(ipc_name, label)
-        })?;
+        };
+        let member = ledger.join(&join_options)?;
         let geometry = plan.geometry;
         let states = member.create_page_states(geometry.capacity_pages(), page_cost_bytes)?;
         let reclaimer = Arc::new(Reclaimer::default());
@@ -148,6 +152,7 @@ impl Pool {
             chunks: Chunks::default(),
             chunk_bytes: AtomicU64::new(0),
             admitted_bytes: AtomicU64::new(0),
+            heap: Heap::new(join_options, environment.clone()),
             plan,
             base_address,
             last_message: Mutex::new(Cow::Borrowed("")),
@@ -163,13 +168,45 @@ impl Pool {
         else {
             return Err(Failure::new(kvik_status::KVIK_NO_MEMORY, "the pool does not have so many blocks"));
         };
-        with_scratch(n_blocks as usize, |blocks| match self.blocks.pool.alloc(n_blocks, blocks)? {
-            BlocksOutcome::Allocated => {
-                receive(blocks);
-                Ok(())
+        with_scratch(n_blocks as usize, |blocks| {
+            let mut outcome = self.blocks.pool.alloc(n_blocks, blocks)?;
+            // Idle pages of the heap are under the same limit.
+            if outcome != BlocksOutcome::Allocated && self.heap.trim() > 0 {
+                outcome = self.blocks.pool.alloc(n_blocks, blocks)?;
             }
-            BlocksOutcome::NoMemory(shortage) => Err(Failure::shortage(shortage)),
+            match outcome {
+                BlocksOutcome::Allocated => {
+                    receive(blocks);
+                    Ok(())
+                }
+                BlocksOutcome::NoMemory(shortage) => Err(Failure::shortage(shortage)),
+            }
         })
+    }
+
+    /// Takes `n_bytes` at a multiple of `alignment`; returns the address.
+    pub(crate) fn allocate(&self, n_bytes: u64, alignment: u64) -> Result<u64, Failure> {
+        let allocate = || {
+            let reclaimer = Arc::clone(&self.reclaimer);
+            let on_reclaim = move |n_bytes| reclaimer.call(n_bytes);
+            self.heap.allocate(n_bytes, alignment, &self.backend, self.grants.member(), on_reclaim)
+        };
+        match allocate() {
+            Err(failure) if failure.status == kvik_status::KVIK_NO_MEMORY && self.blocks.pool.trim() > 0 => {
+                allocate()
+            }
+            outcome => outcome,
+        }
+    }
+
+    /// Frees what [`allocate`](Self::allocate) gave.
+    pub(crate) fn free_allocation(&self, address: usize) -> Result<(), Failure> {
+        self.heap.free(address as u64, &self.backend)
+    }
+
+    /// Whether allocations come from the device's own allocator, from the next one on.
+    pub(crate) fn set_bypass(&self, is_bypassed: bool) {
+        self.heap.set_bypass(is_bypassed);
     }
 
     /// Frees blocks, all or none; with a fence of `event` where it is not over yet.
@@ -248,6 +285,11 @@ impl Pool {
         self.plan.block_bytes
     }
 
+    /// Where K and V of each layer lie in a block.
+    pub(crate) fn planes(&self, n_layers: u32, has_values: bool) -> Result<Planes, Failure> {
+        Planes::try_new(&self.plan.geometry, self.plan.block_bytes, n_layers, has_values)
+    }
+
     pub(crate) fn stats(&self) -> kvik_stats {
         self.blocks.poll();
         let counters = self.blocks.pool.counters();
@@ -255,6 +297,8 @@ impl Pool {
         let chunk_bytes = self.chunk_bytes.load(Ordering::Relaxed);
         let admitted_bytes = self.admitted_bytes.load(Ordering::Relaxed);
         let n_blocks = if self.plan.has_blocks { self.blocks.pool.block_geometry().n_blocks() } else { 0 };
+        let heap = self.heap.usage();
+        let beside_bytes = chunk_bytes.saturating_add(admitted_bytes).saturating_add(heap.held_bytes);
         kvik_stats {
             size: size_of::<kvik_stats>(),
             block_bytes: self.plan.block_bytes,
@@ -267,13 +311,18 @@ impl Pool {
             n_used_pages: counters.pages.n_used.into(),
             n_parked_pages: counters.pages.n_parked.into(),
             n_quarantined_pages: counters.pages.n_quarantined.into(),
-            held_bytes: counters.held_bytes.saturating_add(chunk_bytes).saturating_add(admitted_bytes),
+            held_bytes: counters.held_bytes.saturating_add(beside_bytes),
             chunk_bytes,
             admitted_bytes,
-            claimable_bytes: self.grants.member().claimable_bytes(),
+            // The heap is another member, so its memory is not part of what this one may hold.
+            claimable_bytes: self.grants.member().claimable_bytes().saturating_add(heap.held_bytes),
             limit_bytes: self.grants.member().limit_bytes(),
             n_map_calls: counters.pages.n_map_calls,
             n_unmap_calls: counters.pages.n_unmap_calls,
+            heap_bytes: heap.held_bytes,
+            allocated_bytes: heap.allocated_bytes,
+            bypassed_bytes: heap.bypassed_bytes,
+            n_allocations: heap.n_allocations,
         }
     }
 
@@ -299,10 +348,10 @@ impl Pool {
         &self.reclaimer
     }
 
-    /// Gives back what no block lies on; returns how many bytes.
+    /// Gives back what no block and no allocation lies on; returns how many bytes.
     pub(crate) fn trim(&self) -> u64 {
         self.blocks.poll();
-        u64::from(self.blocks.pool.trim()) * self.plan.geometry.page_cost_bytes()
+        u64::from(self.blocks.pool.trim()) * self.plan.geometry.page_cost_bytes() + self.heap.trim()
     }
 
     /// Creates `n_chunks` chunks or none; returns what the engine calls them.
@@ -362,7 +411,7 @@ impl Pool {
     /// Claims memory beside the pages, and gives idle pages up for it.
     fn claim_beside(&self, n_bytes: u64) -> Result<(), Failure> {
         let mut claim = self.grants.claim_beside(n_bytes)?;
-        if claim != Claim::Granted && self.blocks.pool.trim() > 0 {
+        if claim != Claim::Granted && self.trim() > 0 {
             claim = self.grants.claim_beside(n_bytes)?;
         }
         match claim {
@@ -389,6 +438,7 @@ impl Drop for Pool {
             tracing::warn!(%error, "cannot wait for the device on close");
         }
         self.chunks.release_all(&self.backend);
+        self.heap.close(&self.backend);
     }
 }
 

@@ -1,5 +1,7 @@
 //! What a pool has: `kvik_stats`.
 
+use std::mem::offset_of;
+
 /// What a pool has at one moment. Bytes are physical: a page costs page_bytes in every buffer.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -26,7 +28,7 @@ pub struct kvik_stats {
     pub n_parked_pages: u64,
     /// Pages that could not be unmapped and are never used again.
     pub n_quarantined_pages: u64,
-    /// What is held in all: pages, chunks and what was admitted.
+    /// What is held in all: pages, chunks, what was admitted, and heap_bytes.
     pub held_bytes: u64,
     /// What chunks take.
     pub chunk_bytes: u64,
@@ -41,4 +43,19 @@ pub struct kvik_stats {
     pub n_map_calls: u64,
     /// Calls to unmap so far.
     pub n_unmap_calls: u64,
+    /// What the pages of kvik_alloc take, allocated or idle.
+    pub heap_bytes: u64,
+    /// What kvik_alloc was asked for and kvik_free did not get back, as far as it is on pages.
+    pub allocated_bytes: u64,
+    /// The same for what came from the device's own allocator while the elastic one was bypassed.
+    pub bypassed_bytes: u64,
+    /// Allocations of both kinds.
+    pub n_allocations: u64,
+}
+
+impl kvik_stats {
+    /// The bytes of the first version of the structure, which callers may have.
+    pub(crate) const fn min_bytes() -> usize {
+        offset_of!(Self, heap_bytes)
+    }
 }

@@ -11,7 +11,16 @@ use std::process::Command;
 use support::{compile_text, library_folder, package};
 
 /// The files with the types and functions of `kvik.h`.
-const SOURCES: [&str; 5] = ["abi.rs", "config.rs", "handle.rs", "stats.rs", "status.rs"];
+const SOURCES: [&str; 8] = [
+    "abi.rs",
+    "allocations.rs",
+    "config.rs",
+    "handle.rs",
+    "layouts.rs",
+    "pointers.rs",
+    "stats.rs",
+    "status.rs",
+];
 
 fn generate(sources: &[&str]) -> String {
     let config = cbindgen::Config::from_file(package().join("cbindgen.toml")).unwrap();
@@ -40,8 +49,13 @@ fn kvik_h_is_what_the_code_says() {
 #[test]
 fn kvcached_trtllm_h_has_the_signatures_of_the_code() {
     let generated = generate(&["kvcached.rs"]);
-    for function in ["init", "shutdown", "alloc_block", "free_block", "alloc_blocks", "free_blocks"] {
+    for function in
+        ["init", "shutdown", "alloc_block", "free_block", "alloc_blocks", "free_blocks", "block_pointers"]
+    {
         assert!(generated.contains(&format!("kvcached_{function}_trtllm(")), "{generated}");
+    }
+    for function in ["init", "alloc", "free", "set_bypass"] {
+        assert!(generated.contains(&format!("kvcached_{function}(")), "{generated}");
     }
     compile(&format!("#include \"kvcached_trtllm.h\"\n{generated}"));
 }
@@ -54,11 +68,13 @@ fn a_wrong_signature_would_be_noticed() {
 }
 
 #[test]
-fn both_headers_can_be_included_in_any_order_and_twice() {
-    compile(
-        "#include \"kvik.h\"\n#include \"kvcached_trtllm.h\"\n#include \"kvik.h\"\n#include \"kvcached_trtllm.h\"\n",
-    );
-    compile("#include \"kvcached_trtllm.h\"\n#include \"kvik.h\"\n");
+fn the_headers_can_be_included_in_any_order_and_twice() {
+    let headers =
+        ["kvik.h", "kvcached_trtllm.h", "kvik_memory.h"].map(|name| format!("#include \"{name}\"\n"));
+    compile(&[headers.concat(), headers.concat()].concat());
+    let mut reversed = headers.clone();
+    reversed.reverse();
+    compile(&reversed.concat());
 }
 
 #[test]

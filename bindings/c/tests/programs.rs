@@ -4,13 +4,18 @@
 
 mod support;
 
-use std::fs;
+use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Stdio};
 use std::time::{Duration, Instant};
 
-use support::{Linkage, Program, package};
+use kvik_memory::geometry::UNIT_BYTES;
+use kvik_memory::ledger::{Ledger, LedgerOptions};
+use kvik_memory::service::{MemoryServer, MemoryServerOptions};
+use support::{Linkage, Program, finish, package};
+use tempfile::TempDir;
 
 #[test]
 fn every_function_answers_as_its_header_says() {
@@ -42,6 +47,95 @@ fn a_cache_manager_of_tensorrt_llm_takes_its_blocks_from_the_library() {
 #[test]
 fn a_gpu_allocator_maps_chunks_by_itself() {
     Program::build(Path::new("gpu_allocator.cpp"), Linkage::Shared).run();
+}
+
+#[test]
+fn memory_of_any_size_is_taken_and_given_back() {
+    for linkage in [Linkage::Shared, Linkage::Static] {
+        Program::build(Path::new("allocations.c"), linkage).run();
+    }
+}
+
+#[test]
+fn the_environment_switches_to_the_devices_own_allocator() {
+    let program = Program::build(Path::new("bypassed.c"), Linkage::Shared);
+    finish(program.command().env("KVIK_MEMORY_BYPASS", "1"));
+    let output = program.command().env("KVIK_MEMORY_BYPASS", "perhaps").output().unwrap();
+    let words = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && words.contains("`KVIK_MEMORY_BYPASS` is \"perhaps\""), "{words}");
+}
+
+#[test]
+fn k_and_v_of_blocks_are_found_and_converted() {
+    Program::build(Path::new("kv.c"), Linkage::Shared).run();
+}
+
+/// A memory service for 8 units of a device of its own.
+struct Service {
+    folder: TempDir,
+    _server: MemoryServer,
+}
+
+impl Service {
+    fn start() -> Self {
+        // As a socket needs it: of this user alone.
+        let folder = tempfile::Builder::new().permissions(Permissions::from_mode(0o700)).tempdir().unwrap();
+        let ledger = Ledger::open(&LedgerOptions {
+            dir: folder.path().to_owned(),
+            budget_bytes: Some(8 * UNIT_BYTES),
+            ..LedgerOptions::new("host0")
+        });
+        let options = MemoryServerOptions { socket: folder.path().join("socket"), default_ipc_name: None };
+        let server = MemoryServer::start(&options, ledger.unwrap()).unwrap();
+        Self { folder, _server: server }
+    }
+
+    fn socket(&self) -> String {
+        self.folder.path().join("socket").to_str().unwrap().to_owned()
+    }
+}
+
+#[test]
+fn a_program_without_the_library_claims_of_memory_services() {
+    let (first, second) = (Service::start(), Service::start());
+    let program = Program::build(Path::new("memory_client.c"), Linkage::Without);
+    program.run_with(&[&first.socket(), &second.socket()]);
+}
+
+#[test]
+fn the_allocator_hook_for_tensorrt_llm_runs_on_the_host() {
+    for linkage in [Linkage::Shared, Linkage::Static] {
+        let printed = Program::build_example("allocator.cpp", linkage).run_with(&["-1"]);
+        assert!(printed.contains("\"n_allocations_left\": 0"), "{printed}");
+    }
+}
+
+#[test]
+fn the_cache_manager_for_tensorrt_llm_runs_on_the_host() {
+    let printed = Program::build_example("cache_manager.cpp", Linkage::Shared).run_with(&["-1"]);
+    assert!(printed.contains("\"peak_used_bytes\": 18874368"), "{printed}");
+}
+
+#[test]
+fn the_coordinator_for_tensorrt_llm_runs_on_the_host() {
+    let service = Service::start();
+    let program = Program::build_example("coordinator.c", Linkage::Without);
+    let printed = program.run_with(&[&service.socket(), "-1"]);
+    assert!(printed.contains(&format!("\"peak_bytes\": {}", 8 * UNIT_BYTES)), "{printed}");
+}
+
+#[test]
+fn the_allocation_trace_is_replayed_on_all_allocators() {
+    let program = Program::build_example("alloc_trace.c", Linkage::Shared);
+    let arguments = ["--steps", "40", "--weights-mib", "8", "--rounds", "1"];
+    let (first, second) = (program.run_with(&arguments), program.run_with(&arguments));
+    for part in ["\"allocator\": \"plain\"", "\"allocator\": \"bypassed\"", "\"allocator\": \"hook\""] {
+        assert!(first.contains(part), "{first}");
+    }
+    let trace_of = |printed: &str| printed.split("\"allocators\"").next().unwrap().to_owned();
+    assert_eq!(trace_of(&first), trace_of(&second), "one seed is one trace");
+    let output = program.command().args(["--steps", "0"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
 }
 
 #[test]

@@ -34,6 +34,7 @@ const MAX_IPC_NAME_BYTES: usize = 64;
 /// | `DIR` | | `/dev/shm` | a folder |
 /// | `GUARD` | | `zero` | `zero`, `none` |
 /// | `TRIM_AFTER` | | `1` | seconds, 0 or more |
+/// | `BYPASS` | | `false` | as `ENABLED`; allocations of the C library come from the device's own allocator |
 ///
 /// `KVCACHED_MAX_CACHED_BLOCKS` is accepted and means nothing, as it did before. Empty values count as not
 /// set.
@@ -77,6 +78,8 @@ pub struct MemoryConfig {
     pub guard: Guard,
     /// How long pages above the high watermark lie idle before they are trimmed.
     pub trim_after: Duration,
+    /// Whether allocations of any size come from the device's own allocator, without a grant.
+    pub is_bypassed: bool,
 }
 
 /// Which log lines are wanted.
@@ -133,6 +136,7 @@ impl Default for MemoryConfig {
             dir: PathBuf::from("/dev/shm"),
             guard: Guard::Zero,
             trim_after: Duration::from_secs(1),
+            is_bypassed: false,
         }
     }
 }
@@ -242,6 +246,9 @@ impl MemoryConfig {
                     Duration::try_from_secs_f64(number(value)?).ok()
                 })
                 .unwrap_or(default.trim_after),
+            is_bypassed: reader
+                .read(["KVIK_MEMORY_BYPASS"], yes_or_no, is_yes)
+                .unwrap_or(default.is_bypassed),
         };
         reader.check_watermarks(&config);
         if reader.errors.is_empty() { Ok(config) } else { Err(ConfigErrors(reader.errors)) }

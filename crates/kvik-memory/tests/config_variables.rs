@@ -41,6 +41,7 @@ fn every_known_variable_is_honored() {
         ("KVIK_MEMORY_DIR", "/tmp/ledgers"),
         ("KVIK_MEMORY_GUARD", "none"),
         ("KVIK_MEMORY_TRIM_AFTER", "0.25"),
+        ("KVIK_MEMORY_BYPASS", "yes"),
     ])
     .unwrap();
     let expected = MemoryConfig {
@@ -60,6 +61,7 @@ fn every_known_variable_is_honored() {
         dir: PathBuf::from("/tmp/ledgers"),
         guard: Guard::None,
         trim_after: Duration::from_millis(250),
+        is_bypassed: true,
     };
     assert_eq!(config, expected);
 }

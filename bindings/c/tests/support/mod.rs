@@ -13,6 +13,8 @@ use tempfile::TempDir;
 pub(crate) enum Linkage {
     Shared,
     Static,
+    /// It does not.
+    Without,
 }
 
 /// A compiled program, and a folder for the ledger of its processes.
@@ -38,6 +40,11 @@ pub(crate) fn compile_text(text: &str, extension: &str) -> Result<(), String> {
 }
 
 impl Program {
+    /// Compiles a file of `examples/trtllm`.
+    pub(crate) fn build_example(source: &str, linkage: Linkage) -> Self {
+        Self::build(&package().join("examples/trtllm").join(source), linkage)
+    }
+
     /// Compiles a file of `tests/programs`, or any other.
     pub(crate) fn build(source: &Path, linkage: Linkage) -> Self {
         let folder = tempfile::tempdir().expect("there is room for a program");
@@ -48,10 +55,13 @@ impl Program {
         match linkage {
             Linkage::Shared => {
                 command.arg("-L").arg(&libraries).arg("-l:libkvik.so");
-                command.arg(format!("-Wl,-rpath,{}", libraries.display()));
+                command.arg(format!("-Wl,-rpath,{}", libraries.display())).arg("-ldl");
             }
             Linkage::Static => {
                 command.arg(libraries.join("libkvik.a")).args(SYSTEM_LIBRARIES);
+            }
+            Linkage::Without => {
+                command.arg("-ldl");
             }
         }
         let output = command.output().expect("there is a compiler");
@@ -72,15 +82,24 @@ impl Program {
     /// Runs the program to its end.
     #[track_caller]
     pub(crate) fn run(&self) {
-        let output = self.command().output().expect("the program starts");
-        assert!(
-            output.status.success(),
-            "{}\n{}{}",
-            output.status,
-            String::from_utf8_lossy(&output.stdout),
-            String::from_utf8_lossy(&output.stderr)
-        );
+        self.run_with(&[]);
     }
+
+    /// Runs the program with arguments to its end; returns what it printed.
+    #[track_caller]
+    pub(crate) fn run_with(&self, arguments: &[&str]) -> String {
+        finish(self.command().args(arguments))
+    }
+}
+
+/// Runs a program to its end; returns what it printed.
+#[track_caller]
+pub(crate) fn finish(command: &mut Command) -> String {
+    let output = command.output().expect("the program starts");
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+    let words = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{}\n{printed}{words}", output.status);
+    printed
 }
 
 fn compiler(source: &Path) -> Command {

@@ -23,6 +23,7 @@ mod copier;
 mod copy_kernel;
 mod fence;
 mod host;
+mod plain;
 mod staging;
 
 pub use self::copier::{CopyPiece, CopyWay, CudaCopier};
