@@ -151,7 +151,7 @@ typedef struct kvik_stats {
     uint64_t n_parked_pages;
     // Pages that could not be unmapped and are never used again.
     uint64_t n_quarantined_pages;
-    // What is held in all: pages, chunks, what was admitted, and heap_bytes.
+    // What is held in all: pages, chunks, what was admitted, heap_bytes, and on a rank what its leader mapped.
     uint64_t held_bytes;
     // What chunks take.
     uint64_t chunk_bytes;
@@ -450,6 +450,35 @@ enum kvik_status kvik_block_pointers(struct kvik_pool *pool,
                                      size_t n_blocks,
                                      void **keys,
                                      void **values);
+
+// Opens a pool whose blocks have memory on several ranks: on this process' device, which is rank 0, and on those of the
+// ranks 1, 2 and so on, which kvik_open_rank serves at these sockets. It waits up to timeout_ms for them to start, and
+// as long for each change; 0 is 60 s. A block is allocated on all ranks or on none; kvik_block_address and
+// kvik_block_pointers of a rank's pool tell where it lies there. All ranks have the same configuration but for device,
+// ipc_name, directory, label and limits. A rank that ends takes the pool with it: open all of them again.
+//
+// # Safety
+//
+// As kvik_open; sockets is NULL or has n_sockets C strings.
+enum kvik_status kvik_open_leader(const struct kvik_config *config,
+                                  const char *const *sockets,
+                                  size_t n_sockets,
+                                  uint32_t timeout_ms,
+                                  struct kvik_pool **pool);
+
+// Opens this process' part of a pool that a leader opens (kvik_open_leader), and serves it at socket: rank is 1 or more
+// and below n_ranks. The socket lies in a folder that only this user can enter. The leader maps and unmaps; blocks are
+// not allocated here. What is mapped is granted by the ledger of this device: where it does not, the leader's allocation
+// answers KVIK_NO_MEMORY. Everything else of the pool works as ever, the callback for memory that others need included.
+//
+// # Safety
+//
+// As kvik_open; socket is NULL or a C string.
+enum kvik_status kvik_open_rank(const struct kvik_config *config,
+                                uint32_t rank,
+                                uint32_t n_ranks,
+                                const char *socket,
+                                struct kvik_pool **pool);
 
 #ifdef __cplusplus
 }  // extern "C"

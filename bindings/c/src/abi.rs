@@ -11,6 +11,7 @@ use crate::config::{kvik_config, text_of};
 use crate::environment::memory_config;
 use crate::handle::{self, kvik_pool};
 use crate::pool::{Names, Pool};
+use crate::ranks::Role;
 use crate::reclaim;
 use crate::stats::kvik_stats;
 use crate::status::{self, Failure, kvik_status};
@@ -76,25 +77,8 @@ pub unsafe extern "C" fn kvik_config_init(config: *mut kvik_config, size: usize)
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvik_open(config: *const kvik_config, pool: *mut *mut kvik_pool) -> kvik_status {
     answer(|| {
-        if pool.is_null() {
-            return Err(Failure::null("pool"));
-        }
-        // SAFETY: not NULL, so it can be written to.
-        unsafe { pool.write(ptr::null_mut()) };
-        // SAFETY: the caller promised a whole structure.
-        let config = unsafe { kvik_config::read(config) }?;
-        // SAFETY: the caller promised C strings.
-        let names = unsafe {
-            Names {
-                ipc_name: text_of("ipc_name", config.ipc_name)?,
-                directory: text_of("directory", config.directory)?,
-                label: text_of("label", config.label)?,
-            }
-        };
-        let handle = handle::insert(Pool::open(&config, names, &memory_config()?)?)?;
-        // SAFETY: as above.
-        unsafe { pool.write(handle) };
-        Ok(())
+        // SAFETY: the caller promised what this asks for.
+        unsafe { open_pool(config, Role::Alone, pool) }
     })
 }
 
@@ -437,6 +421,37 @@ pub extern "C" fn kvik_admit(pool: *mut kvik_pool, n_bytes: u64) -> kvik_status 
 #[unsafe(no_mangle)]
 pub extern "C" fn kvik_retire(pool: *mut kvik_pool, n_bytes: u64) -> kvik_status {
     call(pool, |pool| pool.retire(n_bytes))
+}
+
+/// Opens a pool that is `role` among ranks, and writes its handle, or NULL where it fails.
+///
+/// # Safety
+///
+/// As [`kvik_open`].
+pub(crate) unsafe fn open_pool(
+    config: *const kvik_config,
+    role: Role,
+    pool: *mut *mut kvik_pool,
+) -> Result<(), Failure> {
+    if pool.is_null() {
+        return Err(Failure::null("pool"));
+    }
+    // SAFETY: not NULL, so it can be written to.
+    unsafe { pool.write(ptr::null_mut()) };
+    // SAFETY: the caller promised a whole structure.
+    let config = unsafe { kvik_config::read(config) }?;
+    // SAFETY: the caller promised C strings.
+    let names = unsafe {
+        Names {
+            ipc_name: text_of("config.ipc_name", config.ipc_name)?,
+            directory: text_of("config.directory", config.directory)?,
+            label: text_of("config.label", config.label)?,
+        }
+    };
+    let handle = handle::insert(Pool::open_as(role, &config, names, &memory_config()?)?)?;
+    // SAFETY: as above.
+    unsafe { pool.write(handle) };
+    Ok(())
 }
 
 /// Runs `work` on the pool behind a handle and answers with its status.

@@ -119,6 +119,6 @@ pub(crate) unsafe fn text_of(field: &'static str, text: *const c_char) -> Result
     let text = unsafe { CStr::from_ptr(text) };
     match text.to_str() {
         Ok(text) => Ok(Some(text.to_owned())),
-        Err(_) => Err(Failure::invalid(format!("`config.{field}` is not UTF-8"))),
+        Err(_) => Err(Failure::invalid(format!("`{field}` is not UTF-8"))),
     }
 }

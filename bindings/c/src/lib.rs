@@ -1,7 +1,8 @@
 //! Elastic KV memory for engines in C and C++: `libkvik.so` and `libkvik.a`.
 //!
 //! [`abi`] has the functions of `include/kvik.h` about pools and their blocks, [`allocations`] those about memory of
-//! any size, [`pointers`] and [`layouts`] those about KV inside of blocks; [`kvcached`] has the functions of
+//! any size, [`pointers`] and [`layouts`] those about KV inside of blocks, [`ranks`] those about pools of several
+//! processes; [`kvcached`] has the functions of
 //! `include/kvcached_trtllm.h`. All are thin: they look up a handle ([`handle`]), call the pool behind it, and turn
 //! what came of it into a [`status`].
 //!
@@ -21,6 +22,7 @@ pub mod handle;
 pub mod kvcached;
 pub mod layouts;
 pub mod pointers;
+pub mod ranks;
 pub mod stats;
 pub mod status;
 

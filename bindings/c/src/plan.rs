@@ -48,6 +48,11 @@ impl Plan {
         BlockGeometry::try_new(&geometry, block_bytes)?;
         Ok(Self { geometry, block_bytes, has_blocks: true })
     }
+
+    /// The shape of a pool with such pages that has none of them.
+    pub(crate) fn without_pages(&self) -> Result<Geometry, Failure> {
+        Ok(Geometry::try_new(self.geometry.n_buffers(), self.geometry.page_bytes(), 1)?)
+    }
 }
 
 /// The smallest page from `default_page_bytes` on that has a whole block wherever it starts.

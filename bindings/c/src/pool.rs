@@ -10,12 +10,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvik_memory::BlockId;
 use kvik_memory::blocks::BlocksOutcome;
 use kvik_memory::config::{MemoryConfig, default_ipc_name};
-use kvik_memory::geometry::UNIT_BYTES;
+use kvik_memory::geometry::{BlockGeometry, UNIT_BYTES};
 use kvik_memory::ledger::{JoinOptions, Ledger, LedgerOptions, LimitStatus, Policy};
 use kvik_memory::machine::memory_bytes;
 use kvik_memory::pages::{Claim, GrantEvents as _, Grants as _, Shortage};
 use kvik_memory::pool::{KvPool, PoolOptions, PoolSettings};
-use kvik_memory::region::Guard;
+use kvik_memory::region::{Guard, Region};
 use parking_lot::Mutex;
 
 use crate::backend::Backend;
@@ -26,6 +26,7 @@ use crate::grants::EngineGrants;
 use crate::heap::Heap;
 use crate::plan::Plan;
 use crate::pointers::Planes;
+use crate::ranks::{RankServer, Role, start_leader};
 use crate::reclaim::Reclaimer;
 use crate::signals::SignalsBlocked;
 use crate::stats::kvik_stats;
@@ -48,7 +49,9 @@ pub(crate) struct Names {
 /// An open pool.
 #[derive(Debug)]
 pub(crate) struct Pool {
-    /// Goes first: the agent ends and the pages are unmapped before the engine leaves the ledger.
+    /// Goes first: what the leader has mapped here is unmapped before the engine leaves the ledger.
+    rank: Option<RankServer>,
+    /// Goes before the grants: the agent ends and the pages are unmapped before the engine leaves the ledger.
     blocks: Arc<BlockPool>,
     grants: Arc<EngineGrants>,
     reclaimer: Arc<Reclaimer>,
@@ -57,6 +60,7 @@ pub(crate) struct Pool {
     admitted_bytes: AtomicU64,
     heap: Heap,
     plan: Plan,
+    block_geometry: BlockGeometry,
     base_address: u64,
     last_message: Mutex<Cow<'static, str>>,
     backend: Backend,
@@ -68,13 +72,26 @@ thread_local! {
 }
 
 impl Pool {
-    /// Opens a pool; settings that `config` does not give come from `environment`.
+    /// Opens a pool of this process alone.
     pub(crate) fn open(
         config: &kvik_config,
         names: Names,
         environment: &MemoryConfig,
     ) -> Result<Box<Self>, Failure> {
+        Self::open_as(Role::Alone, config, names, environment)
+    }
+
+    /// Opens a pool; settings that `config` does not give come from `environment`.
+    pub(crate) fn open_as(
+        role: Role,
+        config: &kvik_config,
+        names: Names,
+        environment: &MemoryConfig,
+    ) -> Result<Box<Self>, Failure> {
         let plan = Plan::try_new(config, environment.page_bytes)?;
+        if !plan.has_blocks && !matches!(role, Role::Alone) {
+            return Err(Failure::invalid("`config.n_blocks` is 0; allowed for ranks: 1 or more"));
+        }
         let page_cost_bytes = plan.geometry.page_cost_bytes();
         if plan.has_blocks && config.max_bytes < page_cost_bytes {
             return Err(Failure::invalid(format!(
@@ -115,37 +132,62 @@ impl Pool {
             ..JoinOptions::new(ipc_name, label)
         };
         let member = ledger.join(&join_options)?;
-        let geometry = plan.geometry;
+        // The blocks of a rank are the leader's: its own pool has a page of addresses and never maps it.
+        let has_blocks = plan.has_blocks && !matches!(role, Role::Rank { .. });
+        let geometry = if matches!(role, Role::Rank { .. }) { plan.without_pages()? } else { plan.geometry };
         let states = member.create_page_states(geometry.capacity_pages(), page_cost_bytes)?;
         let reclaimer = Arc::new(Reclaimer::default());
         let grants = Arc::new(EngineGrants::new(member));
         let options = PoolOptions {
             geometry,
-            guard: if plan.has_blocks { environment.guard } else { Guard::None },
+            guard: if has_blocks { environment.guard } else { Guard::None },
             settings: PoolSettings {
                 block_bytes: plan.block_bytes,
-                has_null_block: config.has_flag(KVIK_FLAG_NULL_BLOCK),
-                is_preallocating: plan.has_blocks
+                has_null_block: has_blocks && config.has_flag(KVIK_FLAG_NULL_BLOCK),
+                is_preallocating: has_blocks
                     && environment.is_preallocating
                     && !config.has_flag(KVIK_FLAG_NO_PREALLOCATION),
                 low_watermark_pages: environment.low_watermark_pages,
                 high_watermark_pages: environment.high_watermark_pages,
                 trim_after: environment.trim_after,
-                limit_pages: (!plan.has_blocks).then_some(0),
+                limit_pages: (!has_blocks).then_some(0),
             },
         };
-        // The agent's thread does not belong to the engine.
+        // The threads of agent and rank do not belong to the engine.
         let signals_blocked = SignalsBlocked::new();
-        let pool = KvPool::open_with(vmm, grants.clone(), grants.clone(), Some(Arc::new(states)), &options)?;
+        let (pool, rank, base_address) = match role {
+            Role::Alone => {
+                let pool =
+                    KvPool::open_with(vmm, grants.clone(), grants.clone(), Some(Arc::new(states)), &options)?;
+                let base_address = pool.region().map_or(0, |region| region.range().address);
+                (pool, None, base_address)
+            }
+            // A guard would be memory that no grant covers.
+            Role::Leader { sockets, timeout } => {
+                let region = Arc::new(Region::try_new(vmm, plan.geometry, Guard::None)?);
+                let base_address = region.range().address;
+                let settings = options.settings;
+                let pool = start_leader(region, &sockets, timeout, &grants, Arc::new(states), settings)?;
+                (pool, None, base_address)
+            }
+            Role::Rank { rank, n_ranks, socket } => {
+                let region = Region::try_new(Arc::clone(&vmm), plan.geometry, Guard::None)?;
+                let base_address = region.range().address;
+                let pool =
+                    KvPool::open_with(vmm, grants.clone(), grants.clone(), Some(Arc::new(states)), &options)?;
+                let server = RankServer::start(region, &grants, rank, n_ranks, socket)?;
+                (pool, Some(server), base_address)
+            }
+        };
         drop(signals_blocked);
         pool.set_reclaim_callback({
             let reclaimer = Arc::clone(&reclaimer);
             move |n_bytes| reclaimer.call(n_bytes)
         });
-        let base_address = pool.region().map_or(0, |region| region.range().address);
         let blocks = Arc::new(BlockPool::new(pool));
         grants.attach(&blocks);
         Ok(Box::new(Self {
+            rank,
             blocks,
             grants,
             reclaimer,
@@ -153,6 +195,7 @@ impl Pool {
             chunk_bytes: AtomicU64::new(0),
             admitted_bytes: AtomicU64::new(0),
             heap: Heap::new(join_options, environment.clone()),
+            block_geometry: BlockGeometry::try_new(&plan.geometry, plan.block_bytes)?,
             plan,
             base_address,
             last_message: Mutex::new(Cow::Borrowed("")),
@@ -162,10 +205,10 @@ impl Pool {
 
     /// Takes `n_blocks` blocks or none, and hands them to `receive`.
     pub(crate) fn alloc(&self, n_blocks: usize, receive: impl FnOnce(&[BlockId])) -> Result<(), Failure> {
+        self.check_not_rank()?;
         self.blocks.poll();
-        let geometry = self.blocks.pool.block_geometry();
-        let Some(n_blocks) = u32::try_from(n_blocks).ok().filter(|&n_blocks| n_blocks <= geometry.n_blocks())
-        else {
+        let n_all = self.block_geometry.n_blocks();
+        let Some(n_blocks) = u32::try_from(n_blocks).ok().filter(|&n_blocks| n_blocks <= n_all) else {
             return Err(Failure::new(kvik_status::KVIK_NO_MEMORY, "the pool does not have so many blocks"));
         };
         with_scratch(n_blocks as usize, |blocks| {
@@ -220,9 +263,10 @@ impl Pool {
         blocks_of_caller: impl Iterator<Item = Result<BlockId, Failure>>,
         event: *mut c_void,
     ) -> Result<(), Failure> {
+        self.check_not_rank()?;
         self.blocks.poll();
         // More than there are must have some twice; do not take memory to find out which.
-        if n_blocks > self.blocks.pool.block_geometry().n_blocks() as usize {
+        if n_blocks > self.block_geometry.n_blocks() as usize {
             return Err(Failure::new(
                 kvik_status::KVIK_ERROR_NOT_ALLOCATED,
                 format!("free {n_blocks} blocks: the pool does not have so many"),
@@ -255,7 +299,7 @@ impl Pool {
 
     /// The block that has `address` in its part of the first buffer.
     pub(crate) fn block_containing(&self, address: usize) -> Result<BlockId, Failure> {
-        let geometry = self.blocks.pool.block_geometry();
+        let geometry = &self.block_geometry;
         (address as u64)
             .checked_sub(self.base_address)
             .map(|offset_bytes| offset_bytes / self.plan.block_bytes)
@@ -267,7 +311,7 @@ impl Pool {
 
     /// Where `block` starts in the first buffer.
     pub(crate) fn address_of(&self, block: BlockId) -> Result<u64, Failure> {
-        let geometry = self.blocks.pool.block_geometry();
+        let geometry = &self.block_geometry;
         if !self.plan.has_blocks || geometry.page_of_block(block).is_none() {
             return Err(Failure::invalid(format!(
                 "block {block}: it is out of range, or lies on the border of two pages"
@@ -296,9 +340,12 @@ impl Pool {
         let geometry = &self.plan.geometry;
         let chunk_bytes = self.chunk_bytes.load(Ordering::Relaxed);
         let admitted_bytes = self.admitted_bytes.load(Ordering::Relaxed);
-        let n_blocks = if self.plan.has_blocks { self.blocks.pool.block_geometry().n_blocks() } else { 0 };
+        let n_blocks = if self.plan.has_blocks { self.block_geometry.n_blocks() } else { 0 };
         let heap = self.heap.usage();
-        let beside_bytes = chunk_bytes.saturating_add(admitted_bytes).saturating_add(heap.held_bytes);
+        let rank_bytes = self.rank.as_ref().map_or(0, RankServer::held_bytes);
+        let beside_bytes = [admitted_bytes, heap.held_bytes, rank_bytes]
+            .iter()
+            .fold(chunk_bytes, |sum, n_bytes| sum.saturating_add(*n_bytes));
         kvik_stats {
             size: size_of::<kvik_stats>(),
             block_bytes: self.plan.block_bytes,
@@ -406,6 +453,14 @@ impl Pool {
 
     pub(crate) fn last_message(&self) -> Cow<'static, str> {
         self.last_message.lock().clone()
+    }
+
+    /// Fails where the blocks are the leader's.
+    fn check_not_rank(&self) -> Result<(), Failure> {
+        if self.rank.is_none() {
+            return Ok(());
+        }
+        Err(Failure::invalid("the blocks of a rank are its leader's: allocate and free them there"))
     }
 
     /// Claims memory beside the pages, and gives idle pages up for it.

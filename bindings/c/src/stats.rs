@@ -28,7 +28,7 @@ pub struct kvik_stats {
     pub n_parked_pages: u64,
     /// Pages that could not be unmapped and are never used again.
     pub n_quarantined_pages: u64,
-    /// What is held in all: pages, chunks, what was admitted, and heap_bytes.
+    /// What is held in all: pages, chunks, what was admitted, heap_bytes, and on a rank what its leader mapped.
     pub held_bytes: u64,
     /// What chunks take.
     pub chunk_bytes: u64,

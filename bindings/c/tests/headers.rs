@@ -11,13 +11,14 @@ use std::process::Command;
 use support::{compile_text, library_folder, package};
 
 /// The files with the types and functions of `kvik.h`.
-const SOURCES: [&str; 8] = [
+const SOURCES: [&str; 9] = [
     "abi.rs",
     "allocations.rs",
     "config.rs",
     "handle.rs",
     "layouts.rs",
     "pointers.rs",
+    "ranks.rs",
     "stats.rs",
     "status.rs",
 ];

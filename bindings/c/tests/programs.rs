@@ -70,6 +70,11 @@ fn k_and_v_of_blocks_are_found_and_converted() {
     Program::build(Path::new("kv.c"), Linkage::Shared).run();
 }
 
+#[test]
+fn a_leaders_blocks_have_memory_on_every_rank_or_on_none() {
+    Program::build(Path::new("ranks.c"), Linkage::Shared).run();
+}
+
 /// A memory service for 8 units of a device of its own.
 struct Service {
     folder: TempDir,
