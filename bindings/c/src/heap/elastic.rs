@@ -23,11 +23,19 @@ const ADDRESSES_PER_BYTE: u64 = 4;
 /// The most addresses of a heap, which leaves as many for everything else of the process.
 const MAX_ADDRESS_BYTES: u64 = 1 << 46;
 
+/// The most bytes that are mapped as one: the driver takes as long for them as for 2 MiB.
+const MAX_EXTENT_BYTES: u64 = 16 << 20;
+
+/// Allocations from this size on, which are weights rather than activations, are mapped by such extents. The pages of
+/// others are mapped one by one: an extent stays mapped for one page that is used again, and counts for the limit.
+const MIN_BYTES_FOR_EXTENTS: u64 = 64 << 20;
+
 /// Allocations on pages of their own pool.
 #[derive(Debug)]
 pub(super) struct Elastic {
     pool: KvPool,
     page_bytes: u64,
+    max_extent_pages: u32,
     /// Not held while pages are mapped or unmapped.
     space: Mutex<HeapSpace>,
 }
@@ -66,7 +74,8 @@ impl Elastic {
         pool.set_reclaim_callback(on_reclaim);
         let base_address = pool.region().map_or(0, |region| region.range().address);
         let space = Mutex::new(HeapSpace::new(base_address, page_bytes, n_pages));
-        Ok(Self { pool, page_bytes, space })
+        let max_extent_pages = (MAX_EXTENT_BYTES / page_bytes).max(1) as u32;
+        Ok(Self { pool, page_bytes, max_extent_pages, space })
     }
 
     /// Takes memory; the address is aligned as asked.
@@ -122,7 +131,9 @@ impl Elastic {
 
     fn take_pages(&self, pages: &Range<u32>) -> Result<(), Failure> {
         let pages: Vec<PageId> = pages.clone().map(PageId).collect();
-        match self.pool.alloc_pages(&pages)? {
+        let is_large = pages.len() as u64 * self.page_bytes >= MIN_BYTES_FOR_EXTENTS;
+        let max_extent_pages = if is_large { self.max_extent_pages } else { 1 };
+        match self.pool.alloc_pages_in_extents(&pages, max_extent_pages)? {
             BlocksOutcome::Allocated => Ok(()),
             BlocksOutcome::NoMemory(shortage) => Err(Failure::shortage(shortage)),
         }

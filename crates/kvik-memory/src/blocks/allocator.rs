@@ -70,9 +70,15 @@ impl BlockAllocator {
     ///
     /// Fails where a block of them is in use, and as [`PageAllocator::alloc_these`] does.
     pub fn alloc_pages(&self, pages: &[PageId]) -> Result<BlocksOutcome> {
+        self.alloc_pages_in_extents(pages, 1)
+    }
+
+    /// Takes all blocks of `pages` as [`alloc_pages`](Self::alloc_pages) does, with pages as
+    /// [`PageAllocator::alloc_in_extents`] takes them.
+    pub fn alloc_pages_in_extents(&self, pages: &[PageId], max_extent_pages: u32) -> Result<BlocksOutcome> {
         // An empty page that is kept may be one of them.
         self.release_empty_pages();
-        if let PagesOutcome::NoMemory(shortage) = self.pages.alloc_these(pages)? {
+        if let PagesOutcome::NoMemory(shortage) = self.pages.alloc_in_extents(pages, max_extent_pages)? {
             return Ok(BlocksOutcome::NoMemory(shortage));
         }
         let mut tracker = self.tracker.lock();

@@ -189,8 +189,16 @@ impl PageAllocator {
     /// Other pages that are parked are unmapped first where they are in the way of a limit. Fails where a page is in use, in
     /// quarantine or listed twice, or where a grant or a mapping is broken.
     pub fn alloc_these(&self, pages: &[PageId]) -> Result<PagesOutcome> {
+        self.alloc_in_extents(pages, 1)
+    }
+
+    /// Takes `pages` as [`alloc_these`](Self::alloc_these) does, but maps neighbors of the list by extents of up to
+    /// `max_extent_pages` where they can be one.
+    ///
+    /// For pages that come back together: an extent stays mapped while one of its pages is used.
+    pub fn alloc_in_extents(&self, pages: &[PageId], max_extent_pages: u32) -> Result<PagesOutcome> {
         loop {
-            let outcome = self.try_these(pages)?;
+            let outcome = self.try_these(pages, max_extent_pages)?;
             let PagesOutcome::NoMemory(_) = outcome else { return Ok(outcome) };
             // The caller wants none of the pages that are left parked, so they go for those that it wants.
             if self.trim(pages.len() as u32) == 0 {
@@ -311,8 +319,8 @@ impl PageAllocator {
         u64::from(self.tracker.lock().n_held()) * self.page_cost_bytes
     }
 
-    /// [`alloc_these`](Self::alloc_these) with what is free as it is.
-    fn try_these(&self, pages: &[PageId]) -> Result<PagesOutcome> {
+    /// [`alloc_in_extents`](Self::alloc_in_extents) with what is free as it is.
+    fn try_these(&self, pages: &[PageId], max_extent_pages: u32) -> Result<PagesOutcome> {
         let mut tracker = self.tracker.lock();
         while tracker.n_in_transition() > 0 {
             self.transition_ended.wait(&mut tracker);
@@ -320,13 +328,16 @@ impl PageAllocator {
         let n_usable = tracker.n_usable();
         let mut was_parked = Vec::new();
         let mut extents = Vec::new();
-        for &page in pages {
+        let mut rest = pages;
+        while let Some(&page) = rest.first() {
             let is_page = page.0 < self.capacity_pages();
             if is_page && tracker.is_parked(page) {
                 tracker.unpark(page);
                 was_parked.push(page);
-            } else if is_page && let Some(extent) = tracker.begin_map_page(page) {
+                rest = &rest[1..];
+            } else if is_page && let Some(extent) = begin_map_first(&mut tracker, rest, max_extent_pages) {
                 extents.push(extent);
+                rest = &rest[extent.n_pages as usize..];
             } else {
                 self.leave_these(&mut tracker, &was_parked, &extents);
                 return Err(MemoryError::Invalid {
@@ -348,8 +359,8 @@ impl PageAllocator {
         }
         let growth = self.grow(&mut tracker, &extents);
         if let Ok(PagesOutcome::Allocated) = growth {
-            for extent in &extents {
-                tracker.unpark(extent.first_page);
+            for page in extents.iter().flat_map(Extent::pages) {
+                tracker.unpark(page);
             }
         } else {
             for &page in &was_parked {
@@ -488,6 +499,28 @@ impl Drop for PageAllocator {
             self.unmap(&extents);
         }
         self.grants.publish(Usage::default());
+    }
+}
+
+/// Puts the largest extent in transition that begins `pages`, is part of the list and is not mapped.
+fn begin_map_first(tracker: &mut PageTracker, pages: &[PageId], max_extent_pages: u32) -> Option<Extent> {
+    let first_page = *pages.first()?;
+    let mut n_pages = max_extent_pages.clamp(1, MAX_EXTENT_PAGES);
+    n_pages = 1 << n_pages.ilog2();
+    loop {
+        let extent = Extent { first_page, n_pages };
+        let is_listed =
+            pages.get(..n_pages as usize).is_some_and(|listed| extent.pages().eq(listed.iter().copied()));
+        if extent.is_well_formed()
+            && is_listed
+            && let Some(extent) = tracker.begin_map_extent(extent)
+        {
+            return Some(extent);
+        }
+        if n_pages == 1 {
+            return None;
+        }
+        n_pages /= 2;
     }
 }
 

@@ -40,14 +40,17 @@ impl UnmappedRuns {
         (0..=largest).rev().find_map(|order| self.take_order(order))
     }
 
-    /// Takes one page; `None` if it is not unmapped.
-    pub(crate) fn take_page(&mut self, page: PageId) -> Option<Extent> {
-        let order = (0..=MAX_ORDER).find(|&order| self.by_order[order as usize].contains(page.0 >> order))?;
-        self.by_order[order as usize].remove(page.0 >> order);
-        for other_half in 0..order {
-            self.by_order[other_half as usize].insert((page.0 >> other_half) ^ 1);
+    /// Takes this extent; `None` if not all of its pages are unmapped.
+    pub(crate) fn take_extent(&mut self, extent: Extent) -> Option<Extent> {
+        let page = extent.first_page.0;
+        let order = extent.n_pages.trailing_zeros();
+        let found =
+            (order..=MAX_ORDER).find(|&found| self.by_order[found as usize].contains(page >> found))?;
+        self.by_order[found as usize].remove(page >> found);
+        for other_half in order..found {
+            self.by_order[other_half as usize].insert((page >> other_half) ^ 1);
         }
-        Some(Extent { first_page: page, n_pages: 1 })
+        Some(extent)
     }
 
     /// Puts an extent back.
@@ -84,22 +87,25 @@ mod tests {
         #[test]
         fn runs_neither_overlap_nor_get_lost(
             capacity_pages in 1_u32..200,
-            steps in prop::collection::vec((0..3, 1_u32..80, any::<prop::sample::Index>()), 1..100),
+            steps in prop::collection::vec((0..3, 0_u32..6, 1_u32..80, any::<prop::sample::Index>()), 1..100),
         ) {
             let mut runs = UnmappedRuns::new(capacity_pages);
             let mut taken: Vec<Extent> = Vec::new();
             let mut is_taken = vec![false; capacity_pages as usize];
-            for (kind, n_pages, which) in steps {
+            for (kind, order, n_pages, which) in steps {
                 if kind < 2 {
-                    let page = PageId(which.index(capacity_pages as usize) as u32);
-                    let extent = if kind == 0 { runs.take(n_pages) } else { runs.take_page(page) };
+                    let page = which.index(capacity_pages as usize) as u32 >> order << order;
+                    let wanted = Extent { first_page: PageId(page), n_pages: 1 << order };
+                    let extent = if kind == 0 { runs.take(n_pages) } else { runs.take_extent(wanted) };
                     let Some(extent) = extent else {
                         let is_any_free = kind == 0 && is_taken.contains(&false);
-                        prop_assert!(!is_any_free && (kind == 0 || is_taken[page.0 as usize]));
+                        let mut pages = wanted.pages();
+                        let is_any_taken = pages.any(|page| is_taken.get(page.0 as usize) != Some(&false));
+                        prop_assert!(!is_any_free && (kind == 0 || is_any_taken));
                         continue;
                     };
-                    prop_assert!(kind == 0 || extent.first_page == page);
-                    prop_assert!(extent.n_pages <= n_pages && extent.n_pages.is_power_of_two());
+                    prop_assert!(kind == 0 || extent == wanted);
+                    prop_assert!((kind == 1 || extent.n_pages <= n_pages) && extent.n_pages.is_power_of_two());
                     prop_assert_eq!(extent.first_page.0 % extent.n_pages, 0);
                     for page in extent.first_page.0..extent.first_page.0 + extent.n_pages {
                         prop_assert!(!std::mem::replace(&mut is_taken[page as usize], true));

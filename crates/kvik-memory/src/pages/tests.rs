@@ -87,6 +87,30 @@ fn named_pages_that_cannot_be_mapped_are_given_up_and_parked_ones_stay_parked() 
 }
 
 #[test]
+fn named_pages_that_come_back_together_are_mapped_by_extents() {
+    let (pages, mapper, grants) = plain(64);
+    assert_eq!(pages.alloc_these(&these(&[12])).unwrap(), PagesOutcome::Allocated);
+    pages.free(&these(&[12])).unwrap();
+    // Of 3 to 29: 3, 4 to 7, 8 to 11, the parked 12, 13, 14 and 15, 16 to 23, 24 to 27, 28.
+    let run: Vec<PageId> = (3..29).map(PageId).collect();
+    let n_before = pages.counters().n_map_calls;
+    assert_eq!(pages.alloc_in_extents(&run, 8).unwrap(), PagesOutcome::Allocated);
+    assert_eq!(pages.counters().n_map_calls - n_before, 8);
+    assert_eq!((pages.counters().n_used, mapper.n_pages(), grants.held_bytes()), (26, 26, 26 * UNIT_BYTES));
+    // A used one among them refuses all, and nothing changes.
+    assert!(pages.alloc_in_extents(&these(&[32, 33, 28]), 8).is_err());
+    assert_eq!((pages.counters().n_used, mapper.n_pages()), (26, 26));
+    // An extent goes when all of it is parked.
+    let (some, rest) = run.split_at(20);
+    pages.free(some).unwrap();
+    pages.trim_all();
+    assert!(mapper.is_mapped(PageId(22)) && !mapper.is_mapped(PageId(15)), "23 is of the extent of 16 to 23");
+    pages.free(rest).unwrap();
+    pages.trim_all();
+    assert_eq!((mapper.n_pages(), grants.held_bytes()), (0, 0));
+}
+
+#[test]
 fn shrinking_then_growing_past_the_start_never_hands_out_an_id_twice() {
     let (pages, ..) = plain(100);
     pages.resize(90);

@@ -224,8 +224,13 @@ impl PageTracker {
 
     /// Puts one page in transition if it is unmapped.
     pub(super) fn begin_map_page(&mut self, page: PageId) -> Option<Extent> {
-        let extent = self.unmapped.take_page(page)?;
-        self.n_mapping += 1;
+        self.begin_map_extent(Extent { first_page: page, n_pages: 1 })
+    }
+
+    /// Puts this extent in transition if all of its pages are unmapped.
+    pub(super) fn begin_map_extent(&mut self, extent: Extent) -> Option<Extent> {
+        let extent = self.unmapped.take_extent(extent)?;
+        self.n_mapping += extent.n_pages;
         self.n_map_calls += 1;
         Some(extent)
     }

@@ -242,6 +242,13 @@ impl KvPool {
         outcome
     }
 
+    /// Takes all blocks of `pages` themselves, which come back together; see [`BlockAllocator::alloc_pages_in_extents`].
+    pub fn alloc_pages_in_extents(&self, pages: &[PageId], max_extent_pages: u32) -> Result<BlocksOutcome> {
+        let outcome = self.shared.blocks.alloc_pages_in_extents(pages, max_extent_pages);
+        self.shared.after_alloc();
+        outcome
+    }
+
     /// Frees `blocks`; see [`BlockAllocator::free`].
     pub fn free(&self, blocks: &[BlockId]) -> Result<()> {
         let outcome = self.shared.blocks.free(blocks);
