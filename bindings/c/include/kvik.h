@@ -103,7 +103,7 @@ typedef struct kvik_config {
     // Bytes of one block in one buffer. A block never straddles two pages.
     uint64_t block_bytes;
     // How many blocks the pool has addresses for. With 0, the default, it has none: such a pool is for
-    // kvik_acquire_chunks and kvik_admit.
+    // kvik_alloc, kvik_acquire_chunks and kvik_admit.
     uint64_t n_blocks;
     // Bytes of a page in one buffer, a multiple of 2 MiB. 0, the default, is KVIK_MEMORY_PAGE_SIZE_MB, then
     // KVCACHED_PAGE_SIZE_MB, then 2 MiB, and more where a block needs more.
@@ -342,7 +342,7 @@ enum kvik_status kvik_set_limit(struct kvik_pool *pool,
                                 uint64_t limit_bytes,
                                 uint64_t revision);
 
-// Sets what is called when others are entitled to memory that blocks, chunks or admitted memory hold; NULL
+// Sets what is called when others are entitled to memory that blocks, allocations, chunks or admitted memory hold; NULL
 // removes it. When this returns the former callback does not run any more, unless it is the caller.
 //
 // # Safety
@@ -352,12 +352,13 @@ enum kvik_status kvik_set_reclaim_callback(struct kvik_pool *pool,
                                            kvik_reclaim_callback callback,
                                            void *user_data);
 
-// Gives back the memory of pages without blocks, and tells how many bytes; trimmed_bytes may be NULL.
+// Gives back the memory of pages without blocks and allocations, and tells how many bytes; trimmed_bytes may be NULL.
 //
 // # Safety
 //
 // trimmed_bytes is NULL or points to a writable number.
-enum kvik_status kvik_trim(struct kvik_pool *pool, uint64_t *trimmed_bytes);
+enum kvik_status kvik_trim(struct kvik_pool *pool,
+                           uint64_t *trimmed_bytes);
 
 // Creates n_chunks chunks of page_bytes physical memory or none, for an engine that maps them by itself. On
 // CUDA a chunk is a CUmemGenericAllocationHandle; on the host it is the descriptor of a memory file to be

@@ -331,7 +331,7 @@ pub extern "C" fn kvik_set_limit(pool: *mut kvik_pool, limit_bytes: u64, revisio
     })
 }
 
-/// Sets what is called when others are entitled to memory that blocks, chunks or admitted memory hold; NULL
+/// Sets what is called when others are entitled to memory that blocks, allocations, chunks or admitted memory hold; NULL
 /// removes it. When this returns the former callback does not run any more, unless it is the caller.
 ///
 /// # Safety
@@ -350,7 +350,7 @@ pub unsafe extern "C" fn kvik_set_reclaim_callback(
     })
 }
 
-/// Gives back the memory of pages without blocks, and tells how many bytes; trimmed_bytes may be NULL.
+/// Gives back the memory of pages without blocks and allocations, and tells how many bytes; trimmed_bytes may be NULL.
 ///
 /// # Safety
 ///

@@ -37,7 +37,7 @@ pub struct kvik_config {
     /// Bytes of one block in one buffer. A block never straddles two pages.
     pub block_bytes: u64,
     /// How many blocks the pool has addresses for. With 0, the default, it has none: such a pool is for
-    /// kvik_acquire_chunks and kvik_admit.
+    /// kvik_alloc, kvik_acquire_chunks and kvik_admit.
     pub n_blocks: u64,
     /// Bytes of a page in one buffer, a multiple of 2 MiB. 0, the default, is KVIK_MEMORY_PAGE_SIZE_MB, then
     /// KVCACHED_PAGE_SIZE_MB, then 2 MiB, and more where a block needs more.

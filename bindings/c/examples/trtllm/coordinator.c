@@ -1,9 +1,9 @@
 /* Approach 3 for TensorRT-LLM: an external coordinator. The engine is not changed and links no library of kvik: a small
  * part beside it asks `kvik memory serve` for grants, creates memory after them, and releases memory that the service
- * asks back. Here two engines in two processes share one device: the first has all of it until the second comes.
+ * asks back. Here two engines in two processes have one limit: the first has all of it until the second comes.
  *
  *     gcc -D_GNU_SOURCE -Iinclude examples/trtllm/coordinator.c -ldl -o coordinator
- *     kvik memory serve --socket /run/user/1000/kvik/memory.sock --device -1 --host-bytes 33554432
+ *     kvik memory serve --socket /run/user/1000/kvik/memory.sock
  *     ./coordinator SOCKET [device]      the index of a CUDA device, or -1, the default, for the memory of the host
  */
 
@@ -17,7 +17,7 @@
 #include "kvik_memory.h"
 
 #define CHUNK_BYTES KVIK_MEMORY_UNIT_BYTES
-#define MAX_CHUNKS 4096
+#define MAX_CHUNKS 6
 #define PATIENCE_MS 20000
 
 /* The KV memory of an engine, in chunks that are granted one by one. */
@@ -42,8 +42,9 @@ static void start(struct engine* engine, const char* socket, int device, const c
     kvik_memory_options options;
     kvik_memory_options_init(&options);
     options.socket = socket;
-    options.ipc_name = label;
+    options.ipc_name = "coordinator-example";
     options.label = label;
+    options.max_bytes = MAX_CHUNKS * CHUNK_BYTES;
     expect(kvik_memory_connect(&engine->session, &options), KVIK_MEMORY_OK, engine, "connect to the memory service");
     engine->memory = device_memory_open(device);
 }
@@ -51,14 +52,12 @@ static void start(struct engine* engine, const char* socket, int device, const c
 /* Grows by a chunk: first the grant, then the memory. */
 static int grow(struct engine* engine, uint32_t timeout_ms)
 {
-    if (engine->n_chunks == MAX_CHUNKS) {
-        return KVIK_MEMORY_DEVICE_FULL;
-    }
     int status = kvik_memory_claim(&engine->session, CHUNK_BYTES, timeout_ms);
     if (status != KVIK_MEMORY_OK) {
         return status;
     }
-    void* chunk = device_memory_take(&engine->memory, CHUNK_BYTES, 256);
+    /* More than the limit of the group is never granted, so there is a place for it. */
+    void* chunk = engine->n_chunks < MAX_CHUNKS ? device_memory_take(&engine->memory, CHUNK_BYTES, 256) : NULL;
     if (chunk == NULL) {
         kvik_memory_give_back(&engine->session, CHUNK_BYTES);
         return KVIK_MEMORY_DEVICE_FULL;
@@ -125,7 +124,7 @@ int main(int argc, char** argv)
     do {
         status = grow(&first, 0);
     } while (status == KVIK_MEMORY_OK);
-    device_memory_check(status > 0 && first.n_chunks > 3, "fill the device");
+    device_memory_check(status > 0 && first.n_chunks > 3, "reach the limit");
     size_t n_peak_chunks = first.n_chunks;
     device_memory_check(write(is_full[1], "x", 1) == 1, "tell the second engine");
 
