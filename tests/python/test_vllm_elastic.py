@@ -160,6 +160,19 @@ def test_memory_goes_to_the_engine_with_the_load_and_back(plain: Vllm, ledger: L
         assert second.generate(*prompts, max_tokens=16)["tokens"] == right
 
 
+def test_two_requests_that_need_more_than_half_of_the_memory_are_both_answered(plain: Vllm, ledger: Ledger) -> None:
+    # Of four slabs each takes two, and then needs a third.
+    prompts = [prompt(900, 3900), prompt(901, 3900)]
+    right = [tokens_of(plain, [one], 190) for one in prompts]
+    flags = (*ledger.flags("pair", store=False, elastic_limit=4 * SLAB), "--processes", "--max-tokens", "4096")
+    with started(*flags) as first, started(*flags) as second:
+        ledger.kvctl("limit", "pair", str(4 * SLAB))
+        with ThreadPoolExecutor() as pool, ledger.watched("pair") as held:
+            answers = list(pool.map(lambda pair: tokens_of(pair[0], [pair[1]], 190), zip((first, second), prompts, strict=True)))
+    assert answers == right
+    assert max(held) <= 4 * SLAB
+
+
 def test_an_idle_engine_keeps_its_prefix_cache_until_others_need_the_memory(plain: Vllm, ledger: Ledger) -> None:
     prompts = [prompt(1100 + number, 900) for number in range(8)]
     right = tokens_of(plain, prompts, 8)
