@@ -8,15 +8,14 @@ use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::time::Duration;
 
-use kvik_runtime::secret::redacted_url;
+use kvik_runtime::hub::{HubClient, HubError, REPOSITORY_FORM, Repository, TimeLimit};
+use kvik_runtime::secret::{Secret, redacted_url};
 use kvik_runtime::shutdown::Shutdown;
-use reqwest::{Client, StatusCode};
 use serde::{Deserialize, Serialize};
 
-use crate::error::{IndexerError, Result, with_causes};
+use crate::error::{IndexerError, Result};
 
 /// Models by what became of an attempt to fetch their files: `result` is `fetched` or `failed`.
 const FETCHES: &str = "kvik_index_hub_fetches_total";
@@ -27,8 +26,6 @@ const FILES: [&str; 4] =
 const MAX_FILE_BYTES: usize = 256 << 20;
 /// The first wait after a failure, and the longest.
 const WAITS: [Duration; 2] = [Duration::from_secs(1), Duration::from_mins(1)];
-/// Longest name of a repository or a revision.
-const MAX_NAME_BYTES: usize = 256;
 
 /// A model hub.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,13 +44,6 @@ pub struct HubConfig {
     pub timeout_s: u64,
 }
 
-/// A repository at a revision.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Repository {
-    name: String,
-    revision: String,
-}
-
 impl Default for HubConfig {
     fn default() -> Self {
         Self {
@@ -70,7 +60,7 @@ impl HubConfig {
     /// Checks every value.
     pub(crate) fn check(&self) -> Result<()> {
         for (model, repository) in &self.models {
-            repository.parse::<Repository>().map_err(|error| error.below(&format!("models.{model}")))?;
+            parsed(repository).map_err(|error| error.below(&format!("models.{model}")))?;
         }
         let is_http = self.url.starts_with("https://") || self.url.starts_with("http://");
         if !is_http || self.url.contains('@') {
@@ -94,47 +84,27 @@ impl HubConfig {
     pub(crate) fn folders(&self) -> Result<BTreeMap<String, PathBuf>> {
         let Some(root) = &self.folder else { return Ok(BTreeMap::new()) };
         let place = |(model, repository): (&String, &String)| {
-            Ok((model.clone(), repository.parse::<Repository>()?.folder(root)))
+            Ok((model.clone(), folder_of(&parsed(repository)?, root)))
         };
         self.models.iter().map(place).collect()
     }
 }
 
-impl FromStr for Repository {
-    type Err = IndexerError;
-
-    fn from_str(text: &str) -> Result<Self> {
-        let (name, revision) = text.split_once('@').unwrap_or((text, "main"));
-        let is_word = |word: &str| {
-            let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-            !word.is_empty() && word.bytes().all(is_plain) && !word.starts_with('.')
-        };
-        let is_name = name.split('/').count() <= 2 && name.split('/').all(is_word);
-        if text.len() > MAX_NAME_BYTES || !is_name || !is_word(revision) {
-            let allowed = "owner/name or owner/name@revision, of letters, digits, `-`, `_` and `.`";
-            return Err(IndexerError::invalid("repository", text, allowed));
-        }
-        Ok(Self { name: name.to_owned(), revision: revision.to_owned() })
-    }
+fn parsed(repository: &str) -> Result<Repository> {
+    repository.parse().map_err(|_| IndexerError::invalid("repository", repository, REPOSITORY_FORM))
 }
 
-impl Repository {
-    fn folder(&self, root: &Path) -> PathBuf {
-        // No name has the sign, so that no repository lies within another one.
-        root.join(format!("{}@{}", self.name, self.revision))
-    }
-
-    fn url(&self, hub: &str, file: &str) -> String {
-        format!("{}/{}/resolve/{}/{file}", hub.trim_end_matches('/'), self.name, self.revision)
-    }
+fn folder_of(repository: &Repository, root: &Path) -> PathBuf {
+    // No name has the sign, so that no repository lies within another one.
+    root.join(format!("{}@{}", repository.name(), repository.revision()))
 }
 
 /// Fetches the files of all models that are not there yet, each until it succeeds or the service stops.
 pub(crate) async fn fetch_all(config: HubConfig, shutdown: Shutdown) {
     let Some(root) = config.folder.clone() else { return };
     let missing = config.models.iter().filter_map(|(model, repository)| {
-        let repository = repository.parse::<Repository>().ok()?;
-        (!is_placed(&repository.folder(&root))).then(|| (model.clone(), repository))
+        let repository = parsed(repository).ok()?;
+        (!is_placed(&folder_of(&repository, &root))).then(|| (model.clone(), repository))
     });
     let mut missing: Vec<(String, Repository)> = missing.collect();
     let mut wait = WAITS[0];
@@ -148,9 +118,9 @@ pub(crate) async fn fetch_all(config: HubConfig, shutdown: Shutdown) {
             let result = if fetched.is_ok() { "fetched" } else { "failed" };
             metrics::counter!(FETCHES, "result" => result).increment(1);
             match fetched {
-                Ok(()) => tracing::info!(%model, repository = %repository.name, "fetched a tokenizer"),
+                Ok(()) => tracing::info!(%model, %repository, "fetched a tokenizer"),
                 Err(error) => {
-                    tracing::warn!(%model, repository = %repository.name, %error, "failed to fetch a tokenizer");
+                    tracing::warn!(%model, %repository, %error, "failed to fetch a tokenizer");
                     failed.push((model, repository));
                 }
             }
@@ -168,63 +138,29 @@ pub(crate) async fn fetch_all(config: HubConfig, shutdown: Shutdown) {
 
 /// Fetches the files of a model to their place, where they are all at once.
 async fn fetch(config: &HubConfig, repository: &Repository, root: &Path) -> Result<()> {
-    let token = match &config.token_file {
+    let token = match config.token_file.clone() {
         None => None,
         Some(path) => {
-            let path = path.clone();
-            let read = tokio::task::spawn_blocking(move || fs::read_to_string(path)).await;
-            let read = read.map_err(|error| unavailable("read the hub's token", &error))?;
-            Some(read.map_err(|error| unavailable("read the hub's token", &error))?)
+            let read = tokio::task::spawn_blocking(move || Secret::read(&path)).await;
+            let token = read.map_err(|error| unavailable("read the hub's token", &error))??;
+            Some(Secret::from(token.expose().trim()))
         }
     };
-    let client = client(config)?;
+    let limit = TimeLimit::Whole(Duration::from_secs(config.timeout_s));
+    let client = HubClient::try_new(&config.url, token, limit)?;
     let mut files = Vec::new();
     for file in FILES {
-        let url = repository.url(&config.url, file);
-        let mut request = client.get(&url);
-        if let Some(token) = &token {
-            request = request.bearer_auth(token.trim());
-        }
-        let response =
-            request.send().await.map_err(|error| unavailable("reach the hub", &with_causes(&error)))?;
-        match response.status() {
-            StatusCode::OK => files.push((file, whole(response).await?)),
-            StatusCode::NOT_FOUND if file != FILES[0] => {}
-            status => return Err(unavailable("ask the hub", &format!("{status} for {url}"))),
+        if let Some(bytes) = client.small_file(repository, file, MAX_FILE_BYTES).await? {
+            files.push((file, bytes));
+        } else if file == FILES[0] {
+            return Err(unavailable("ask the hub", &format!("{repository} has no {file}")));
         }
     }
-    let folder = repository.folder(root);
+    let folder = folder_of(repository, root);
     let placed = tokio::task::spawn_blocking(move || place(&folder, &files)).await;
     placed
         .map_err(|error| unavailable("keep a tokenizer", &error))?
         .map_err(|error| unavailable("keep a tokenizer", &error))
-}
-
-fn client(config: &HubConfig) -> Result<Client> {
-    // The library takes the provider of the process; if there is one already, that is as good.
-    drop(rustls::crypto::ring::default_provider().install_default());
-    let builder = Client::builder()
-        .user_agent(concat!("kvik/", env!("CARGO_PKG_VERSION")))
-        // A redirect must not lead to a connection that others can read or change.
-        .https_only(config.url.starts_with("https://"))
-        .connect_timeout(Duration::from_secs(10))
-        .timeout(Duration::from_secs(config.timeout_s));
-    builder.build().map_err(|error| unavailable("make a client for the hub", &with_causes(&error)))
-}
-
-/// The body of an answer.
-async fn whole(mut response: reqwest::Response) -> Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    loop {
-        let chunk =
-            response.chunk().await.map_err(|error| unavailable("read from the hub", &with_causes(&error)))?;
-        let Some(chunk) = chunk else { return Ok(bytes) };
-        if bytes.len() + chunk.len() > MAX_FILE_BYTES {
-            let reason = format!("a file of more than {MAX_FILE_BYTES} bytes");
-            return Err(unavailable("read from the hub", &reason));
-        }
-        bytes.extend_from_slice(&chunk);
-    }
 }
 
 /// Writes files beside their folder and lets them appear there.
@@ -258,6 +194,15 @@ fn is_placed(folder: &Path) -> bool {
     folder.join(FILES[0]).try_exists().unwrap_or(false)
 }
 
+impl From<HubError> for IndexerError {
+    fn from(error: HubError) -> Self {
+        match error {
+            HubError::Unavailable { operation, reason } => Self::Unavailable { operation, reason },
+            refused => unavailable("ask the hub", &refused),
+        }
+    }
+}
+
 fn unavailable(operation: &'static str, reason: &dyn std::fmt::Display) -> IndexerError {
     IndexerError::Unavailable { operation, reason: reason.to_string() }
 }
@@ -267,17 +212,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_repository_is_a_name_that_leads_nowhere_else() {
-        let parsed = |text: &str| text.parse::<Repository>();
+    fn a_repository_has_a_folder_of_its_own_and_a_bad_name_is_refused() {
         let repository = parsed("meta-llama/Llama-3.1-8B@v1.0").unwrap();
-        assert_eq!(repository.folder(Path::new("/c")), Path::new("/c/meta-llama/Llama-3.1-8B@v1.0"));
-        let url = "http://hub/meta-llama/Llama-3.1-8B/resolve/v1.0/tokenizer.json";
-        assert_eq!(repository.url("http://hub/", "tokenizer.json"), url);
-        assert_eq!(parsed("gpt2").unwrap().revision, "main");
-        let long = "a".repeat(300);
-        for text in ["", "a/b/c", "../b", "a/..", "a/b@../c", "a/b@", "a b/c", "a/b?x", "/a", "a/", &long] {
-            assert!(matches!(parsed(text), Err(IndexerError::Invalid { .. })), "{text}");
-        }
+        let folder = folder_of(&repository, Path::new("/c"));
+        assert_eq!(folder, Path::new("/c/meta-llama/Llama-3.1-8B@v1.0"));
+        assert!(matches!(parsed("../b"), Err(IndexerError::Invalid { .. })));
     }
 
     #[test]

@@ -168,7 +168,13 @@ impl Model {
         self.blend.as_ref()
     }
 
-    /// The folder's name, or that of the bundled model.
+    /// The same model under another name, if there is one: the folder of a snapshot is named by a commit.
+    #[must_use]
+    pub fn with_name(self, name: Option<String>) -> Self {
+        Self { name: name.unwrap_or(self.name), ..self }
+    }
+
+    /// The folder's name unless another one was given, or that of the bundled model.
     pub fn name(&self) -> &str {
         &self.name
     }

@@ -7,6 +7,7 @@
 //! - [`telemetry`]: logs, metrics and traces.
 //! - [`shutdown`]: drain, then stop; every task has an owner that waits for it.
 //! - [`http`]: the server loop, plain or TLS, that lets connections finish.
+//! - [`hub`]: models by the names that they have on a model hub.
 //! - [`tls`]: the files of TLS towards other services.
 //! - [`terminal`]: tables, bars and colors. [`machine`]: cores and memory.
 //! - [`trust`]: which callers a listener serves.
@@ -25,6 +26,7 @@
 pub mod config;
 pub mod error;
 pub mod http;
+pub mod hub;
 pub mod machine;
 pub mod secret;
 pub mod shutdown;

@@ -6,8 +6,10 @@
 
 use std::borrow::Cow;
 use std::io::{self, IsTerminal, Write};
+use std::time::{Duration, Instant};
 
 use anstyle::{AnsiColor, Style};
+use kvik_types::ByteSize;
 
 /// The word `error:`.
 pub const ERROR: Style = AnsiColor::Red.on_default().bold();
@@ -20,6 +22,9 @@ pub const BAR: Style = AnsiColor::Cyan.on_default();
 
 /// Width of the longest bar, in characters.
 const BAR_WIDTH: usize = 16;
+
+/// Time between two drawings of a [`ProgressLine`].
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
 /// How the cells of a column are placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,6 +57,19 @@ pub struct Table {
 #[derive(Debug)]
 pub struct TextOutput {
     stdout: io::StdoutLock<'static>,
+    is_terminal: bool,
+}
+
+/// One line on standard error that follows a number of bytes; nothing if that is not a terminal.
+///
+/// The line is removed at the end.
+#[derive(Debug)]
+pub struct ProgressLine {
+    title: String,
+    n_bytes: u64,
+    n_done_bytes: u64,
+    /// When it was drawn last.
+    drawn: Option<Instant>,
     is_terminal: bool,
 }
 
@@ -156,6 +174,51 @@ impl TextOutput {
     }
 }
 
+// === impl ProgressLine ===
+
+impl ProgressLine {
+    /// A line for work of `n_bytes`.
+    pub fn new(title: &str, n_bytes: u64) -> Self {
+        let title = without_controls(title).into_owned();
+        Self { title, n_bytes, n_done_bytes: 0, drawn: None, is_terminal: stderr_is_terminal() }
+    }
+
+    /// Counts bytes that are done.
+    pub fn advance(&mut self, n_bytes: u64) {
+        self.n_done_bytes = self.n_done_bytes.saturating_add(n_bytes);
+        if self.is_terminal && self.drawn.is_none_or(|drawn| PROGRESS_INTERVAL <= drawn.elapsed()) {
+            self.drawn = Some(Instant::now());
+            Self::write(&self.text());
+        }
+    }
+
+    /// Counts bytes that must be done again.
+    pub fn retract(&mut self, n_bytes: u64) {
+        self.n_done_bytes = self.n_done_bytes.saturating_sub(n_bytes);
+    }
+
+    fn text(&self) -> String {
+        let share = self.n_done_bytes as f64 / self.n_bytes.max(1) as f64;
+        let (done, all) = (ByteSize(self.n_done_bytes), ByteSize(self.n_bytes));
+        format!("{}  {:<BAR_WIDTH$}  {done} of {all}", self.title, bar(share))
+    }
+
+    /// Puts a text in the place of the line.
+    fn write(text: &str) {
+        let mut stderr = io::stderr().lock();
+        // A terminal that is gone has no reader.
+        let _ = write!(stderr, "\r{text}\x1b[K").and_then(|()| stderr.flush());
+    }
+}
+
+impl Drop for ProgressLine {
+    fn drop(&mut self) {
+        if self.drawn.is_some() {
+            Self::write("");
+        }
+    }
+}
+
 /// Whether messages beside the results have a reader.
 pub fn stderr_is_terminal() -> bool {
     io::stderr().is_terminal()
@@ -226,6 +289,16 @@ mod tests {
         assert_eq!(bar(9.0 / 128.0), "\u{2588}\u{258f}");
         assert_eq!(bar(7.0).chars().count(), BAR_WIDTH);
         assert_eq!(bar(f64::NAN), "");
+    }
+
+    #[test]
+    fn a_line_of_progress_tells_what_is_done_of_how_much() {
+        let mut line = ProgressLine::new("fetching", 4 << 20);
+        line.is_terminal = false;
+        line.advance(3 << 20);
+        line.retract(1 << 20);
+        let bar = "\u{2588}".repeat(8);
+        assert_eq!(line.text(), format!("fetching  {bar}          2.0 MiB of 4.0 MiB"));
     }
 
     #[test]

@@ -13,6 +13,7 @@ use kvik_model::Selectors;
 use kvik_node::BlendingPlan;
 use kvik_proto::coordinator::WorkerRole;
 use kvik_runtime::http::{InvalidLimit, ListenLimits, TlsServerConfig};
+use kvik_runtime::hub::{HubError, ModelHubConfig};
 use kvik_runtime::secret::{Secret, redacted_url};
 use kvik_runtime::telemetry::TracingConfig;
 use kvik_runtime::tls::TlsClientFiles;
@@ -36,9 +37,12 @@ pub struct WorkerConfig {
     pub advertise: Option<String>,
     /// Name of the worker, unique among the live ones. Default: none, the host's name and the port.
     pub id: Option<String>,
-    /// Folder of the model. Default: none, the model that the binary carries.
+    /// Folder of the model, or its name on a model hub: `owner/name` or `owner/name@revision`. Default: none, the model that the
+    /// binary carries.
     pub model: Option<PathBuf>,
-    /// Name that clients ask for the model under. Default: none, the folder's name.
+    /// Where models come from that are named and not a folder. Default: the Hugging Face hub and its cache.
+    pub hub: ModelHubConfig,
+    /// Name that clients ask for the model under. Default: none, the folder's name, or the name on the hub without a revision.
     pub served_model_name: Option<String>,
     /// Device that the model runs on: `cpu`, or `cuda:0` for the first NVIDIA GPU that the process can see. Default: `cpu`.
     pub device: String,
@@ -127,6 +131,7 @@ impl Default for WorkerConfig {
             advertise: None,
             id: None,
             model: None,
+            hub: ModelHubConfig::default(),
             served_model_name: None,
             device: "cpu".to_owned(),
             kv_blocks: 0,
@@ -207,6 +212,12 @@ impl WorkerConfig {
                 check(fits, field, name, "1 to 256 bytes without control characters")?;
             }
         }
+        self.hub.validate().map_err(|error| match error {
+            HubError::InvalidConfig { field, value, allowed } => {
+                WorkerError::InvalidConfig { field, value, allowed }
+            }
+            other => WorkerError::Hub(other),
+        })?;
         self.backend("")?;
         self.blend()?;
         self.memory.validate()?;

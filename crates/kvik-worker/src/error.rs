@@ -31,6 +31,9 @@ pub enum WorkerError {
     /// The TLS towards coordinators cannot be used.
     #[error(transparent)]
     Client(#[from] kvik_proto::client::ClientError),
+    /// The model is neither a folder nor to be had from a hub.
+    #[error("find the model: {0}")]
+    Hub(#[from] kvik_runtime::hub::HubError),
     /// The model cannot be loaded.
     #[error("load the model: {0}")]
     Model(#[from] ModelError),

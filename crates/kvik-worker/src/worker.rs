@@ -9,6 +9,7 @@ use kvik_node::{KEPT_BYTES, KvLog, LoggedChunks};
 use kvik_proto::client::{CoordinatorClient, HttpClient, TlsClientConfig, http_client};
 use kvik_proto::kv_stream::BlockGroup;
 use kvik_runtime::http::{listen, serve, tls_acceptor};
+use kvik_runtime::hub::find_model;
 use kvik_runtime::shutdown::Shutdown;
 use kvik_runtime::telemetry::Tracer;
 use kvik_runtime::tls::TlsClientPem;
@@ -193,7 +194,8 @@ async fn load(
     shutdown: &Shutdown,
 ) -> Result<(Arc<Loaded>, std::thread::JoinHandle<()>, UnusedTickets)> {
     let config = state.config.clone();
-    let loading = tokio::task::spawn_blocking(move || load_engine(&config));
+    let stopping = shutdown.clone();
+    let loading = tokio::task::spawn_blocking(move || load_engine(&config, &stopping));
     let (model, engine, store, space) = tokio::select! {
         loaded = loading => loaded.map_err(|_| WorkerError::Stopped)??,
         () = shutdown.stopping() => return Err(WorkerError::Stopped),
@@ -266,9 +268,15 @@ fn chunk_group(space: &Space) -> BlockGroup {
     BlockGroup { number: CHUNKS, block_tokens: space.chunk_tokens() as u32, root: space.root() }
 }
 
-fn load_engine(config: &WorkerConfig) -> Result<(Model, Engine, Option<WorkerStore>, Option<Space>)> {
+fn load_engine(
+    config: &WorkerConfig,
+    shutdown: &Shutdown,
+) -> Result<(Model, Engine, Option<WorkerStore>, Option<Space>)> {
     let model = match &config.model {
-        Some(folder) => Model::open(folder)?,
+        Some(given) => {
+            let found = find_model(given, &config.hub, shutdown)?;
+            Model::open(&found.folder)?.with_name(found.name)
+        }
         None => Model::bundled()?,
     };
     let backend = config.backend(config.given_id().unwrap_or(&config.listen))?;

@@ -221,8 +221,9 @@ pub(crate) enum ModelShape {
 #[derive(Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct GenerateArguments {
-    /// Model folder: config.json, safetensors, tokenizer.json [default: the bundled kvik-tiny]
-    #[arg(long, value_name = "DIR")]
+    /// Model: a folder with config.json, safetensors and tokenizer.json, or `owner/name[@revision]` of a model hub
+    /// [default: the bundled kvik-tiny]
+    #[arg(long, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
 
     /// Text to continue; `-` reads standard input, less one line break at its end
@@ -327,8 +328,9 @@ pub(crate) struct EngineArguments {
 #[derive(Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct InspectArguments {
-    /// Model folder: config.json, safetensors, tokenizer.json [default: the bundled kvik-tiny]
-    #[arg(value_name = "DIR")]
+    /// Model: a folder with config.json, safetensors and tokenizer.json, or `owner/name[@revision]` of a model hub
+    /// [default: the bundled kvik-tiny]
+    #[arg(value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
 
     /// Print one JSON object instead of a table
@@ -420,8 +422,8 @@ pub(crate) struct UpArguments {
     #[arg(long, value_name = "ROLE=N,...", conflicts_with = "workers", value_parser = parse_roles)]
     pub(crate) roles: Option<WorkerRoles>,
 
-    /// Model folder [default: the bundled kvik-tiny]
-    #[arg(long, value_name = "DIR")]
+    /// Model: a folder, or `owner/name[@revision]` of a model hub [default: the bundled kvik-tiny]
+    #[arg(long, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
 
     /// Device that all workers run on: `cpu`, or `cuda:N` for an NVIDIA GPU [default: cpu]
@@ -461,7 +463,7 @@ pub(crate) struct DemoArguments {
     #[arg(long, value_name = "URL")]
     pub(crate) gateway: Option<String>,
 
-    /// Model that requests name
+    /// Model that requests name; without --gateway also a folder or `owner/name[@revision]` of a model hub, which the workers run
     #[arg(long, value_name = "NAME", default_value = "kvik-tiny")]
     pub(crate) model: String,
 
@@ -501,8 +503,8 @@ pub(crate) struct WorkerArguments {
     #[arg(long, value_name = "NAME")]
     pub(crate) id: Option<String>,
 
-    /// Model folder [default: the bundled kvik-tiny]
-    #[arg(long, value_name = "DIR")]
+    /// Model: a folder, or `owner/name[@revision]` of a model hub [default: the bundled kvik-tiny]
+    #[arg(long, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
 
     /// Coordinator to register with; may be repeated [default: none]

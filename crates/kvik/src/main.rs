@@ -33,6 +33,7 @@ use kvik_epp::EppError;
 use kvik_gateway::GatewayError;
 use kvik_model::ModelError;
 use kvik_node::NodeError;
+use kvik_runtime::hub::HubError;
 use kvik_runtime::terminal;
 use kvik_tokens::TokensError;
 use kvik_worker::WorkerError;
@@ -166,10 +167,12 @@ fn exit_code(error: &anyhow::Error) -> u8 {
 fn is_refused_setting(error: &anyhow::Error) -> bool {
     let is_worker = error.downcast_ref().is_some_and(|error| match error {
         WorkerError::InvalidConfig { .. } => true,
+        WorkerError::Hub(error) => error.is_refused_input(),
         WorkerError::Node(error) => error.is_refused_setting(),
         _ => false,
     });
     is_worker
+        || error.downcast_ref().is_some_and(HubError::is_refused_input)
         || error.downcast_ref().is_some_and(NodeError::is_refused_setting)
         || error.downcast_ref().is_some_and(EnginesError::is_refused_setting)
         || error.downcast_ref().is_some_and(EppError::is_refused_setting)

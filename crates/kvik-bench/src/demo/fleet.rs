@@ -2,10 +2,10 @@
 //!
 //! Separate processes, so that one of them can be killed as a machine dies. Children end with their [`Fleet`].
 
-use std::path::Path;
-
 use kvik_runtime::machine::n_cores;
+use serde_json::json;
 
+use super::DemoOptions;
 use crate::role::Role;
 
 /// Token blocks of 16 tokens in each engine: about four of the documents.
@@ -35,14 +35,10 @@ pub(super) struct Fleet {
 }
 
 impl Fleet {
-    /// Starts all roles with `n_workers` workers that keep chunks under `folder`, and waits until requests can be served.
-    pub(super) fn start(
-        program: &Path,
-        folder: &Path,
-        n_workers: usize,
-        features: Features,
-    ) -> anyhow::Result<Self> {
-        let role = |name: &str| Role::command(program, name);
+    /// Starts all roles, with workers that keep chunks under the demo's folder, and waits until requests can be served.
+    pub(super) fn start(options: &DemoOptions, features: Features) -> anyhow::Result<Self> {
+        let (folder, n_workers) = (&options.folder, options.n_workers);
+        let role = |name: &str| Role::command(&options.program, name);
         let mut command = role("coordinator");
         // A dead worker is missed within a second.
         command.args(["--set", "heartbeat_interval_ms=200", "--set", "slow_start_ms=0"]);
@@ -63,6 +59,10 @@ impl Fleet {
                 "--kv-blocks",
                 KV_BLOCKS,
             ]);
+            if let Some(model) = &options.model_folder {
+                let name = json!(options.model);
+                command.arg("--model").arg(model).args(["--set", &format!("served_model_name={name}")]);
+            }
             if features == Features::All {
                 let nvme = format!("{}:{NVME_BYTES}", folder.join(&id).display());
                 let remote = format!("file://{}", folder.join("remote").display());
@@ -72,6 +72,11 @@ impl Fleet {
         }
         let mut command = role("gateway");
         command.args(["--coordinator", &base, "--set", "health.interval_ms=200"]);
+        if let Some(model) = &options.model_folder {
+            // By its name, which may have dots.
+            let tokenizers = json!({ &options.model: model });
+            command.args(["--set", &format!("index.tokenizers.models={tokenizers}")]);
+        }
         if features == Features::None {
             command.args(["--set", "index.enabled=false", "--set", "routing.kv_aware=false"]);
         }

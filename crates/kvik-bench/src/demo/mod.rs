@@ -40,6 +40,8 @@ pub struct DemoOptions {
     pub gateway: Option<String>,
     /// The model that requests name.
     pub model: String,
+    /// Folder of the model that the workers of the demo's own fleet run; `None`: the bundled one.
+    pub model_folder: Option<PathBuf>,
     /// Workers of the demo's own fleet, at least 2: one of them is killed.
     pub n_workers: usize,
     /// Conversations at a time.
@@ -111,7 +113,7 @@ async fn measure(
         None
     } else {
         let features = if run == Run::With { Features::All } else { Features::None };
-        Some(Fleet::start(&options.program, &options.folder, options.n_workers, features)?)
+        Some(Fleet::start(options, features)?)
     };
     let gateway = match (&options.gateway, &fleet) {
         (Some(gateway), _) => gateway.trim_end_matches('/').to_owned(),

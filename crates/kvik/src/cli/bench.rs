@@ -50,8 +50,9 @@ pub(crate) enum BenchCommand {
 #[derive(Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct BenchEngineArguments {
-    /// Model folder: config.json, safetensors, tokenizer.json [default: the bundled kvik-tiny]
-    #[arg(long, value_name = "DIR")]
+    /// Model: a folder with config.json, safetensors and tokenizer.json, or `owner/name[@revision]` of a model hub
+    /// [default: the bundled kvik-tiny]
+    #[arg(long, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
 
     /// Batch sizes in sequences, 1 to 1024, separated by commas
@@ -177,8 +178,8 @@ pub(crate) struct BenchMemoryArguments {
 #[derive(Debug, Args)]
 #[command(after_help = EXIT_CODES)]
 pub(crate) struct BenchSharingArguments {
-    /// Folder of the model that all workers run [default: the bundled kvik-tiny]
-    #[arg(long, value_name = "DIR")]
+    /// Model that all workers run: a folder, or `owner/name[@revision]` of a model hub [default: the bundled kvik-tiny]
+    #[arg(long, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
 
     /// Device that the models run on: `cpu`, or `cuda:N` for an NVIDIA GPU

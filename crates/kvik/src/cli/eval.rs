@@ -21,8 +21,9 @@ pub(crate) struct EvalNotesArguments {
     #[arg(long, value_name = "FILE")]
     pub(crate) file: PathBuf,
 
-    /// Model folder: config.json, safetensors, tokenizer.json [default: the bundled kvik-tiny]
-    #[arg(long, value_name = "DIR")]
+    /// Model: a folder with config.json, safetensors and tokenizer.json, or `owner/name[@revision]` of a model hub
+    /// [default: the bundled kvik-tiny]
+    #[arg(long, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
 
     /// Compute every note alone, and these of its tokens again: none, all, first:TOKENS, random:RATIO,

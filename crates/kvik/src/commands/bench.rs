@@ -10,7 +10,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use kvik_bench::replay::Policy;
 use kvik_bench::sim::{Trace, synthetic::Chats};
 
-use super::{check_kv_blocks, default_kv_dtype, open_model, print_json};
+use super::{check_kv_blocks, default_kv_dtype, find_model, open_model, print_json};
 use crate::cli::bench::{
     BenchBlendArguments, BenchCodecArguments, BenchEdgesArguments, BenchEngineArguments, BenchEppArguments,
     BenchGatewayArguments, BenchIndexArguments, BenchMemoryArguments, BenchMemoryPeerArguments,
@@ -183,11 +183,12 @@ pub(crate) fn moving(arguments: &BenchMovingArguments) -> anyhow::Result<()> {
 
 /// Runs `kvik bench sharing`.
 pub(crate) fn sharing(arguments: &BenchSharingArguments) -> anyhow::Result<()> {
+    let model = arguments.model.as_deref().map(find_model).transpose()?;
     let scratch = ScratchFolder::create("sharing", false).context("make a folder for the ledger")?;
     let mut bench = SharingBench::try_new(SharingBenchOptions {
         program: std::env::current_exe().context("find this program")?,
         folder: scratch.path().to_owned(),
-        model: arguments.model.clone(),
+        model: model.map(|model| model.folder),
         device: arguments.device,
         is_quick: arguments.quick,
     })?;

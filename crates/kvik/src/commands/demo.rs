@@ -1,6 +1,7 @@
 //! `kvik demo`: a load with and without kvik, live on the terminal, then as a table and a picture.
 
 use std::io::Write as _;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -11,11 +12,13 @@ use kvik_bench::machine::Machine;
 use kvik_bench::report::Report;
 use kvik_runtime::terminal::{self, Align, Column, DIMMED, TITLE, Table};
 
-use super::print_json;
 use super::service::InvalidInput;
+use super::{check_folder, find_model, print_json};
 use crate::cli::DemoArguments;
 use crate::scratch::ScratchFolder;
 
+/// The model that workers carry.
+const BUNDLED_MODEL: &str = "kvik-tiny";
 /// Medians that the line of bars shows.
 const N_BARS: usize = 40;
 /// From low to high.
@@ -37,12 +40,14 @@ pub(crate) fn run(arguments: &DemoArguments) -> anyhow::Result<()> {
         let message = format!("read --gateway: `{gateway}`; allowed: http://HOST:PORT");
         return Err(InvalidInput::new(message).into());
     }
+    let (model, model_folder) = model(arguments)?;
     let scratch = ScratchFolder::create("demo", false).context("make a folder for the tiers")?;
     let options = DemoOptions {
         program: std::env::current_exe().context("find this program")?,
         folder: scratch.path().to_owned(),
         gateway: arguments.gateway.clone(),
-        model: arguments.model.clone(),
+        model,
+        model_folder,
         n_workers: arguments.workers.into(),
         n_clients: arguments.clients.into(),
         duration: Duration::from_secs(arguments.seconds.into()),
@@ -72,6 +77,19 @@ pub(crate) fn run(arguments: &DemoArguments) -> anyhow::Result<()> {
         return print_json(&report);
     }
     print(&outcome, arguments).context("write to standard output")
+}
+
+/// The name that requests give the model, and the folder of one that workers do not carry.
+fn model(arguments: &DemoArguments) -> anyhow::Result<(String, Option<PathBuf>)> {
+    let given = &arguments.model;
+    if arguments.gateway.is_some() || given == BUNDLED_MODEL {
+        return Ok((given.clone(), None));
+    }
+    // Before the workers start, which wait for it no longer than for a model on disk.
+    let found = find_model(Path::new(given))?;
+    check_folder(&found.folder).context("open the model")?;
+    let name = found.name.or_else(|| Some(found.folder.file_name()?.to_str()?.to_owned()));
+    Ok((name.unwrap_or_else(|| given.clone()), Some(found.folder)))
 }
 
 fn print(outcome: &DemoOutcome, arguments: &DemoArguments) -> std::io::Result<()> {

@@ -24,16 +24,32 @@ use std::path::Path;
 
 use anyhow::Context;
 use kvik_model::{BLOCK_TOKENS, DeviceName, Model, ModelConfig, ModelError};
+use kvik_runtime::hub::{self, FoundModel, ModelHubConfig};
+use kvik_runtime::shutdown::Shutdown;
 use kvik_types::{ByteSize, Dtype};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-/// Opens the model folder, or the bundled model.
-fn open_model(folder: Option<&Path>) -> anyhow::Result<Model> {
-    let model = match folder {
-        None => Model::bundled(),
-        Some(folder) => check_folder(folder).and_then(|()| Model::open(folder)),
-    };
-    model.context("open the model")
+use service::Flags;
+
+/// The settings of a worker that commands without a worker read too.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+struct HubSettings {
+    hub: ModelHubConfig,
+}
+
+/// Opens the model folder, a model of a hub by its name, or the bundled model.
+fn open_model(given: Option<&Path>) -> anyhow::Result<Model> {
+    let Some(given) = given else { return Model::bundled().context("open the model") };
+    let found = find_model(given)?;
+    let model = check_folder(&found.folder).and_then(|()| Model::open(&found.folder));
+    model.map(|model| model.with_name(found.name)).context("open the model")
+}
+
+/// Finds the folder of a model, which is fetched if it is one of a hub and not here; the environment says from where.
+fn find_model(given: &Path) -> anyhow::Result<FoundModel> {
+    let settings = service::load::<HubSettings>("worker", None, Flags::default(), &[])?.value;
+    hub::find_model(given, &settings.hub, &Shutdown::new()).context("open the model")
 }
 
 /// Refuses what is not a folder in words that fit better than "has no config.json".

@@ -19,6 +19,7 @@ use kvik_coordinator::{Coordinator, CoordinatorConfig};
 use kvik_gateway::{Gateway, GatewayConfig};
 use kvik_model::{DeviceName, Model};
 use kvik_node::{DaemonConfig, StoreDaemon};
+use kvik_runtime::hub::find_model;
 use kvik_runtime::machine;
 use kvik_runtime::shutdown::Shutdown;
 use kvik_runtime::terminal::{DIMMED, TITLE};
@@ -179,11 +180,17 @@ async fn serve(
     is_bundled: bool,
     shutdown: Shutdown,
 ) -> anyhow::Result<()> {
-    let tokenizer = match workers.first().and_then(|config| config.model.as_deref()) {
-        Some(folder) => Arc::new(Tokenizer::open(folder).context("open the model's tokenizer")?),
-        None => Arc::clone(Model::bundled()?.tokenizer()),
-    };
     shutdown.listen_for_signals(GRACE);
+    let tokenizer = match workers.first() {
+        Some(WorkerConfig { model: Some(model), hub, .. }) => {
+            // Once, before all workers ask for it.
+            let (model, hub, stopping) = (model.clone(), hub.clone(), shutdown.clone());
+            let finding = tokio::task::spawn_blocking(move || find_model(&model, &hub, &stopping));
+            let folder = finding.await.context("find the model")?.context("find the model")?.folder;
+            Arc::new(Tokenizer::open(&folder).context("open the model's tokenizer")?)
+        }
+        _ => Arc::clone(Model::bundled()?.tokenizer()),
+    };
     // Each role ends at its own time.
     let (gateway_end, workers_end, coordinator_end) = (Shutdown::new(), Shutdown::new(), Shutdown::new());
     let running_coordinator =

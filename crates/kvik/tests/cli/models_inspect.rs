@@ -1,8 +1,10 @@
 //! `kvik models inspect`.
 
+use std::os::unix::fs::symlink;
+
 use serde_json::json;
 
-use super::support::{ModelFolder, bundled_folder, run};
+use super::support::{ModelFolder, bundled_folder, kvik, run};
 
 fn inspect(model: &ModelFolder) -> String {
     let text = run(["models".as_ref(), "inspect".as_ref(), model.path().as_os_str()]).success();
@@ -20,6 +22,35 @@ fn a_folder_is_described_like_the_bundled_model() {
     let folder = bundled_folder();
     let answer = run(["models".as_ref(), "inspect".as_ref(), folder.as_os_str()]);
     assert_eq!(answer.success(), run(["models", "inspect"]).success());
+}
+
+#[test]
+fn a_model_of_a_hub_is_found_in_the_cache_by_its_name() {
+    let cache = tempfile::tempdir().unwrap();
+    let folder = cache.path().join("models--owner--tiny");
+    for name in ["refs", "snapshots"] {
+        std::fs::create_dir_all(folder.join(name)).unwrap();
+    }
+    std::fs::write(folder.join("refs/v1"), "c0ffee").unwrap();
+    symlink(std::fs::canonicalize(bundled_folder()).unwrap(), folder.join("snapshots/c0ffee")).unwrap();
+    let inspect = |name: &str| {
+        let mut command = kvik();
+        command
+            .args(["models", "inspect", name])
+            .env("HF_HUB_CACHE", cache.path())
+            .env("HF_HUB_OFFLINE", "1");
+        let output = command.output().unwrap();
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        (output.status.code(), text(output.stdout), text(output.stderr))
+    };
+    let expected = run(["models", "inspect"]).success().replacen("kvik-tiny", "owner/tiny", 1);
+    assert_eq!(inspect("owner/tiny@v1"), (Some(0), expected, String::new()));
+    let (code, _, message) = inspect("owner/tiny");
+    assert_eq!(code, Some(3));
+    assert!(
+        message.contains("owner/tiny is no folder and is not in ") && message.contains("HF_HUB_OFFLINE"),
+        "{message}"
+    );
 }
 
 #[test]

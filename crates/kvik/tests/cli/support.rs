@@ -26,7 +26,8 @@ pub(crate) struct ModelFolder {
 /// The binary, without what the caller's environment would change in its answers.
 pub(crate) fn kvik() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvik"));
-    for name in ["CLICOLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES"] {
+    let of_hub = ["HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "HF_TOKEN_PATH"];
+    for name in ["CLICOLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES"].into_iter().chain(of_hub) {
         command.env_remove(name);
     }
     command.env("NO_COLOR", "1");
