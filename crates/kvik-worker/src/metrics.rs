@@ -43,8 +43,11 @@
 //! | `kvik_store_indexed_chunks`, `kvik_store_index_bytes` | gauge | chunks that the store knows, and what knowing them takes |
 //! | `kvik_store_copy_queue_bytes` | gauge | KV of ended sequences that is not copied into the store yet |
 //! | `kvik_store_<count>_total` | counter | the counts of `GET /cache/stats`, such as `kvik_store_hit_tokens_ram_total` |
+//! | `kvik_worker_device_memory_used_bytes`, `kvik_worker_device_memory_capacity_bytes` | gauge | memory of the GPU that all processes use, and all of it; only on a GPU, as its driver tells |
+//! | `kvik_worker_device_utilization` | gauge | share of the last moments in which the GPU computed, 0 to 1, for whatever process; only on a GPU |
 //! | `kvik_worker_registered` | gauge | 1 while a coordinator knows the worker |
 
+use kvik_model::DeviceUsage;
 use kvik_node::publish_store;
 use kvik_proto::cache::CacheStats;
 use kvik_proto::openai::CachedTiers;
@@ -194,6 +197,17 @@ impl WorkerMetrics {
     /// The state of the store below the engine.
     pub(crate) fn store(&self, stats: &CacheStats) {
         publish_store(&self.labels, stats);
+    }
+
+    /// What the device is doing; what it does not tell is not shown.
+    pub(crate) fn device(&self, usage: DeviceUsage) {
+        if let Some((used, capacity)) = usage.memory_bytes {
+            gauge!("kvik_worker_device_memory_used_bytes", &self.labels).set(used as f64);
+            gauge!("kvik_worker_device_memory_capacity_bytes", &self.labels).set(capacity as f64);
+        }
+        if let Some(busy) = usage.busy {
+            gauge!("kvik_worker_device_utilization", &self.labels).set(busy);
+        }
     }
 
     fn count(&self, name: &'static str, label: &'static str, value: String) {

@@ -4,6 +4,7 @@ use std::hash::{BuildHasher as _, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use kvik_model::DeviceMonitor;
 use kvik_node::KvLog;
 use kvik_tokens::{AddSpecial, ChatMessage, ChatOptions, Tokenizer};
 use kvik_types::Dtype;
@@ -76,6 +77,8 @@ pub(crate) struct Loaded {
     pub(crate) chunk_watch: Mutex<Option<ChunkWatch>>,
     /// Its administration.
     pub(crate) store_admin: Option<StoreAdmin>,
+    /// Tells what the device is doing, if that is a GPU and its driver knows.
+    pub(crate) device: Option<Arc<DeviceMonitor>>,
     /// What is held, as it changes.
     pub(crate) kv_log: Arc<KvLog>,
     /// The name that clients ask for.

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use kvik_model::{BLOCK_TOKENS, BackendOptions, Engine, EngineOptions, Model, ModelError};
+use kvik_model::{BLOCK_TOKENS, BackendOptions, DeviceMonitor, Engine, EngineOptions, Model, ModelError};
 use kvik_node::{KEPT_BYTES, KvLog, LoggedChunks};
 use kvik_proto::client::{CoordinatorClient, HttpClient, TlsClientConfig, http_client};
 use kvik_proto::kv_stream::BlockGroup;
@@ -195,8 +195,11 @@ async fn load(
 ) -> Result<(Arc<Loaded>, std::thread::JoinHandle<()>, UnusedTickets)> {
     let config = state.config.clone();
     let stopping = shutdown.clone();
-    let loading = tokio::task::spawn_blocking(move || load_engine(&config, &stopping));
-    let (model, engine, store, space) = tokio::select! {
+    let loading = tokio::task::spawn_blocking(move || {
+        let loaded = load_engine(&config, &stopping)?;
+        Ok::<_, WorkerError>((loaded, device_monitor(&config)?))
+    });
+    let ((model, engine, store, space), device) = tokio::select! {
         loaded = loading => loaded.map_err(|_| WorkerError::Stopped)??,
         () = shutdown.stopping() => return Err(WorkerError::Stopped),
     };
@@ -246,6 +249,7 @@ async fn load(
         store: for_engine,
         chunk_watch: Mutex::new(chunk_watch),
         store_admin,
+        device,
         kv_log,
         max_tokens,
         // Everything that decides the bits of an answer, given its request.
@@ -296,6 +300,14 @@ fn load_engine(
     let store = WorkerStore::open(&store_config, &engine)?;
     let space = store.as_ref().and_then(WorkerStore::space);
     Ok((model, engine, store, space))
+}
+
+/// What watches the device of a worker on a GPU.
+fn device_monitor(config: &WorkerConfig) -> Result<Option<Arc<DeviceMonitor>>> {
+    Ok(match config.backend("")? {
+        BackendOptions::Cpu(_) => None,
+        BackendOptions::Cuda(cuda) => DeviceMonitor::open(cuda.ordinal).map(Arc::new),
+    })
 }
 
 /// The tokens of the text that stands before segments.

@@ -11,7 +11,7 @@ mod place;
 mod tensors;
 
 pub use cpu::{CpuBackend, CpuBackendOptions};
-pub use cuda::{CudaBackend, CudaBackendOptions};
+pub use cuda::{CudaBackend, CudaBackendOptions, DeviceMonitor, DeviceUsage};
 pub use place::{DeviceName, KvSize};
 
 use std::ops::Range;

@@ -7,7 +7,7 @@ use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusHandle};
 
 use crate::error::{Result, RuntimeError};
 use crate::shutdown::Shutdown;
-use crate::telemetry::series;
+use crate::telemetry::{process, series};
 
 /// Bounds of latency histograms in seconds: from a routing decision to a long answer.
 const LATENCY_BUCKETS: &[f64] = &[
@@ -60,6 +60,7 @@ pub fn render_metrics() -> String {
         handle.run_upkeep();
         let mut text = handle.render();
         series::render(&mut text);
+        process::render(&mut text);
         text
     })
 }

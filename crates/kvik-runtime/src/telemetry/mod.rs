@@ -6,6 +6,7 @@
 
 mod logs;
 mod metrics;
+mod process;
 mod series;
 mod trace;
 

@@ -37,10 +37,15 @@ pub(super) async fn ready(State(state): Shared) -> Answer {
 
 /// `GET /metrics`: those of the whole process, in Prometheus' text format.
 pub(super) async fn metrics(State(state): Shared) -> Response {
-    if let Ok(loaded) = state.loaded()
-        && let Some(stats) = loaded.store_admin.as_ref().and_then(StoreAdmin::stats_in_process)
-    {
-        loaded.metrics.store(&stats);
+    if let Ok(loaded) = state.loaded() {
+        if let Some(stats) = loaded.store_admin.as_ref().and_then(StoreAdmin::stats_in_process) {
+            loaded.metrics.store(&stats);
+        }
+        if let Some(device) = loaded.device.clone() {
+            // The driver may take its time.
+            let usage = tokio::task::spawn_blocking(move || device.read()).await;
+            loaded.metrics.device(usage.unwrap_or_default());
+        }
     }
     typed(StatusCode::OK, "text/plain; version=0.0.4", Body::from(render_metrics()))
 }

@@ -156,6 +156,8 @@ async fn metrics_have_the_names_that_dashboards_know() {
         "kvik_worker_kv_blocks_cached{model_name=\"kvik-tiny\",engine=\"measured\"} ",
         "kvik_worker_kv_blocks_evicted_total{model_name=\"kvik-tiny\",engine=\"measured\"} 0",
         "kvik_worker_kv_blocks_given_back_total{model_name=\"kvik-tiny\",engine=\"measured\"} 0",
+        "process_cpu_seconds_total ",
+        "process_resident_memory_bytes ",
         "kvik_worker_refused_total{model_name=\"kvik-tiny\",engine=\"measured\",status=\"400\"} 1",
     ] {
         assert!(text.contains(line), "{line} is missing in:\n{text}");
