@@ -199,7 +199,7 @@ impl Sample {
         let n_blocks = sequence.n_blocks().min(CHUNK_TOKENS / kvik_model::BLOCK_TOKENS);
         let mut raw = vec![0; sequence.n_layers() * n_blocks * block_bytes];
         for (idx, block) in raw.chunks_exact_mut(block_bytes).enumerate() {
-            sequence.read_block(idx / n_blocks, idx % n_blocks, block);
+            sequence.read_block(idx / n_blocks, idx % n_blocks, block)?;
         }
         let shape = ChunkShape::of_layout_name(
             &engine.kv_layout(),

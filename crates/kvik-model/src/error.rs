@@ -99,6 +99,12 @@ pub enum ModelError {
         /// What driver or compiler said.
         reason: String,
     },
+    /// The device failed while it computed or copied: nothing that is on it can be trusted, and the engine does nothing more.
+    #[error("the device is lost: {reason}")]
+    DeviceLost {
+        /// The call that failed, and what the driver said.
+        reason: String,
+    },
     /// The forward pass gave logits that are not numbers; the weights are damaged.
     #[error("the model's logits are not finite at position {position}; the weights are damaged")]
     NotFinite {

@@ -240,8 +240,8 @@ fn a_copied_block_holds_the_keys_and_values_of_the_original() {
         let mut backend = model.backend(&options);
         let expected = whole(&mut backend, &prompt);
         forward_alone(&mut backend, &prompt[..25], 0, &blocks([2, 3]), 0);
-        backend.copy_block(BlockId::new(2), BlockId::new(6));
-        backend.copy_block(BlockId::new(3), BlockId::new(5));
+        backend.copy_block(BlockId::new(2), BlockId::new(6)).unwrap();
+        backend.copy_block(BlockId::new(3), BlockId::new(5)).unwrap();
         // Other tokens where the copies came from.
         let other = tokens(model.config.vocab_size, 32, 10);
         forward_alone(&mut backend, &other, 0, &blocks([2, 3]), 0);

@@ -303,21 +303,21 @@ fn blocks_go_out_and_in_as_they_are_and_tokens_go_on_from_them() {
     for kv_dtype in KV_DTYPES {
         let (mut from, mut to) = (backend(&model, 8, kv_dtype), backend(&model, 16, kv_dtype));
         let expected = whole(&mut from, &prompt);
-        let pinned = from.pin_blocks(&blocks(0..4));
+        let pinned = from.pin_blocks(&blocks(0..4)).unwrap();
         let mut bytes = vec![0; from.block_layer_bytes()];
         for layer_idx in 0..model.config.n_layers {
             for block in 0..3 {
-                pinned.read_block(layer_idx, block as usize, &mut bytes);
+                pinned.read_block(layer_idx, block as usize, &mut bytes).unwrap();
                 to.import_block(layer_idx, BlockId::new(12 - block), &bytes).unwrap();
             }
-            let kv = from.export_kv(layer_idx, &blocks(0..4), 48);
-            assert_eq!(kv, to.export_kv(layer_idx, &blocks([12, 11, 10]), 48));
+            let kv = from.export_kv(layer_idx, &blocks(0..4), 48).unwrap();
+            assert_eq!(kv, to.export_kv(layer_idx, &blocks([12, 11, 10]), 48).unwrap());
             to.import_kv(layer_idx, &blocks([1, 2, 3]), &kv).unwrap();
-            assert_eq!(kv, to.export_kv(layer_idx, &blocks([1, 2, 3]), 48));
+            assert_eq!(kv, to.export_kv(layer_idx, &blocks([1, 2, 3]), 48).unwrap());
         }
         let actual = forward_alone(&mut to, &prompt[48..], 48, &blocks([12, 11, 10, 9]), 16);
         assert!(actual == expected[48..], "{kv_dtype} imported");
-        to.copy_block(BlockId::new(3), BlockId::new(5));
+        to.copy_block(BlockId::new(3), BlockId::new(5)).unwrap();
         let actual = forward_alone(&mut to, &prompt[48..], 48, &blocks([1, 2, 5, 6]), 16);
         assert!(actual == expected[48..], "{kv_dtype} copied");
     }
@@ -346,7 +346,7 @@ fn blocks_come_in_beside_passes_and_tokens_go_on_from_them() {
         whole(&mut from, &prompt);
         let block_of = |layer_idx, block| {
             let mut bytes = vec![0; from.block_layer_bytes()];
-            from.export_block(layer_idx, BlockId::new(block), &mut bytes);
+            from.export_block(layer_idx, BlockId::new(block), &mut bytes).unwrap();
             bytes
         };
         let layers = (0..model.config.n_layers).map(|idx| (0..3).map(|block| block_of(idx, block)).collect());

@@ -83,7 +83,7 @@ fn copy_blocks(from: &mut Engine, id: RequestId, to: &mut Engine, prompt: &[u32]
         let mut first_block = staged.n_blocks;
         while let Some(lent) = from.lend_blocks(id, choice, first_block, 2) {
             let mut kv = Vec::new();
-            lent.read(0..lent.n_blocks(), &mut kv);
+            lent.read(0..lent.n_blocks(), &mut kv).unwrap();
             let staged = to.stage_blocks(stage, first_block, lent.tokens(), &kv).unwrap();
             assert_eq!(staged.n_blocks, first_block + lent.n_blocks());
             first_block = staged.n_blocks;

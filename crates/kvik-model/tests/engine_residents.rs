@@ -171,7 +171,7 @@ fn exported_kv_continues_in_another_engine_to_the_same_bits() {
     let mut source = engine(&model, 64);
     let (output, _) = generate(&mut source, &prompt, 5, named("moving"));
     let n_layers = model.config().n_layers;
-    let kv = source.export_kv("moving", 0..n_layers).unwrap();
+    let kv = source.export_kv("moving", 0..n_layers).unwrap().unwrap();
     let mut destination = engine(&model, 64);
     destination.import_kv("moving", &kv).unwrap();
     let next: Vec<u32> = prompt.iter().chain(&output).copied().collect();
@@ -179,7 +179,9 @@ fn exported_kv_continues_in_another_engine_to_the_same_bits() {
     assert_eq!(usage.cached_tokens, kv.tokens.len());
     let (stayed, _) = generate(&mut source, &next, 20, named("moving"));
     assert_eq!(moved, stayed);
-    assert_eq!(destination.export_kv("moving", 0..n_layers), source.export_kv("moving", 0..n_layers));
+    let [moved, kept] =
+        [&mut destination, &mut source].map(|engine| engine.export_kv("moving", 0..n_layers).unwrap());
+    assert_eq!(moved, kept);
 }
 
 #[test]
@@ -188,7 +190,7 @@ fn imported_kv_is_found_by_name_alone() {
     let prompt: Vec<u32> = (0..50).map(|token| token + 60).collect();
     let mut source = engine(&model, 64);
     generate(&mut source, &prompt, 2, named("a"));
-    let mut kv = source.export_kv("a", 0..model.config().n_layers).unwrap();
+    let mut kv = source.export_kv("a", 0..model.config().n_layers).unwrap().unwrap();
     // Foreign KV that is wrong must reach only requests that asked for it.
     kv.layers.iter_mut().for_each(|layer| layer.values.fill(0));
     let mut destination = engine(&model, 64);
@@ -205,7 +207,7 @@ fn kv_that_does_not_fit_the_model_is_refused_and_nothing_is_held() {
     let model = Model::bundled().unwrap();
     let mut source = engine(&model, 64);
     generate(&mut source, &(60..90).collect::<Vec<u32>>(), 2, named("a"));
-    let kv = source.export_kv("a", 0..model.config().n_layers).unwrap();
+    let kv = source.export_kv("a", 0..model.config().n_layers).unwrap().unwrap();
     let mut destination = engine(&model, 4);
     let mut short = kv.clone();
     short.layers.pop();
@@ -228,7 +230,7 @@ fn kv_waits_for_the_room_that_running_sequences_hold() {
     let mut source = engine(&model, 64);
     let tokens: Vec<u32> = (60..100).collect();
     generate(&mut source, &tokens, 1, named("a"));
-    let kv = source.export_kv("a", 0..source.config().n_layers).unwrap();
+    let kv = source.export_kv("a", 0..source.config().n_layers).unwrap().unwrap();
     let mut destination = engine(&model, 4);
     let running = destination.submit(request(&(200..230).collect::<Vec<_>>(), 20)).unwrap();
     destination.step(&mut Vec::new()).unwrap();

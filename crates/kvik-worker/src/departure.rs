@@ -292,7 +292,7 @@ async fn put(
     let Piece { first_block, blocks, lent } = piece;
     // A copy of a megabyte does not belong on a thread that serves sockets.
     let copying = tokio::task::spawn_blocking(move || Blocks::read(&lent, blocks));
-    let blocks = copying.await.map_err(|_| Refusal::failed("the blocks could not be copied"))?;
+    let blocks = copying.await.map_err(|_| Refusal::failed("the blocks could not be copied"))??;
     let place = (part, choice, first_block);
     peers.put_blocks(&notice.to, &notice.ticket, place, blocks).await.map_err(|error| refused(&error))
 }

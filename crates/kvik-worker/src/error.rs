@@ -54,6 +54,12 @@ pub enum WorkerError {
         /// What the operating system said.
         source: std::io::Error,
     },
+    /// The engine ended by itself, and the worker with it; a new process may be able to go on.
+    #[error("the engine failed: {reason}")]
+    EngineFailed {
+        /// Why it ended.
+        reason: String,
+    },
     /// The worker was stopped before its model was loaded, or loading it failed badly.
     #[error("the worker stopped while it loaded its model")]
     Stopped,
@@ -166,6 +172,10 @@ impl From<ModelError> for Refusal {
         match &error {
             // Room in the pool comes back; nothing is wrong with the request.
             ModelError::NoRoom { .. } => Self::unavailable(error.to_string(), 1),
+            // Nor is there here: another worker can serve it.
+            ModelError::Device { .. } | ModelError::DeviceLost { .. } => {
+                Self::unavailable(error.to_string(), 10)
+            }
             ModelError::InvalidRequest { field, value, allowed }
             | ModelError::Tokens(TokensError::InvalidRequest { field, value, allowed }) => {
                 Self::field(field, value, allowed)

@@ -40,13 +40,29 @@ pub(crate) enum Event {
     /// It cannot go on; the last event.
     Failed(String),
     /// The worker ends before it; the last event. Another worker could go on with it.
-    Stopped,
+    Stopped(StopCause),
     /// It is frozen, after everything that was sent before; it goes on elsewhere, or here when it is thawed.
     Frozen(Option<MoveNotice>),
 }
 
-/// What a client is told of a request that the end of the worker has ended.
-pub(crate) const STOPPED: &str = "the worker has ended";
+/// Why a worker ends before its requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum StopCause {
+    /// It was told to, or its engine panicked.
+    Ended,
+    /// Its device failed, with all KV that was on it.
+    DeviceLost,
+}
+
+impl StopCause {
+    /// What the client of such a request is told.
+    pub(crate) fn message(self) -> &'static str {
+        match self {
+            Self::Ended => "the worker has ended",
+            Self::DeviceLost => "the worker has lost its device and ends; try again",
+        }
+    }
+}
 
 /// Tokens that an output used.
 #[derive(Debug, Clone, Copy, Default)]

@@ -17,7 +17,7 @@ use tokio::sync::mpsc;
 use crate::admission::Permit;
 use crate::engine_thread::{BegunPart, EngineHandle, Origin, StageBlocks, StageOutcome, Submission};
 use crate::error::Refusal;
-use crate::events::{Event, STOPPED};
+use crate::events::{Event, StopCause};
 use crate::plan::BlendPart;
 
 /// Tokens that an output may be ahead of its reader: at 50 tokens/s and 100 bytes an event, five
@@ -147,7 +147,7 @@ impl Generation {
                 }
                 Some((_, Event::Rejected(error))) => return Err(error.into()),
                 Some((_, Event::Failed(message))) => return Err(Refusal::unavailable(message, 1)),
-                Some((_, Event::Stopped)) => return Err(Refusal::unavailable(STOPPED, 1)),
+                Some((_, Event::Stopped(cause))) => return Err(Refusal::unavailable(cause.message(), 1)),
                 // The first prompts may run before the last is taken.
                 Some(event) => generation.early.push_back(event),
                 None => return Err(Refusal::engine_gone()),
@@ -196,7 +196,7 @@ impl Generation {
     fn note(&mut self, event: Option<(usize, Event)>) -> (usize, Event) {
         let Some((part_idx, event)) = event else {
             self.has_failed = true;
-            return (0, Event::Stopped);
+            return (0, Event::Stopped(StopCause::Ended));
         };
         match &event {
             Event::Token(token) => {
@@ -217,7 +217,7 @@ impl Generation {
                 }
                 self.grant(part_idx);
             }
-            Event::Failed(_) | Event::Rejected(_) | Event::Stopped => self.has_failed = true,
+            Event::Failed(_) | Event::Rejected(_) | Event::Stopped(_) => self.has_failed = true,
             Event::Admitted { at, .. } => {
                 if !self.is_admitted {
                     self.is_admitted = true;

@@ -29,7 +29,7 @@ use tokio_util::sync::CancellationToken;
 use crate::admission::Permit;
 use crate::engine_thread::{BegunPart, EngineHandle, Origin, Submission};
 use crate::error::Refusal;
-use crate::events::{Event, STOPPED};
+use crate::events::{Event, StopCause};
 use crate::generation::StageGuard;
 use crate::running::{RequestProgress, RunningRequest};
 
@@ -112,7 +112,7 @@ enum End {
     },
     Failed(String),
     /// The worker ends before it.
-    Stopped,
+    Stopped(StopCause),
     /// Another worker has it.
     Moved,
 }
@@ -388,7 +388,7 @@ impl Stepped {
         while self.seed.is_none() && self.end.is_none() {
             match self.events.recv().await.map(|(_, event)| event) {
                 Some(event) => self.note(event)?,
-                None => self.set_end(End::Stopped),
+                None => self.set_end(End::Stopped(StopCause::Ended)),
             }
         }
         self.receive(wanted).await
@@ -399,7 +399,7 @@ impl Stepped {
         while self.end.is_none() && (self.tokens.len() as u64) < wanted {
             match self.events.recv().await.map(|(_, event)| event) {
                 Some(event) => self.note(event)?,
-                None => self.set_end(End::Stopped),
+                None => self.set_end(End::Stopped(StopCause::Ended)),
             }
         }
         // The end comes right behind the last token: a step that takes that one tells it.
@@ -411,7 +411,7 @@ impl Stepped {
         match &self.end {
             Some(End::Failed(message)) => Err(Refusal::failed(message.clone())),
             // Another worker can go on with it.
-            Some(End::Stopped) => Err(Refusal::unavailable(STOPPED, 1)),
+            Some(End::Stopped(cause)) => Err(Refusal::unavailable(cause.message(), 1)),
             Some(End::Moved) => Err(unknown(&self.seq_id)),
             Some(End::Finished { .. }) | None => Ok(()),
         }
@@ -435,7 +435,7 @@ impl Stepped {
                 self.set_end(End::Finished { text, reason: reason.as_str() });
             }
             Event::Failed(message) => self.set_end(End::Failed(message)),
-            Event::Stopped => self.set_end(End::Stopped),
+            Event::Stopped(cause) => self.set_end(End::Stopped(cause)),
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use kvik_model::{BLOCK_TOKENS, BackendOptions, DeviceMonitor, Engine, EngineOptions, Model, ModelError};
 use kvik_node::{KEPT_BYTES, KvLog, LoggedChunks};
@@ -36,6 +36,12 @@ use crate::store::WorkerStore;
 use crate::store_admin::StoreAdmin;
 use crate::{api, clock, idle};
 
+/// A model, its engine, and the store below it with the space of its chunks.
+type LoadedEngine = (Model, Engine, Option<WorkerStore>, Option<Space>);
+
+/// How a worker gets its engine; tests have engines that fail.
+type LoadEngine = fn(&WorkerConfig, &Shutdown) -> Result<LoadedEngine>;
+
 /// Starts workers.
 #[derive(Debug)]
 pub struct Worker;
@@ -48,13 +54,16 @@ pub struct Running {
     model_name: String,
     draining: CancellationToken,
     closed: CancellationToken,
+    /// Why the engine ended, if not because it was told to.
+    failure: Arc<OnceLock<String>>,
 }
 
 impl Worker {
     /// Listens, loads the model and registers with the coordinators; returns when the model is
     /// loaded. While it loads, `/health` answers and `/ready` says no.
     ///
-    /// All tasks run on `shutdown`: the worker drains when it does and ends when it stops.
+    /// All tasks run on `shutdown`: the worker drains when it does and ends when it stops. It also drains when its engine
+    /// fails; [`Running::outcome`] says so.
     ///
     /// # Errors
     /// If the configuration is wrong, the address is taken or the model cannot be loaded; nothing
@@ -64,10 +73,10 @@ impl Worker {
         shutdown: &Shutdown,
     ) -> Pin<Box<dyn Future<Output = Result<Running>> + Send + '_>> {
         // Boxed, so that the worker is compiled with this crate and not again with each program that polls it.
-        Box::pin(Self::run(config, shutdown))
+        Box::pin(Self::run(config, shutdown, load_engine))
     }
 
-    async fn run(config: WorkerConfig, shutdown: &Shutdown) -> Result<Running> {
+    async fn run(config: WorkerConfig, shutdown: &Shutdown, load_engine: LoadEngine) -> Result<Running> {
         config.validate()?;
         let tls = tls_acceptor(&config.tls)?;
         let trust = Arc::new(config.trust().read(&config.tls)?);
@@ -114,7 +123,7 @@ impl Worker {
 
         // Ends the server if anything below fails.
         let starting = closing.clone().drop_guard();
-        let (loaded, thread, unused_tickets) = load(&state, epoch, shutdown).await?;
+        let (loaded, thread, unused_tickets) = load(&state, epoch, shutdown, load_engine).await?;
         starting.disarm();
 
         let (loading, ended, server_ended) = (Arc::clone(&loaded), closed.clone(), served.clone());
@@ -151,12 +160,14 @@ impl Worker {
         let forgetting =
             forget_tickets(state.peers.clone(), unused_tickets, closing.clone(), shutdown.clone());
         shutdown.spawn(forgetting);
+        shutdown.spawn(drain_on_failure(Arc::clone(&state), loaded.engine.clone(), shutdown.clone()));
         let engine = loaded.engine.clone();
         let drain = Drain { engine, coordinators, unregistered, closing, connections, served };
         shutdown.spawn(drain.run(Arc::clone(&state), shutdown.clone()));
         tracing::info!(worker = %id, %address, model = %loaded.model_name, "worker serves");
         let model_name = loaded.model_name.clone();
-        Ok(Running { address, id, model_name, draining: state.draining.clone(), closed })
+        let failure = loaded.engine.failure();
+        Ok(Running { address, id, model_name, draining: state.draining.clone(), closed, failure })
     }
 }
 
@@ -185,6 +196,29 @@ impl Running {
     pub async fn closed(&self) {
         self.closed.cancelled().await;
     }
+
+    /// How the worker has ended.
+    ///
+    /// # Errors
+    /// [`WorkerError::EngineFailed`] if its engine lost its device or panicked: a new process may be able to go on.
+    pub fn outcome(&self) -> Result<()> {
+        match self.failure.get() {
+            None => Ok(()),
+            Some(reason) => Err(WorkerError::EngineFailed { reason: reason.clone() }),
+        }
+    }
+}
+
+/// Drains the worker when its engine fails: it leaves its coordinator and ends, with nothing left to wait for.
+async fn drain_on_failure(state: Arc<WorkerState>, engine: EngineHandle, shutdown: Shutdown) {
+    tokio::select! {
+        () = engine.ended() => {}
+        () = shutdown.stopping() => return,
+    }
+    if let Some(reason) = engine.failure().get() {
+        tracing::error!(worker = %state.id, reason, "the engine failed; the worker ends");
+        state.draining.cancel();
+    }
 }
 
 /// Loads the model and starts its engine, on threads that may block.
@@ -192,6 +226,7 @@ async fn load(
     state: &Arc<WorkerState>,
     epoch: u64,
     shutdown: &Shutdown,
+    load_engine: LoadEngine,
 ) -> Result<(Arc<Loaded>, std::thread::JoinHandle<()>, UnusedTickets)> {
     let config = state.config.clone();
     let stopping = shutdown.clone();
@@ -272,10 +307,7 @@ fn chunk_group(space: &Space) -> BlockGroup {
     BlockGroup { number: CHUNKS, block_tokens: space.chunk_tokens() as u32, root: space.root() }
 }
 
-fn load_engine(
-    config: &WorkerConfig,
-    shutdown: &Shutdown,
-) -> Result<(Model, Engine, Option<WorkerStore>, Option<Space>)> {
+fn load_engine(config: &WorkerConfig, shutdown: &Shutdown) -> Result<LoadedEngine> {
     let model = match &config.model {
         Some(given) => {
             let found = find_model(given, &config.hub, shutdown)?;
@@ -351,3 +383,6 @@ fn host_name() -> String {
     let name = name.trim();
     if name.is_empty() { "worker".to_owned() } else { name.to_owned() }
 }
+
+#[cfg(test)]
+mod tests;

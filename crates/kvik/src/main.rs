@@ -157,7 +157,10 @@ fn exit_code(error: &anyhow::Error) -> u8 {
     match error.downcast_ref::<ModelError>().or(of_worker) {
         None
         | Some(
-            ModelError::Io { .. } | ModelError::NotFinite { .. } | ModelError::Tokens(TokensError::Io { .. }),
+            ModelError::Io { .. }
+            | ModelError::NotFinite { .. }
+            | ModelError::DeviceLost { .. }
+            | ModelError::Tokens(TokensError::Io { .. }),
         ) => exit::FAILED,
         Some(_) => exit::INVALID_INPUT,
     }

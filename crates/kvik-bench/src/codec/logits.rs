@@ -61,7 +61,7 @@ impl LogitsProbe {
         for blocks in table[..n_before / BLOCK_TOKENS].chunks_exact(n_chunk_blocks) {
             let mut raw = vec![0; n_layers * n_chunk_blocks * block_bytes];
             for (idx, bytes) in raw.chunks_exact_mut(block_bytes).enumerate() {
-                backend.export_block(idx / n_chunk_blocks, blocks[idx % n_chunk_blocks], bytes);
+                backend.export_block(idx / n_chunk_blocks, blocks[idx % n_chunk_blocks], bytes)?;
             }
             chunks.push(raw);
         }

@@ -41,7 +41,7 @@ impl Assembled<'_> {
     fn deviations(&mut self, layer_idx: usize) -> Result<Vec<f32>> {
         let layer_idx = layer_idx.min(self.backend.config().n_layers - 1);
         let end = self.segments.last().map_or(0, |segment| segment.end);
-        let before = self.backend.export_kv(layer_idx, self.table, end);
+        let before = self.backend.export_kv(layer_idx, self.table, end)?;
         let mut first = 0;
         while first < end {
             let last = end.min(first + self.max_rows);
@@ -54,7 +54,7 @@ impl Assembled<'_> {
             self.backend.forward_layers(&[rows], layer_idx + 1)?;
             first = last;
         }
-        let after = self.backend.export_kv(layer_idx, self.table, end);
+        let after = self.backend.export_kv(layer_idx, self.table, end)?;
         self.backend.import_kv(layer_idx, self.table, &before)?;
         let mut scores = vec![0.0; self.tokens.len()];
         let dtype = self.backend.kv_dtype();

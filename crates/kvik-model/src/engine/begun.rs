@@ -11,7 +11,7 @@ use kvik_types::TokenId;
 
 use super::request::{PreparedRequest, RequestId};
 use super::sequence::Sequence;
-use super::{Engine, PrefixKv};
+use super::{Engine, PrefixKv, lose};
 use crate::error::{ModelError, Result};
 use crate::forward::PinnedKv;
 use crate::paging::BLOCK_TOKENS;
@@ -134,17 +134,22 @@ impl Engine {
         first_block: usize,
         max_blocks: usize,
     ) -> Option<LentBlocks> {
+        if self.lost_device.is_some() {
+            return None;
+        }
         let sequence = self.running.iter().find(|sequence| sequence.key() == (id, choice))?;
         let end_block = sequence.n_offered_blocks().min(first_block.saturating_add(max_blocks));
         if end_block <= first_block {
             return None;
         }
         let blocks = &sequence.table()[first_block..end_block];
+        let pinned = self.backend.pin_blocks(blocks);
+        let kv = pinned.inspect_err(|error| lose(&mut self.lost_device, error)).ok()?;
         Some(LentBlocks {
             tokens: sequence.computed_tokens()[first_block * BLOCK_TOKENS..end_block * BLOCK_TOKENS].to_vec(),
             n_layers: self.backend.config().n_layers,
             block_layer_bytes: self.backend.block_layer_bytes(),
-            kv: self.backend.pin_blocks(blocks),
+            kv,
             _loan: self.loans.give(blocks, &mut self.pool),
         })
     }
@@ -168,17 +173,21 @@ impl LentBlocks {
 
     /// Appends the bytes of some of the blocks: block by block, and of each all layers.
     ///
+    /// # Errors
+    /// If the device fails; what was appended is not KV then.
+    ///
     /// # Panics
     /// If there are no such blocks.
-    pub fn read(&self, blocks: Range<usize>, out: &mut Vec<u8>) {
+    pub fn read(&self, blocks: Range<usize>, out: &mut Vec<u8>) -> Result<()> {
         out.reserve(blocks.len() * self.block_bytes());
         for block_idx in blocks {
             for layer_idx in 0..self.n_layers {
                 let start = out.len();
                 out.resize(start + self.block_layer_bytes, 0);
-                self.kv.read_block(layer_idx, block_idx, &mut out[start..]);
+                self.kv.read_block(layer_idx, block_idx, &mut out[start..])?;
             }
         }
+        Ok(())
     }
 }
 

@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use kvik_types::TokenId;
 
-use super::Engine;
 use super::begun::Begun;
 use super::blend_rows::BlendUsage;
 use super::request::{EngineEvent, GenerateRequest, PreparedRequest, RequestId, SubmitOptions};
 use super::sequence::Sequence;
+use super::{Engine, lose};
 use crate::blend::{Assembled, Blend, BlendSegment, BlendedPrompt, ComputedSegment, SegmentKv};
 use crate::config::Position;
 use crate::error::{ModelError, Result};
@@ -182,13 +182,16 @@ impl Engine {
         let first_position = self.options.segment_priming.len();
         let layers = (0..n_layers).map(|layer_idx| {
             let LayerKv { n_tokens, mut keys, mut values } =
-                self.backend.export_kv(layer_idx, &table, tokens.len());
+                self.backend.export_kv(layer_idx, &table, tokens.len())?;
             let priming_bytes = keys.len() / n_tokens.max(1) * first_position;
             keys.drain(..priming_bytes);
             values.drain(..priming_bytes);
-            LayerKv { n_tokens: n_tokens - first_position, keys, values }
+            Ok(LayerKv { n_tokens: n_tokens - first_position, keys, values })
         });
-        let layers = layers.collect();
+        let layers = match layers.collect::<Result<_>>() {
+            Ok(layers) => layers,
+            Err(error) => return lose(&mut self.lost_device, &error),
+        };
         let tokens = tokens[first_position..].to_vec();
         let segment = Box::new(ComputedSegment { tokens, first_position, layers });
         events.push(EngineEvent::Segment { request, segment });

@@ -11,6 +11,7 @@ use std::sync::mpsc::{self, Receiver, Sender};
 
 use kvik_types::{BlockHash, CacheSalt, TokenId};
 
+use crate::error::Result;
 use crate::forward::PinnedKv;
 use crate::paging::{BlockId, BlockPool};
 
@@ -129,10 +130,13 @@ impl EndedSequence {
 
     /// Copies one block of one layer to `out`.
     ///
+    /// # Errors
+    /// If the device fails; `out` may have any bytes then and MUST not be kept as KV.
+    ///
     /// # Panics
     /// If there is no such layer or block, or `out` is not exactly [`EndedSequence::block_layer_bytes`] long.
-    pub fn read_block(&self, layer_idx: usize, block_idx: usize, out: &mut [u8]) {
-        self.kv.read_block(layer_idx, block_idx, out);
+    pub fn read_block(&self, layer_idx: usize, block_idx: usize, out: &mut [u8]) -> Result<()> {
+        self.kv.read_block(layer_idx, block_idx, out)
     }
 }
 

@@ -127,6 +127,8 @@ pub struct Engine {
     n_submitted: u64,
     /// Whether the last step could not run anything for want of memory.
     is_starved: bool,
+    /// Why the device can no longer be used.
+    lost_device: Option<String>,
     stats: EngineStats,
 }
 
@@ -173,6 +175,7 @@ impl Engine {
             logits: Logits::default(),
             n_submitted: 0,
             is_starved: false,
+            lost_device: None,
             stats: EngineStats::default(),
         })
     }
@@ -337,9 +340,10 @@ impl Engine {
     /// Computes one batch and appends what came of it to `events`. Does nothing when idle.
     ///
     /// # Errors
-    /// If the backend refuses the batch, which would be a defect of the engine: requests are
-    /// checked when they are submitted.
+    /// [`ModelError::DeviceLost`] if the device has failed, now or before; other errors if the backend refuses the batch,
+    /// which would be a defect of the engine: requests are checked when they are submitted.
     pub fn step(&mut self, events: &mut Vec<EngineEvent>) -> Result<()> {
+        self.check_device()?;
         self.loans.take_back(&mut self.pool);
         self.give_back_memory();
         let scheduled = self.schedule(events);
@@ -348,9 +352,17 @@ impl Engine {
             if self.is_starved {
                 self.pool.note_starved();
             }
-            return Ok(());
+            return self.check_device();
         }
-        self.forward(&scheduled)?;
+        // Scheduling copies blocks.
+        self.check_device()?;
+        if let Err(error) = self.forward(&scheduled) {
+            if !matches!(error, ModelError::Device { .. }) {
+                return Err(error);
+            }
+            lose(&mut self.lost_device, &error);
+            return self.check_device();
+        }
         let mut logits_row = 0;
         for rows in &scheduled {
             let Some(idx) = self.running.iter().position(|sequence| sequence.key() == rows.key) else {
@@ -371,7 +383,19 @@ impl Engine {
             }
         }
         self.retire_finished();
-        Ok(())
+        self.check_device()
+    }
+
+    /// Why the device can no longer be used, once it has failed. The engine computes and hands out nothing more then.
+    pub fn lost_device(&self) -> Option<&str> {
+        self.lost_device.as_deref()
+    }
+
+    fn check_device(&self) -> Result<()> {
+        match &self.lost_device {
+            None => Ok(()),
+            Some(reason) => Err(ModelError::DeviceLost { reason: reason.clone() }),
+        }
     }
 
     /// Takes the sequences of a request out of the running ones.
@@ -454,6 +478,11 @@ impl Engine {
         }
         Ok(())
     }
+}
+
+/// Notes that the device has failed; the first failure counts, others follow from it.
+fn lose(lost_device: &mut Option<String>, error: &ModelError) {
+    lost_device.get_or_insert_with(|| error.to_string());
 }
 
 #[cfg(test)]

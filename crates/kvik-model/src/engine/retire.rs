@@ -4,7 +4,7 @@ use kvik_types::TokenId;
 
 use super::resident::{Resident, SequenceKv};
 use super::sequence::Sequence;
-use super::{Engine, EngineEvent, RequestId};
+use super::{Engine, EngineEvent, RequestId, lose};
 use crate::error::{ModelError, Result};
 use crate::paging::{BLOCK_TOKENS, BlockId};
 
@@ -31,16 +31,29 @@ impl Engine {
         true
     }
 
-    /// The KV of the named sequence, resident or running, in the given layers.
-    pub fn export_kv(&self, name: &str, layers: std::ops::Range<usize>) -> Option<SequenceKv> {
+    /// The KV of the named sequence, resident or running, in the given layers; `None` if there is no such sequence.
+    ///
+    /// # Errors
+    /// [`ModelError::DeviceLost`] if the device has failed, now or before.
+    pub fn export_kv(&mut self, name: &str, layers: std::ops::Range<usize>) -> Result<Option<SequenceKv>> {
+        self.check_device()?;
         let (tokens, table, salt) = if let Some(resident) = self.residents.get(name) {
             (resident.tokens.as_slice(), resident.table.as_slice(), resident.salt.as_ref())
         } else {
-            let sequence = self.running.iter().find(|sequence| sequence.is_named(name))?;
+            let Some(sequence) = self.running.iter().find(|sequence| sequence.is_named(name)) else {
+                return Ok(None);
+            };
             (sequence.computed_tokens(), sequence.table(), sequence.salt())
         };
-        let layers = layers.map(|layer_idx| self.backend.export_kv(layer_idx, table, tokens.len())).collect();
-        Some(SequenceKv { tokens: tokens.to_vec(), layers, salt: salt.cloned() })
+        let exported: Result<_> =
+            layers.map(|layer_idx| self.backend.export_kv(layer_idx, table, tokens.len())).collect();
+        match exported {
+            Ok(layers) => Ok(Some(SequenceKv { tokens: tokens.to_vec(), layers, salt: salt.cloned() })),
+            Err(error) => {
+                lose(&mut self.lost_device, &error);
+                self.check_device().map(|()| None)
+            }
+        }
     }
 
     /// Makes `kv`, which must have every layer, the resident `name`.

@@ -16,7 +16,7 @@
 //! have to wait for them.
 
 use super::sequence::{Sequence, SequenceKey};
-use super::{Engine, EngineEvent};
+use super::{Engine, EngineEvent, lose};
 
 /// Rows of one sequence in the next pass.
 #[derive(Debug, Clone, Copy)]
@@ -174,7 +174,9 @@ impl Engine {
             && let Some(copy) = self.pool.allocate()
             && let Some(shared) = sequence.replace_shared_block(copy, &mut self.pool)
         {
-            self.backend.copy_block(shared, copy);
+            if let Err(error) = self.backend.copy_block(shared, copy) {
+                lose(&mut self.lost_device, &error);
+            }
             self.stats.n_block_copies += 1;
         }
         for _ in 0..n_missing {

@@ -12,11 +12,11 @@ use std::sync::Arc;
 use kvik_types::{BlockHash, Namespace};
 use tracing::warn;
 
-use super::Engine;
 use super::ended::{EndedSequence, KvSink};
 use super::prefix::PrefixKv;
 use super::request::{EngineEvent, PreparedRequest};
 use super::sequence::{Incoming, Sequence};
+use super::{Engine, lose};
 use crate::forward::{BlockImport, BlockSource};
 use crate::paging::{BLOCK_TOKENS, BlockChange, BlockId};
 
@@ -81,7 +81,7 @@ impl Engine {
 
     /// Offers the full blocks of a sequence that has ended, and lends them for as long as that takes.
     pub(super) fn offer(&mut self, sequence: &Sequence) {
-        let Some(sink) = &mut self.kv_sink else { return };
+        let Some(sink) = self.kv_sink.as_mut().filter(|_| self.lost_device.is_none()) else { return };
         let n_blocks = sequence.n_offered_blocks();
         let (n_layers, block_layer_bytes) =
             (self.backend.config().n_layers, self.backend.block_layer_bytes());
@@ -89,6 +89,10 @@ impl Engine {
             return;
         }
         let blocks = &sequence.table()[..n_blocks];
+        let kv = match self.backend.pin_blocks(blocks) {
+            Ok(kv) => kv,
+            Err(error) => return lose(&mut self.lost_device, &error),
+        };
         let tokens = sequence.computed_tokens()[..n_blocks * BLOCK_TOKENS].to_vec();
         sink.offer(EndedSequence {
             n_prompt_tokens: sequence.n_prompt().min(tokens.len()),
@@ -98,7 +102,7 @@ impl Engine {
             attachment: sequence.attachment(),
             n_layers,
             block_layer_bytes,
-            kv: self.backend.pin_blocks(blocks),
+            kv,
             _loan: self.loans.give(blocks, &mut self.pool),
         });
         self.loans.take_back(&mut self.pool);

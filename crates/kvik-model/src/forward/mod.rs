@@ -123,9 +123,12 @@ pub trait KvImport: Send + std::fmt::Debug {
 pub trait PinnedKv: Send + Sync + std::fmt::Debug {
     /// As [`Backend::export_block`], of the block at `block_idx` of those that are pinned.
     ///
+    /// # Errors
+    /// If the device fails; `out` may have any bytes then.
+    ///
     /// # Panics
     /// If there is no such layer or block, or `out` is not exactly [`Backend::block_layer_bytes`] long.
-    fn read_block(&self, layer_idx: usize, block_idx: usize, out: &mut [u8]);
+    fn read_block(&self, layer_idx: usize, block_idx: usize, out: &mut [u8]) -> Result<()>;
 }
 
 /// A device that runs the model.
@@ -154,7 +157,8 @@ pub trait Backend: Send + std::fmt::Debug {
     ///
     /// # Errors
     /// If a token is not in the vocabulary, a position is past the context or a block table does
-    /// not cover its rows; nothing was written then.
+    /// not cover its rows; nothing was written then. [`ModelError::Device`](crate::ModelError::Device) if the device
+    /// fails: all blocks are lost then.
     fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()>;
 
     /// As [`Backend::forward`] for rows of which only the most likely token is wanted: a backend may give [`Logits::best`] instead
@@ -203,7 +207,10 @@ pub trait Backend: Send + std::fmt::Debug {
     ) -> Result<()>;
 
     /// Copies the keys and values of all layers from one block to another.
-    fn copy_block(&mut self, from: BlockId, to: BlockId);
+    ///
+    /// # Errors
+    /// If the device fails.
+    fn copy_block(&mut self, from: BlockId, to: BlockId) -> Result<()>;
 
     /// Type in which keys and values are kept.
     fn kv_dtype(&self) -> Dtype;
@@ -211,7 +218,10 @@ pub trait Backend: Send + std::fmt::Debug {
     /// The keys and values of one layer of the first `n_tokens` tokens of `block_table`.
     ///
     /// The caller guarantees that the table covers them and that they were computed.
-    fn export_kv(&self, layer_idx: usize, block_table: &[BlockId], n_tokens: usize) -> LayerKv;
+    ///
+    /// # Errors
+    /// If the device fails.
+    fn export_kv(&self, layer_idx: usize, block_table: &[BlockId], n_tokens: usize) -> Result<LayerKv>;
 
     /// Puts keys and values of one layer under the first `kv.n_tokens` tokens of `block_table`.
     ///
@@ -234,15 +244,21 @@ pub trait Backend: Send + std::fmt::Debug {
     ///
     /// The caller guarantees that all tokens of the block were computed.
     ///
+    /// # Errors
+    /// If the device fails; `out` may have any bytes then.
+    ///
     /// # Panics
     /// If `out` is not exactly [`Backend::block_layer_bytes`] long.
-    fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]);
+    fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) -> Result<()>;
 
     /// Keeps blocks as they are until the result is dropped, so that they can be read on another thread while
     /// passes go on.
     ///
     /// The caller guarantees that all tokens of the blocks were computed, and writes none of them before.
-    fn pin_blocks(&mut self, blocks: &[BlockId]) -> Box<dyn PinnedKv>;
+    ///
+    /// # Errors
+    /// If the device fails.
+    fn pin_blocks(&mut self, blocks: &[BlockId]) -> Result<Box<dyn PinnedKv>>;
 
     /// Writes a block of one layer from the bytes that [`Backend::export_block`] gave under the same
     /// [`Backend::kv_layout`].

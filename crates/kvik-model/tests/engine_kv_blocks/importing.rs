@@ -94,15 +94,15 @@ impl Backend for Gated {
         self.inner.place_kv(layer_idx, block_table, first_position, turned_by, part)
     }
 
-    fn copy_block(&mut self, from: BlockId, to: BlockId) {
-        self.inner.copy_block(from, to);
+    fn copy_block(&mut self, from: BlockId, to: BlockId) -> Result<()> {
+        self.inner.copy_block(from, to)
     }
 
     fn kv_dtype(&self) -> Dtype {
         self.inner.kv_dtype()
     }
 
-    fn export_kv(&self, layer_idx: usize, block_table: &[BlockId], n_tokens: usize) -> LayerKv {
+    fn export_kv(&self, layer_idx: usize, block_table: &[BlockId], n_tokens: usize) -> Result<LayerKv> {
         self.inner.export_kv(layer_idx, block_table, n_tokens)
     }
 
@@ -118,11 +118,11 @@ impl Backend for Gated {
         self.inner.block_layer_bytes()
     }
 
-    fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) {
-        self.inner.export_block(layer_idx, block, out);
+    fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) -> Result<()> {
+        self.inner.export_block(layer_idx, block, out)
     }
 
-    fn pin_blocks(&mut self, blocks: &[BlockId]) -> Box<dyn PinnedKv> {
+    fn pin_blocks(&mut self, blocks: &[BlockId]) -> Result<Box<dyn PinnedKv>> {
         self.inner.pin_blocks(blocks)
     }
 

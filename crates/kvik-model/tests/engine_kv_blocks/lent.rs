@@ -34,7 +34,7 @@ fn bytes_of(sequence: &EndedSequence) -> Vec<u8> {
     let mut block = vec![0; sequence.block_layer_bytes()];
     for layer_idx in 0..sequence.n_layers() {
         for block_idx in 0..sequence.n_blocks() {
-            sequence.read_block(layer_idx, block_idx, &mut block);
+            sequence.read_block(layer_idx, block_idx, &mut block).unwrap();
             all.extend_from_slice(&block);
         }
     }

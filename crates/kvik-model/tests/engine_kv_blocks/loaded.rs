@@ -268,7 +268,7 @@ fn wrong_kv(model: &TestModel, tokens: &[u32]) -> SequenceKv {
     let mut source = engine(model, N_BLOCKS, EngineOptions::default());
     source.submit_with(greedy(tokens, 1), named("source")).unwrap();
     run(&mut source);
-    let mut kv = source.export_kv("source", 0..model.config.n_layers).unwrap();
+    let mut kv = source.export_kv("source", 0..model.config.n_layers).unwrap().unwrap();
     kv.layers.iter_mut().for_each(|layer| layer.values.fill(0));
     kv
 }

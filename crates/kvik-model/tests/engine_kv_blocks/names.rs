@@ -42,7 +42,7 @@ fn offered_bytes_are_the_exported_kv_in_the_order_that_the_layout_names() {
             format!("/{kv_dtype}_le/keys=head,dim,token/values=head,token,dim"),
         ];
         assert!(parts.iter().all(|part| layout.contains(part)), "{layout}");
-        let exported = engine.export_kv("a", 0..model.config.n_layers).unwrap();
+        let exported = engine.export_kv("a", 0..model.config.n_layers).unwrap().unwrap();
         let [offer] = &shelf.take_offers()[..] else { panic!("not one offer") };
         assert_eq!(offer.tokens, exported.tokens[..32]);
         let element_bytes = kv_dtype.size_bytes();

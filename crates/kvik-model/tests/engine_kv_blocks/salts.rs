@@ -52,7 +52,7 @@ fn kv_that_is_taken_out_and_put_back_keeps_its_salt() {
     let mut engine = engine(&model, N_BLOCKS, EngineOptions::default());
     let prompt = tokens(40, 1);
     cached(&mut engine, &prompt, salted(Some("talk"), Some("a")));
-    let kv = engine.export_kv("talk", 0..engine.config().n_layers).unwrap();
+    let kv = engine.export_kv("talk", 0..engine.config().n_layers).unwrap().unwrap();
     engine.import_kv("other", &kv).unwrap();
     engine.import_kv("third", &kv).unwrap();
     assert_eq!(cached(&mut engine, &prompt, salted(Some("other"), None)), 0);

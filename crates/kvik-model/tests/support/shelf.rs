@@ -78,7 +78,7 @@ impl KvSink for Shelf {
             let layers = 0..sequence.n_layers();
             let read_layer = |layer_idx| {
                 let mut bytes = vec![0xa5; sequence.block_layer_bytes()];
-                sequence.read_block(layer_idx, block_idx, &mut bytes);
+                sequence.read_block(layer_idx, block_idx, &mut bytes).unwrap();
                 Some(bytes)
             };
             layers.map(read_layer).collect()

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::error::Refusal;
-use crate::events::{Event, STOPPED, Usage};
+use crate::events::{Event, Usage};
 use crate::generation::Generation;
 use crate::running::{End, RunningGuard};
 
@@ -92,9 +92,9 @@ pub(super) async fn collect(
             }
             Event::Rejected(error) => return Err(error.into()),
             Event::Failed(message) => return Err(Refusal::failed(message)),
-            Event::Stopped => {
+            Event::Stopped(cause) => {
                 running.note_end(End::Stopped);
-                return Err(Refusal::unavailable(STOPPED, 1));
+                return Err(Refusal::unavailable(cause.message(), 1));
             }
             Event::Frozen(notice) => {
                 running.note_end(if notice.is_some() { End::Migrated } else { End::Stopped });

@@ -16,7 +16,7 @@ use serde::Serialize;
 use super::journal::JournalWriter;
 use super::outcome::Outcome;
 use super::typed;
-use crate::events::{Event, STOPPED, Usage};
+use crate::events::{Event, Usage};
 use crate::generation::Generation;
 use crate::plan::Plan;
 use crate::running::{End, RunningGuard};
@@ -157,12 +157,12 @@ impl<R: Renderer> Stream<R> {
             Event::Token(_) => self.running.note_token(),
             Event::Failed(_) | Event::Rejected(_) => self.is_ended = true,
             Event::Frozen(_) => self.running.note_end(End::Migrated),
-            Event::Stopped => {
+            Event::Stopped(cause) => {
                 self.is_ended = true;
                 self.running.note_end(End::Stopped);
                 // A gateway with a journal goes on elsewhere: a stream that ends without a mark tells it to.
                 if self.journal.is_none() {
-                    self.renderer.render(part_idx, Event::Failed(STOPPED.to_owned()), out);
+                    self.renderer.render(part_idx, Event::Failed(cause.message().to_owned()), out);
                 }
                 return false;
             }

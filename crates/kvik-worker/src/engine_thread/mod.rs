@@ -6,10 +6,13 @@
 //! [`generation`](crate::generation) for how slow ones are held.
 //!
 //! If the thread panics, everything that it owns is dropped: requests see their events end, commands
-//! see their channel closed, and [`EngineHandle::is_alive`] turns false.
+//! see their channel closed, and [`EngineHandle::is_alive`] turns false. If the device is lost, requests are told so, and the
+//! thread ends. Of both, [`EngineHandle::failure`] tells; the worker ends then.
 
 mod blends;
 mod entries;
+#[cfg(test)]
+pub(crate) mod fragile;
 mod lends;
 mod loads;
 mod moves;
@@ -19,9 +22,9 @@ mod tests;
 
 use std::any::Any;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -33,6 +36,7 @@ use kvik_proto::openai::CachedTiers;
 use kvik_types::CacheSalt;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
 
 use crate::admission::Permit;
 use crate::error::{Refusal, Result, WorkerError};
@@ -186,6 +190,10 @@ pub(crate) struct EngineHandle {
 #[derive(Debug)]
 struct Shared {
     is_alive: AtomicBool,
+    /// Cancelled when the thread has ended, however.
+    ended: CancellationToken,
+    /// Why it ended, if not because it was told to.
+    failure: Arc<OnceLock<String>>,
     n_tickets: AtomicU64,
     snapshot: Mutex<Snapshot>,
 }
@@ -225,6 +233,8 @@ impl Shared {
     fn new() -> Self {
         Self {
             is_alive: AtomicBool::new(true),
+            ended: CancellationToken::new(),
+            failure: Arc::default(),
             n_tickets: AtomicU64::new(0),
             snapshot: Mutex::new(Snapshot::default()),
         }
@@ -291,6 +301,16 @@ impl EngineHandle {
     /// Whether the thread runs.
     pub(crate) fn is_alive(&self) -> bool {
         self.shared.is_alive.load(Ordering::Acquire)
+    }
+
+    /// Waits until the thread has ended. Cancel safe.
+    pub(crate) async fn ended(&self) {
+        self.shared.ended.cancelled().await;
+    }
+
+    /// Why the thread ended; empty while it runs, and if it was told to end.
+    pub(crate) fn failure(&self) -> Arc<OnceLock<String>> {
+        Arc::clone(&self.shared.failure)
     }
 
     /// The state after the last step, without waiting for the thread.

@@ -9,7 +9,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use kvik_model::{Blend, BlockChange, Engine, EngineEvent, SubmitOptions};
+use kvik_model::{Blend, BlockChange, Engine, EngineEvent, ModelError, SubmitOptions};
 use kvik_node::{HeldChange, KvLog};
 use kvik_proto::kv_stream::{KvKey, KvTier};
 
@@ -19,7 +19,7 @@ use super::lends::WaitingLend;
 use super::loads::{Arrival, Loads};
 use super::{Command, Origin, Patience, Shared, Submission};
 use crate::block_groups::BLOCKS;
-use crate::events::{Event, Token, Usage};
+use crate::events::{Event, StopCause, Token, Usage};
 use crate::metrics::WorkerMetrics;
 use crate::snapshot::Snapshot;
 use crate::store::{KvStore, LoadRequest, Loading, PromptKv};
@@ -64,10 +64,13 @@ struct EndGuard(Arc<Shared>);
 
 impl Drop for EndGuard {
     fn drop(&mut self) {
-        self.0.is_alive.store(false, Ordering::Release);
         if std::thread::panicking() {
             tracing::error!("the engine's thread panicked; the worker serves nothing more");
+            // Of two reasons the first one counts.
+            let _ = self.0.failure.set("its thread panicked".to_owned());
         }
+        self.0.is_alive.store(false, Ordering::Release);
+        self.0.ended.cancel();
     }
 }
 
@@ -102,7 +105,7 @@ impl EngineThread {
         thread
     }
 
-    /// Runs until it is stopped or the last sender of commands is gone.
+    /// Runs until it is stopped, the last sender of commands is gone or the device is lost.
     pub(super) fn run(mut self) {
         let _guard = EndGuard(Arc::clone(&self.shared));
         while self.take_commands() {
@@ -114,17 +117,30 @@ impl EngineThread {
             } else {
                 self.publish();
             }
+            if self.engine.lost_device().is_some() {
+                break;
+            }
             self.answer_lends();
             self.end_slow_clients();
         }
+        let cause = match self.engine.lost_device() {
+            None => StopCause::Ended,
+            Some(reason) => {
+                let _ = self.shared.failure.set(format!("the device is lost: {reason}"));
+                StopCause::DeviceLost
+            }
+        };
         for entry in self.entries.drain() {
-            entry.send_last(Event::Stopped);
+            if cause == StopCause::DeviceLost {
+                self.metrics.cancelled("failure");
+            }
+            entry.send_last(Event::Stopped(cause));
         }
         let (gathering, _) = self.blends.drain();
         for arrival in self.loads.drain().chain(gathering) {
             let Origin { part_idx, events, permit, .. } = arrival.origin;
             drop(permit);
-            let _ = events.send((part_idx, Event::Stopped));
+            let _ = events.send((part_idx, Event::Stopped(cause)));
         }
     }
 
@@ -206,7 +222,10 @@ impl EngineThread {
                 let _ = reply.send(n_resident);
             }
             Command::Export { name, layers, reply } => {
-                let _ = reply.send(self.engine.export_kv(&name, layers));
+                // Without an answer where the device is lost: the thread ends.
+                if let Ok(kv) = self.engine.export_kv(&name, layers) {
+                    let _ = reply.send(kv);
+                }
             }
             Command::Import { name, kv, hold, reply } => {
                 let outcome = self.engine.import_kv(&name, &kv);
@@ -371,7 +390,7 @@ impl EngineThread {
         }
         drop(delivered);
         self.events = events;
-        if let Err(error) = outcome {
+        if let Err(error) = outcome.or_else(|error| self.unless_lost(error)) {
             // The batch is poisoned: without this it would be tried again for ever.
             tracing::error!(%error, "the engine refused its own batch; all its requests fail");
             let (gathering, computing) = self.blends.drain();
@@ -390,6 +409,11 @@ impl EngineThread {
                 entry.send_last(Event::Failed(format!("the engine failed: {error}")));
             }
         }
+    }
+
+    /// An error of the engine, unless its device is lost: then the thread ends, and tells all requests so.
+    fn unless_lost(&self, error: ModelError) -> Result<(), ModelError> {
+        if self.engine.lost_device().is_some() { Ok(()) } else { Err(error) }
     }
 
     /// Passes on an event of the step from `started` to `now`; `is_last` if it is a token and the end of its output is next.

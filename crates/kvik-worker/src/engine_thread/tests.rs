@@ -3,121 +3,25 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvik_model::{
-    Backend, BlockId, CpuBackend, CpuBackendOptions, Engine, EngineOptions, GenerateRequest, LayerKv, Logits,
-    Model, ModelConfig, ModelError, PinnedKv, Result, SamplingParams, SegmentPart, SequenceRows,
-};
+use kvik_model::{Engine, GenerateRequest, Result, SamplingParams};
 use kvik_node::{KEPT_BYTES, KvLog};
-use kvik_types::Dtype;
 
+use super::fragile::{FAILS_ON, LOSES_ON, PANICS_ON, fragile_engine};
 use super::{EngineHandle, Patience};
 use crate::admission::Admission;
 use crate::error::Refusal;
-use crate::events::Event;
+use crate::events::{Event, StopCause};
 use crate::generation::{Generation, Start, WINDOW};
 use crate::metrics::WorkerMetrics;
 
-/// The real backend, until a pass has a token that it does not like.
-#[derive(Debug)]
-struct Fragile {
-    inner: CpuBackend,
-    panics_on: u32,
-    fails_on: u32,
-}
-
-impl Backend for Fragile {
-    fn config(&self) -> &ModelConfig {
-        self.inner.config()
-    }
-
-    fn n_blocks(&self) -> usize {
-        self.inner.n_blocks()
-    }
-
-    fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
-        let has = |token: u32| sequences.iter().any(|rows| rows.tokens.contains(&token));
-        assert!(!has(self.panics_on), "as the test asks");
-        if has(self.fails_on) {
-            return Err(ModelError::NotFinite { position: 0 });
-        }
-        self.inner.forward(sequences, logits)
-    }
-
-    fn forward_layers(&mut self, sequences: &[SequenceRows<'_>], n_layers: usize) -> Result<()> {
-        self.inner.forward_layers(sequences, n_layers)
-    }
-
-    fn forward_watched(
-        &mut self,
-        sequence: SequenceRows<'_>,
-        n_watched: usize,
-        layers: std::ops::Range<usize>,
-        weights: &mut [f32],
-    ) -> Result<()> {
-        self.inner.forward_watched(sequence, n_watched, layers, weights)
-    }
-
-    fn place_kv(
-        &mut self,
-        layer_idx: usize,
-        block_table: &[BlockId],
-        first_position: usize,
-        turned_by: i64,
-        part: SegmentPart<'_>,
-    ) -> Result<()> {
-        self.inner.place_kv(layer_idx, block_table, first_position, turned_by, part)
-    }
-
-    fn copy_block(&mut self, from: BlockId, to: BlockId) {
-        self.inner.copy_block(from, to);
-    }
-
-    fn kv_dtype(&self) -> Dtype {
-        self.inner.kv_dtype()
-    }
-
-    fn export_kv(&self, layer_idx: usize, block_table: &[BlockId], n_tokens: usize) -> LayerKv {
-        self.inner.export_kv(layer_idx, block_table, n_tokens)
-    }
-
-    fn import_kv(&mut self, layer_idx: usize, block_table: &[BlockId], kv: &LayerKv) -> Result<()> {
-        self.inner.import_kv(layer_idx, block_table, kv)
-    }
-
-    fn kv_layout(&self) -> String {
-        self.inner.kv_layout()
-    }
-
-    fn block_layer_bytes(&self) -> usize {
-        self.inner.block_layer_bytes()
-    }
-
-    fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) {
-        self.inner.export_block(layer_idx, block, out);
-    }
-
-    fn pin_blocks(&mut self, blocks: &[BlockId]) -> Box<dyn PinnedKv> {
-        self.inner.pin_blocks(blocks)
-    }
-
-    fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) -> Result<()> {
-        self.inner.import_block(layer_idx, block, bytes)
-    }
-}
-
-const PANICS_ON: u32 = 4000;
-const FAILS_ON: u32 = 4001;
-
 fn start(slow_client_timeout: Duration) -> (EngineHandle, std::thread::JoinHandle<()>) {
-    let model = Model::bundled().unwrap();
-    let mut options = CpuBackendOptions::default();
-    options.n_blocks = 64;
-    options.n_threads = 1;
-    let inner = CpuBackend::load(model.config().clone(), model.checkpoint(), &options).unwrap();
-    let namespace = model.namespace(Dtype::F32).unwrap();
-    let backend = Box::new(Fragile { inner, panics_on: PANICS_ON, fails_on: FAILS_ON });
-    let tokenizer = Some(Arc::clone(model.tokenizer()));
-    let engine = Engine::new(backend, tokenizer, &namespace, EngineOptions::default()).unwrap();
+    start_engine(fragile_engine().1, slow_client_timeout)
+}
+
+fn start_engine(
+    engine: Engine,
+    slow_client_timeout: Duration,
+) -> (EngineHandle, std::thread::JoinHandle<()>) {
     let patience = Patience { slow_client: slow_client_timeout, memory: Duration::from_secs(30) };
     let kv_log = Arc::new(KvLog::new("w".to_owned(), 1, "m".to_owned(), Vec::new(), KEPT_BYTES));
     EngineHandle::spawn(engine, None, kv_log, WorkerMetrics::new("m", "w"), patience).unwrap()
@@ -150,12 +54,47 @@ async fn a_panic_ends_requests_with_an_error_and_nothing_hangs() {
     let running = begin(&engine, vec![request(&[1, 70, 80], 4000)]).await.unwrap();
     // Accepted, then the pass panics.
     let fatal = begin(&engine, vec![request(&[1, PANICS_ON], 5)]).await.unwrap();
-    assert!(matches!(last_event(fatal).await, Event::Stopped));
-    assert!(matches!(last_event(running).await, Event::Stopped));
+    assert!(matches!(last_event(fatal).await, Event::Stopped(StopCause::Ended)));
+    assert!(matches!(last_event(running).await, Event::Stopped(StopCause::Ended)));
     assert!(thread.join().is_err());
     assert!(!engine.is_alive());
+    assert!(engine.failure().get().unwrap().contains("panicked"));
     assert!(begin(&engine, vec![request(&[1, 70], 5)]).await.is_err());
     assert!(engine.snapshot().await.is_err());
+}
+
+#[tokio::test]
+async fn a_lost_device_ends_requests_for_another_worker_and_then_the_thread() {
+    let (engine, thread) = start(Duration::from_mins(1));
+    let running = begin(&engine, vec![request(&[1, 70, 80], 4000)]).await.unwrap();
+    let fatal = begin(&engine, vec![request(&[1, LOSES_ON], 5)]).await.unwrap();
+    assert!(matches!(last_event(fatal).await, Event::Stopped(StopCause::DeviceLost)));
+    assert!(matches!(last_event(running).await, Event::Stopped(StopCause::DeviceLost)));
+    engine.ended().await;
+    assert!(thread.join().is_ok(), "nothing panics");
+    assert!(!engine.is_alive());
+    let reason = "the device is lost: cuStreamSynchronize: CUDA_ERROR_ECC_UNCORRECTABLE";
+    assert_eq!(engine.failure().get().unwrap(), reason);
+    let refusal = begin(&engine, vec![request(&[1, 70], 5)]).await.unwrap_err();
+    assert_eq!(refusal.status, http::StatusCode::SERVICE_UNAVAILABLE);
+}
+
+#[tokio::test]
+async fn a_device_that_is_lost_between_requests_ends_the_thread_when_it_is_asked_for_kv() {
+    let (_, engine, is_lost) = fragile_engine();
+    let (engine, thread) = start_engine(engine, Duration::from_mins(1));
+    let permit = Admission::new(1).try_take(1).unwrap();
+    let requests = vec![request(&[1, 70], 5)];
+    let (name, begun, stages) = (Some("kept".to_owned()), Vec::new(), Vec::new());
+    let start = Start { requests, name: name.as_deref(), salt: None, permit, begun, stages, blend: None };
+    let named = Generation::start(&engine, start).await.unwrap();
+    assert!(matches!(last_event(named).await, Event::Finished { .. }));
+    assert!(engine.export_kv("kept", 0..1).await.unwrap().is_some());
+    is_lost.store(true, std::sync::atomic::Ordering::Relaxed);
+    assert!(engine.export_kv("kept", 0..1).await.is_err());
+    engine.ended().await;
+    assert!(thread.join().is_ok());
+    assert!(engine.failure().get().unwrap().starts_with("the device is lost"));
 }
 
 #[tokio::test]

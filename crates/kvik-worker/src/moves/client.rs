@@ -7,7 +7,7 @@ use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::{HeaderName, HeaderValue, Method, Request};
 use http_body_util::{BodyExt as _, Full, Limited};
-use kvik_model::{BLOCK_TOKENS, LentBlocks};
+use kvik_model::{BLOCK_TOKENS, LentBlocks, ModelError};
 use kvik_proto::client::{ClientError, HttpClient, send};
 use kvik_proto::moves::{KV_CHECKSUM, KvTaken, Offer, OfferAnswer};
 use kvik_tier::shared::checksum;
@@ -36,16 +36,19 @@ pub(crate) struct PeerClient {
 
 impl Blocks {
     /// Copies some of the blocks.
-    pub(crate) fn read(lent: &LentBlocks, blocks: Range<usize>) -> Self {
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub(crate) fn read(lent: &LentBlocks, blocks: Range<usize>) -> Result<Self, ModelError> {
         let tokens = lent.tokens().iter().skip(blocks.start * BLOCK_TOKENS).take(blocks.len() * BLOCK_TOKENS);
         let n_bytes = blocks.len() * (BLOCK_TOKENS * size_of::<u32>() + lent.block_bytes());
         let mut bytes = Vec::with_capacity(size_of::<u32>() + n_bytes);
         bytes.extend_from_slice(&(tokens.len() as u32).to_le_bytes());
         bytes.extend(tokens.flat_map(|token| token.to_le_bytes()));
-        lent.read(blocks, &mut bytes);
+        lent.read(blocks, &mut bytes)?;
         // While they are in the processor's caches.
         let sum = checksum(&bytes).0;
-        Self { bytes: bytes.into(), sum }
+        Ok(Self { bytes: bytes.into(), sum })
     }
 }
 

@@ -185,7 +185,11 @@ fn copy(client: &NodeClient, sequence: &EndedSequence, is_given_up: &AtomicBool)
         let tokens = chain.tokens_of(chunk_idx);
         let (first_block, n_blocks) = (tokens.start / BLOCK_TOKENS, tokens.len() / BLOCK_TOKENS);
         for (idx, block) in payload.chunks_exact_mut(block_bytes).enumerate() {
-            sequence.read_block(idx / n_blocks, first_block + idx % n_blocks, block);
+            if let Err(error) = sequence.read_block(idx / n_blocks, first_block + idx % n_blocks, block) {
+                tracing::warn!(%error, "failed to read KV of an ended sequence; it is not stored");
+                return false;
+            }
         }
+        true
     })
 }

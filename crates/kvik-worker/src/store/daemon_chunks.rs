@@ -72,11 +72,11 @@ pub(super) fn read_layers(
 }
 
 /// Writes the chunks of a chain that the daemon does not have, as far as there is room and until they are given up. `fill` gets
-/// the number of a chunk in the chain and the memory for all its layers.
+/// the number of a chunk in the chain and the memory for all its layers; false ends it, with what was filled before.
 pub(super) fn write_missing(
     opened: &OpenChain,
     is_given_up: &AtomicBool,
-    mut fill: impl FnMut(usize, &mut [u8]),
+    mut fill: impl FnMut(usize, &mut [u8]) -> bool,
 ) -> Result<(), NodeError> {
     let mut payload = Vec::new();
     let mut first_chunk = opened.n_found();
@@ -88,7 +88,9 @@ pub(super) fn write_missing(
                 continue;
             }
             payload.resize(write.payload_bytes(place), 0);
-            fill(first_chunk + place, &mut payload);
+            if !fill(first_chunk + place, &mut payload) {
+                return write.finish().map(drop);
+            }
             write.write_chunk(place, &payload)?;
         }
         write.finish()?;

@@ -166,7 +166,11 @@ impl LocalStore {
             for layer_idx in 0..sequence.n_layers() {
                 let blocks = writer.layer_mut(layer_idx).chunks_exact_mut(block_bytes);
                 for (block_idx, block) in (first_block..).zip(blocks) {
-                    sequence.read_block(layer_idx, block_idx, block);
+                    if let Err(error) = sequence.read_block(layer_idx, block_idx, block) {
+                        // The chunk is not committed: what it has is not KV.
+                        tracing::warn!(%error, "failed to read KV of an ended sequence; it is not stored");
+                        return;
+                    }
                 }
             }
             writer.commit();

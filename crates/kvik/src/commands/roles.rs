@@ -40,7 +40,8 @@ pub(crate) fn worker(arguments: &WorkerArguments) -> anyhow::Result<()> {
         let running = Worker::start(config, &shutdown).await.context("start the worker")?;
         tracing::info!(id = running.id(), address = %running.address(), model = running.model_name(), "worker is ready");
         running.closed().await;
-        Ok(())
+        // With an error, so that what supervises the process starts it again.
+        running.outcome().context("run the worker")
     })
 }
 

@@ -12,6 +12,7 @@ mod first_look;
 use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -25,7 +26,7 @@ use kvik_runtime::shutdown::Shutdown;
 use kvik_runtime::terminal::{DIMMED, TITLE};
 use kvik_tokens::Tokenizer;
 use kvik_types::ByteSize;
-use kvik_worker::{Running as RunningWorker, StoreConfig, Worker, WorkerConfig};
+use kvik_worker::{Running as RunningWorker, StoreConfig, Worker, WorkerConfig, WorkerError};
 
 use super::service::{self, Flags, InvalidInput};
 use crate::cli::UpArguments;
@@ -225,7 +226,10 @@ async fn serve(
         }
     }
 
-    shutdown.draining().await;
+    let failure = tokio::select! {
+        () = shutdown.draining() => None,
+        error = first_failure(&running_workers) => Some(error),
+    };
     let draining = async {
         gateway_end.drain();
         running_gateway.finished().await;
@@ -245,7 +249,24 @@ async fn serve(
     }
     daemon_end.finish().await;
     coordinator_end.finish().await;
-    Ok(())
+    failure.map_or(Ok(()), |error| Err(error).context("run a worker"))
+}
+
+/// Waits until the engine of a worker has failed and the worker has ended; for ever if none fails.
+async fn first_failure(workers: &[RunningWorker]) -> WorkerError {
+    let mut closing: Vec<_> = workers.iter().map(|worker| (worker, Box::pin(worker.closed()))).collect();
+    std::future::poll_fn(|context| {
+        let mut failure = None;
+        closing.retain_mut(|(worker, closed)| {
+            let is_open = closed.as_mut().poll(context).is_pending();
+            if !is_open {
+                failure = failure.take().or(worker.outcome().err());
+            }
+            is_open
+        });
+        failure.map_or(Poll::Pending, Poll::Ready)
+    })
+    .await
 }
 
 /// Says where everything is and what to try.

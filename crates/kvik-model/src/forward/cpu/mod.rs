@@ -212,8 +212,9 @@ impl CpuBackend {
 }
 
 impl<E: KvElement> PinnedKv for PinnedBlocks<E> {
-    fn read_block(&self, layer_idx: usize, block_idx: usize, out: &mut [u8]) {
+    fn read_block(&self, layer_idx: usize, block_idx: usize, out: &mut [u8]) -> Result<()> {
         self.export_block(layer_idx, block_idx, out);
+        Ok(())
     }
 }
 
@@ -265,12 +266,13 @@ impl Backend for CpuBackend {
         self.memory.take().map(|memory| Box::new(memory) as Box<dyn BlockMemory>)
     }
 
-    fn copy_block(&mut self, from: BlockId, to: BlockId) {
+    fn copy_block(&mut self, from: BlockId, to: BlockId) -> Result<()> {
         match &mut self.pages {
             Pages::F32(pages) => pages.copy_block(from, to),
             Pages::F16(pages) => pages.copy_block(from, to),
             Pages::Bf16(pages) => pages.copy_block(from, to),
         }
+        Ok(())
     }
 
     fn kv_dtype(&self) -> Dtype {
@@ -281,7 +283,7 @@ impl Backend for CpuBackend {
         }
     }
 
-    fn export_kv(&self, layer_idx: usize, block_table: &[BlockId], n_tokens: usize) -> LayerKv {
+    fn export_kv(&self, layer_idx: usize, block_table: &[BlockId], n_tokens: usize) -> Result<LayerKv> {
         let mut kv = LayerKv { n_tokens, ..LayerKv::default() };
         match &self.pages {
             Pages::F32(pages) => pages.export(layer_idx, block_table, n_tokens, &mut kv.keys, &mut kv.values),
@@ -290,7 +292,7 @@ impl Backend for CpuBackend {
                 pages.export(layer_idx, block_table, n_tokens, &mut kv.keys, &mut kv.values);
             }
         }
-        kv
+        Ok(kv)
     }
 
     fn import_kv(&mut self, layer_idx: usize, block_table: &[BlockId], kv: &LayerKv) -> Result<()> {
@@ -327,20 +329,21 @@ impl Backend for CpuBackend {
         }
     }
 
-    fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) {
+    fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) -> Result<()> {
         match &self.pages {
             Pages::F32(pages) => pages.export_block(layer_idx, block, out),
             Pages::F16(pages) => pages.export_block(layer_idx, block, out),
             Pages::Bf16(pages) => pages.export_block(layer_idx, block, out),
         }
+        Ok(())
     }
 
-    fn pin_blocks(&mut self, blocks: &[BlockId]) -> Box<dyn PinnedKv> {
-        match &mut self.pages {
+    fn pin_blocks(&mut self, blocks: &[BlockId]) -> Result<Box<dyn PinnedKv>> {
+        Ok(match &mut self.pages {
             Pages::F32(pages) => Box::new(pages.pin(blocks)),
             Pages::F16(pages) => Box::new(pages.pin(blocks)),
             Pages::Bf16(pages) => Box::new(pages.pin(blocks)),
-        }
+        })
     }
 
     fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) -> Result<()> {

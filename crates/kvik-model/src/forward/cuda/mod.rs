@@ -42,7 +42,7 @@ use import::Importer;
 use kernels::{Kernels, SegmentArguments};
 use lists::{ListShape, RowLists};
 pub use monitor::{DeviceMonitor, DeviceUsage};
-use pages::{Pages, or_lost};
+use pages::Pages;
 use pass::Pass;
 use weights::{ModelWeights, WeightSource};
 
@@ -430,17 +430,17 @@ impl Backend for CudaBackend {
         self.device.synchronize().and(queued)
     }
 
-    fn copy_block(&mut self, from: BlockId, to: BlockId) {
-        or_lost(self.pages.copy_block(from, to));
+    fn copy_block(&mut self, from: BlockId, to: BlockId) -> Result<()> {
+        self.pages.copy_block(from, to)
     }
 
     fn kv_dtype(&self) -> Dtype {
         self.kv_dtype
     }
 
-    fn export_kv(&self, layer_idx: usize, block_table: &[BlockId], n_tokens: usize) -> LayerKv {
-        or_lost(self.device.synchronize());
-        or_lost(self.pages.export(layer_idx, block_table, n_tokens))
+    fn export_kv(&self, layer_idx: usize, block_table: &[BlockId], n_tokens: usize) -> Result<LayerKv> {
+        self.device.synchronize()?;
+        self.pages.export(layer_idx, block_table, n_tokens)
     }
 
     fn import_kv(&mut self, layer_idx: usize, block_table: &[BlockId], kv: &LayerKv) -> Result<()> {
@@ -465,15 +465,15 @@ impl Backend for CudaBackend {
         self.pages.block_bytes()
     }
 
-    fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) {
-        or_lost(self.device.synchronize());
-        or_lost(self.pages.read_block(layer_idx, block, out));
+    fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) -> Result<()> {
+        self.device.synchronize()?;
+        self.pages.read_block(layer_idx, block, out)
     }
 
-    fn pin_blocks(&mut self, blocks: &[BlockId]) -> Box<dyn PinnedKv> {
+    fn pin_blocks(&mut self, blocks: &[BlockId]) -> Result<Box<dyn PinnedKv>> {
         // Copies beside the stream see what was queued before.
-        or_lost(self.device.synchronize());
-        Box::new(self.pages.pin(blocks))
+        self.device.synchronize()?;
+        Ok(Box::new(self.pages.pin(blocks)))
     }
 
     fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) -> Result<()> {

@@ -298,20 +298,8 @@ impl PageMemory {
     }
 }
 
-/// What a copy gave. A device that cannot copy its own memory any more is lost with all that is on it, and so is the engine:
-/// going on could serve bytes that are not KV.
-///
-/// # Panics
-/// If the device is lost.
-pub(super) fn or_lost<T>(result: Result<T>) -> T {
-    match result {
-        Ok(value) => value,
-        Err(error) => panic!("the device is lost: {error}"),
-    }
-}
-
 impl PinnedKv for PinnedBlocks {
-    fn read_block(&self, layer_idx: usize, block_idx: usize, out: &mut [u8]) {
-        or_lost(self.memory.read_block(layer_idx, self.blocks[block_idx], out));
+    fn read_block(&self, layer_idx: usize, block_idx: usize, out: &mut [u8]) -> Result<()> {
+        self.memory.read_block(layer_idx, self.blocks[block_idx], out)
     }
 }

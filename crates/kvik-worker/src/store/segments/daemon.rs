@@ -153,5 +153,6 @@ fn write(client: &NodeClient, segment: &ComputedSegment, salt: Option<&CacheSalt
         for (layer, section) in segment.layers.iter().zip(payload.chunks_exact_mut(section_bytes.max(1))) {
             copy_layer(layer, &tokens, section);
         }
+        true
     })
 }
