@@ -5,7 +5,7 @@ use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 
 use kvik_model::{BLOCK_TOKENS, BackendOptions, DeviceMonitor, Engine, EngineOptions, Model, ModelError};
-use kvik_node::{KEPT_BYTES, KvLog, LoggedChunks};
+use kvik_node::{KEPT_BYTES, KvLog, LoggedChunks, StoreConfig};
 use kvik_proto::client::{CoordinatorClient, HttpClient, TlsClientConfig, http_client};
 use kvik_proto::kv_stream::BlockGroup;
 use kvik_runtime::http::{listen, serve, tls_acceptor};
@@ -324,14 +324,23 @@ fn load_engine(config: &WorkerConfig, shutdown: &Shutdown) -> Result<LoadedEngin
     options.seed = random_seed();
     let engine = model.engine(&backend, options)?;
     check_segment_priming(config, &engine)?;
-    let mut store_config = config.store.clone();
-    if let BackendOptions::Cuda(cuda) = &backend {
-        // The copy engine reads and writes the store's memory by itself.
-        store_config.cuda_device = store_config.cuda_device.or(Some(cuda.ordinal));
-    }
-    let store = WorkerStore::open(&store_config, &engine)?;
+    let ordinal = match &backend {
+        BackendOptions::Cpu(_) => None,
+        BackendOptions::Cuda(cuda) => Some(cuda.ordinal),
+    };
+    let store = WorkerStore::open(&store_of_device(&config.store, ordinal), &engine)?;
     let space = store.as_ref().and_then(WorkerStore::space);
     Ok((model, engine, store, space))
+}
+
+/// The settings of the store of an engine on the GPU `ordinal`, if it is on one: the copy engine reads and writes the memory
+/// of the worker's own store by itself. That of a daemon is the daemon's.
+fn store_of_device(config: &StoreConfig, ordinal: Option<u32>) -> StoreConfig {
+    let mut config = config.clone();
+    if config.daemon.is_none() {
+        config.cuda_device = config.cuda_device.or(ordinal);
+    }
+    config
 }
 
 /// What watches the device of a worker on a GPU.

@@ -105,3 +105,13 @@ async fn a_worker_that_is_told_to_end_has_not_failed() {
     running.outcome().unwrap();
     shutdown.finish().await;
 }
+
+#[test]
+fn a_worker_on_a_gpu_registers_its_own_store_and_leaves_a_daemons_alone() {
+    let mut config = StoreConfig::default();
+    assert_eq!(store_of_device(&config, Some(2)).cuda_device, Some(2));
+    assert_eq!(store_of_device(&config, None), config);
+    config.daemon = Some("/run/kvik/store.sock".into());
+    let config = store_of_device(&config, Some(2));
+    assert!(config.daemon().unwrap().is_some());
+}
