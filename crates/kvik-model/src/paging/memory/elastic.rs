@@ -281,11 +281,13 @@ impl ElasticMemory {
         n_blocks.saturating_sub(self.buffer.len())
     }
 
-    /// Adds `n_blocks` to `buffer` by one claim, or none; returns how many are not there.
+    /// Adds whole pages for `n_blocks` to `buffer` by one claim, or none; returns how many blocks are not there.
     ///
     /// One claim: the turn of a starved member ends with the claim that is served.
     fn take_all(&mut self, n_blocks: usize) -> usize {
-        let Ok(n_wanted) = u32::try_from(n_blocks) else { return n_blocks };
+        let n_left = self.capacity_blocks.saturating_sub(self.n_taken);
+        let n_wanted = n_blocks.next_multiple_of(self.blocks_per_page).min(n_left).max(n_blocks);
+        let Ok(n_wanted) = u32::try_from(n_wanted) else { return n_blocks };
         match self.pool.alloc(n_wanted, &mut self.buffer) {
             Ok(BlocksOutcome::Allocated) => 0,
             Ok(BlocksOutcome::NoMemory(_)) => n_blocks,
