@@ -171,41 +171,6 @@ fn a_request_that_gets_no_memory_fails_alone_and_says_so() {
     assert_eq!(run(&mut second, || ()).len(), 4);
 }
 
-/// Both begin on a page of their own, and need a second one that the other has.
-#[test]
-fn two_requests_that_need_more_than_half_of_the_memory_are_both_answered() {
-    let model = Model::bundled().unwrap();
-    for names in [["one", "other"], ["group", "group"]] {
-        let dir = tempfile::tempdir().unwrap();
-        let mut engines = names.map(|name| engine(&model, dir.path(), name, 2));
-        let page_tokens = engines[0].max_blocks() / 2 * BLOCK_TOKENS;
-        let n_prompt = u32::try_from(page_tokens).unwrap() - 40;
-        let requests = [request(1, n_prompt, 80), request(2, n_prompt, 80)];
-        let mut own = model.cpu_engine(&CpuBackendOptions::default(), EngineOptions::default()).unwrap();
-        let expected = requests.clone().map(|request| {
-            own.submit(request).unwrap();
-            run(&mut own, || ())
-        });
-        for (engine, request) in engines.iter_mut().zip(requests) {
-            engine.submit(request).unwrap();
-        }
-        let mut events = [Vec::new(), Vec::new()];
-        let deadline = Instant::now() + DEADLINE;
-        while engines.iter().any(Engine::has_work) {
-            for (engine, events) in engines.iter_mut().zip(&mut events) {
-                if engine.has_work() {
-                    engine.step(events).unwrap();
-                } else {
-                    engine.rest();
-                }
-            }
-            std::thread::yield_now();
-            assert!(Instant::now() < deadline, "they wait for each other");
-        }
-        assert_eq!(events.map(|events| tokens_of(&events)), expected);
-    }
-}
-
 #[test]
 fn a_bad_name_is_refused_with_what_is_allowed() {
     let model = Model::bundled().unwrap();

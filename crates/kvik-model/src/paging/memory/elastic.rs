@@ -50,9 +50,6 @@ pub struct ElasticMemory {
     /// Whether the last blocks that were required were not all there. Idle pages do not count as such then:
     /// they are a part of what is needed.
     is_waiting: bool,
-    /// Whether the engine can compute nothing until these are there. It then takes all or nothing: with a part of them it
-    /// can do no more, and another engine might.
-    is_starved: bool,
     idle_bytes: u64,
     /// Blocks that were taken and not given back.
     n_taken: usize,
@@ -119,10 +116,6 @@ impl Grants for CacheGrants {
         let mut published = self.published.lock();
         published.usage = usage;
         self.member.publish(published.visible());
-    }
-
-    fn note_starved(&self) {
-        self.member.note_starved();
     }
 
     fn stop_waiting(&self) {
@@ -247,7 +240,6 @@ impl ElasticMemory {
             grants,
             asks,
             is_waiting: false,
-            is_starved: false,
             idle_bytes: 0,
             n_taken: 0,
             buffer: Vec::new(),
@@ -279,23 +271,6 @@ impl ElasticMemory {
             }
         }
         n_blocks.saturating_sub(self.buffer.len())
-    }
-
-    /// Adds whole pages for `n_blocks` to `buffer` by one claim, or none; returns how many blocks are not there.
-    ///
-    /// One claim: the turn of a starved member ends with the claim that is served.
-    fn take_all(&mut self, n_blocks: usize) -> usize {
-        let n_left = self.capacity_blocks.saturating_sub(self.n_taken);
-        let n_wanted = n_blocks.next_multiple_of(self.blocks_per_page).min(n_left).max(n_blocks);
-        let Ok(n_wanted) = u32::try_from(n_wanted) else { return n_blocks };
-        match self.pool.alloc(n_wanted, &mut self.buffer) {
-            Ok(BlocksOutcome::Allocated) => 0,
-            Ok(BlocksOutcome::NoMemory(_)) => n_blocks,
-            Err(error) => {
-                tracing::warn!(%error, "cannot take memory");
-                n_blocks
-            }
-        }
     }
 
     /// Makes members above their share give back enough for `n_blocks`; says whether so much is free
@@ -339,15 +314,13 @@ impl BlockMemory for ElasticMemory {
             self.grants.set_idle_bytes(0);
         }
         self.buffer.clear();
-        let takes_all = self.is_starved && need == Need::Required;
-        let mut n_missing = if takes_all { self.take_all(n_blocks) } else { self.take_pages(n_blocks) };
+        let mut n_missing = self.take_pages(n_blocks);
         match need {
             Need::Required => {
-                if 0 < n_missing && !takes_all && self.ask_others(n_missing) {
+                if 0 < n_missing && self.ask_others(n_missing) {
                     n_missing = self.take_pages(n_blocks);
                 }
                 self.is_waiting = 0 < n_missing;
-                self.is_starved &= self.is_waiting;
                 self.publish_idle();
             }
             // Another member was faster or has a better claim: no member gives up memory for these.
@@ -386,15 +359,7 @@ impl BlockMemory for ElasticMemory {
         self.publish_idle();
     }
 
-    fn note_starved(&mut self) {
-        if self.is_waiting {
-            self.is_starved = true;
-            self.grants.note_starved();
-        }
-    }
-
     fn stop_waiting(&mut self) {
-        self.is_starved = false;
         if self.is_waiting {
             self.is_waiting = false;
             self.grants.stop_waiting();
