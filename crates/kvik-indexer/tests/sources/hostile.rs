@@ -163,7 +163,8 @@ async fn a_replay_of_garbage_or_of_nothing_ends_and_the_live_stream_goes_on() {
     recorder.until_applied(&pod1(), &[2]).await;
     let counters = source.counters();
     assert_eq!((counters.replays, counters.failed_replays, counters.skipped_gaps), (2, 2, 1));
-    assert!(counters.malformed > 4, "{counters:?}");
+    // Each shape at least once: how often depends on the speed of the machine.
+    assert!(counters.malformed >= 4, "{counters:?}");
 }
 
 #[tokio::test]
