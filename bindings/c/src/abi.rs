@@ -11,7 +11,7 @@ use crate::config::{kvik_config, text_of};
 use crate::environment::memory_config;
 use crate::handle::{self, kvik_pool};
 use crate::pool::{Names, Pool};
-use crate::ranks::Role;
+use crate::rank_region::Role;
 use crate::reclaim;
 use crate::stats::kvik_stats;
 use crate::status::{self, Failure, kvik_status};

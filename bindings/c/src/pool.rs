@@ -25,8 +25,8 @@ use crate::config::{KVIK_FLAG_NO_PREALLOCATION, KVIK_FLAG_NULL_BLOCK, kvik_confi
 use crate::grants::EngineGrants;
 use crate::heap::Heap;
 use crate::plan::Plan;
-use crate::pointers::Planes;
-use crate::ranks::{RankServer, Role, start_leader};
+use crate::planes::Planes;
+use crate::rank_region::{RankServer, Role, start_leader};
 use crate::reclaim::Reclaimer;
 use crate::signals::SignalsBlocked;
 use crate::stats::kvik_stats;

@@ -7,7 +7,6 @@ use http::{Method, StatusCode};
 use reqwest::{Client, Response, Url};
 use serde::Deserialize;
 
-use super::config::is_hub_url;
 use super::error::{HubError, with_causes};
 use super::repository::{Repository, is_word};
 use crate::secret::Secret;
@@ -246,6 +245,11 @@ impl HubClient {
             status => HubError::unavailable("ask the hub", format!("{status} for {name} {said}").trim_end()),
         }
     }
+}
+
+/// Whether a text can be the address of a hub.
+pub(super) fn is_hub_url(url: &str) -> bool {
+    (url.starts_with("https://") || url.starts_with("http://")) && !url.contains('@')
 }
 
 /// Where a redirect leads; `None` for another answer.

@@ -8,7 +8,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
-use super::client::{HubClient, TimeLimit};
+use super::client::{HubClient, TimeLimit, is_hub_url};
 use super::error::HubError;
 use crate::config::variable;
 use crate::secret::Secret;
@@ -125,11 +125,6 @@ impl ModelHubConfig {
             _ => Ok(None),
         }
     }
-}
-
-/// Whether a text can be the address of a hub.
-pub(super) fn is_hub_url(url: &str) -> bool {
-    (url.starts_with("https://") || url.starts_with("http://")) && !url.contains('@')
 }
 
 /// The path with the user's folder in the place of a `~` at its beginning, as `huggingface_hub` reads its variables.
