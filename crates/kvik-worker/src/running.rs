@@ -227,6 +227,11 @@ impl RunningRequest {
         *self.progress.end.lock() = end;
     }
 
+    /// Whether it has ended here because another worker has its KV.
+    pub(crate) fn has_migrated(&self) -> bool {
+        *self.progress.end.lock() == End::Migrated
+    }
+
     /// Waits until the worker drains, and forever if the request has so little to go that it should stay.
     pub(crate) async fn should_leave(&self) {
         self.draining.cancelled().await;

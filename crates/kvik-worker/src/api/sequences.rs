@@ -208,13 +208,35 @@ async fn answer(
 fn give_away(state: &Arc<WorkerState>, loaded: &Arc<Loaded>, running: &mut RunningGuard, to: String) {
     let Some(guard) = running.begin_move().filter(|_| to.trim_end_matches('/') != state.base) else { return };
     let (state, loaded) = (Arc::clone(state), Arc::clone(loaded));
+    let mut count = MoveCount { request: Arc::clone(guard.request()), loaded, has_moved: false };
     running.own(tokio::spawn(async move {
-        let outcome = move_request(&state, &loaded, &guard, &to, Departs::AfterFirstToken).await;
-        loaded.metrics.moved(outcome.is_ok());
-        if let Err(refusal) = outcome {
-            tracing::debug!(%to, ?refusal, "a request stays with the worker that computed its prompt");
+        match move_request(&state, &count.loaded, &guard, &to, Departs::AfterFirstToken).await {
+            Ok(_) => count.note_moved(),
+            Err(refusal) => {
+                tracing::debug!(%to, ?refusal, "a request stays with the worker that computed its prompt");
+            }
         }
     }));
+}
+
+/// Counts a move when its task ends. The task may be aborted right after the request was frozen, because its stream ended
+/// with the notice to the gateway: the request itself then says that it has moved.
+struct MoveCount {
+    request: Arc<RunningRequest>,
+    loaded: Arc<Loaded>,
+    has_moved: bool,
+}
+
+impl MoveCount {
+    fn note_moved(&mut self) {
+        self.has_moved = true;
+    }
+}
+
+impl Drop for MoveCount {
+    fn drop(&mut self) {
+        self.loaded.metrics.moved(self.has_moved || self.request.has_migrated());
+    }
 }
 
 fn stream<R: Renderer>(

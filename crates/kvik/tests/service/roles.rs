@@ -107,7 +107,7 @@ fn a_long_prompt_is_computed_by_one_worker_and_answered_by_the_other_to_the_same
     }
     assert_eq!((pair.disaggregated("disaggregated"), pair.continued("moved")), (2, 2));
     assert_eq!(pair.decode.metric("kvik_worker_resumed_total", "ahead"), Some(2.0));
-    // It counts a move when it hears that the other worker has the request, which may be after the answer.
+    // It counts a move when the request is over there, which may be after the answer.
     eventually("both moves are counted", || {
         (pair.prefill.metric("kvik_worker_moves_total", "moved") == Some(2.0)).then_some(())
     });
