@@ -61,7 +61,7 @@ pub use config::{Activation, Architecture, ModelConfig, Norm, Position, RopeConf
 pub use engine::{
     Begun, BegunOutput, BlendUsage, EndedSequence, Engine, EngineEvent, EngineOptions, EngineStats,
     FinishReason, GenerateRequest, KvSink, LentBlocks, PrefixKv, PreparedRequest, RequestId, SequenceKv,
-    StageId, Staged, SubmitOptions, TokenEvent, Usage,
+    StageId, Staged, SubmitOptions, TimedPass, TokenEvent, Usage,
 };
 pub use error::{ModelError, Result};
 pub use forward::{

@@ -92,6 +92,9 @@ pub struct PredictedTimes {
 /// How fast an engine computes KV.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct PrefillEstimate {
+    /// Microseconds that a pass takes beside those of its tokens.
+    #[serde(default)]
+    pub pass_us: f64,
     /// Microseconds for a token, whatever stands before it.
     pub token_us: f64,
     /// Microseconds more for a thousand tokens before it.

@@ -3,8 +3,11 @@
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
-use kvik_model::{BLOCK_TOKENS, BackendOptions, DeviceMonitor, Engine, EngineOptions, Model, ModelError};
+use kvik_model::{
+    BLOCK_TOKENS, BackendOptions, DeviceMonitor, Engine, EngineOptions, Model, ModelError, TimedPass,
+};
 use kvik_node::{KEPT_BYTES, KvLog, LoggedChunks, StoreConfig};
 use kvik_proto::client::{CoordinatorClient, HttpClient, TlsClientConfig, http_client};
 use kvik_proto::kv_stream::BlockGroup;
@@ -35,6 +38,9 @@ use crate::state::{KvShape, Loaded, WorkerState, random_seed};
 use crate::store::WorkerStore;
 use crate::store_admin::StoreAdmin;
 use crate::{api, clock, idle};
+
+/// How long an engine computes before it serves: long enough for passes of some thousand tokens on a GPU.
+const WARM_UP_TIME: Duration = Duration::from_millis(200);
 
 /// A model, its engine, and the store below it with the space of its chunks.
 type LoadedEngine = (Model, Engine, Option<WorkerStore>, Option<Space>);
@@ -322,7 +328,7 @@ fn load_engine(config: &WorkerConfig, shutdown: &Shutdown) -> Result<LoadedEngin
     options.segment_priming = segment_priming(config, &model)?;
     // Requests without a seed must differ from those of other workers and earlier lives.
     options.seed = random_seed();
-    let engine = model.engine(&backend, options)?;
+    let mut engine = model.engine(&backend, options)?;
     check_segment_priming(config, &engine)?;
     let ordinal = match &backend {
         BackendOptions::Cpu(_) => None,
@@ -330,7 +336,30 @@ fn load_engine(config: &WorkerConfig, shutdown: &Shutdown) -> Result<LoadedEngin
     };
     let store = WorkerStore::open(&store_of_device(&config.store, ordinal), &engine)?;
     let space = store.as_ref().and_then(WorkerStore::space);
+    warm_up(&mut engine, store.as_ref(), ordinal.is_some())?;
     Ok((model, engine, store, space))
+}
+
+/// Has an engine compute its first passes where that is of use: on a GPU, whose first pass loads programs, and before a store
+/// that decides by the engine's speed what it loads.
+fn warm_up(engine: &mut Engine, store: Option<&WorkerStore>, is_on_gpu: bool) -> Result<()> {
+    let planner = store.and_then(WorkerStore::planner);
+    if planner.is_none() && !is_on_gpu {
+        return Ok(());
+    }
+    match engine.warm_up(WARM_UP_TIME) {
+        Ok(passes) => {
+            for TimedPass { n_tokens, n_attended, seconds } in passes {
+                planner.inspect(|planner| planner.note_pass(n_tokens, n_attended, seconds));
+            }
+            Ok(())
+        }
+        Err(error) if engine.lost_device().is_some() => Err(error.into()),
+        Err(error) => {
+            tracing::warn!(%error, "the engine could not compute its first passes; it serves without them");
+            Ok(())
+        }
+    }
 }
 
 /// The settings of the store of an engine on the GPU `ordinal`, if it is on one: the copy engine reads and writes the memory

@@ -19,6 +19,7 @@ mod scheduler;
 mod sequence;
 mod staged;
 mod transfer;
+mod warm_up;
 
 pub use begun::{Begun, BegunOutput, LentBlocks};
 pub use blend_rows::BlendUsage;
@@ -29,6 +30,7 @@ pub use request::{
 };
 pub use resident::SequenceKv;
 pub use staged::{StageId, Staged};
+pub use warm_up::TimedPass;
 
 use std::collections::VecDeque;
 use std::sync::Arc;

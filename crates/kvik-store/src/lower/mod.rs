@@ -6,7 +6,7 @@ mod speed;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-use kvik_tier::{ChunkKey, Lease, Tier};
+use kvik_tier::{ChunkKey, GetItem, GetOutcome, Lease, Tier};
 pub(crate) use queue::{Batch, Queue};
 pub(crate) use speed::SpeedMeter;
 pub use speed::TierSpeed;
@@ -74,6 +74,19 @@ impl Lower {
     pub(crate) fn batch_bytes(&self, limit_bytes: u64) -> u64 {
         let Some(TierSpeed { bytes_per_s, latency_s }) = self.speed.speed() else { return limit_bytes };
         limit_bytes.min((bytes_per_s * (4.0 * latency_s).max(MIN_BATCH_S)) as u64)
+    }
+
+    /// Reads chunks and measures how fast they came; what became of each.
+    pub(crate) fn read(&self, mut items: Vec<GetItem<'_>>) -> Vec<GetOutcome> {
+        let read = || {
+            self.tier.get(&mut items);
+            items
+        };
+        let hit_bytes = |items: &Vec<GetItem<'_>>| {
+            let hits = items.iter().filter(|item| item.outcome.is_hit());
+            hits.map(|item| item.n_bytes() as u64).sum()
+        };
+        self.speed.measure(read, hit_bytes).into_iter().map(|item| item.outcome).collect()
     }
 
     pub(crate) fn is_local(&self) -> bool {

@@ -24,9 +24,14 @@ const MIN_GAIN: f64 = 0.02;
 /// once more, and the copies of a load slow the engine down: for short prompts that costs 5 to 9 %.
 const MIN_MEET_GAIN: f64 = 0.1;
 
+/// What passes may cost beside their tokens, as a part of the time of these, where a prompt is cut to look for KV.
+const MAX_PASS_SHARE: f64 = 0.1;
+
 /// How fast an engine computes KV.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PrefillSpeed {
+    /// Seconds that a pass takes beside those of its tokens. A GPU is slow with few tokens at a time, a CPU is not.
+    pub pass_s: f64,
     /// Seconds for a token, whatever stands before it.
     pub token_s: f64,
     /// Seconds more for each token that it looks at.
@@ -118,6 +123,16 @@ impl PrefillSpeed {
         let n_attended = n_tokens * first + n_tokens * (n_tokens + 1.0) / 2.0;
         self.token_s * n_tokens + self.attended_s * n_attended
     }
+
+    /// Tokens that a pass should have at least, so that cutting a prompt into such passes costs little.
+    pub fn piece_tokens(&self) -> usize {
+        (self.pass_s / (MAX_PASS_SHARE * self.token_s)).ceil() as usize
+    }
+
+    /// Seconds that it costs to compute `n_tokens` in pieces, beside those of the tokens.
+    fn pieces_s(&self, n_tokens: usize) -> f64 {
+        self.pass_s * n_tokens.div_ceil(self.piece_tokens().max(1)) as f64
+    }
 }
 
 impl Decision {
@@ -187,25 +202,27 @@ struct Search<'a> {
     input: &'a PlanInput<'a>,
     prefill: PrefillSpeed,
     speeds: Vec<TierSpeed>,
-    /// Seconds to compute those of the first chunks that are not in memory.
+    /// Seconds to compute those of the first chunks that are not in memory, and their tokens.
     computed_s: Vec<f64>,
+    computed_tokens: Vec<usize>,
     /// For each tier, bytes of the first chunks that come from it.
     tier_bytes: Vec<Vec<u64>>,
 }
 
 impl<'a> Search<'a> {
     fn new(input: &'a PlanInput<'a>, prefill: PrefillSpeed, speeds: Vec<TierSpeed>) -> Self {
-        let mut computed_s = vec![0.0];
+        let (mut computed_s, mut computed_tokens) = (vec![0.0], vec![0]);
         let mut tier_bytes = vec![vec![0_u64]; speeds.len()];
         for chunk in input.chunks {
-            let seconds = if chunk.tier.is_none() { 0.0 } else { prefill.seconds(chunk.tokens.clone()) };
-            computed_s.push(computed_s.last().copied().unwrap_or(0.0) + seconds);
+            let computed = if chunk.tier.is_none() { 0..0 } else { chunk.tokens.clone() };
+            computed_tokens.push(computed_tokens.last().copied().unwrap_or(0) + computed.len());
+            computed_s.push(computed_s.last().copied().unwrap_or(0.0) + prefill.seconds(computed));
             for (tier, sums) in tier_bytes.iter_mut().enumerate() {
                 let n_bytes = if chunk.tier == Some(tier) { chunk.n_bytes } else { 0 };
                 sums.push(sums.last().copied().unwrap_or(0).saturating_add(n_bytes));
             }
         }
-        Self { input, prefill, speeds, computed_s, tier_bytes }
+        Self { input, prefill, speeds, computed_s, computed_tokens, tier_bytes }
     }
 
     /// Seconds until the chunks `loaded` are there; tiers work beside each other.
@@ -221,10 +238,14 @@ impl<'a> Search<'a> {
     /// Seconds if the chunks before `loaded` are computed while these load, and then those behind.
     fn plan_s(&self, loaded: &Range<usize>) -> f64 {
         let n_chunks = self.input.chunks.len();
-        let front_s = self.input.queue_s(&self.prefill) + self.computed_s[loaded.start];
+        let load_s = self.load_s(loaded);
+        // What loads is looked for between the pieces of the front; otherwise it is computed in one go.
+        let pieces_s =
+            if load_s > 0.0 { self.prefill.pieces_s(self.computed_tokens[loaded.start]) } else { 0.0 };
+        let front_s = self.input.queue_s(&self.prefill) + self.computed_s[loaded.start] + pieces_s;
         let behind_s = self.computed_s[n_chunks] - self.computed_s[loaded.end];
         let tail_s = self.prefill.seconds(self.input.first_unchunked()..self.input.n_prompt_tokens);
-        front_s.max(self.load_s(loaded)) + behind_s + tail_s
+        front_s.max(load_s) + behind_s + tail_s
     }
 
     /// Seconds if loading and computing go through the layers one behind the other. The slower of the two is waited for; the
@@ -321,7 +342,7 @@ mod tests {
     }
 
     /// A chunk a tenth of a second.
-    const PREFILL: PrefillSpeed = PrefillSpeed { token_s: 0.1 / CHUNK as f64, attended_s: 0.0 };
+    const PREFILL: PrefillSpeed = PrefillSpeed { pass_s: 0.0, token_s: 0.1 / CHUNK as f64, attended_s: 0.0 };
 
     #[test]
     fn a_fast_tier_is_loaded_a_slow_one_is_not_and_between_them_both_meet() {
@@ -346,6 +367,27 @@ mod tests {
         // Computing the first chunk meanwhile would save a tenth of the loads, and computing two of them a fifth.
         assert_eq!(times_as_fast(9.0).decision, Decision::Load);
         assert_eq!((times_as_fast(3.0).decision, times_as_fast(3.0).n_computed_chunks), (Decision::Meet, 2));
+    }
+
+    #[test]
+    fn a_prompt_is_cut_only_as_often_as_its_passes_are_cheap() {
+        // Ten chunks a second either way: half of them each, in half of the time.
+        let of = |pass_s| {
+            let speed = state(10.0 * f64::from(1 << 20), 0.0);
+            decide(&[Some(0); 10], &[speed], Some(PrefillSpeed { pass_s, ..PREFILL }))
+        };
+        let cheap = of(0.01);
+        assert_eq!(
+            (cheap.decision, PrefillSpeed { pass_s: 0.01, ..PREFILL }.piece_tokens()),
+            (Decision::Meet, CHUNK)
+        );
+        // A pass costs as much as two chunks: pieces of twenty chunks are more than there are.
+        let dear = PrefillSpeed { pass_s: 0.2, ..PREFILL };
+        assert_eq!(dear.piece_tokens(), 20 * CHUNK);
+        let plan = of(0.2);
+        assert!(plan.n_computed_chunks < cheap.n_computed_chunks, "{plan:?}");
+        // And one that costs more than it saves is not made.
+        assert_eq!(of(1.0).decision, Decision::Load);
     }
 
     #[test]
@@ -396,7 +438,7 @@ mod tests {
             tiers in proptest::collection::vec(prop_oneof![Just(None), Just(Some(0)), Just(Some(1))], 1..40),
             speeds in [(4.0_f64..10.0, 0.0_f64..0.3), (4.0_f64..10.0, 0.0_f64..0.3)],
             queued in [0_u64..1 << 30, 0_u64..1 << 30],
-            token_s in 1e-6_f64..1e-2,
+            (pass_s, token_s) in (0.0_f64..1.0, 1e-6_f64..1e-2),
             attended_s in 0.0_f64..1e-6,
             n_queued_tokens in 0_usize..10_000,
             n_more in 1_usize..500,
@@ -412,7 +454,7 @@ mod tests {
                 n_queued_tokens,
                 chunks: &chunks,
                 tiers: &states,
-                prefill: Some(PrefillSpeed { token_s, attended_s }),
+                prefill: Some(PrefillSpeed { pass_s, token_s, attended_s }),
                 n_layers,
             };
             let plan = plan(&input);

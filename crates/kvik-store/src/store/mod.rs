@@ -22,6 +22,7 @@ mod one_tier;
 mod pin_list;
 mod pins;
 mod prefetch;
+mod probe;
 mod promotion;
 mod provide;
 mod publish;

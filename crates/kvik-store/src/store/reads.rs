@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvik_tier::{GetItem, GetOutcome, Slot};
+use kvik_tier::{GetItem, Slot};
 
 use super::core::Core;
 use crate::counters::Counter;
@@ -64,23 +64,11 @@ impl Core {
         if loads.is_empty() {
             return;
         }
-        let mut items: Vec<GetItem<'_>> = loads
-            .iter_mut()
-            .map(|(started, slot)| {
-                let flight = &started.flight;
-                GetItem::whole(flight.key(), &mut slot[..]).for_tokens(flight.digest())
-            })
-            .collect();
-        let hit_bytes = |items: &Vec<GetItem<'_>>| {
-            let hits = items.iter().filter(|item| item.outcome.is_hit());
-            hits.map(|item| item.n_bytes() as u64).sum()
-        };
-        let read = || {
-            lower.tier.get(&mut items);
-            items
-        };
-        let items = lower.speed.measure(read, hit_bytes);
-        let outcomes: Vec<GetOutcome> = items.into_iter().map(|item| item.outcome).collect();
+        let items = loads.iter_mut().map(|(started, slot)| {
+            let flight = &started.flight;
+            GetItem::whole(flight.key(), &mut slot[..]).for_tokens(flight.digest())
+        });
+        let outcomes = lower.read(items.collect());
         drop(batch);
         for ((mut started, slot), outcome) in loads.into_iter().zip(outcomes) {
             let flight = &started.flight;

@@ -39,6 +39,53 @@ fn a_local_tier_is_warm_after_a_restart() {
 }
 
 #[test]
+fn a_tier_is_measured_before_its_first_prompt_and_leaves_memory_as_it_is() {
+    let nvme = TestTier::new(TierKind::Nvme);
+    let speed = |store: &Store| store.tier_states()[0].speed;
+    // Nothing can be measured of an empty tier.
+    let store = Setup::new(256).local(&nvme).open();
+    store.measure_tiers(&space_of(&store, "", 1));
+    assert_eq!(speed(&store), None);
+    drop(store);
+    fill(&nvme, 0..4, 3);
+
+    let store = Setup::new(256).local(&nvme).open();
+    store.measure_tiers(&space_of(&store, "other", 1));
+    store.measure_tiers(&space_of(&store, "", 1));
+    // Of 1, 1, 2 and 4 chunks.
+    until("the tier is measured", || speed(&store).is_some() && nvme.n_got() == 8);
+    let chain = chain_of(&store, 0, 3);
+    assert_eq!(store.lookup_local(&chain).tokens_in(TierKind::Ram), 0);
+    until("the memory of the measurement is free", || store.arena().stat().used_bytes == 0);
+    assert_eq!(retrieve_all(&store, &chain), 3);
+    // A tier that was read is not measured again.
+    let n_got = nvme.n_got();
+    store.measure_tiers(&space_of(&store, "", 1));
+    flush(&store);
+    assert_eq!(nvme.n_got(), n_got);
+}
+
+#[test]
+fn a_measurement_that_fails_or_finds_no_memory_says_nothing() {
+    let nvme = TestTier::new(TierKind::Nvme);
+    fill(&nvme, 0..4, 3);
+    nvme.set_failing(true);
+    let store = Setup::new(256).local(&nvme).open();
+    store.measure_tiers(&space_of(&store, "", 1));
+    until("the tier was asked", || nvme.n_got() == 8);
+    assert_eq!(store.tier_states()[0].speed, None);
+    drop(store);
+
+    nvme.set_failing(false);
+    let store = Setup::new(3).local(&nvme).open();
+    let held = store.retrieve(&chain_of(&store, 0, 3), 0);
+    let speed = store.tier_states()[0].speed;
+    store.measure_tiers(&space_of(&store, "", 1));
+    assert_eq!(verify(&held, &chain_of(&store, 0, 3), 0), 3);
+    assert_eq!(store.tier_states()[0].speed, speed);
+}
+
+#[test]
 fn a_chain_can_go_on_where_it_ended_before_the_restart() {
     let nvme = TestTier::new(TierKind::Nvme);
     fill(&nvme, 1..2, 3);

@@ -31,6 +31,10 @@ pub(crate) struct ArrivingPrefix {
     /// The tiers when it began.
     states: Vec<TierState>,
     load_timeout: Duration,
+    /// The first chunk that is not to be computed if all goes as planned.
+    planned_cut: usize,
+    /// Chunks that are computed before the engine looks for more.
+    piece_chunks: usize,
     progress: Mutex<Progress>,
     taken: TakenTokens,
 }
@@ -55,7 +59,7 @@ impl ArrivingPrefix {
         planned: Planned,
         load_timeout: Duration,
     ) -> Option<Self> {
-        let Planned { plan, chunks, tiers: states, .. } = planned;
+        let Planned { plan, chunks, tiers: states, prefill } = planned;
         let first_chunk = request.first_chunk();
         let is_wanted = plan.n_chunks > 0 || chunks.iter().any(|chunk| chunk.tier.is_none());
         if !is_wanted {
@@ -64,9 +68,12 @@ impl ArrivingPrefix {
         let range = first_chunk..first_chunk + chunks.len();
         let arriving = store.arrive(&request.chain, range, places, first_chunk + plan.n_chunks);
         let n_at_once = n_arrived(&arriving);
+        let piece_tokens = prefill.map_or(0, |prefill| prefill.piece_tokens());
         Some(Self {
             arriving,
             chain: request.chain.clone(),
+            planned_cut: first_chunk + plan.n_computed_chunks,
+            piece_chunks: piece_tokens.div_ceil(request.chain.space().chunk_tokens()).max(1),
             store: store.clone(),
             planner: Arc::clone(planner),
             tiers: chunks.iter().map(|chunk| chunk.tier).collect(),
@@ -89,6 +96,15 @@ impl ArrivingPrefix {
 
     fn chunk_of(&self, token: usize) -> usize {
         token / self.chain.space().chunk_tokens()
+    }
+
+    /// Where the piece ends that is computed next if it begins in a chunk: where the prompt is planned to be cut, or after so many
+    /// tokens that looking for more costs little.
+    fn piece_end(&self, chunk_idx: usize) -> usize {
+        let end_chunk = chunk_idx.saturating_add(self.piece_chunks).min(self.arriving.chunks().end);
+        let is_before_cut = (chunk_idx + 1..end_chunk).contains(&self.planned_cut);
+        let end_chunk = if is_before_cut { self.planned_cut } else { end_chunk };
+        self.chain.tokens_of(end_chunk.max(chunk_idx + 1) - 1).end
     }
 
     /// Seconds that have passed since the last arrival, and seconds from it until all from `chunk_idx` on should be there;
@@ -159,7 +175,7 @@ impl PrefixKv for ArrivingPrefix {
             if chunk_idx < chunks.start {
                 self.chain.tokens_of(chunks.start).start
             } else {
-                self.chain.tokens_of(chunk_idx).end
+                self.piece_end(chunk_idx)
             }
         })
     }
@@ -173,7 +189,7 @@ impl PrefixKv for ArrivingPrefix {
         let Some(prefill) = self.planner.prefill() else {
             return passed_s < self.load_timeout.as_secs_f64();
         };
-        let compute_s = prefill.seconds(token..self.chain.tokens_of(chunk_idx).end);
+        let compute_s = prefill.pass_s + prefill.seconds(token..self.piece_end(chunk_idx));
         match expected_s {
             Some(expected_s) => {
                 expected_s - passed_s < compute_s && passed_s <= LATE_FACTOR * expected_s + LATE_S

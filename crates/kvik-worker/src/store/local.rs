@@ -62,6 +62,9 @@ impl LocalStore {
         let panic_guard = PanicGuard::default();
         let segments = LocalSegments::open(&store, &SegmentKind::new(&namespace, format, priming)?)?;
         let segments = SegmentStore::start(Arc::new(segments), plan.load_timeout, panic_guard.clone())?;
+        if plan.planner == PlannerMode::Auto {
+            store.measure_tiers(&space);
+        }
         Ok(Some(Self {
             store,
             space,
@@ -102,6 +105,11 @@ impl LocalStore {
     /// Calls `visit` with each chunk of this model and the tiers that have it.
     pub(crate) fn visit_chunks(&self, visit: impl FnMut(BlockHash, &[TierKind])) {
         self.store.visit_chunks(&self.space, visit);
+    }
+
+    /// Whether it decides what is loaded from slow tiers, and has one.
+    pub(super) fn plans_loads(&self) -> bool {
+        self.planner_mode == PlannerMode::Auto && !self.store.tier_states().is_empty()
     }
 
     /// What decides whether chunks are loaded.

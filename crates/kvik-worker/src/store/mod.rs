@@ -34,7 +34,7 @@ use crate::error::{Result, WorkerError};
 pub(crate) use daemon::DaemonStore;
 pub(crate) use load::{ChunkTiers, Load, LoadedPrefix, Loading, PromptKv};
 pub(crate) use local::LocalStore;
-pub(crate) use planner::{LoadRequest, Planned};
+pub(crate) use planner::{LoadRequest, Planned, Planner};
 pub(crate) use segments::{SegmentLoad, SegmentLoading, SegmentStore};
 pub(crate) use transfer::SinkCounts;
 
@@ -138,6 +138,14 @@ impl WorkerStore {
                 None => store.watch_first(on_space, observer)?,
             }),
         })
+    }
+
+    /// What decides by the engine's speed whether chunks of slow tiers are loaded; `None` where that is not decided, or not here.
+    pub(crate) fn planner(&self) -> Option<&Planner> {
+        match self {
+            Self::Local(store) => Some(store.planner()).filter(|_| store.plans_loads()),
+            Self::Daemon(_) => None,
+        }
     }
 
     /// The store as the engine uses it.

@@ -72,6 +72,7 @@ fn predicted(times: PlanTimes) -> PredictedTimes {
 
 fn estimate(prefill: PrefillSpeed) -> PrefillEstimate {
     PrefillEstimate {
+        pass_us: rounded(prefill.pass_s * 1e6),
         token_us: rounded(prefill.token_s * 1e6),
         thousand_before_us: rounded(prefill.attended_s * 1e9),
     }

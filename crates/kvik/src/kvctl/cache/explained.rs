@@ -46,10 +46,10 @@ impl Answer for Shown<ExplainResponse> {
             }
             None => writeln!(output, "no times: a tier or the engine was never measured")?,
         }
-        if let Some(PrefillEstimate { token_us, thousand_before_us }) = prefill {
+        if let Some(PrefillEstimate { pass_us, token_us, thousand_before_us }) = prefill {
             writeln!(
                 output,
-                "computing: {token_us:.1} us a token, {thousand_before_us:.1} us more for 1000 before it"
+                "computing: {token_us:.1} us a token, {thousand_before_us:.1} us more for 1000 before it, {pass_us:.0} us a pass"
             )?;
         }
         write_tiers(tiers, output)?;
