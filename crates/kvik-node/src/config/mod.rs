@@ -212,6 +212,8 @@ pub struct DaemonPlan {
     pub is_layerwise: bool,
     /// Longest time that a request waits for chunks.
     pub load_timeout: Duration,
+    /// Whether chunks that are not in memory are loaded or computed.
+    pub planner: PlannerMode,
 }
 
 /// Whether chunks of lower tiers are loaded or computed.
@@ -331,14 +333,15 @@ impl StoreConfig {
             daemon_token_file: self.daemon_token_file.clone(),
             load_timeout_ms: self.load_timeout_ms,
             layerwise: self.layerwise,
+            planner: self.planner.clone(),
             // What these say is about the worker.
             lmcache_instance_id: self.lmcache_instance_id.clone(),
             enable_controller: self.enable_controller,
             ..Self::default()
         };
         if *self != only_a_clients {
-            let allowed = "alone, or with `daemon_token_file`, `load_timeout_ms` and `layerwise`: the daemon has the \
-                other settings";
+            let allowed = "alone, or with `daemon_token_file`, `load_timeout_ms`, `layerwise` and `planner`: the daemon \
+                has the other settings";
             return refuse("store.daemon", &socket.display().to_string(), allowed);
         }
         let milliseconds = self.load_timeout_ms;
@@ -348,7 +351,17 @@ impl StoreConfig {
             token: self.daemon_token_file.as_deref().map(read_token).transpose()?,
             is_layerwise: self.layerwise,
             load_timeout: Duration::from_millis(milliseconds),
+            planner: self.planner_mode()?,
         }))
+    }
+
+    fn planner_mode(&self) -> Result<PlannerMode> {
+        match self.planner.as_str() {
+            "auto" => Ok(PlannerMode::Auto),
+            "load_all" => Ok(PlannerMode::LoadAll),
+            "compute_all" => Ok(PlannerMode::ComputeAll),
+            other => refuse("store.planner", other, "auto, load_all or compute_all"),
+        }
     }
 
     /// What to build; `None` where there is no store.
@@ -394,12 +407,7 @@ impl StoreConfig {
             over("store.use_layerwise", self.layerwise, &default.layerwise, self.use_layerwise)?;
         let write_back = self.write_back.as_str();
         check(["store", "reuse"].contains(&write_back), "store.write_back", write_back, "store or reuse")?;
-        let planner = match self.planner.as_str() {
-            "auto" => PlannerMode::Auto,
-            "load_all" => PlannerMode::LoadAll,
-            "compute_all" => PlannerMode::ComputeAll,
-            other => return refuse("store.planner", other, "auto, load_all or compute_all"),
-        };
+        let planner = self.planner_mode()?;
         let io = self.nvme_io.as_str();
         check(
             ["auto", "uring", "positional"].contains(&io),

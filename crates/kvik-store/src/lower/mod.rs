@@ -8,8 +8,7 @@ use std::sync::{Arc, Weak};
 
 use kvik_tier::{ChunkKey, GetItem, GetOutcome, Lease, Tier};
 pub(crate) use queue::{Batch, Queue};
-pub(crate) use speed::SpeedMeter;
-pub use speed::TierSpeed;
+pub use speed::{SpeedMeter, TierSpeed};
 
 use crate::chain::Chain;
 use crate::flight::{Flight, FlightEnd};

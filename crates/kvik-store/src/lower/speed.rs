@@ -27,13 +27,15 @@ pub struct TierSpeed {
 /// A sample is the time from a read until none is under way, and the bytes that came in it: reads at a time share what
 /// the tier can do.
 #[derive(Debug)]
-pub(crate) struct SpeedMeter(Mutex<Meter>);
+pub struct SpeedMeter(Mutex<Meter>);
 
 #[derive(Debug)]
 struct Meter {
     n_under_way: usize,
     began: Instant,
     n_bytes: u64,
+    /// When a sample was taken last, or was to be.
+    measured: Option<Instant>,
     fit: Fit,
 }
 
@@ -56,14 +58,13 @@ impl TierSpeed {
 
 impl Default for SpeedMeter {
     fn default() -> Self {
-        let meter = Meter { n_under_way: 0, began: Instant::now(), n_bytes: 0, fit: Fit::default() };
-        Self(Mutex::new(meter))
+        Self(Mutex::new(Meter::new(Instant::now())))
     }
 }
 
 impl SpeedMeter {
     /// Runs a read that says how many bytes it brought.
-    pub(crate) fn measure<T>(&self, read: impl FnOnce() -> T, n_bytes: impl FnOnce(&T) -> u64) -> T {
+    pub fn measure<T>(&self, read: impl FnOnce() -> T, n_bytes: impl FnOnce(&T) -> u64) -> T {
         self.0.lock().begin(Instant::now());
         let mut under_way = UnderWay { meter: self, n_bytes: 0 };
         let result = read();
@@ -71,8 +72,14 @@ impl SpeedMeter {
         result
     }
 
+    /// Whether nothing was measured for `max_age`: the caller should measure then. Another caller gets that answer after as much
+    /// time again.
+    pub fn claim_measurement(&self, max_age: Duration) -> bool {
+        self.0.lock().claim(Instant::now(), max_age)
+    }
+
     /// What was measured; `None` before the first read.
-    pub(crate) fn speed(&self) -> Option<TierSpeed> {
+    pub fn speed(&self) -> Option<TierSpeed> {
         self.0.lock().fit.speed()
     }
 }
@@ -90,6 +97,18 @@ impl Drop for UnderWay<'_> {
 }
 
 impl Meter {
+    fn new(now: Instant) -> Self {
+        Self { n_under_way: 0, began: now, n_bytes: 0, measured: None, fit: Fit::default() }
+    }
+
+    fn claim(&mut self, now: Instant, max_age: Duration) -> bool {
+        let is_due = self.measured.is_none_or(|measured| max_age <= now.saturating_duration_since(measured));
+        if is_due {
+            self.measured = Some(now);
+        }
+        is_due
+    }
+
     fn begin(&mut self, now: Instant) {
         if self.n_under_way == 0 {
             self.began = now;
@@ -104,6 +123,7 @@ impl Meter {
         let period = now.saturating_duration_since(self.began);
         if 0 < self.n_bytes && (self.n_under_way == 0 || MAX_PERIOD <= period) {
             self.fit.add(self.n_bytes as f64, period.as_secs_f64());
+            self.measured = Some(now);
             self.began = now;
             self.n_bytes = 0;
         }
@@ -204,7 +224,7 @@ mod tests {
     fn reads_at_a_time_share_what_the_tier_can_do() {
         let start = Instant::now();
         let after = |ms| start + Duration::from_millis(ms);
-        let mut meter = Meter { n_under_way: 0, began: start, n_bytes: 0, fit: Fit::default() };
+        let mut meter = Meter::new(start);
         // Two reads of 1 MB overlap and take 20 ms together; nothing is read for a second.
         for at in [0, 1000] {
             meter.begin(after(at));
@@ -218,5 +238,18 @@ mod tests {
         meter.begin(after(2000));
         meter.end(after(9000), 0);
         assert_eq!(meter.fit.speed().unwrap(), speed);
+    }
+
+    #[test]
+    fn a_measurement_is_due_when_the_last_one_is_old_and_for_one_caller() {
+        let start = Instant::now();
+        let after = |s| start + Duration::from_secs(s);
+        let max_age = Duration::from_secs(30);
+        let mut meter = Meter::new(start);
+        assert!(meter.claim(after(0), max_age) && !meter.claim(after(29), max_age));
+        assert!(meter.claim(after(30), max_age));
+        meter.begin(after(40));
+        meter.end(after(41), 1_000_000);
+        assert!(!meter.claim(after(70), max_age) && meter.claim(after(71), max_age));
     }
 }

@@ -24,6 +24,10 @@ const MIN_GAIN: f64 = 0.02;
 /// once more, and the copies of a load slow the engine down: for short prompts that costs 5 to 9 %.
 const MIN_MEET_GAIN: f64 = 0.1;
 
+/// And by this many seconds: threads that wake each other, one more copy and one more pass cost a short prompt on a GPU more than
+/// they save.
+const MIN_MEET_GAIN_S: f64 = 0.01;
+
 /// What passes may cost beside their tokens, as a part of the time of these, where a prompt is cut to look for KV.
 const MAX_PASS_SHARE: f64 = 0.1;
 
@@ -287,7 +291,8 @@ impl<'a> Search<'a> {
                 consider(start..end);
             }
         }
-        let best = if meeting.0 < simple.0 * (1.0 - MIN_MEET_GAIN) { meeting } else { simple };
+        let is_worth_it = meeting.0 + MIN_MEET_GAIN_S < simple.0 * (1.0 - MIN_MEET_GAIN);
+        let best = if is_worth_it { meeting } else { simple };
         let (plan_s, loaded) = best;
         let decision = match &loaded {
             loaded if self.is_meeting(loaded) => Decision::Meet,
@@ -367,6 +372,18 @@ mod tests {
         // Computing the first chunk meanwhile would save a tenth of the loads, and computing two of them a fifth.
         assert_eq!(times_as_fast(9.0).decision, Decision::Load);
         assert_eq!((times_as_fast(3.0).decision, times_as_fast(3.0).n_computed_chunks), (Decision::Meet, 2));
+    }
+
+    #[test]
+    fn a_gain_of_a_few_milliseconds_is_none() {
+        // Half of the time of the better one would be saved.
+        let of = |chunk_s: f64| {
+            let speed = state(f64::from(1 << 20) / chunk_s, 0.0);
+            decide(&[Some(0); 4], &[speed], Some(PrefillSpeed { token_s: chunk_s / CHUNK as f64, ..PREFILL }))
+                .decision
+        };
+        assert_eq!(of(0.1), Decision::Meet);
+        assert_ne!(of(0.004), Decision::Meet);
     }
 
     #[test]

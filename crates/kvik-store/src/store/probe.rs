@@ -14,32 +14,24 @@ use crate::lower::{Lower, ReadJob};
 const CALL_CHUNKS: [usize; 4] = [1, 1, 2, 4];
 /// Time after which no further call begins.
 const MAX_TIME: Duration = Duration::from_millis(100);
+/// Age of a measurement that is not repeated: few reads, beside what a tier does in that time.
+const MAX_AGE: Duration = Duration::from_secs(30);
 
 impl Store {
-    /// Reads a few chunks of `space` from each local tier of which nothing was read yet, so that a [plan](crate::plan) knows its
-    /// speed from the first prompt on.
+    /// Reads a few chunks of `space` from each local tier of which nothing was read for half a minute, so that a
+    /// [plan](crate::plan) knows its speed from the first prompt on, and also if it was found too slow to be read.
     ///
     /// Returns at once; the tier's own threads read. Nothing is kept, and nothing in memory gives way. A tier without chunks of
     /// this space stays unmeasured.
     pub fn measure_tiers(&self, space: &Space) {
-        let n_bytes = space.format().payload_bytes(space.chunk_tokens());
         for lower in &self.core().lowers {
-            if !lower.is_local() || lower.speed.speed().is_some() {
+            if !lower.is_local() || !lower.speed.claim_measurement(MAX_AGE) {
                 continue;
             }
-            let mut keys: Vec<ChunkKey> = Vec::new();
-            lower.tier.visit_keys(&mut |key, _| {
-                if key.namespace == space.namespace_id() && keys.len() < CALL_CHUNKS.iter().sum() {
-                    keys.push(key);
-                }
-            });
-            if keys.is_empty() {
-                continue;
-            }
-            let core = Arc::downgrade(self.core());
+            let (core, space) = (Arc::downgrade(self.core()), space.clone());
             let task = move |lower: &Lower| {
                 if let Some(core) = core.upgrade() {
-                    core.measure(lower, &keys, n_bytes);
+                    core.measure(lower, &space);
                 }
             };
             // A tier that is too busy to be measured is measured by what it does.
@@ -49,7 +41,15 @@ impl Store {
 }
 
 impl Core {
-    fn measure(&self, lower: &Lower, mut keys: &[ChunkKey], n_bytes: usize) {
+    fn measure(&self, lower: &Lower, space: &Space) {
+        let n_bytes = space.format().payload_bytes(space.chunk_tokens());
+        let mut keys: Vec<ChunkKey> = Vec::new();
+        lower.tier.visit_keys(&mut |key, _| {
+            if key.namespace == space.namespace_id() && keys.len() < CALL_CHUNKS.iter().sum() {
+                keys.push(key);
+            }
+        });
+        let mut keys = &keys[..];
         let begin = Instant::now();
         for n_chunks in CALL_CHUNKS {
             let (call, rest) = keys.split_at(n_chunks.min(keys.len()));

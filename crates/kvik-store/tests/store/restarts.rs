@@ -50,7 +50,6 @@ fn a_tier_is_measured_before_its_first_prompt_and_leaves_memory_as_it_is() {
     fill(&nvme, 0..4, 3);
 
     let store = Setup::new(256).local(&nvme).open();
-    store.measure_tiers(&space_of(&store, "other", 1));
     store.measure_tiers(&space_of(&store, "", 1));
     // Of 1, 1, 2 and 4 chunks.
     until("the tier is measured", || speed(&store).is_some() && nvme.n_got() == 8);
@@ -58,7 +57,7 @@ fn a_tier_is_measured_before_its_first_prompt_and_leaves_memory_as_it_is() {
     assert_eq!(store.lookup_local(&chain).tokens_in(TierKind::Ram), 0);
     until("the memory of the measurement is free", || store.arena().stat().used_bytes == 0);
     assert_eq!(retrieve_all(&store, &chain), 3);
-    // A tier that was read is not measured again.
+    // A tier that was just read is not measured again.
     let n_got = nvme.n_got();
     store.measure_tiers(&space_of(&store, "", 1));
     flush(&store);

@@ -13,8 +13,10 @@ use kvik_store::{Chain, ChunkFormat, ChunkObserver, Space};
 use kvik_types::{CacheSalt, Namespace, TokenId};
 
 use super::daemon_chunks::{read_chunks, read_layers, write_missing};
+use super::daemon_planner::DaemonPlanner;
 use super::job::Job;
 use super::loader::{Loader, Read};
+use super::planner::Planner;
 use super::segments::{DaemonSegments, SegmentKind, SegmentStore};
 use super::transfer::{SinkCounts, StoreSink};
 use super::{KvStore, LoadRequest, LoadedPrefix, Loading, PanicGuard, loadable_tokens};
@@ -34,6 +36,7 @@ pub(crate) struct DaemonStore {
     load_timeout: Duration,
     panic_guard: PanicGuard,
     sink_counts: Arc<SinkCounts>,
+    planner: Arc<DaemonPlanner>,
 }
 
 impl DaemonStore {
@@ -52,13 +55,15 @@ impl DaemonStore {
         let loads = Arc::new(NodeSession::start(options.clone())?);
         let writes = Arc::new(NodeSession::start(options.clone())?);
         let panic_guard = PanicGuard::default();
+        let planner = Arc::new(DaemonPlanner::new(plan.planner));
         let (session, guard, is_layerwise) = (Arc::clone(&loads), panic_guard.clone(), plan.is_layerwise);
+        let deciding = Arc::clone(&planner);
         let read = move |job: &Job<LoadedPrefix>, chain: &Chain, first_chunk: usize| {
             let read = |client: &NodeClient| {
                 if is_layerwise {
                     read_layers(client, job, chain, first_chunk)
                 } else {
-                    read_chunks(client, job, chain, first_chunk)
+                    read_chunks(client, job, chain, first_chunk, &deciding)
                 }
             };
             guard.run(|| session.run(read)).flatten().flatten()
@@ -75,6 +80,7 @@ impl DaemonStore {
             load_timeout: plan.load_timeout,
             panic_guard,
             sink_counts: Arc::default(),
+            planner,
             options,
         })
     }
@@ -106,6 +112,11 @@ impl DaemonStore {
         observer: Arc<dyn ChunkObserver>,
     ) -> Result<NodeWatch> {
         Ok(NodeWatch::start_for_first(self.options.clone(), on_space, observer)?)
+    }
+
+    /// What knows the speed of the engine, where that decides whether chunks are loaded.
+    pub(super) fn planner(&self) -> Option<&Planner> {
+        self.planner.engine()
     }
 
     /// How it attaches.
@@ -140,6 +151,12 @@ impl KvStore for DaemonStore {
             return Loading::Nothing;
         }
         self.loader.load(chain, first_chunk, self.load_timeout)
+    }
+
+    fn note_pass(&self, n_tokens: usize, n_attended: u64, seconds: f64) {
+        if let Some(planner) = self.planner.engine() {
+            planner.note_pass(n_tokens, n_attended, seconds);
+        }
     }
 
     fn sink(&self) -> Result<Box<dyn KvSink>> {

@@ -6,11 +6,15 @@ use kvik_node::{NodeClient, NodeError, OpenChain, RemoteLease};
 use kvik_store::Chain;
 
 use super::LoadedPrefix;
+use super::daemon_planner::DaemonPlanner;
 use super::job::Job;
 
 /// Chunks that are written with one request: the daemon publishes some while the next are copied, and a sequence that is
 /// given up ends soon.
 const CHUNKS_A_WRITE: usize = 16;
+
+/// Leased chunks, and what they have.
+type CopiedChunks = (RemoteLease, Vec<Vec<u8>>);
 
 /// Copies all chunks of a lease; `None` if the job is not wanted any more.
 pub(super) fn copy_out<T>(job: &Job<T>, lease: &RemoteLease) -> Result<Option<Vec<Vec<u8>>>, NodeError> {
@@ -26,21 +30,54 @@ pub(super) fn copy_out<T>(job: &Job<T>, lease: &RemoteLease) -> Result<Option<Ve
     Ok(Some(payloads))
 }
 
-/// Copies the chunks of a prompt that the daemon has, from `first_chunk` on.
+/// Copies the chunks of a prompt that the daemon has, from `first_chunk` on; `None` where that would take longer than computing
+/// them.
 pub(super) fn read_chunks(
     client: &NodeClient,
     job: &Job<LoadedPrefix>,
     chain: &Chain,
     first_chunk: usize,
+    planner: &DaemonPlanner,
 ) -> Result<Option<LoadedPrefix>, NodeError> {
-    let lease = client.open(chain)?.retrieve(first_chunk)?;
-    let Some(payloads) = copy_out(job, &lease)? else { return Ok(None) };
+    let opened = client.open(chain)?;
+    let (n_found, tier) = (opened.n_found(), opened.slowest_tier());
+    if n_found <= first_chunk {
+        return Ok(None);
+    }
+    if !planner.should_load(chain, first_chunk, n_found, tier) {
+        job.complete(None);
+        if planner.claim_measurement(tier) {
+            // One chunk, which stays in the daemon's memory.
+            read_measured(&Job::<()>::default(), &opened, n_found - 1, planner)?;
+        }
+        return Ok(None);
+    }
+    let Some((lease, payloads)) = read_measured(job, &opened, first_chunk, planner)? else { return Ok(None) };
     let chunk_of = |place| (lease.token_range(place), lease.tier(place));
     let chunks = (0..lease.n_chunks()).map(chunk_of).collect();
     Ok(LoadedPrefix::from_copies(chunks, payloads, chain))
 }
 
-/// The same, layer by layer as they arrive.
+/// Copies the chunks that were found, from `first_chunk` on, and measures how fast they came; `None` if the job is not wanted any
+/// more.
+fn read_measured<T>(
+    job: &Job<T>,
+    opened: &OpenChain,
+    first_chunk: usize,
+    planner: &DaemonPlanner,
+) -> Result<Option<CopiedChunks>, NodeError> {
+    let read = || {
+        let lease = opened.retrieve(first_chunk)?;
+        Ok(copy_out(job, &lease)?.map(|payloads| (lease, payloads)))
+    };
+    let n_bytes = |read: &Result<Option<CopiedChunks>, NodeError>| match read {
+        Ok(Some((_, payloads))) => payloads.iter().map(|payload| payload.len() as u64).sum(),
+        _ => 0,
+    };
+    planner.speed_of(opened.slowest_tier()).measure(read, n_bytes)
+}
+
+/// Copies the chunks of a prompt layer by layer as they arrive, from `first_chunk` on.
 pub(super) fn read_layers(
     client: &NodeClient,
     job: &Job<LoadedPrefix>,

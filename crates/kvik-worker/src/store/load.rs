@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvik_model::{BLOCK_TOKENS, BlockSource, PrefixKv};
+use kvik_store::plan::Decision;
 use kvik_store::{Chain, Inquiry, Layer, Prefetch, Retrieved, Store};
 use kvik_tier::TierKind;
 
@@ -128,6 +129,10 @@ impl PlannedLoad {
         }
         let planned = self.planner.plan(&self.store, &self.request, &places);
         self.planner.count(&planned);
+        if planned.plan.decision == Decision::Compute {
+            // A tier that is not read any more would stay as slow as it was.
+            self.store.measure_tiers(self.request.chain.space());
+        }
         ArrivingPrefix::begin(&self.store, &self.planner, &self.request, &places, planned, self.timeout)
             .map(PromptKv::Arriving)
     }

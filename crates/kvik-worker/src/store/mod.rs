@@ -1,7 +1,7 @@
 //! The store below the engine: KV of ended sequences goes down, and comes back for later prompts.
 //!
 //! Parts: [`KvStore`] is what the engine's thread asks for, `local` a store in this process, `daemon` that of a daemon on
-//! this machine, whose bytes `daemon_chunks` copies; `segments` are parts of prompts in either of them; `transfer` takes KV out of the engine, `load` is a prompt's KV on its way, `planner` decides what of it is loaded,
+//! this machine, whose bytes `daemon_chunks` copies if `daemon_planner` wants them; `segments` are parts of prompts in either of them; `transfer` takes KV out of the engine, `load` is a prompt's KV on its way, `planner` decides what of it is loaded,
 //! `arriving` is what comes while the engine computes, and `loader` are threads that read where reading blocks.
 //!
 //! **Invariant:** nothing here can fail a request. What the store does not have, or does not give in time,
@@ -10,6 +10,7 @@
 mod arriving;
 mod daemon;
 mod daemon_chunks;
+mod daemon_planner;
 mod job;
 mod load;
 mod loader;
@@ -140,11 +141,11 @@ impl WorkerStore {
         })
     }
 
-    /// What decides by the engine's speed whether chunks of slow tiers are loaded; `None` where that is not decided, or not here.
+    /// What decides by the engine's speed whether chunks of slow tiers are loaded; `None` where that is not decided.
     pub(crate) fn planner(&self) -> Option<&Planner> {
         match self {
             Self::Local(store) => Some(store.planner()).filter(|_| store.plans_loads()),
-            Self::Daemon(_) => None,
+            Self::Daemon(store) => store.planner(),
         }
     }
 
