@@ -6,6 +6,7 @@
 //! the checksums that every user has. A rate comes from batches, times from calls of one chunk.
 
 mod digest;
+mod direction;
 mod first_token;
 mod lookup;
 mod programs;
@@ -16,8 +17,9 @@ use std::path::PathBuf;
 use anyhow::Context as _;
 use serde_json::json;
 
+use self::direction::Direction;
 use self::programs::RedisServer;
-use self::tiers::{Direction, Subject};
+use self::tiers::Subject;
 use crate::report::{Baseline, Goal, Measurement};
 
 const MIB: usize = 1 << 20;

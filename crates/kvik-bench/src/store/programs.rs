@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use kvik_tier::RedisUrl;
 
-use super::tiers::Direction;
+use super::direction::Direction;
 
 /// Time for a server to take connections.
 const START_TIMEOUT: Duration = Duration::from_secs(10);

@@ -1,6 +1,5 @@
 //! Load on one tier.
 
-use std::fmt;
 use std::path::Path;
 use std::time::Instant;
 
@@ -12,6 +11,7 @@ use kvik_tier::{
 use kvik_types::BlockHash;
 
 use super::MIB;
+use super::direction::Direction;
 use super::programs::{N_CONNECTIONS, RedisServer};
 
 /// Threads that read and write a lower tier, as many as a store reads one with; `fio` has as many.
@@ -31,28 +31,8 @@ pub(super) struct Subject {
     pub(super) round_bytes: usize,
 }
 
-/// What is done with a tier.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Direction {
-    Put,
-    Get,
-}
-
 /// A rate in GB/s and the times of single calls in milliseconds, for each direction.
 pub(super) type Round = [(f64, Vec<f64>); 2];
-
-impl Direction {
-    pub(super) const ALL: [Self; 2] = [Self::Put, Self::Get];
-}
-
-impl fmt::Display for Direction {
-    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str(match self {
-            Self::Put => "put",
-            Self::Get => "get",
-        })
-    }
-}
 
 /// Opens a tier with room for the round and its single calls.
 pub(super) fn open(
