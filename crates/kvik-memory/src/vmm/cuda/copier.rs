@@ -10,6 +10,7 @@ use tracing::warn;
 use super::call::{check, words_of};
 use super::context::PrimaryContext;
 use super::copy_kernel::{ALIGNMENT, CopyKernel};
+use super::copy_piece::CopyPiece;
 use super::staging::{Staging, is_for_staging};
 use crate::Result;
 
@@ -26,17 +27,6 @@ const KERNEL_BYTES: usize = 128 << 10;
 /// Pieces below this many bytes, on the whole, are copied by way of memory of the GPU, where that is allowed: above it the
 /// driver's own copies reach the rate of the bus.
 const STAGED_BYTES: usize = 4 << 20;
-
-/// One piece of a copy. One of the addresses is the GPU's, the other the host's; the driver knows which.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct CopyPiece {
-    /// Where the bytes go.
-    pub target: u64,
-    /// Where they come from.
-    pub source: u64,
-    /// How many.
-    pub n_bytes: usize,
-}
 
 /// Copies in a stream of its own, beside the work of other streams.
 #[derive(Debug)]

@@ -8,7 +8,7 @@ use tracing::warn;
 
 use super::call::{check, words_of};
 use super::context::PrimaryContext;
-use super::copier::CopyPiece;
+use super::copy_piece::CopyPiece;
 use crate::Result;
 
 /// Threads of a block; with 16 bytes each they cover 4 KiB at a time, as the kernel says.

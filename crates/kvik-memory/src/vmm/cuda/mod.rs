@@ -21,12 +21,14 @@ mod call;
 mod context;
 mod copier;
 mod copy_kernel;
+mod copy_piece;
 mod fence;
 mod host;
 mod plain;
 mod staging;
 
-pub use self::copier::{CopyPiece, CopyWay, CudaCopier};
+pub use self::copier::{CopyWay, CudaCopier};
+pub use self::copy_piece::CopyPiece;
 pub use self::host::CudaHostMemory;
 
 /// Virtual memory of an NVIDIA GPU.

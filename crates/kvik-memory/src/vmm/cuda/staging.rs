@@ -11,8 +11,8 @@ use tracing::warn;
 
 use super::call::{check, words_of};
 use super::context::PrimaryContext;
-use super::copier::CopyPiece;
 use super::copy_kernel::CopyKernel;
+use super::copy_piece::CopyPiece;
 use crate::Result;
 
 /// Bytes of a slot: its copy over the bus takes long beside the calls that it needs.
