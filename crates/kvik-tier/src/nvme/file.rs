@@ -11,8 +11,6 @@ use parking_lot::{Condvar, Mutex};
 use rustix::fs::{FallocateFlags, OFlags};
 use rustix::io::Errno;
 
-use super::io::Io;
-
 const PREFIX: &str = "segment-";
 const SUFFIX: &str = ".kvik";
 
@@ -130,14 +128,15 @@ impl SegmentFile {
         self.n_writes.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Makes all writes that have ended survive a loss of power, unless a sync that has ended did.
-    pub(crate) fn sync(&self, io: &dyn Io) -> io::Result<()> {
+    /// The number of writes that have begun, if no sync that has ended covers all of them.
+    pub(crate) fn unsynced_writes(&self) -> Option<u64> {
         let n_writes = self.n_writes.load(Ordering::Relaxed);
-        if self.n_synced_writes.load(Ordering::Relaxed) < n_writes {
-            io.sync(self)?;
-            self.n_synced_writes.fetch_max(n_writes, Ordering::Relaxed);
-        }
-        Ok(())
+        (self.n_synced_writes.load(Ordering::Relaxed) < n_writes).then_some(n_writes)
+    }
+
+    /// Notes that a sync has ended which began after so many writes ([`Self::unsynced_writes`]).
+    pub(crate) fn note_synced(&self, n_writes: u64) {
+        self.n_synced_writes.fetch_max(n_writes, Ordering::Relaxed);
     }
 
     /// Removes the file.

@@ -114,7 +114,7 @@ impl Log {
         run.outcome?;
         self.counters.written_bytes.add(reservation.end - reservation.offset);
         if self.sync == SyncMode::EveryBatch {
-            file.sync(&*self.io)?;
+            self.io.sync_writes(file)?;
         }
         Ok(())
     }
@@ -151,7 +151,7 @@ impl Log {
         let files = self.state.lock().files.clone();
         files
             .iter()
-            .try_for_each(|file| file.sync(&*self.io))
+            .try_for_each(|file| self.io.sync_writes(file))
             .map_err(|error| self.note("sync a segment", error))
     }
 
@@ -258,7 +258,7 @@ impl Log {
     }
 
     pub(crate) fn sync_unless_never(&self, file: &SegmentFile) -> io::Result<()> {
-        if self.sync == SyncMode::Never { Ok(()) } else { file.sync(&*self.io) }
+        if self.sync == SyncMode::Never { Ok(()) } else { self.io.sync_writes(file) }
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use super::format::{Content, Entry};
 use super::index::Location;
 use super::transfer::Gather;
-use super::{NvmeTier, SyncMode, Writing, file};
+use super::{NvmeTier, Writing, file};
 use crate::error::{Result, TierError};
 use crate::key::ChunkKey;
 use crate::tier::{Change, GetItem, Rewritten, Tier as _};
@@ -61,7 +61,7 @@ impl NvmeTier {
         let segment = Arc::clone(&writing.reservation.segment);
         let written = self.log.write(&writing.reservation, &gather.slices(&staging)).and_then(|()| {
             // The new entry counts after a loss of power: its bytes have to be there then.
-            if self.log.sync == SyncMode::Never { Ok(()) } else { segment.file.sync(&*self.log.io) }
+            self.log.sync_unless_never(&segment.file)
         });
         if let Err(error) = written {
             if file::is_no_space(&error) {

@@ -1,4 +1,6 @@
 //! Transfers between memory and segment files.
+//!
+//! A segment file knows nothing of what moves its bytes: implementations see the file, and the file counts the writes.
 
 mod positional;
 mod uring;
@@ -97,5 +99,14 @@ impl dyn Io + '_ {
         self.write(&mut runs);
         let [run] = runs;
         run.outcome
+    }
+
+    /// Makes all writes of a file that have ended survive a loss of power, unless a sync that has ended did.
+    pub(crate) fn sync_writes(&self, file: &SegmentFile) -> io::Result<()> {
+        if let Some(n_writes) = file.unsynced_writes() {
+            self.sync(file)?;
+            file.note_synced(n_writes);
+        }
+        Ok(())
     }
 }
