@@ -59,14 +59,3 @@ impl IndexerError {
         Self::Invalid { field: field.to_owned(), value, allowed: allowed.to_owned() }
     }
 }
-
-/// An error with what caused it: the client's own text says no more than that it could not connect.
-pub(crate) fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
-}

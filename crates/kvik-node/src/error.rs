@@ -122,14 +122,7 @@ impl NodeError {
 
     /// Its text with those of its causes, for a receiver that has only the text.
     pub fn with_causes(&self) -> String {
-        let mut text = self.to_string();
-        let mut source = std::error::Error::source(self);
-        while let Some(cause) = source {
-            text.push_str(": ");
-            text.push_str(&cause.to_string());
-            source = cause.source();
-        }
-        text
+        kvik_runtime::error::with_causes(self)
     }
 
     pub(crate) fn invalid(field: &'static str, value: &impl ToString, allowed: impl Into<String>) -> Self {

@@ -52,3 +52,27 @@ pub enum RuntimeError {
     #[error("telemetry: {0}")]
     Telemetry(String),
 }
+
+/// The text of an error with those of its causes, outermost first, for a receiver that has only the text: the outermost
+/// alone often says no more than that a connection failed.
+pub fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text = format!("{text}: {error}");
+        cause = error.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_of_an_error_ends_with_its_cause() {
+        let source = std::io::Error::from(std::io::ErrorKind::AddrInUse);
+        let error = RuntimeError::Listen { address: "127.0.0.1:80".to_owned(), source };
+        assert_eq!(with_causes(&error), "listen on 127.0.0.1:80: address in use");
+    }
+}

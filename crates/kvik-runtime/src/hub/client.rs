@@ -7,8 +7,9 @@ use http::{Method, StatusCode};
 use reqwest::{Client, Response, Url};
 use serde::Deserialize;
 
-use super::error::{HubError, with_causes};
+use super::error::HubError;
 use super::repository::{Repository, is_word};
+use crate::error::with_causes;
 use crate::secret::Secret;
 
 /// Largest list of a repository's files, in bytes; one of ten thousand files has some 2 MB.

@@ -11,6 +11,7 @@ use serde_json::Value;
 use super::client::{HubClient, TimeLimit, is_hub_url};
 use super::error::HubError;
 use crate::config::variable;
+use crate::error::with_causes;
 use crate::secret::Secret;
 
 /// The model hub that names of models are looked up at.
@@ -112,7 +113,7 @@ impl ModelHubConfig {
         let read = |path: &Path| {
             let token = Secret::read(path).map_err(|error| HubError::InvalidConfig {
                 field: "hub.token_file",
-                value: format!("{}: {}", path.display(), super::error::with_causes(&error)),
+                value: format!("{}: {}", path.display(), with_causes(&error)),
                 allowed: "a file with a token",
             })?;
             Ok(Some(Secret::from(token.expose().trim())).filter(|token| !token.expose().is_empty()))

@@ -148,17 +148,6 @@ impl HubError {
     }
 }
 
-/// An error with what caused it: the client's own text says no more than that it could not connect.
-pub(crate) fn with_causes(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
-}
-
 fn free(n_free_bytes: Option<u64>) -> String {
     n_free_bytes.map(|n_bytes| format!(", {} are free", ByteSize(n_bytes))).unwrap_or_default()
 }

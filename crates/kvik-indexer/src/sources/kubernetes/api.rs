@@ -10,13 +10,12 @@ use http::{HeaderValue, Request, Response, StatusCode};
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::body::Incoming;
 use kvik_proto::client::{HttpClient, TlsClientConfig, http_client};
+use kvik_runtime::error::with_causes;
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::value::RawValue;
 use tokio::time::timeout;
-
-use crate::error::with_causes;
 
 /// Time for the head of an answer, and for the whole of a list.
 const ANSWER: Duration = Duration::from_secs(30);
