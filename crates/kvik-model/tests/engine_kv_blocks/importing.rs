@@ -1,16 +1,17 @@
 //! KV that is copied in beside passes.
 
-use std::ops::Range;
+#[path = "../../../../tests/support/inner_backend.rs"]
+mod inner_backend;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use kvik_model::{
-    Backend, BlockId, BlockSource, CpuBackend, Engine, EngineOptions, KvImport, LayerKv, Logits, ModelConfig,
-    ModelError, PinnedKv, Result, SegmentPart, SequenceRows,
+    Backend, BlockId, BlockSource, CpuBackend, Engine, EngineOptions, KvImport, ModelError, Result,
 };
-use kvik_types::Dtype;
 use proptest::prelude::*;
 
+use self::inner_backend::by_inner;
 use crate::support::requests::{Outputs, alone, collect};
 use crate::support::{TestModel, backend_options, namespace};
 use crate::{N_BLOCKS, assert_as_alone, greedy, only, shelf_of, submit_from, tokens};
@@ -57,77 +58,9 @@ impl KvImport for GatedImport {
 }
 
 impl Backend for Gated {
-    fn config(&self) -> &ModelConfig {
-        self.inner.config()
-    }
-
-    fn n_blocks(&self) -> usize {
-        self.inner.n_blocks()
-    }
-
-    fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
-        self.inner.forward(sequences, logits)
-    }
-
-    fn forward_layers(&mut self, sequences: &[SequenceRows<'_>], n_layers: usize) -> Result<()> {
-        self.inner.forward_layers(sequences, n_layers)
-    }
-
-    fn forward_watched(
-        &mut self,
-        sequence: SequenceRows<'_>,
-        n_watched: usize,
-        layers: Range<usize>,
-        weights: &mut [f32],
-    ) -> Result<()> {
-        self.inner.forward_watched(sequence, n_watched, layers, weights)
-    }
-
-    fn place_kv(
-        &mut self,
-        layer_idx: usize,
-        block_table: &[BlockId],
-        first_position: usize,
-        turned_by: i64,
-        part: SegmentPart<'_>,
-    ) -> Result<()> {
-        self.inner.place_kv(layer_idx, block_table, first_position, turned_by, part)
-    }
-
-    fn copy_block(&mut self, from: BlockId, to: BlockId) -> Result<()> {
-        self.inner.copy_block(from, to)
-    }
-
-    fn kv_dtype(&self) -> Dtype {
-        self.inner.kv_dtype()
-    }
-
-    fn export_kv(&self, layer_idx: usize, block_table: &[BlockId], n_tokens: usize) -> Result<LayerKv> {
-        self.inner.export_kv(layer_idx, block_table, n_tokens)
-    }
-
-    fn import_kv(&mut self, layer_idx: usize, block_table: &[BlockId], kv: &LayerKv) -> Result<()> {
-        self.inner.import_kv(layer_idx, block_table, kv)
-    }
-
-    fn kv_layout(&self) -> String {
-        self.inner.kv_layout()
-    }
-
-    fn block_layer_bytes(&self) -> usize {
-        self.inner.block_layer_bytes()
-    }
-
-    fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) -> Result<()> {
-        self.inner.export_block(layer_idx, block, out)
-    }
-
-    fn pin_blocks(&mut self, blocks: &[BlockId]) -> Result<Box<dyn PinnedKv>> {
-        self.inner.pin_blocks(blocks)
-    }
-
-    fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) -> Result<()> {
-        self.inner.import_block(layer_idx, block, bytes)
+    by_inner! {
+        config n_blocks forward forward_layers forward_watched place_kv copy_block kv_dtype export_kv import_kv
+        kv_layout block_layer_bytes export_block pin_blocks import_block
     }
 
     fn imports_beside_passes(&self) -> bool {

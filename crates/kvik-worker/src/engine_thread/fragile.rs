@@ -1,13 +1,18 @@
 //! An engine on a device that fails when a test asks it to.
 
+#[path = "../../../../tests/support/inner_backend.rs"]
+mod inner_backend;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvik_model::{
     Backend, BlockId, CpuBackend, CpuBackendOptions, Engine, EngineOptions, LayerKv, Logits, Model,
-    ModelConfig, ModelError, PinnedKv, Result, SegmentPart, SequenceRows,
+    ModelError, PinnedKv, Result, SequenceRows,
 };
 use kvik_types::Dtype;
+
+use self::inner_backend::by_inner;
 
 /// The token whose pass panics.
 pub(crate) const PANICS_ON: u32 = 4000;
@@ -40,12 +45,9 @@ pub(crate) struct Fragile {
 }
 
 impl Backend for Fragile {
-    fn config(&self) -> &ModelConfig {
-        self.inner.config()
-    }
-
-    fn n_blocks(&self) -> usize {
-        self.inner.n_blocks()
+    by_inner! {
+        config n_blocks forward_layers forward_watched place_kv kv_dtype import_kv kv_layout block_layer_bytes
+        import_block
     }
 
     fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
@@ -61,55 +63,14 @@ impl Backend for Fragile {
         self.inner.forward(sequences, logits)
     }
 
-    fn forward_layers(&mut self, sequences: &[SequenceRows<'_>], n_layers: usize) -> Result<()> {
-        self.inner.forward_layers(sequences, n_layers)
-    }
-
-    fn forward_watched(
-        &mut self,
-        sequence: SequenceRows<'_>,
-        n_watched: usize,
-        layers: std::ops::Range<usize>,
-        weights: &mut [f32],
-    ) -> Result<()> {
-        self.inner.forward_watched(sequence, n_watched, layers, weights)
-    }
-
-    fn place_kv(
-        &mut self,
-        layer_idx: usize,
-        block_table: &[BlockId],
-        first_position: usize,
-        turned_by: i64,
-        part: SegmentPart<'_>,
-    ) -> Result<()> {
-        self.inner.place_kv(layer_idx, block_table, first_position, turned_by, part)
-    }
-
     fn copy_block(&mut self, from: BlockId, to: BlockId) -> Result<()> {
         self.check()?;
         self.inner.copy_block(from, to)
     }
 
-    fn kv_dtype(&self) -> Dtype {
-        self.inner.kv_dtype()
-    }
-
     fn export_kv(&self, layer_idx: usize, block_table: &[BlockId], n_tokens: usize) -> Result<LayerKv> {
         self.check()?;
         self.inner.export_kv(layer_idx, block_table, n_tokens)
-    }
-
-    fn import_kv(&mut self, layer_idx: usize, block_table: &[BlockId], kv: &LayerKv) -> Result<()> {
-        self.inner.import_kv(layer_idx, block_table, kv)
-    }
-
-    fn kv_layout(&self) -> String {
-        self.inner.kv_layout()
-    }
-
-    fn block_layer_bytes(&self) -> usize {
-        self.inner.block_layer_bytes()
     }
 
     fn export_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) -> Result<()> {
@@ -120,10 +81,6 @@ impl Backend for Fragile {
     fn pin_blocks(&mut self, blocks: &[BlockId]) -> Result<Box<dyn PinnedKv>> {
         self.check()?;
         self.inner.pin_blocks(blocks)
-    }
-
-    fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) -> Result<()> {
-        self.inner.import_block(layer_idx, block, bytes)
     }
 }
 
