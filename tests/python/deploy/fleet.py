@@ -122,7 +122,11 @@ class Fleet:
         for pod, process in self.processes.items():
             assert process.wait(30) == 0, f"{pod}: {(self.folder / pod / 'log').read_text()}"
 
-    def kill(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        """Kills what still runs."""
         for process in self.processes.values():
             process.kill()
             process.wait()

@@ -18,11 +18,8 @@ GRPC = f"{POD}.kvik-epp:9002"
 
 @pytest.fixture
 def fleet(request, tmp_path):
-    fleet = Fleet(request.param, tmp_path)
-    try:
+    with Fleet(request.param, tmp_path) as fleet:
         yield fleet
-    finally:
-        fleet.kill()
 
 
 def pool_of(fleet: Fleet, port: int) -> dict:

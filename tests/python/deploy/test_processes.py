@@ -21,11 +21,8 @@ def complete(gateway: str, model: str) -> str:
 
 @pytest.fixture
 def fleet(request, tmp_path):
-    fleet = Fleet(request.param, tmp_path)
-    try:
+    with Fleet(request.param, tmp_path) as fleet:
         yield fleet
-    finally:
-        fleet.kill()
 
 
 @pytest.mark.parametrize("fleet", ["base"], indirect=True)
