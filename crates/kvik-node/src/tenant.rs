@@ -1,7 +1,9 @@
 //! Tenants of a daemon: whose chunks a client sees.
 
 use std::fmt;
+use std::path::Path;
 
+use kvik_runtime::secret::Secret;
 use kvik_store::Store;
 use subtle::ConstantTimeEq;
 
@@ -43,6 +45,12 @@ impl ClientToken {
             return Err(NodeError::invalid("token", &format!("{} bytes", token.len()), allowed));
         }
         Ok(Self(token))
+    }
+
+    /// Reads the token that is in a file.
+    pub(crate) fn read(file: &Path) -> Result<Self> {
+        let secret = Secret::read(file)?;
+        Self::try_new(secret.expose())
     }
 
     /// Its text, for the frame.

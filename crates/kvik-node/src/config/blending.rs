@@ -1,6 +1,7 @@
 //! LMCache's names for blending.
 
-use super::{StoreConfig, check, refuse};
+use super::StoreConfig;
+use super::field::{check, refuse};
 use crate::error::Result;
 
 /// What LMCache recommends where its file names no share.

@@ -12,7 +12,8 @@ use kvik_runtime::tls::TlsClientPem;
 use kvik_runtime::trust::{Trust, TrustSettings};
 use kvik_tier::PeerAddress;
 
-use super::{DaemonConfig, PeerConfig, check, refuse};
+use super::field::{check, refuse};
+use super::{DaemonConfig, PeerConfig};
 use crate::error::{NodeError, Result};
 
 const BASE: &str = "http://host:port or https://host:port, without a login";

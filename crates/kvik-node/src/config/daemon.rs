@@ -1,7 +1,7 @@
 //! The daemon's own settings.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,7 +10,8 @@ use kvik_runtime::secret::Secret;
 use kvik_store::Store;
 use serde::{Deserialize, Serialize};
 
-use super::{LmConfig, PeerConfig, PeerPlan, StoreConfig, StorePlan, TierConfig, check, refuse};
+use super::field::{check, refuse};
+use super::{LmConfig, PeerConfig, PeerPlan, StoreConfig, StorePlan, TierConfig};
 use crate::bandwidth::{NodeBandwidth, TenantBandwidth};
 use crate::error::{NodeError, Result};
 use crate::peers::IndexHints;
@@ -219,7 +220,7 @@ impl DaemonConfig {
         let grace_s = self.take_over_grace_s;
         check((1..=300).contains(&grace_s), "take_over_grace_s", &grace_s, "1 to 300")?;
         if self.tenants.is_empty() {
-            let token = self.token_file.as_deref().map(read_token).transpose()?;
+            let token = self.token_file.as_deref().map(ClientToken::read).transpose()?;
             let name = self.tiers.tenant.clone();
             return Ok(vec![ConfiguredTenant { name, token, tiers: self.tiers.clone(), share: 1 }]);
         }
@@ -261,7 +262,7 @@ impl DaemonConfig {
         };
         Ok(ConfiguredTenant {
             name: name.clone(),
-            token: Some(read_token(token_file)?),
+            token: Some(ClientToken::read(token_file)?),
             tiers,
             share: *share,
         })
@@ -310,10 +311,4 @@ fn plan(tiers: &StoreConfig) -> Result<StorePlan> {
         );
     }
     tiers.plan()
-}
-
-/// Reads the token that is in a file.
-pub(crate) fn read_token(file: &Path) -> Result<ClientToken> {
-    let secret = Secret::read(file)?;
-    ClientToken::try_new(secret.expose())
 }

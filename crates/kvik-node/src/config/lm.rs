@@ -4,7 +4,7 @@ use std::net::{SocketAddr, TcpListener};
 
 use serde::{Deserialize, Serialize};
 
-use super::refuse;
+use super::field::refuse;
 use crate::error::{NodeError, Result};
 
 /// How clients of LMCache's plain remote protocol (`remote_url: lm://host:port`) are served.

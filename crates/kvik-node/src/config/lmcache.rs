@@ -3,7 +3,8 @@
 //! What kvik does in another place is refused with that place; what means nothing here is refused too, unless it says
 //! that it is off.
 
-use super::{StoreConfig, over, refuse};
+use super::StoreConfig;
+use super::field::{over, refuse};
 use crate::error::Result;
 
 impl StoreConfig {

@@ -11,7 +11,7 @@ use kvik_tier::peer::{PeerAdmission, PeerHints, PeerTlsFiles, PeerToken};
 use kvik_tier::{PeerAddress, PeerOptions, PeerTier};
 use serde::{Deserialize, Serialize};
 
-use super::{TIMEOUTS, check, parse_size, refuse, size_text};
+use super::field::{TIMEOUTS, check, parse_size, refuse, size_text};
 use crate::error::{NodeError, Result};
 use crate::peers::IndexHints;
 

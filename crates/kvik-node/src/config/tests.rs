@@ -2,7 +2,9 @@
 
 use kvik_tier::{NumaPlacement, ThrottledOptions};
 
+use super::plan::STAGING_BYTES;
 use super::*;
+use crate::error::Result;
 
 fn plan(yaml: &str) -> Result<Option<StorePlan>> {
     serde_json::from_str::<StoreConfig>(yaml).unwrap().resolve()

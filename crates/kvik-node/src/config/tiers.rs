@@ -10,7 +10,7 @@ use kvik_tier::{IoKind, RemoteUrl, ThrottledOptions, TierKind};
 use kvik_types::ByteSize;
 use serde::{Deserialize, Serialize};
 
-use super::{TIMEOUTS, check, parse_size, refuse, size_text};
+use super::field::{TIMEOUTS, check, parse_size, refuse, size_text};
 use crate::error::{NodeError, Result};
 
 /// Tiers that can be configured: those of a store without its memory.
