@@ -9,14 +9,17 @@
 //! see their channel closed, and [`EngineHandle::is_alive`] turns false. If the device is lost, requests are told so, and the
 //! thread ends. Of both, [`EngineHandle::failure`] tells; the worker ends then.
 
+mod arrivals;
 mod blends;
 mod entries;
 #[cfg(test)]
 pub(crate) mod fragile;
+mod gathering;
 mod lends;
 mod loads;
 mod moves;
 mod run;
+mod steps;
 #[cfg(test)]
 mod tests;
 
