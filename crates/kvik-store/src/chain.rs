@@ -1,31 +1,29 @@
 //! Sequences of tokens as chains of chunks.
+//!
+//! A chain has the names and the digests that its space gives to its tokens, salt and extra keys, whether it was hashed
+//! here, went on from another chain, or came by its names from another process.
+
+#[cfg(test)]
+mod tests;
 
 use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvik_tier::{ChunkKey, NamespaceId, TokenDigest};
+use kvik_tier::{ChunkKey, TokenDigest};
 use kvik_types::hash::{HashChain, KvikChain};
-use kvik_types::{BlockHash, BlockSize, CacheSalt, Namespace, TokenId};
+use kvik_types::{BlockHash, CacheSalt, TokenId};
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::digest::{DigestChain, DigestKey, keyed_seed, name_of_engine_key, root_digest, salted_digest};
-use crate::error::Result;
+use crate::digest::{DigestChain, name_of_engine_key, salted_digest};
 use crate::extras::{ExtraKey, ExtraKeys};
-use crate::format::ChunkFormat;
 use crate::namespaces::NamespaceState;
-use crate::options::StoreOptions;
 use crate::policy::{Block, BlockId};
+use crate::space::{Space, SpaceShared};
 
 /// Tokens before a chunk after which attention to them costs as much as everything else in the model; it
 /// makes late chunks worth more to a policy. About right for models of 7 to 70 billion parameters.
 const ATTENTION_TOKENS: f64 = 32_768.0;
-
-/// A namespace with a format: where chains are made.
-#[derive(Debug, Clone)]
-pub struct Space {
-    shared: Arc<SpaceShared>,
-}
 
 /// The chunks of one sequence, each the parent of the next.
 ///
@@ -39,20 +37,6 @@ pub struct Chain {
 /// The names of a chain whose tokens and digests are not known here: enough to look up, not to read or write.
 #[derive(Debug, Clone)]
 pub struct NamedChain(Chain);
-
-#[derive(Debug)]
-struct SpaceShared {
-    namespace: Arc<NamespaceState>,
-    format: ChunkFormat,
-    chunk_tokens: BlockSize,
-    stores_tails: bool,
-    token_us: f64,
-    /// The parent of the first chunk: namespace, format and chunk length.
-    seed: BlockHash,
-    digest_key: Option<DigestKey>,
-    /// The digest before the first chunk, of the same.
-    root_digest: TokenDigest,
-}
 
 #[derive(Debug)]
 struct ChainShared {
@@ -81,83 +65,6 @@ struct Root {
 // === impl Space ===
 
 impl Space {
-    /// The space of a namespace; `qualified` is the namespace with the format and the chunk length.
-    pub(crate) fn new(
-        namespace: Arc<NamespaceState>,
-        format: ChunkFormat,
-        options: &StoreOptions,
-        qualified: &Namespace,
-    ) -> Self {
-        let digest_key = options.digest_key.clone();
-        let root_digest = root_digest(digest_key.as_ref(), qualified);
-        // Under a key names differ too: stores with different keys may share a tier, and a name does not tell whether
-        // a prompt that an attacker knows is stored.
-        let seed = if digest_key.is_some() { keyed_seed(root_digest) } else { qualified.seed() };
-        let shared = SpaceShared {
-            namespace,
-            format,
-            chunk_tokens: options.chunk_tokens,
-            stores_tails: options.stores_tails,
-            token_us: options.token_us(),
-            seed,
-            root_digest,
-            digest_key,
-        };
-        Self { shared: Arc::new(shared) }
-    }
-
-    /// A space outside of any store: its chains have the names that they have in a store with the same options, for a
-    /// client whose store is in another process.
-    ///
-    /// # Errors
-    /// If the format is not allowed.
-    pub fn detached(namespace: &Namespace, format: ChunkFormat, options: &StoreOptions) -> Result<Self> {
-        format.validate(options.chunk_tokens)?;
-        let namespace = options.namespace_of(namespace);
-        let qualified = format.qualify(&namespace, options.chunk_tokens);
-        let state = NamespaceState::new(NamespaceId::from(&namespace), u32::MAX);
-        Ok(Self::new(Arc::new(state), format, options, &qualified))
-    }
-
-    /// The format of the chunks in it.
-    pub fn format(&self) -> &ChunkFormat {
-        &self.shared.format
-    }
-
-    /// Tokens of a full chunk.
-    pub fn chunk_tokens(&self) -> usize {
-        self.shared.chunk_tokens.get()
-    }
-
-    /// Whether chains of the two have the same names and digests for the same tokens.
-    pub fn names_as(&self, other: &Self) -> bool {
-        let parts = |space: &Self| {
-            let SpaceShared { format, chunk_tokens, stores_tails, seed, digest_key, root_digest, .. } =
-                &*space.shared;
-            (*format, *chunk_tokens, *stores_tails, *seed, digest_key.clone(), *root_digest)
-        };
-        parts(self) == parts(other)
-    }
-
-    /// The namespace in the keys of its chunks.
-    pub fn namespace_id(&self) -> NamespaceId {
-        self.shared.namespace.id
-    }
-
-    /// The parent of the first chunk of every chain without a salt in it.
-    pub fn root(&self) -> BlockHash {
-        self.shared.seed
-    }
-
-    /// The digest before the first chunk of every chain without a salt in it.
-    pub fn root_digest(&self) -> TokenDigest {
-        self.shared.root_digest
-    }
-
-    pub(crate) fn namespace_idx(&self) -> u32 {
-        self.shared.namespace.idx
-    }
-
     /// Hashes a sequence that has no salt; see [`Self::salted_chain`].
     pub fn chain(&self, tokens: &[TokenId]) -> Chain {
         self.salted_chain(tokens, None)
@@ -445,104 +352,5 @@ impl NamedChain {
 
     pub(crate) fn chain(&self) -> &Chain {
         &self.0
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use kvik_types::Dtype;
-
-    use super::*;
-
-    fn space(stores_tails: bool) -> Space {
-        let namespace =
-            Namespace { model: "m".into(), dtype: Dtype::BF16, layout: "l".into(), tenant: String::new() };
-        let size = |n| BlockSize::try_new(n).unwrap();
-        let format = ChunkFormat { n_layers: 1, token_layer_bytes: 1, n_ranks: 1, block_tokens: size(2) };
-        let state = Arc::new(NamespaceState::new(NamespaceId::from(&namespace), 0));
-        let options = StoreOptions { chunk_tokens: size(4), stores_tails, ..StoreOptions::default() };
-        Space::new(state, format, &options, &namespace)
-    }
-
-    fn names(chain: &Chain) -> Vec<(Option<ChunkKey>, Option<TokenDigest>, usize, u64)> {
-        let name = |idx| {
-            (chain.key(idx, 0), chain.digest(idx), chain.tokens_of(idx).len(), chain.blocks()[idx].id.0)
-        };
-        (0..chain.n_chunks()).map(name).collect()
-    }
-
-    #[test]
-    fn a_chain_of_names_is_the_chain_of_the_tokens_without_them() {
-        let tokens: Vec<u32> = (0..23).collect();
-        for stores_tails in [false, true] {
-            let space = space(stores_tails);
-            for n_tokens in 0..tokens.len() {
-                let chain = space.chain(&tokens[..n_tokens]);
-                let sent = chain.names().to_vec();
-                let named = space.named_chain(sent.clone(), chain.n_tokens()).unwrap();
-                for n_chunks in 0..=chain.n_chunks() {
-                    let received = named.proven(chain.digests(n_chunks)).unwrap();
-                    assert_eq!(names(&received), names(&chain)[..n_chunks], "{n_tokens} {n_chunks}");
-                    assert_eq!(received.n_tokens(), chain.tokens_of(n_chunks).start);
-                    assert_eq!(names(&received.extended(&tokens)), names(&space.chain(&tokens)));
-                }
-                assert!(named.proven(vec![TokenDigest([0; 32]); chain.n_chunks() + 1]).is_none());
-                assert!(space.named_chain(sent.clone(), chain.n_tokens() + 4).is_none());
-                assert!(space.named_chain(sent, chain.n_tokens() + 1).is_none());
-            }
-        }
-    }
-
-    #[test]
-    fn digests_are_the_same_in_whatever_order_they_are_asked_for() {
-        let tokens: Vec<u32> = (0..40).collect();
-        let space = space(false);
-        let all = space.chain(&tokens).digests(usize::MAX);
-        assert_eq!(all.len(), 10);
-        for first in 0..all.len() {
-            let chain = space.chain(&tokens);
-            assert_eq!(chain.digest(first), Some(all[first]));
-            // What one has computed, the other one goes on from.
-            assert_eq!(chain.extended(&tokens[..20]).digests(5), all[..5]);
-            assert_eq!(chain.digest_up_to(99), all[9]);
-            assert_eq!(chain.digests(usize::MAX), all);
-        }
-    }
-
-    #[test]
-    fn an_extended_chain_is_the_chain_of_the_longer_sequence() {
-        let tokens: Vec<u32> = (0..23).collect();
-        let mut other = tokens.clone();
-        other[5] = 99;
-        for stores_tails in [false, true] {
-            let space = space(stores_tails);
-            for n_known in 0..tokens.len() {
-                let known = space.chain(&tokens[..n_known]);
-                for longer in [&tokens[..], &tokens[..9], &tokens[..0], &other] {
-                    assert_eq!(names(&known.extended(longer)), names(&space.chain(longer)), "{n_known}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn extra_keys_change_the_chunk_that_they_begin_in_and_all_behind_it() {
-        let space = space(true);
-        let tokens: Vec<u32> = (0..12).collect();
-        let extra = |first_token, key: &[u8]| ExtraKey { first_token, key: key.to_vec() };
-        let plain = names(&space.chain(&tokens));
-        let image = space.chain_with_extras(&tokens, None, vec![extra(5, b"image")]);
-        let other = space.chain_with_extras(&tokens, None, vec![extra(5, b"other")]);
-        let (image_names, other_names) = (names(&image), names(&other));
-        assert_eq!((image_names[0], other_names[0]), (plain[0], plain[0]));
-        for idx in [1, 2] {
-            let (key, digest, ..) = image_names[idx];
-            for (other_key, other_digest, ..) in [plain[idx], other_names[idx]] {
-                assert!(key != other_key && digest != other_digest, "{idx}");
-            }
-        }
-        let longer: Vec<u32> = (0..16).collect();
-        let whole = space.chain_with_extras(&longer, None, vec![extra(5, b"image")]);
-        assert_eq!(names(&image.extended(&longer)), names(&whole));
     }
 }

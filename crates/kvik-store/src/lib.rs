@@ -55,11 +55,12 @@ mod options;
 mod promise;
 mod residents;
 mod retention;
+mod space;
 mod store;
 mod tiers;
 mod wake;
 
-pub use chain::{Chain, NamedChain, Space};
+pub use chain::{Chain, NamedChain};
 pub use device::register_with_cuda;
 pub use digest::DigestKey;
 pub use error::{Result, StoreError};
@@ -69,6 +70,7 @@ pub use lower::{SpeedMeter, TierSpeed};
 pub use observer::{ChunkChange, ChunkObserver};
 pub use options::{StoreOptions, WriteBack};
 pub use retention::{Priority, Retention};
+pub use space::Space;
 pub use store::{
     Arriving, ChunkPlaces, ChunkWriter, Clear, Cleared, Commit, CommittedChunk, Inquiry, KeptChunk,
     KeptMemory, KeptParent, KeptPin, KeptPins, KeptTime, Layer, LayerReader, LayerWrite, LayerWriter,

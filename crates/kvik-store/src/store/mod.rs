@@ -64,12 +64,12 @@ pub use write::{ChunkWriter, Commit, CommittedChunk, Write};
 
 use self::core::Core;
 use self::threads::Threads;
-use crate::chain::Space;
 use crate::error::Result;
 use crate::format::ChunkFormat;
 use crate::lower::WriteJob;
 use crate::options::StoreOptions;
 use crate::promise::promise;
+use crate::space::Space;
 use crate::tiers::TierName;
 
 /// A cache of KV over memory and the tiers below it.

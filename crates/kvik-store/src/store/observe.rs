@@ -7,8 +7,8 @@ use kvik_types::BlockHash;
 
 use super::Store;
 use super::core::Core;
-use crate::chain::Space;
 use crate::observer::{ChunkObserver, Observed, TiersOfKind};
+use crate::space::Space;
 
 /// Keeps an observer informed until it is dropped.
 #[derive(Debug)]
