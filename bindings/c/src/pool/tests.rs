@@ -1,9 +1,11 @@
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
+use kvik_memory::config::MemoryConfig;
 use kvik_memory::vmm::Fence;
 
 use super::*;
+use crate::config::{KVIK_FLAG_NO_PREALLOCATION, kvik_config};
 
 const BLOCK_BYTES: u64 = UNIT_BYTES / 2;
 
