@@ -4,10 +4,11 @@ use std::slice;
 use std::sync::Arc;
 
 use kvik_node::{NodeClient, NodeError, OpenChain};
-use kvik_store::{Commit, Retention};
+use kvik_store::{ChunkFormat, Commit, Retention};
 use pyo3::prelude::*;
 
 use crate::array::Piece;
+use crate::error::invalid;
 use crate::gpu::{Direction, Gpu};
 use crate::memory::EngineMemory;
 
@@ -31,6 +32,38 @@ pub(crate) struct Transfer {
 }
 
 impl Transfer {
+    /// A transfer of the blocks that are of whole chunks of the chain; nothing has to be waited for, and one thread copies.
+    ///
+    /// # Errors
+    /// If a block of the memory is not one of `format`, or is not there.
+    pub(crate) fn try_new(
+        format: &ChunkFormat,
+        chain: kvik_store::Chain,
+        first_block: usize,
+        memory: Py<EngineMemory>,
+        mut blocks: Vec<u32>,
+    ) -> PyResult<Self> {
+        let engine = memory.get();
+        let block_bytes = format.payload_bytes(format.block_tokens.get());
+        if engine.block_tokens != format.block_tokens.get() || engine.block_bytes() != block_bytes {
+            let given = format!("{} bytes for {} tokens", engine.block_bytes(), engine.block_tokens);
+            let allowed = format!("{block_bytes} bytes for {} tokens", format.block_tokens);
+            return Err(invalid("block of the memory", &given, &allowed));
+        }
+        if let Some(block) = blocks.iter().find(|block| **block as usize >= engine.n_blocks) {
+            return Err(invalid("block", block, &format!("less than {}", engine.n_blocks)));
+        }
+        let chunk_tokens = chain.space().chunk_tokens();
+        let chunk_blocks = chunk_tokens / engine.block_tokens;
+        let n_chain_blocks = chain.n_tokens() / chunk_tokens * chunk_blocks;
+        let end = first_block.saturating_add(blocks.len()).min(n_chain_blocks) / chunk_blocks * chunk_blocks;
+        blocks.truncate(end.saturating_sub(first_block));
+        // A transfer of nothing begins at the chain's start.
+        let first_block = if blocks.is_empty() { 0 } else { first_block };
+        let (memory, retention) = (Arc::new(memory), Retention::default());
+        Ok(Self { chain, first_block, memory, blocks, n_threads: 1, after: None, retention })
+    }
+
     /// Blocks of a whole chunk.
     fn chunk_blocks(&self) -> usize {
         self.chain.space().chunk_tokens() / self.memory.get().block_tokens

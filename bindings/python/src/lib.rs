@@ -19,7 +19,9 @@ mod gpu;
 mod index;
 mod job;
 mod memory;
+mod own_store;
 mod paged;
+mod sessions;
 mod store;
 
 use pyo3::prelude::*;

@@ -1,19 +1,13 @@
 //! The store of a node, as an engine uses it.
 
 use std::collections::HashMap;
-use std::fs::Permissions;
-use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvik_memory::SocketAddress;
-use kvik_node::{
-    AttachOptions, NodeClient, NodeManager, NodeOptions, NodeServer, NodeSession, OpenChain, StoreConfig,
-    open_store,
-};
-use kvik_store::{ChunkFormat, Retention, Space};
-use parking_lot::Mutex;
+use kvik_node::{AttachOptions, NodeManager, NodeSession, OpenChain, StoreConfig};
+use kvik_store::{ChunkFormat, Space};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 
@@ -21,12 +15,12 @@ use crate::chain::{Chain, chain_of, chain_of_keys, unpack};
 use crate::client::Client;
 use crate::copies::Transfer;
 use crate::engine::{EngineOptions, retention_of, time_of};
-use crate::error::{KvikError, StoreGoneError, exception_of, invalid};
-use crate::job::{Job, Workers};
+use crate::error::{StoreGoneError, exception_of, invalid};
+use crate::gpu::Gpu;
+use crate::job::Job;
 use crate::memory::EngineMemory;
-
-/// The socket of a store in this process, in a folder of its own.
-const SOCKET_NAME: &str = "store.sock";
+use crate::own_store::OwnStore;
+use crate::sessions::{Sessions, run};
 
 /// A session with the store of this node; it outlives the daemon, and is attached again when the daemon is back.
 ///
@@ -37,30 +31,10 @@ pub(crate) struct Store {
     format: ChunkFormat,
     /// How it attaches.
     options: AttachOptions,
-    /// Sessions of their own for lookups, loads and saves: none waits for the other.
-    lookups: Arc<NodeSession>,
-    loads: Arc<NodeSession>,
-    saves: Arc<NodeSession>,
-    /// Pins what is saved; it attaches with the first.
-    manager: Arc<NodeManager>,
-    workers: Mutex<Option<StoreWorkers>>,
+    sessions: Sessions,
     n_copy_threads: usize,
     /// The store of this process, where it has one; dropped after the sessions.
     own: Option<OwnStore>,
-}
-
-#[derive(Debug)]
-struct StoreWorkers {
-    lookups: Workers,
-    loads: Workers,
-    saves: Workers,
-}
-
-/// A store in this process, with a socket that only this user can reach.
-#[derive(Debug)]
-struct OwnStore {
-    server: NodeServer,
-    folder: tempfile::TempDir,
 }
 
 /// How much of a sequence the store has.
@@ -143,27 +117,26 @@ impl Store {
             StoreConfig { ram, nvme, remote: remote.map(Into::into), chunk_tokens, ..StoreConfig::default() };
         py.detach(|| {
             let own = OwnStore::open(&config)?;
-            let socket = own.socket();
-            Self::start(socket, options, Some(own), false)
+            Self::start(SocketAddress::Path(own.path()), options, Some(own), false)
         })
     }
 
     /// Where other engines attach to a store in this process; `None` for the store of a daemon.
     #[getter]
     fn socket(&self) -> Option<PathBuf> {
-        self.own.as_ref().map(|own| own.folder.path().join(SOCKET_NAME))
+        self.own.as_ref().map(OwnStore::path)
     }
 
     /// Whether a daemon serves this store now.
     #[getter]
     fn is_attached(&self) -> bool {
-        self.sessions().into_iter().all(|session| session.space().is_some())
+        self.sessions.all().into_iter().all(|session| session.space().is_some())
     }
 
     /// Why no daemon serves this store, or how the last call failed; `None` while one does.
     #[getter]
     fn last_error(&self) -> Option<String> {
-        self.sessions().into_iter().find_map(|session| session.last_error())
+        self.sessions.all().into_iter().find_map(NodeSession::last_error)
     }
 
     /// Waits for a daemon; says whether there is one within `timeout_s` seconds.
@@ -172,13 +145,13 @@ impl Store {
         let begin = Instant::now();
         let is_attached =
             |session: &NodeSession| session.wait_for_space(timeout.saturating_sub(begin.elapsed())).is_some();
-        py.detach(|| self.sessions().into_iter().all(|session| is_attached(session)))
+        py.detach(|| self.sessions.all().into_iter().all(is_attached))
     }
 
     /// Tokens of a chunk; `None` while there is no daemon.
     #[getter]
     fn chunk_tokens(&self) -> Option<usize> {
-        self.lookups.space().map(|space| space.chunk_tokens())
+        self.sessions.lookups().space().map(|space| space.chunk_tokens())
     }
 
     /// A managing connection for the chunks of this store: pins, prefetches, clears.
@@ -209,13 +182,13 @@ impl Store {
 
     /// The chain that `Chain.pack` gave; `None` where it was made for another store, or there is no daemon.
     fn unpack(&self, packed: &[u8]) -> Option<Chain> {
-        unpack(&self.lookups.space()?, packed)
+        unpack(&self.sessions.lookups().space()?, packed)
     }
 
     /// How much of a chain the store has, from its first chunk on. Waits for remote tiers as long as the store allows.
     fn lookup(&self, py: Python<'_>, chain: &Chain) -> Found {
         py.detach(|| {
-            let found = self.lookups.run(|client| {
+            let found = self.sessions.lookups().run(|client| {
                 if !client.space().names_as(chain.inner.space()) {
                     return Ok(Found::nothing());
                 }
@@ -233,18 +206,15 @@ impl Store {
 
     /// Begins a lookup; the job's result is the number of tokens.
     fn start_lookup(&self, chain: &Chain) -> PyResult<Job> {
-        let (session, chain) = (Arc::clone(&self.lookups), chain.inner.clone());
-        let workers = self.workers.lock();
-        Ok(workers.as_ref().ok_or_else(closed)?.lookups.submit(move || {
-            let found = session.run(|client| {
-                let is_named = client.space().names_as(chain.space());
-                if !is_named {
+        let chain = chain.inner.clone();
+        self.sessions.start_lookup(move |session| {
+            run(session, |client| {
+                if !client.space().names_as(chain.space()) {
                     return Ok(0);
                 }
                 Ok(n_whole_chunks(&client.open(&chain)?) * client.space().chunk_tokens())
-            });
-            found.unwrap_or(0)
-        }))
+            })
+        })
     }
 
     /// Begins to read blocks of a chain, from its block `first_block` on, into `blocks` of an engine, as far as they are of whole
@@ -266,10 +236,7 @@ impl Store {
         if distinct.len() < transfer.blocks.len() {
             return Err(invalid("blocks", &"some twice", "each block once"));
         }
-        let session = Arc::clone(&self.loads);
-        let workers = self.workers.lock();
-        let loads = &workers.as_ref().ok_or_else(closed)?.loads;
-        Ok(loads.submit(move || run(&session, |client| transfer.load(client))))
+        self.sessions.start_load(move |session| run(session, |client| transfer.load(client)))
     }
 
     /// Begins to write blocks of a chain, from its block `first_block` on, which begins a chunk. `blocks` are those of an engine
@@ -297,18 +264,16 @@ impl Store {
         if !first_block.is_multiple_of(chunk_blocks) {
             return Err(invalid("first_block", &first_block, &format!("a multiple of {chunk_blocks}")));
         }
-        let (session, manager) = (Arc::clone(&self.saves), Arc::clone(&self.manager));
-        let workers = self.workers.lock();
-        let saves = &workers.as_ref().ok_or_else(closed)?.saves;
-        Ok(saves.submit(move || {
-            let n_stored = run(&session, |client| transfer.save(client, first_block / chunk_blocks));
+        let manager = Arc::clone(self.sessions.manager());
+        self.sessions.start_save(move |session| {
+            let n_stored = run(session, |client| transfer.save(client, first_block / chunk_blocks));
             if let Some(pin_time) = pin_time.filter(|_| n_stored > 0)
                 && let Err(error) = manager.pin_for(&transfer.chain, pin_time)
             {
                 tracing::debug!(%error, "could not pin what was saved");
             }
             n_stored
-        }))
+        })
     }
 
     /// Stores the KV of a chain from an array, without a copy before; returns the tokens that are stored, from the first on, those
@@ -340,34 +305,32 @@ impl Store {
 
     /// Registers the store's memory with the GPU of `memory`, so that the first copies are fast too.
     fn prepare(&self, memory: Py<EngineMemory>) -> PyResult<Vec<Job>> {
-        let workers = self.workers.lock();
-        let StoreWorkers { loads, saves, .. } = workers.as_ref().ok_or_else(closed)?;
+        self.sessions.check_open()?;
         let Some(gpu) = memory.get().gpu.clone() else { return Ok(Vec::new()) };
-        let prepared = |session: &Arc<NodeSession>, workers: &Workers| {
-            let (session, gpu) = (Arc::clone(session), Arc::clone(&gpu));
-            workers.submit(move || {
-                run(&session, |client| {
+        let registered = |gpu: Arc<Gpu>| {
+            move |session: &NodeSession| {
+                run(session, |client| {
                     gpu.register(client);
                     Ok(1)
                 })
-            })
+            }
         };
-        Ok(vec![prepared(&self.loads, loads), prepared(&self.saves, saves)])
+        let loads = self.sessions.start_load(registered(Arc::clone(&gpu)))?;
+        Ok(vec![loads, self.sessions.start_save(registered(gpu))?])
     }
 
     /// Tells the eviction policies of a request with this chain, once for each.
     #[pyo3(signature = (chain, n_generated_tokens=None))]
     fn note_request(&self, chain: &Chain, n_generated_tokens: Option<u32>) -> PyResult<Job> {
-        let (session, chain) = (Arc::clone(&self.saves), chain.inner.clone());
-        let workers = self.workers.lock();
-        Ok(workers.as_ref().ok_or_else(closed)?.saves.submit(move || {
-            run(&session, |client| {
+        let chain = chain.inner.clone();
+        self.sessions.start_save(move |session| {
+            run(session, |client| {
                 if client.space().names_as(chain.space()) {
                     client.open(&chain)?.note_request(n_generated_tokens)?;
                 }
                 Ok(0)
             })
-        }))
+        })
     }
 
     /// Forgets everything in the namespace of this engine, of all its ranks; how many chunks left each tier, by its name.
@@ -379,14 +342,7 @@ impl Store {
 
     /// Waits for jobs that run, cancels those that wait, and detaches.
     fn close(&self, py: Python<'_>) {
-        py.detach(|| {
-            let workers = self.workers.lock().take();
-            drop(workers);
-            self.lookups.end();
-            self.loads.end();
-            self.saves.end();
-            self.manager.close();
-        });
+        py.detach(|| self.sessions.end());
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
@@ -411,38 +367,12 @@ impl Store {
     ) -> PyResult<Self> {
         let (format, n_copy_threads) = (options.format, options.n_copy_threads);
         let attach = options.attach_to(socket);
-        let session = |is_patient| {
-            let options = AttachOptions { is_patient, ..attach.clone() };
-            NodeSession::start(options).map(Arc::new).map_err(|error| exception_of(&error))
-        };
-        let workers = |name, n_threads, is_idle| {
-            Workers::start(name, n_threads, is_idle)
-                .map_err(|error| KvikError::new_err(format!("start threads: {error}")))
-        };
-        let workers = StoreWorkers {
-            lookups: workers("kvik-lookups", 1, false)?,
-            loads: workers("kvik-loads", 2, false)?,
-            saves: workers("kvik-saves", 1, idle_saves)?,
-        };
-        Ok(Self {
-            format,
-            lookups: session(false)?,
-            loads: session(false)?,
-            saves: session(idle_saves)?,
-            manager: Arc::new(NodeManager::new(attach.clone()).with_timeout(attach.timeout)),
-            options: attach,
-            workers: Mutex::new(Some(workers)),
-            n_copy_threads,
-            own,
-        })
-    }
-
-    fn sessions(&self) -> [&Arc<NodeSession>; 3] {
-        [&self.lookups, &self.loads, &self.saves]
+        let sessions = Sessions::start(&attach, idle_saves)?;
+        Ok(Self { format, options: attach, sessions, n_copy_threads, own })
     }
 
     fn space(&self) -> PyResult<Space> {
-        self.lookups.space().ok_or_else(|| StoreGoneError::new_err("there is no store daemon"))
+        self.sessions.lookups().space().ok_or_else(|| StoreGoneError::new_err("there is no store daemon"))
     }
 
     /// The tokens of an array as blocks, all of them.
@@ -466,72 +396,17 @@ impl Store {
         chain: &Chain,
         first_block: usize,
         memory: Py<EngineMemory>,
-        mut blocks: Vec<u32>,
+        blocks: Vec<u32>,
         after: Option<u64>,
     ) -> PyResult<Transfer> {
-        let engine = memory.get();
-        let block_bytes = self.format.payload_bytes(self.format.block_tokens.get());
-        if engine.block_tokens != self.format.block_tokens.get() || engine.block_bytes() != block_bytes {
-            let given = format!("{} bytes for {} tokens", engine.block_bytes(), engine.block_tokens);
-            let allowed = format!("{block_bytes} bytes for {} tokens", self.format.block_tokens);
-            return Err(invalid("block of the memory", &given, &allowed));
-        }
-        if let Some(block) = blocks.iter().find(|block| **block as usize >= engine.n_blocks) {
-            return Err(invalid("block", block, &format!("less than {}", engine.n_blocks)));
-        }
-        let chunk_tokens = chain.inner.space().chunk_tokens();
-        let chunk_blocks = chunk_tokens / engine.block_tokens;
-        let n_chain_blocks = chain.inner.n_tokens() / chunk_tokens * chunk_blocks;
-        let end = first_block.saturating_add(blocks.len()).min(n_chain_blocks) / chunk_blocks * chunk_blocks;
-        blocks.truncate(end.saturating_sub(first_block));
-        // A transfer of nothing begins at the chain's start.
-        let first_block = if blocks.is_empty() { 0 } else { first_block };
-        let (chain, n_threads) = (chain.inner.clone(), self.n_copy_threads);
-        let (memory, retention) = (Arc::new(memory), Retention::default());
-        Ok(Transfer { chain, first_block, memory, blocks, n_threads, after, retention })
+        let transfer = Transfer::try_new(&self.format, chain.inner.clone(), first_block, memory, blocks)?;
+        Ok(Transfer { n_threads: self.n_copy_threads, after, ..transfer })
     }
-}
-
-fn run(session: &NodeSession, ask: impl FnMut(&NodeClient) -> kvik_node::Result<usize>) -> usize {
-    session.run(ask).unwrap_or(0)
 }
 
 /// Chunks that were found, without a tail: jobs move whole chunks.
 fn n_whole_chunks(opened: &OpenChain) -> usize {
     opened.n_found_tokens() / opened.chain().space().chunk_tokens()
-}
-
-fn closed() -> PyErr {
-    StoreGoneError::new_err("the store is closed")
-}
-
-// === impl OwnStore ===
-
-impl OwnStore {
-    fn open(config: &StoreConfig) -> PyResult<Self> {
-        let plan = config.resolve().map_err(|error| exception_of(&error))?;
-        let plan = plan.ok_or_else(|| invalid("ram", &config.ram, "more than 0"))?;
-        let store = open_store(config, &plan, None).map_err(|error| exception_of(&error))?;
-        let folder = tempfile::Builder::new()
-            .prefix("kvik-store-")
-            // As the socket demands, whatever the process' mask is.
-            .permissions(Permissions::from_mode(0o700))
-            .tempdir()
-            .map_err(|error| KvikError::new_err(format!("make a folder: {error}")))?;
-        let options = NodeOptions::new(SocketAddress::Path(folder.path().join(SOCKET_NAME)), store);
-        let server = NodeServer::start(options).map_err(|error| exception_of(&error))?;
-        Ok(Self { server, folder })
-    }
-
-    fn socket(&self) -> SocketAddress {
-        SocketAddress::Path(self.folder.path().join(SOCKET_NAME))
-    }
-}
-
-impl Drop for OwnStore {
-    fn drop(&mut self) {
-        self.server.end();
-    }
 }
 
 impl Found {
