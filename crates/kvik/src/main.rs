@@ -40,9 +40,10 @@ use kvik_worker::WorkerError;
 
 use cli::bench::BenchCommand;
 use cli::eval::EvalCommand;
+use cli::memory::MemoryCommand;
+use cli::models::ModelsCommand;
 use cli::store::StoreCommand;
-use cli::{Cli, Command, ModelsCommand};
-use commands::memory::MemoryCommand;
+use cli::{Cli, Command};
 
 /// The exit codes besides 0, which says that all was done.
 mod exit {

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::{EXIT_CODES, KvDtype, MAX_THREADS, parse_capacity};
+use super::generate::{KvDtype, MAX_THREADS};
+use super::{EXIT_CODES, parse_capacity};
 use kvik_bench::memory::BenchDevice;
 use kvik_model::DeviceName;
 

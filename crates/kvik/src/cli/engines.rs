@@ -4,7 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::{EXIT_CODES, LogForm};
+use super::EXIT_CODES;
+use super::services::LogForm;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum EnginesCommand {

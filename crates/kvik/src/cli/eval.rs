@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use kvik_model::Selectors;
 
-use super::{EXIT_CODES, KvDtype};
+use super::EXIT_CODES;
+use super::generate::KvDtype;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum EvalCommand {

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use kvik_types::ByteSize;
 
-use super::{EXIT_CODES, ServiceArguments, StoreArguments};
+use super::EXIT_CODES;
+use super::services::{ServiceArguments, StoreArguments};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum StoreCommand {

@@ -14,8 +14,8 @@ use kvik_types::ByteSize;
 use serde_json::json;
 
 use super::{print_json, service};
-use crate::cli::ServiceArguments;
 use crate::cli::engines::{EnginesCheckArguments, EnginesCommand, EnginesUpArguments, StateArguments};
+use crate::cli::services::ServiceArguments;
 
 /// Runs one of the commands.
 pub(crate) fn run(command: &EnginesCommand) -> anyhow::Result<()> {

@@ -9,7 +9,7 @@ use kvik_gateway::GatewayConfig;
 use serde_json::{Value, json};
 
 use super::service::{self, Flags};
-use crate::cli::EppArguments;
+use crate::cli::services::EppArguments;
 
 /// Runs a picker until its exchanges have ended.
 pub(crate) fn run(arguments: &EppArguments) -> anyhow::Result<()> {

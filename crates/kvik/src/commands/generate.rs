@@ -15,7 +15,7 @@ use kvik_model::{
 use kvik_types::{Dtype, TokenId};
 
 use super::{check_kv_blocks, default_kv_dtype, n_blocks_in_memory, open_model, print_json};
-use crate::cli::{EngineArguments, GenerateArguments};
+use crate::cli::generate::{EngineArguments, GenerateArguments};
 use kvik_runtime::terminal::{self, TextOutput};
 use outcome::{Outcome, Report};
 

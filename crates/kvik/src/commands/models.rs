@@ -8,7 +8,8 @@ use kvik_types::{ByteSize, Dtype, TokenId};
 use serde::Serialize;
 
 use super::{kv_bytes_per_token, open_model, print_json};
-use crate::cli::{InspectArguments, KvDtype, MakeArguments, ModelShape};
+use crate::cli::generate::KvDtype;
+use crate::cli::models::{InspectArguments, MakeArguments, ModelShape};
 use kvik_runtime::terminal::{self, Align, Column, Table, grouped};
 
 /// What `models inspect` tells; the object that `--json` prints.

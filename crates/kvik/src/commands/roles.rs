@@ -11,7 +11,7 @@ use kvik_worker::{Worker, WorkerConfig};
 use serde_json::{Value, json};
 
 use super::service::{self, Flags};
-use crate::cli::{CoordinatorArguments, GatewayArguments, IndexerArguments, WorkerArguments};
+use crate::cli::services::{CoordinatorArguments, GatewayArguments, IndexerArguments, WorkerArguments};
 
 /// Time for a coordinator to give up its lead after the first signal.
 const COORDINATOR_GRACE: Duration = Duration::from_secs(10);

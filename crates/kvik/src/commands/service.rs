@@ -14,7 +14,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
-use crate::cli::{LogForm, ServiceArguments, StoreArguments};
+use crate::cli::services::{LogForm, ServiceArguments, StoreArguments};
 
 /// Marks an error as the fault of what was given.
 #[derive(Debug)]

@@ -29,7 +29,7 @@ use kvik_types::ByteSize;
 use kvik_worker::{Running as RunningWorker, StoreConfig, Worker, WorkerConfig, WorkerError};
 
 use super::service::{self, Flags, InvalidInput};
-use crate::cli::UpArguments;
+use crate::cli::services::UpArguments;
 use crate::scratch::ScratchFolder;
 
 /// Time for everything to end after the first signal.

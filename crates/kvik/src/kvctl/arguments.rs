@@ -12,7 +12,6 @@ use super::moves::{DrainArguments, MoveArguments, SequencesArguments};
 use super::route::RouteArguments;
 use super::size::{Limit, parse_limit, parse_percent, parse_seconds, parse_size};
 use super::stores::StoresArguments;
-use super::top::TopArguments;
 
 const STYLES: Styles = Styles::styled()
     .header(AnsiColor::Green.on_default().bold())
@@ -219,6 +218,30 @@ pub(crate) struct PolicyArguments {
     /// Higher is served first among waiting groups, 0 to 4294967295 [new: 0]
     #[arg(long, value_name = "N")]
     pub(crate) priority: Option<u32>,
+}
+
+/// What `kvtop` takes besides the options of every verb.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Keys: up and down select, s sorts, l sets a limit, t trims, g cleans up, ? explains, q quits.
+With --json it measures for one refresh, prints one object with the rates of every engine and ends.
+
+Examples:
+  kvctl kvtop
+  kvctl kvtop -r 0.5 vllm_a vllm_b
+  kvctl kvtop --json --device host0")]
+pub struct TopArguments {
+    /// Seconds between two looks, 0.1 to 3600
+    #[arg(short, long, value_name = "SECS", default_value = "1", value_parser = parse_seconds)]
+    pub(crate) refresh: f64,
+
+    /// State folder of a controller, whose engines are shown too [default: that of `kvik engines`]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) engines: Option<PathBuf>,
+
+    /// Only these IPC names [default: all]
+    #[arg(value_name = "IPC")]
+    pub(crate) names: Vec<String>,
 }
 
 #[derive(Debug, Args)]

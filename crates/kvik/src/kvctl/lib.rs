@@ -45,8 +45,8 @@ use anyhow::Context as _;
 use clap::{CommandFactory as _, Parser as _};
 use serde::Serialize;
 
-pub use arguments::CommonArguments;
 use arguments::{Cli, Verb};
+pub use arguments::{CommonArguments, TopArguments};
 use folder::MemoryFolder;
 
 const ERROR: Style = AnsiColor::Red.on_default().bold();

@@ -7,7 +7,7 @@ use kvik_model::{Model, ModelError};
 use kvik_tokens::{AddSpecial, ChatMessage, ChatOptions, Tokenizer};
 use kvik_types::TokenId;
 
-use crate::cli::GenerateArguments;
+use crate::cli::generate::GenerateArguments;
 
 /// Longest text that is read from standard input, in bytes: ten million tokens would fit, and a
 /// pipe that never ends does not fill the memory.

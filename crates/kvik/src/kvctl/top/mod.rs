@@ -14,11 +14,9 @@ mod state;
 mod tests;
 
 use std::io::{self, IsTerminal as _};
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
-use clap::Args;
 use kvik_engines::EngineStatus;
 use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event};
@@ -29,35 +27,10 @@ use self::rates::Rates;
 use self::rows::{RowKey, rows};
 use self::screen::View;
 use self::state::{Action, Message, ScreenState};
-use super::arguments::CommonArguments;
+use super::arguments::{CommonArguments, TopArguments};
 use super::folder::{MemoryFolder, Reading};
 use super::list::ListAnswer;
-use super::size::parse_seconds;
 use super::{cleanup, limit, message, trim};
-
-/// What `kvtop` takes besides the options of every verb.
-#[derive(Debug, Args)]
-#[command(after_help = "\
-Keys: up and down select, s sorts, l sets a limit, t trims, g cleans up, ? explains, q quits.
-With --json it measures for one refresh, prints one object with the rates of every engine and ends.
-
-Examples:
-  kvctl kvtop
-  kvctl kvtop -r 0.5 vllm_a vllm_b
-  kvctl kvtop --json --device host0")]
-pub struct TopArguments {
-    /// Seconds between two looks, 0.1 to 3600
-    #[arg(short, long, value_name = "SECS", default_value = "1", value_parser = parse_seconds)]
-    refresh: f64,
-
-    /// State folder of a controller, whose engines are shown too [default: that of `kvik engines`]
-    #[arg(long, value_name = "DIR")]
-    engines: Option<PathBuf>,
-
-    /// Only these IPC names [default: all]
-    #[arg(value_name = "IPC")]
-    names: Vec<String>,
-}
 
 /// Shows the screen until the user quits, or with `--json` measures once.
 ///
