@@ -1,12 +1,12 @@
 //! The functions of `include/kvik.h`.
 
-use std::borrow::Cow;
 use std::ffi::{c_char, c_void};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::catch_unwind;
 use std::{ptr, slice};
 
 use kvik_memory::BlockId;
 
+use crate::boundary::{answer, call, check_array};
 use crate::config::{kvik_config, text_of};
 use crate::environment::memory_config;
 use crate::handle::{self, kvik_pool};
@@ -15,9 +15,6 @@ use crate::rank_region::Role;
 use crate::reclaim;
 use crate::stats::kvik_stats;
 use crate::status::{self, Failure, kvik_status};
-
-#[cfg(test)]
-mod tests;
 
 /// The version of this interface. Programs and libraries of one version fit together.
 pub const KVIK_ABI_VERSION: u32 = 1;
@@ -451,57 +448,5 @@ pub(crate) unsafe fn open_pool(
     let handle = handle::insert(Pool::open_as(role, &config, names, &memory_config()?)?)?;
     // SAFETY: as above.
     unsafe { pool.write(handle) };
-    Ok(())
-}
-
-/// Runs `work` on the pool behind a handle and answers with its status.
-pub(crate) fn call(pool: *const kvik_pool, work: impl FnOnce(&Pool) -> Result<(), Failure>) -> kvik_status {
-    answer(|| {
-        handle::with(pool, |pool| {
-            // Here as well, so that the handle has the words.
-            let result = caught(|| work(pool));
-            if let Err(failure) = &result {
-                pool.remember(failure.message.clone());
-            }
-            result
-        })?
-    })
-}
-
-/// Runs `work` and answers with its status.
-pub(crate) fn answer(work: impl FnOnce() -> Result<(), Failure>) -> kvik_status {
-    match caught(work) {
-        Ok(()) => kvik_status::KVIK_OK,
-        Err(Failure { status, message }) => {
-            status::remember(message);
-            status
-        }
-    }
-}
-
-/// Turns a panic into a failure: unwinding into C is not defined.
-fn caught(work: impl FnOnce() -> Result<(), Failure>) -> Result<(), Failure> {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
-        let words = panic.downcast_ref::<&str>().map(|words| Cow::Borrowed(*words));
-        let words = words.or_else(|| panic.downcast_ref::<String>().map(|words| Cow::Owned(words.clone())));
-        Err(Failure::new(
-            kvik_status::KVIK_ERROR_INTERNAL,
-            format!("a defect of the library: {}", words.unwrap_or(Cow::Borrowed("a panic"))),
-        ))
-    })
-}
-
-/// Fails where the caller's array cannot be one; it is not looked at.
-pub(crate) fn check_array<T>(argument: &'static str, array: *const T, length: usize) -> Result<(), Failure> {
-    if length == 0 {
-        return Ok(());
-    }
-    if array.is_null() {
-        return Err(Failure::null(argument));
-    }
-    let n_bytes = length.checked_mul(size_of::<T>()).filter(|&n_bytes| isize::try_from(n_bytes).is_ok());
-    if n_bytes.is_none() || !array.is_aligned() {
-        return Err(Failure::invalid(format!("`{argument}` is no array of {length} values")));
-    }
     Ok(())
 }

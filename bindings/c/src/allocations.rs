@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::ptr;
 
-use crate::abi::{call, check_array};
+use crate::boundary::{call, check_array};
 use crate::handle::kvik_pool;
 use crate::status::kvik_status;
 

@@ -3,8 +3,9 @@
 use std::ffi::{c_int, c_void};
 use std::ptr;
 
-use crate::abi::{answer, call, check_array, kvik_alloc_blocks, kvik_close, kvik_free_blocks};
+use crate::abi::{kvik_alloc_blocks, kvik_close, kvik_free_blocks};
 use crate::allocations::{kvik_alloc, kvik_free, kvik_set_bypass};
+use crate::boundary::{answer, call, check_array};
 use crate::config::kvik_config;
 use crate::environment::memory_config;
 use crate::handle::{self, kvik_pool};

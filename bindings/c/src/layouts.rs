@@ -6,7 +6,7 @@ use std::slice;
 use kvik_types::layout::{KvLayout, KvPlacement, KvShape, Paging, VllmPagedOrder, convert};
 use kvik_types::{BlockSize, Dtype, TypesError};
 
-use crate::abi::{answer, check_array};
+use crate::boundary::{answer, check_array};
 use crate::sized::read_sized;
 use crate::status::{Failure, kvik_status};
 

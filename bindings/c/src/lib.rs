@@ -28,6 +28,7 @@ pub mod status;
 
 mod backend;
 mod block_pool;
+mod boundary;
 mod chunks;
 mod environment;
 mod grants;

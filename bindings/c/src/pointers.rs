@@ -5,7 +5,7 @@ use std::ptr;
 
 use kvik_memory::BlockId;
 
-use crate::abi::{call, check_array};
+use crate::boundary::{call, check_array};
 use crate::handle::kvik_pool;
 use crate::pool::Pool;
 use crate::status::{Failure, kvik_status};

@@ -4,7 +4,8 @@ use std::ffi::c_char;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::abi::{answer, check_array, open_pool};
+use crate::abi::open_pool;
+use crate::boundary::{answer, check_array};
 use crate::config::{kvik_config, text_of};
 use crate::handle::kvik_pool;
 use crate::rank_region::Role;
