@@ -6,7 +6,7 @@ use crate::config::ModelConfig;
 use crate::error::{ModelError, Result};
 use crate::kernels::{RowPlan, Span};
 
-use super::{RowPositions, SequenceRows};
+use super::{RowPositions, SegmentPart, SequenceRows};
 
 /// Checks positions and tokens of `sequences`.
 ///
@@ -50,6 +50,22 @@ pub(super) fn plan_rows<'a>(spans: &[Span<'a>], n_blocks: usize) -> Result<RowPl
         let allowed = "tables that cover their rows and write no block twice";
         ModelError::request("block_table", "inconsistent", allowed)
     })
+}
+
+/// The number of tokens of a segment's part, with `token_bytes` for the keys of a token and as many for its values.
+///
+/// # Errors
+/// If it is not a whole number, or keys and values differ in length.
+pub(super) fn segment_tokens(part: SegmentPart<'_>, token_bytes: usize) -> Result<usize> {
+    if part.keys.len() != part.values.len() || !part.keys.len().is_multiple_of(token_bytes) {
+        let value = format!("{} and {} bytes", part.keys.len(), part.values.len());
+        return Err(ModelError::request(
+            "segment",
+            value,
+            format!("twice a multiple of {token_bytes} bytes"),
+        ));
+    }
+    Ok(part.keys.len() / token_bytes)
 }
 
 fn spans_of_sequence<'a>(sequence: &SequenceRows<'a>) -> Vec<Span<'a>> {

@@ -2,6 +2,7 @@
 
 use crate::error::{ModelError, Result};
 use crate::forward::SegmentPart;
+use crate::forward::checked::segment_tokens;
 use crate::kernels::{
     Isa, KvElement, KvPages, KvRows, RotaryTable, RowPlan, Span, ThreadPool, for_each_chunk_mut,
 };
@@ -33,15 +34,7 @@ impl CpuBackend {
             Pages::F16(_) | Pages::Bf16(_) => 2,
         };
         let token_bytes = width * element_bytes;
-        if part.keys.len() != part.values.len() || !part.keys.len().is_multiple_of(token_bytes) {
-            let value = format!("{} and {} bytes", part.keys.len(), part.values.len());
-            return Err(ModelError::request(
-                "segment",
-                value,
-                format!("twice a multiple of {token_bytes} bytes"),
-            ));
-        }
-        let n_rows = part.keys.len() / token_bytes;
+        let n_rows = segment_tokens(part, token_bytes)?;
         let span = Span { n_rows, first_position, block_table, is_continued: false };
         let n_blocks = match pages {
             Pages::F32(pages) => pages.n_blocks(),

@@ -10,9 +10,11 @@ mod device;
 mod import;
 mod kernels;
 mod lists;
+mod load;
 mod monitor;
 mod pages;
 mod pass;
+mod place;
 mod products;
 mod watch;
 mod weights;
@@ -21,14 +23,11 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use kvik_memory::vmm::Vmm;
-use kvik_memory::vmm::cuda::CudaVmm;
 use kvik_types::Dtype;
 
-use crate::checkpoint::{Checkpoint, WeightDtype};
-use crate::config::{ModelConfig, Position};
+use crate::checkpoint::WeightDtype;
+use crate::config::ModelConfig;
 use crate::error::{ModelError, Result};
-use crate::kernels::RotaryTable;
 use crate::paging::{BLOCK_TOKENS, BlockId, BlockMemory, ElasticMemory, MemoryGroup};
 
 use super::checked::{check_sequences, plan_rows, spans_of};
@@ -39,19 +38,16 @@ use super::{
 use activations::{Activations, BEST_BYTES};
 use device::{Buffer, Device};
 use import::Importer;
-use kernels::{Kernels, SegmentArguments};
+use kernels::Kernels;
 use lists::{ListShape, RowLists};
 pub use monitor::{DeviceMonitor, DeviceUsage};
 use pages::Pages;
 use pass::Pass;
-use weights::{ModelWeights, WeightSource};
+use weights::ModelWeights;
 
 /// Counts the changes of the bytes that a block has for given weights and tokens: of their order, and of any operation of the
 /// forward pass.
 const KV_VERSION: u32 = 1;
-
-/// Memory of the device that stays free when KV takes a share of it: for the driver, and for what grows with a pass.
-const SPARE_BYTES: u64 = 1 << 30;
 
 /// How the CUDA backend is set up.
 #[derive(Debug, Clone)]
@@ -111,90 +107,6 @@ pub struct CudaBackend {
 }
 
 impl CudaBackend {
-    /// Loads the weights of `checkpoint`.
-    ///
-    /// # Errors
-    /// If there is no such device or it has too little memory, the kernels cannot be compiled, the weights do not fit `config`, or
-    /// an option is out of its range.
-    pub fn load(config: ModelConfig, checkpoint: &Checkpoint, options: &CudaBackendOptions) -> Result<Self> {
-        Self::load_from(config, WeightSource::Checkpoint(checkpoint), options)
-    }
-
-    /// A model of these numbers with weights that look random, made on the device; for measurements.
-    ///
-    /// # Errors
-    /// As [`CudaBackend::load`]; also for an architecture other than Llama's.
-    pub fn random(config: ModelConfig, seed: u64, options: &CudaBackendOptions) -> Result<Self> {
-        let has_extras =
-            config.has_qkv_bias || config.has_output_bias || config.has_mlp_bias || config.has_qk_norm;
-        if has_extras || matches!(config.position, Position::Learned) {
-            return Err(ModelError::config(
-                "architectures",
-                config.architecture,
-                "LlamaForCausalLM for random weights",
-            ));
-        }
-        Self::load_from(config, WeightSource::Random { seed }, options)
-    }
-
-    fn load_from(
-        config: ModelConfig,
-        source: WeightSource<'_>,
-        options: &CudaBackendOptions,
-    ) -> Result<Self> {
-        let kv_dtype = options.kv_dtype;
-        if !matches!(kv_dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16) {
-            return Err(ModelError::request("kv_dtype", kv_dtype, "f32, f16, bf16"));
-        }
-        let device = Device::open(options.ordinal)?;
-        let weight_dtype = source.dtype();
-        let cache = options.kernel_cache.as_deref();
-        let kernels = Kernels::load(&device, &config, weight_dtype, kv_dtype, cache)?;
-        let weights = ModelWeights::load(&device, &kernels, &config, source)?;
-        let activations = Activations::new(&device, &config, weight_dtype, options.max_rows.max(1))?;
-        let frequencies = match &config.position {
-            Position::Rope(rope) => {
-                let frequencies = rope.inverse_frequencies(config.head_dim);
-                let bytes: Vec<u8> = frequencies.iter().flat_map(|value| value.to_le_bytes()).collect();
-                Some(Buffer::holding(&device, &bytes)?)
-            }
-            Position::Learned => None,
-        };
-        let n_blocks = n_blocks(&device, &config, options)?;
-        let (pages, memory) = match &options.memory {
-            None => (Pages::new(&device, &config, kv_dtype, n_blocks)?, None),
-            Some(group) => {
-                let vmm =
-                    CudaVmm::open(options.ordinal).map_err(|error| ModelError::Memory(Box::new(error)))?;
-                let vmm: Arc<dyn Vmm> = Arc::new(vmm);
-                let block_bytes = pages::block_bytes(&config, kv_dtype);
-                let memory = ElasticMemory::open_on(vmm, group, config.n_layers, block_bytes, n_blocks)?;
-                (Pages::on_pool(&device, &config, kv_dtype, memory.pool())?, Some(memory))
-            }
-        };
-        let importer = Importer::start(&device, &pages)?;
-        device.synchronize()?;
-        tracing::info!(
-            device = device.ordinal(),
-            weight_bytes = weights.size_bytes(),
-            kv_blocks = pages.n_blocks(),
-            "the model is on the device"
-        );
-        Ok(Self {
-            config,
-            kv_dtype,
-            weight_dtype,
-            memory,
-            weights,
-            pages,
-            activations,
-            frequencies,
-            kernels,
-            importer,
-            device,
-        })
-    }
-
     /// Names the bytes of a block of a model; see [`Backend::kv_layout`].
     pub(crate) fn kv_layout_of(config: &ModelConfig, weights: WeightDtype, kv_dtype: Dtype) -> String {
         format!(
@@ -303,35 +215,6 @@ impl CudaBackend {
     }
 }
 
-/// Blocks that fit into the memory that `options` name.
-fn n_blocks(device: &Device, config: &ModelConfig, options: &CudaBackendOptions) -> Result<usize> {
-    let bytes_per_block = (pages::block_bytes(config, options.kv_dtype) * config.n_layers) as u64;
-    let info = device.memory_info()?;
-    let n_bytes = match options.kv_size {
-        KvSize::Blocks(n_blocks) => return Ok(n_blocks),
-        KvSize::Bytes(n_bytes) => n_bytes,
-        KvSize::Share(share) => {
-            if !(0.0 < share && share <= 1.0) {
-                return Err(ModelError::request("kv_memory", share, "a share above 0 and at most 1"));
-            }
-            let used_bytes = info.total_bytes - info.free_bytes;
-            let allowed_bytes = (info.total_bytes as f64 * share) as u64;
-            allowed_bytes.saturating_sub(used_bytes).min(info.free_bytes.saturating_sub(SPARE_BYTES))
-        }
-    };
-    let n_blocks = n_bytes / bytes_per_block;
-    if n_blocks == 0 || (options.memory.is_none() && info.free_bytes < n_bytes) {
-        let value = format!("{n_bytes} bytes");
-        let allowed = format!(
-            "at least {bytes_per_block} bytes, one block of 16 tokens, and at most the {} that are free on the device beside \
-             the weights",
-            info.free_bytes
-        );
-        return Err(ModelError::request("kv_memory", value, allowed));
-    }
-    Ok(n_blocks as usize)
-}
-
 impl Backend for CudaBackend {
     fn config(&self) -> &ModelConfig {
         &self.config
@@ -381,53 +264,7 @@ impl Backend for CudaBackend {
         turned_by: i64,
         part: SegmentPart<'_>,
     ) -> Result<()> {
-        let Position::Rope(rope) = &self.config.position else {
-            return Err(ModelError::request(
-                "segments",
-                "learned positions",
-                "a model with rotary positions",
-            ));
-        };
-        let token_bytes = self.config.n_kv_heads * self.config.head_dim * self.kv_dtype.size_bytes();
-        if part.keys.len() != part.values.len() || !part.keys.len().is_multiple_of(token_bytes) {
-            let value = format!("{} and {} bytes", part.keys.len(), part.values.len());
-            return Err(ModelError::request(
-                "segment",
-                value,
-                format!("twice a multiple of {token_bytes} bytes"),
-            ));
-        }
-        let n_tokens = part.keys.len() / token_bytes;
-        let n_blocks = (first_position + n_tokens).div_ceil(BLOCK_TOKENS);
-        if block_table.len() < n_blocks || block_table.iter().any(|block| self.n_blocks() <= block.index()) {
-            return Err(ModelError::request("block_table", "too short", "a table that covers the segment"));
-        }
-        let mut rotary = RotaryTable::new(rope.inverse_frequencies(self.config.head_dim));
-        rotary.prepare_turn(turned_by);
-        let turn: Vec<u8> = rotary
-            .first_row()
-            .flat_map(|(cosine, sine)| [cosine.to_le_bytes(), sine.to_le_bytes()])
-            .flatten()
-            .collect();
-        let table: Vec<u8> =
-            block_table.iter().flat_map(|block| (block.index() as u32).to_le_bytes()).collect();
-        let keys = Buffer::holding(&self.device, part.keys)?;
-        let values = Buffer::holding(&self.device, part.values)?;
-        let turn = Buffer::holding(&self.device, &turn)?;
-        let table = Buffer::holding(&self.device, &table)?;
-        let segment = SegmentArguments {
-            keys: keys.address(),
-            values: values.address(),
-            rotation: turn.address(),
-            pages: self.pages.layer_address(layer_idx),
-            table: table.address(),
-            n_kv_heads: self.config.n_kv_heads as i32,
-            first_position: first_position as i32,
-        };
-        // SAFETY: the buffers are as long as the numbers say and live until the stream was waited for; the table names blocks of
-        // the pages.
-        let queued = unsafe { self.kernels.queue_place_segment(n_tokens, segment) };
-        self.device.synchronize().and(queued)
+        self.place(layer_idx, block_table, first_position, turned_by, part)
     }
 
     fn copy_block(&mut self, from: BlockId, to: BlockId) -> Result<()> {
