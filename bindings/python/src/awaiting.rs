@@ -62,7 +62,7 @@ pub(crate) fn future_of(
         futures.waiting.insert(number, future.clone().unbind());
         number
     };
-    // The loop runs in this thread: it cannot hear of the end before this returns.
+    // The loop runs in this thread: it cannot be notified of the end before this returns.
     let ended = register(Waiter { bell: Arc::clone(&bell.get().bell), number });
     if let Some(result) = ended {
         bell.get().futures.lock().waiting.remove(&number);

@@ -238,7 +238,7 @@ impl Writer {
             known.group = None;
         }
         let mut runs = Vec::new();
-        // A bridge counts: it must hear only of what is applied.
+        // A bridge counts: it must receive only what is applied.
         if due == Some(sequence) || (is_restart && sequence == 0) {
             for event in events {
                 known.translate(chain, event, &mut runs);

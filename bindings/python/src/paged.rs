@@ -36,7 +36,7 @@ pub(crate) struct PagedMemory {
     changes: Mutex<()>,
 }
 
-/// What the agent was told to ask of the engine.
+/// What the agent is to ask of the engine.
 #[derive(Debug, Default)]
 struct Wanted {
     n_bytes: Mutex<u64>,

@@ -71,7 +71,7 @@ impl SharingBench {
         2
     }
 
-    /// Runs the load on split and on shared memory; `on_step` is told what is measured next.
+    /// Runs the load on split and on shared memory; `on_step` receives what is measured next.
     ///
     /// # Errors
     /// If a request fails, a text depends on how the memory is given out, or a signal has come.

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{CoordinatorError, Result};
 
-/// The longest time that a lead is kept for a leader that is not heard of.
+/// The longest time that a lead is kept for a leader that does not renew it.
 pub(crate) const MAX_LEASE_DURATION_S: u64 = 60;
 
 /// Everything that can be configured.
@@ -114,7 +114,7 @@ pub struct EtcdConfig {
     pub endpoints: Vec<String>,
     /// What all keys begin with; coordinators of one system share it. Default: `/kvik`.
     pub prefix: String,
-    /// Time after which a leader that is not heard of has lost the lead, 2 to 60. Default: 3 s.
+    /// Time after which a leader that does not renew the lead has lost it, 2 to 60. Default: 3 s.
     pub session_ttl_s: u64,
     /// User that etcd knows, if it asks for one; it needs to read and write below the prefix.
     /// Default: none.

@@ -60,7 +60,7 @@ async fn serve(listener: UnixListener, controller: Controller) {
         tokio::time::sleep(LAST_ANSWERS).await;
     };
     tokio::select! {
-        // It accepts until it is told to end, and then gives the answers that are due.
+        // It accepts until it is asked to end, and then gives the answers that are due.
         _ = std::future::IntoFuture::into_future(serving) => {}
         () = overdue => {}
     }

@@ -10,8 +10,8 @@
 //!
 //! Invariants:
 //!
-//! * No engine is told to sleep while an answer of it is under way.
-//! * A request for an engine that sleeps waits for it, is answered, or is told why not.
+//! * No engine is put to sleep while an answer of it is under way.
+//! * A request for an engine that sleeps waits for it, is answered, or is refused with the reason.
 //! * What a controller has started goes on when the controller is killed, and is found by the next one.
 
 #![forbid(unsafe_code)]

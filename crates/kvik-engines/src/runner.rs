@@ -43,7 +43,7 @@ pub(crate) struct Runner {
     /// Heard while something else was done.
     pending: Option<Command>,
     process: Option<Process>,
-    /// Whether the process was told to sleep.
+    /// Whether the process was put to sleep.
     is_asleep: bool,
     native: Option<Box<dyn NativeSleep>>,
     calls: EngineCalls,
@@ -58,7 +58,7 @@ enum NotServing {
     Interrupted(Command),
 }
 
-/// What the task hears.
+/// What the task receives.
 enum Heard {
     Command(Option<Command>),
     ProcessEnded,

@@ -31,7 +31,7 @@ pub(crate) struct EngineRecord {
     pub(crate) process: ProcessId,
     /// Of what it was started with.
     pub(crate) digest: String,
-    /// Whether it was told to sleep with its process.
+    /// Whether it was put to sleep with its process.
     pub(crate) is_asleep: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What is told of engines: to `kvik engines status`, and to clients of the gateway.
+//! What is reported of engines: to `kvik engines status`, and to clients of the gateway.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -94,7 +94,7 @@ pub struct PoolEventsConfig {
     pub port: Option<u16>,
     /// Port on which it replays, counted in the same way. Default: none.
     pub replay_port: Option<u16>,
-    /// Prefix of the topics that are heard. Default: `kv@`.
+    /// Prefix of the topics that are subscribed to. Default: `kv@`.
     pub topic: String,
 }
 

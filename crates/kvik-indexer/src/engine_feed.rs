@@ -34,7 +34,7 @@ pub(crate) struct EngineFeed {
 struct BesideState {
     /// Tokens of the engine's own blocks.
     own_block_tokens: Option<u32>,
-    /// Whether the cache beside has told anything; until then its feed is not opened.
+    /// Whether the cache beside has reported anything; until then its feed is not opened.
     is_used: bool,
     hashes: HashSet<EngineHash>,
 }

@@ -83,7 +83,7 @@ pub trait Feed: Send + Sync + std::fmt::Debug {
     fn apply(&self, batch: FeedBatch) -> BoxFuture<'_, Result<Verdict>>;
 
     /// Replaces all that is known by what the engine says it holds. False if it is of an earlier epoch. Of an engine
-    /// whose naming is learned only an empty holding can be told: it begins anew.
+    /// whose naming is learned only an empty holding can be reported: it begins anew.
     fn replace(&self, holding: Holding) -> BoxFuture<'_, Result<bool>>;
 
     /// Gives up on batches that are missing; `next` is due now.

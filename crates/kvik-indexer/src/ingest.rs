@@ -255,7 +255,7 @@ impl ModelFeed {
         Ok(verdict)
     }
 
-    /// Whether what it is told is translated.
+    /// Whether what it receives is translated.
     pub(crate) fn is_bridged(&self) -> bool {
         self.book().is_some_and(|book| book.is_bridged())
     }

@@ -44,7 +44,7 @@ struct EventsQuery {
     from: Option<u64>,
 }
 
-/// All routes. What the daemon holds is told to callers on loopback, and to those with the cluster's token.
+/// All routes. What the daemon holds is sent to callers on loopback, and to those with the cluster's token.
 pub(crate) fn router(
     server: Arc<NodeServer>,
     (peers, lm): (Option<Arc<PeerServer>>, Option<Arc<LmServer>>),

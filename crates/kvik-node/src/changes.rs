@@ -28,9 +28,9 @@ const TIER_SHIFT: u32 = 4;
 pub enum WatchFrame {
     /// Chunks that a tier has since now, or has no more.
     Changes(Vec<ChunkChange>),
-    /// All that was there has been told.
+    /// All that was there has been sent.
     SnapshotEnd,
-    /// Another daemon takes over, and goes on with what was told so far.
+    /// Another daemon takes over, and goes on with what was sent so far.
     Moving,
 }
 

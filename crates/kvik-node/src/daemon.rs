@@ -113,7 +113,7 @@ impl StoreDaemon {
         // What cannot work is refused before anything happens.
         config.check_cluster()?;
         lm.check_listener()?;
-        // A port that is not known yet is told to no engine: they attach before it is.
+        // A port that is not known yet is sent to no engine: they attach before it is.
         let listening = peer.check_listener()?.filter(|address| address.port() != 0);
         *opener.peer_address.lock() = peer.advertised(listening)?;
         let opening = Arc::clone(&opener);
@@ -156,7 +156,7 @@ struct ConfiguredOpener {
     bandwidth: NodeBandwidth,
     /// What says which nodes are asked first.
     hints: Option<Arc<IndexHints>>,
-    /// What engines are told: where other nodes read.
+    /// What engines receive: where other nodes read.
     peer_address: Mutex<Option<PeerAddress>>,
     /// In whose store clients of LMCache have their chunks; empty where none are served.
     lm_tenant: String,

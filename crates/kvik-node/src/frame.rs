@@ -22,7 +22,7 @@ pub(crate) const REFUSED: u8 = 2;
 pub enum Purpose {
     /// To read and write chunks.
     Session,
-    /// To be told which chunks there are.
+    /// To receive which chunks there are.
     Watch,
     /// To ask for what people and tools do with a store: look up, pin, move, clear and the like.
     Manage,

@@ -23,7 +23,7 @@ const STORE: &str = "store";
 /// Most models that are listened to or have engines: names come from outside.
 const MAX_MODELS: usize = 64;
 
-/// Most spaces of a model that are told, the latest ones: what an index takes of one source.
+/// Most spaces of a model that are reported, the latest ones: what an index takes of one source.
 const MAX_SPACES: usize = 8;
 
 /// The streams of all models of a daemon. A model that no index asks for costs nothing.

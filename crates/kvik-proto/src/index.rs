@@ -163,7 +163,7 @@ pub struct SourceStats {
     pub worker: String,
     /// Its data parallel rank.
     pub rank: u32,
-    /// The life of the worker, where it has told one.
+    /// The life of the worker, where it has reported one.
     pub epoch: Option<u64>,
     /// The number of the batch that is due.
     pub due_sequence: Option<u64>,

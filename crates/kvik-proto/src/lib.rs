@@ -6,7 +6,7 @@
 //!
 //! Parts: [`coordinator`] and [`worker`] hold the messages of the two services' own APIs, [`cache`] those
 //! of a worker's store, [`openai`] those of the compatible one, [`events`] the KV events of engines, [`index`] the
-//! API of the global KV index, [`journal`] what continues a stream elsewhere, [`kv_stream`] what a worker tells of its KV,
+//! API of the global KV index, [`journal`] what continues a stream elsewhere, [`kv_stream`] what a worker reports of its KV,
 //! [`moves`] sequences that move, [`route`] how a gateway explains its routing, [`sse`] the framing of streams, [`stores`] the
 //! store daemons that a coordinator lists, [`client`] the clients.
 //!

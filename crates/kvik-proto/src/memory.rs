@@ -1,4 +1,4 @@
-//! Memory that engines of one machine share, as a worker there tells of it.
+//! Memory that engines of one machine share, as a worker there reports it.
 //!
 //! | call | body | answer |
 //! |---|---|---|

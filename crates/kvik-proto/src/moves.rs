@@ -3,7 +3,7 @@
 //! | call | body | answer |
 //! |---|---|---|
 //! | `GET /sequences` | none | [`RunningSequences`] |
-//! | `POST /sequences/{id}/move` | [`MoveRequest`] | [`MoveAnswer`]; the stream tells of the rest |
+//! | `POST /sequences/{id}/move` | [`MoveRequest`] | [`MoveAnswer`]; the stream has the rest |
 //! | `POST /sequences/{id}/thaw` | none | 200: a frozen sequence goes on in its own stream |
 //! | `POST /sequences/resume` | [`ResumeHead`], a newline, the request's body | as the request's own path |
 //! | `POST /sequences/moves` | [`Offer`], a newline, the request's body | [`OfferAnswer`] |

@@ -24,7 +24,7 @@ const N_SHARDS: usize = 256;
 /// change in the same critical section of the shard as the index of the memory tier. For remote tiers they
 /// are what was written or seen.
 ///
-/// Every change of ranks goes through here, so an observer is told under the lock of the shard.
+/// Every change of ranks goes through here, so an observer is notified under the lock of the shard.
 #[derive(Debug)]
 pub(crate) struct Directory {
     shards: Box<[RwLock<Shard>]>,

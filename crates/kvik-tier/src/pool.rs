@@ -66,7 +66,7 @@ impl<D: Dial> Node<D> {
         &self.endpoint
     }
 
-    /// Whether the last that was heard of the server is that it did not answer.
+    /// Whether the last call to the server got no answer.
     pub(crate) fn is_suspect(&self) -> bool {
         // Relaxed: it only decides which server is asked first.
         self.is_suspect.load(Ordering::Relaxed)

@@ -49,7 +49,7 @@ pub trait Tier: fmt::Debug + Send + Sync {
     /// Reads the items into their heads and buffers and sets every outcome.
     fn get(&self, batch: &mut [GetItem<'_>]);
 
-    /// Reads the items as [`Self::get`] does and tells of each, by its index, as soon as its outcome stands.
+    /// Reads the items as [`Self::get`] does and reports each, by its index, as soon as its outcome stands.
     ///
     /// `arrived` is called exactly once for each item, in any order and from any thread: where a tier can, from
     /// the thread that received the bytes, while its caches still have them and others are on their way. It

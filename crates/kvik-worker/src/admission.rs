@@ -1,6 +1,6 @@
 //! How many outputs may be in the making or wait for their turn.
 //!
-//! Every output of a request takes a place before the engine hears of it and gives it back when its
+//! Every output of a request takes a place before the engine gets it and gives it back when its
 //! answer ends, however it ends. When all places are taken a request is refused at once: a client
 //! that is told to come back costs nothing, one that waits in memory does.
 

@@ -81,7 +81,7 @@ pub(crate) async fn move_request(
     let moved = departure.copy_and_freeze(&have, departs).await;
     if moved.is_err() {
         request.set_ticket(None);
-        // The other worker gives the ticket up by itself if it does not hear of this.
+        // The other worker gives the ticket up by itself if this does not arrive.
         let _ = state.peers.forget(to, &notice.ticket).await;
     }
     let (copied_bytes, took) = moved?;

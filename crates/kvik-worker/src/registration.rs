@@ -140,7 +140,7 @@ impl Registration {
     }
 
     async fn heartbeat(&mut self, interval: Duration) -> Next {
-        // A daemon that came, went or moved is told as a correction of what was registered.
+        // A daemon that came, went or moved is sent as a correction of what was registered.
         if self.worker.store != self.peer_address() {
             return Next::Register;
         }

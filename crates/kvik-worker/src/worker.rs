@@ -266,7 +266,7 @@ async fn load(
     let naming = Arc::clone(&kv_log);
     let on_space = move |space: &Space| naming.add_group(chunk_group(space));
     let observer = Arc::new(LoggedChunks::new(Arc::clone(&kv_log), CHUNKS));
-    // Before the engine runs: what a disk kept from before is told first.
+    // Before the engine runs: what a disk kept from before is reported first.
     let chunk_watch =
         store.as_ref().map(|store| store.watch(space.as_ref(), on_space, observer)).transpose()?;
     let patience =

@@ -102,7 +102,7 @@ impl ClientProcess {
 
     fn read_line(&mut self) -> anyhow::Result<String> {
         let mut line = String::new();
-        self.output.read_line(&mut line).context("hear of a client")?;
+        self.output.read_line(&mut line).context("read from a client")?;
         ensure!(!line.is_empty(), "a client ended; what it said is above");
         Ok(line.trim_end().to_owned())
     }

@@ -3,7 +3,7 @@
 //! [`run`] takes requests with their arrival times and plays a fleet of equal workers. A worker computes
 //! one prompt at a time, in the order of arrival; what its cache has of the prompt it does not compute. Then the
 //! request decodes, beside all others. The cache evicts the least recently used block first and of a chain the
-//! deepest; blocks of requests under way stay. What it stores and evicts is told to a real
+//! deepest; blocks of requests under way stay. What it stores and evicts is reported to a real
 //! [`HolderIndex`](kvik_index::holders::HolderIndex) some time later. The router is the real
 //! [`ring`](kvik_index::ring) and the real [`placement`](kvik_index::placement), fed with what a gateway knows: what the index says, and
 //! what it has placed itself. The prompts that it has placed count as held by their workers as long as they are under way (in the

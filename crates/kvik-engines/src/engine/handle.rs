@@ -65,7 +65,7 @@ impl EngineHandle {
         (handle, receiver)
     }
 
-    /// Tells its task something; a task that has ended hears nothing.
+    /// Sends its task a message; one that has ended receives nothing.
     pub(crate) fn tell(&self, command: Command) {
         let _ = self.commands.send(command);
     }

@@ -6,7 +6,7 @@
 //!   +-- retry time over -- failed <------+--------------------+
 //! ```
 //!
-//! What happens outside is told by methods, and [`Machine::schedule`] then says what to do next: one order for an engine at a
+//! What happens outside comes in by methods, and [`Machine::schedule`] then says what to do next: one order for an engine at a
 //! time. Invariants:
 //!
 //! - An engine with a request in flight is ready or gives way: no order to sleep or stop is given to it, unless it is removed
@@ -97,7 +97,7 @@ pub(crate) enum Entry {
 pub(crate) struct Failure {
     /// What clients are told.
     pub(crate) summary: String,
-    /// What operators are told beside it, such as the last lines of the log.
+    /// What operators get beside it, such as the last lines of the log.
     pub(crate) detail: Option<String>,
 }
 

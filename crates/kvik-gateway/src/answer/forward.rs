@@ -291,7 +291,7 @@ fn give_up(
         Failure::Refused(refusal) => refusal,
     };
     backend.record(outcome, &config.breaker);
-    // The log line names the worker; the breaker has heard of it.
+    // The log line names the worker; the breaker has counted it.
     record.head_outcome = Outcome::Neutral;
     Err(refusal)
 }

@@ -1,7 +1,7 @@
-//! The record of one request: what it holds and what is told about it when it ends.
+//! The record of one request: what it holds and what is reported of it when it ends.
 //!
 //! A record is a guard. It begins with the request's head, moves into the answer's body, and ends
-//! with it, in whatever way: load and permit go back, the breaker hears of it, the metrics count it
+//! with it, in whatever way: load and permit go back, the breaker counts it, the metrics count it
 //! one line goes to the access log (target `access`) and the request's span ends. A record that is
 //! dropped before its end belongs to a client that has left.
 

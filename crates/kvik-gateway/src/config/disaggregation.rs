@@ -31,7 +31,7 @@ pub enum PdProtocol {
     P2p,
     /// `SGLang`'s disaggregation, both engines at once.
     Sglang,
-    /// A store that both engines use, such as kvik's: nothing is told to either.
+    /// A store that both engines use, such as kvik's: neither gets a field about it.
     Shared,
     /// Workers of kvik, which say their role themselves: the request moves with its KV.
     #[serde(skip)]

@@ -24,7 +24,7 @@ use crate::upstream::exchange::{Call, Exchanged, Failure, exchange};
 #[derive(Debug)]
 pub(super) struct HandedOver {
     protocol: PdProtocol,
-    /// What the decoding engine is told, as JSON text; `None` if it needs to know nothing.
+    /// Parameters for the decoding engine, as JSON text; `None` if it needs to know nothing.
     params: Option<String>,
     since: Instant,
     /// Whether no engine has been offered it before.
@@ -191,7 +191,7 @@ fn prefill_body(body: &[u8], params: Option<&str>) -> Option<Bytes> {
     splice(text, &[stream, max_tokens, stream_options, max_completion_tokens, min_tokens, params]).ok()
 }
 
-/// The client's body with what its engine is told about the prompt's KV; `None` if it cannot be made.
+/// The client's body with the parameters of the prompt's KV; `None` if it cannot be made.
 fn decode_body(body: &Bytes, params: Option<&str>) -> Option<Bytes> {
     let Some(params) = params else { return Some(body.clone()) };
     let text = simdutf8::basic::from_utf8(body).ok()?;

@@ -31,7 +31,7 @@ impl KvRequestId {
         self.at("remote_prefiller", prefill)
     }
 
-    /// What an engine is told that pulls from a holder.
+    /// The parameters of an engine that pulls from a holder.
     pub(super) fn source_params(&self, holder: &Transfer) -> String {
         self.at("remote_kv_source", holder)
     }

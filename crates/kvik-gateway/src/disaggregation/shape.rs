@@ -6,7 +6,7 @@ use crate::request::peek::changes_kv;
 use crate::request::peek::scan::scan_object;
 use crate::route::Route;
 
-/// Fields by which engines are told where KV is; a client that sets one reaches into engines.
+/// Fields that say to engines where KV is; a client that sets one reaches into engines.
 const ENGINE_FIELDS: [&str; 6] = [
     "kv_transfer_params",
     "bootstrap_host",

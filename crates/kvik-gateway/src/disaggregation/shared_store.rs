@@ -1,7 +1,7 @@
 //! A store that both engines read and write, such as kvik's: the prompt is computed on one engine, which stores its KV, and
 //! the other one finds it there.
 //!
-//! Neither is told anything. So what is not in the store yet, or no longer, is computed again by the decoding engine.
+//! Neither gets a field about it. So what is not in the store yet, or no longer, is computed again by the decoding engine.
 
 use crate::request::splice::Edit;
 

@@ -99,7 +99,7 @@ impl Collector {
                 self.series.add(&done);
                 done.per_second((now - *then).as_secs_f64().max(1e-3))
             });
-            // What is not heard now is counted with the next answer.
+            // What does not arrive now is counted with the next answer.
             let last = answer.as_ref().map(|figures| (now, figures.counts.clone())).or(earlier);
             self.before.extend(last.map(|last| (number, last)));
             let figures: Option<(Gauges, Counts)> = answer.map(|figures| (figures.gauges, figures.counts));

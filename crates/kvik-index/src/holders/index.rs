@@ -61,7 +61,7 @@ pub struct Counters {
     pub batches_old_epoch: u64,
     /// Batches dropped because their source is unknown.
     pub batches_unknown_source: u64,
-    /// Restarts seen, told by an epoch or by a sequence that fell back.
+    /// Restarts, seen by an epoch or by a sequence that fell back.
     pub restarts: u64,
     /// Gaps that were given up.
     pub gaps_skipped: u64,

@@ -49,12 +49,12 @@ pub struct FollowedWorker {
     /// The model that it serves.
     pub model: String,
     /// The model by which a store daemon knows its chunks, where the address is that of a daemon which keeps KV for the
-    /// worker; `None` for a worker that tells of its own.
+    /// worker; `None` for a worker that reports its own.
     pub store_model: Option<String>,
 }
 
 impl FollowedWorker {
-    /// What metrics call it: a worker of another kind tells of its own KV beside the store, under its name.
+    /// What metrics call it: a worker of another kind reports its own KV beside the store, under its name.
     fn label(&self) -> String {
         let suffix = if self.store_model.is_some() { " store" } else { "" };
         format!("{}{suffix}", self.worker)

@@ -35,7 +35,7 @@ pub struct PageAllocator {
     low_watermark_pages: u32,
     high_watermark_pages: u32,
     tracker: Mutex<PageTracker>,
-    /// Told whenever a transition ends.
+    /// Notified whenever a transition ends.
     transition_ended: Condvar,
     /// Copy of the number of parked pages for callers that only need a hint.
     n_parked_hint: AtomicU32,
@@ -80,7 +80,7 @@ impl PageAllocator {
         })
     }
 
-    /// Tells `observer` of the state of pages, from now on and forever.
+    /// Reports changes of the state of pages to `observer`, from now on.
     pub fn set_observer(&self, observer: Arc<dyn PageObserver>) {
         self.tracker.lock().set_observer(observer);
     }

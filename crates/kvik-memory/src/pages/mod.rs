@@ -1,7 +1,7 @@
 //! Page ids of one region: which are mapped, which are in use, and the seams to what backs them.
 //!
-//! A [`PageAllocator`] owns the ids of a reservation. It asks [`Grants`] before it maps and tells
-//! them after it unmapped; [`PageMapper`] does the mapping. Both are traits so that the logic runs
+//! A [`PageAllocator`] owns the ids of a reservation. It claims of [`Grants`] before it maps and gives
+//! back after it unmapped; [`PageMapper`] does the mapping. Both are traits so that the logic runs
 //! against models, and so that a pool works with the ledger of a device or with a budget of its own
 //! ([`FixedGrants`]).
 //!
@@ -149,12 +149,12 @@ pub struct Usage {
     pub parked_bytes: u64,
 }
 
-/// Tells what others want of a member's memory; its only listener is the pool's agent.
+/// Reports what others want of a member's memory; its only listener is the pool's agent.
 pub trait GrantEvents: Send + Sync + fmt::Debug {
     /// Waits for the next event, at most `timeout`.
     ///
     /// An event that came before the call is returned at once, so none is lost between two calls.
-    /// Several of one kind may be told as one.
+    /// Several of one kind may be returned as one.
     fn wait(&self, timeout: Duration) -> Event;
 
     /// Makes a running [`wait`](Self::wait), or else the next one, return [`Event::Timeout`] at once.

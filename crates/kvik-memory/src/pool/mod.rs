@@ -208,7 +208,7 @@ impl KvPool {
 
     /// Like [`alloc`](Self::alloc), but waits until `deadline` for others to give memory back.
     ///
-    /// The thread sleeps until blocks of this pool are freed, or the ledger tells of memory or a new
+    /// The thread sleeps until blocks of this pool are freed, or the ledger reports memory or a new
     /// limit; meanwhile the ledger counts the pool as waiting.
     pub fn alloc_wait(
         &self,
@@ -346,7 +346,7 @@ impl Drop for KvPool {
         // Sequentially consistent, so that the agent sees it after the interrupt.
         self.shared.is_stopping.store(true, Ordering::SeqCst);
         self.shared.events.interrupt();
-        // The agent itself may drop the last handle, in the engine's callback. Its panics were told when
+        // The agent itself may drop the last handle, in the engine's callback. Its panics were printed when
         // they happened.
         if let Some(agent) = agent.filter(|agent| agent.thread().id() != thread::current().id()) {
             let _ = agent.join();

@@ -16,7 +16,7 @@ use crate::socket::SocketAddress;
 use crate::socket::{Connection, Listener, is_readable, wait_ready};
 use crate::{MemoryError, Result};
 
-/// The most connections: a ledger has 64 slots, and some more may wait to be told so.
+/// The most connections: a ledger has 64 slots, and some more may wait for the refusal.
 const MAX_CONNECTIONS: usize = 128;
 
 /// How long the server waits after it could not accept, so that a lack of descriptors costs no core.

@@ -55,7 +55,7 @@ impl Engine {
 
     /// Takes a request that another engine has begun, and goes on with it.
     ///
-    /// Its sampling MUST have the seed that the other engine used. No event tells of what was there before.
+    /// Its sampling MUST have the seed that the other engine used. No event reports what was there before.
     ///
     /// # Errors
     /// As [`Engine::submit`], and if `begun` does not fit the request or has no output that goes on.

@@ -262,7 +262,7 @@ impl Sequence {
     /// Goes on from tokens that another engine has chosen, and reported; at its admission there `n_cached` tokens of the
     /// prompt were cached.
     pub(super) fn go_on_from(&mut self, tokens: &[TokenId], n_cached: Option<usize>) {
-        // Of the other choices nothing is told but their own tokens.
+        // Of the other choices nothing is reported but their own tokens.
         let n_cached = if self.choice == 0 { n_cached } else { Some(0) };
         self.cached = n_cached.map_or(Cached::Unknown, Cached::Told);
         for &token in tokens {

@@ -230,7 +230,7 @@ impl Engine {
         true
     }
 
-    /// Copies what has arrived for running sequences, and tells of those for which nothing more comes.
+    /// Copies what has arrived for running sequences, and reports by an event those for which nothing more comes.
     pub(super) fn take_arrived(&mut self, events: &mut Vec<EngineEvent>) {
         for idx in 0..self.running.len() {
             if !self.running[idx].has_prefix() || self.running[idx].is_paused() {

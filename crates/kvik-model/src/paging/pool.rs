@@ -192,7 +192,7 @@ impl BlockPool {
         self.memory.stop_waiting();
     }
 
-    /// How many pages others ask for, told once, or a limit forbids.
+    /// How many pages others ask for, returned once, or a limit forbids.
     pub fn take_asked_pages(&mut self) -> usize {
         self.memory.take_asked_pages()
     }

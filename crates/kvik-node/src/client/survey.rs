@@ -24,7 +24,7 @@ pub fn survey(options: &AttachOptions, space: &Space) -> Result<HashMap<BlockHas
     if !attached.space(&options.namespace, options.format)?.names_as(space) {
         return Err(NodeError::invalid("space", &"another", "that of the daemon"));
     }
-    let failed = || NodeError::io("hear of chunks");
+    let failed = || NodeError::io("read changes of chunks");
     let mut held: HashMap<BlockHash, Vec<TierKind>> = HashMap::new();
     let mut buffer = FrameBuffer::new();
     let mut deadline = Instant::now() + options.timeout;

@@ -31,7 +31,7 @@ const MOVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Tells an observer which chunks of a space the daemon's tiers have, until it is dropped.
 ///
 /// While there is no daemon, or one that names chunks otherwise, there are none. Each change differs from the state
-/// before it, also over restarts of the daemon. When another daemon takes over, only what differs is told.
+/// before it, also over restarts of the daemon. When another daemon takes over, only what differs is reported.
 #[derive(Debug)]
 pub struct NodeWatch {
     shared: Arc<WatchShared>,
@@ -72,7 +72,7 @@ impl NodeWatch {
     }
 
     /// Starts it for a client that does not know yet how chunks are named: `on_space` is called once, with the space of the
-    /// first daemon that comes and before the observer is told anything.
+    /// first daemon that comes and before the observer is called.
     ///
     /// # Errors
     /// If the operating system gives no thread.
@@ -156,8 +156,8 @@ impl WatchShared {
         *self.is_over.lock()
     }
 
-    /// Listens to one daemon until it ends. What is in `before` was told of the daemon that this one takes over from: it is
-    /// not told again, and what of it the new one does not name is told as gone.
+    /// Listens to one daemon until it ends. What is in `before` was reported of the daemon that this one takes over from: it is
+    /// not reported again, and what of it the new one does not name is reported as gone.
     fn follow(&self, held: &mut Held, mut before: Option<&mut Held>) -> Result<Followed> {
         let (connection, attached, _) = connect(&self.options, Purpose::Watch)?;
         let space = attached.space(&self.options.namespace, self.options.format)?;
@@ -198,7 +198,7 @@ impl WatchShared {
     /// The next frame; `None` when the watch is over.
     fn receive(&self, connection: &Connection, buffer: &mut FrameBuffer) -> Result<Option<WatchFrame>> {
         while !self.is_over() {
-            let failed = || NodeError::io("hear of chunks");
+            let failed = || NodeError::io("read changes of chunks");
             if let Some(frame) = connection.receive(buffer).map_err(failed())? {
                 return WatchFrame::decode(frame).map(Some);
             }

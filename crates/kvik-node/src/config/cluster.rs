@@ -19,8 +19,8 @@ use crate::error::{NodeError, Result};
 const BASE: &str = "http://host:port or https://host:port, without a login";
 
 impl PeerConfig {
-    /// The address that others are told, where nothing but the port may differ from the one that is listened on;
-    /// `None` where none is told.
+    /// The address that others receive, where nothing but the port may differ from the one that is listened on;
+    /// `None` where they receive none.
     ///
     /// # Errors
     /// [`NodeError::Invalid`] if it cannot be reached from anywhere, or is no address.
@@ -93,7 +93,7 @@ impl DaemonConfig {
         Ok(self.trust()?.cluster_header())
     }
 
-    /// Which callers are told over HTTP what the daemon holds.
+    /// Which callers may read over HTTP what the daemon holds.
     ///
     /// # Errors
     /// If the token cannot be read, or is none that can be used.
@@ -107,7 +107,7 @@ impl DaemonConfig {
     }
 }
 
-/// What the cluster is told of a daemon that starts now. Its address is its name too: no two daemons have the same.
+/// What a daemon that starts now registers with the cluster. Its address is its name too: no two daemons have the same.
 pub(crate) fn store_info(address: &PeerAddress, memory_bytes: u64) -> StoreInfo {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     StoreInfo {

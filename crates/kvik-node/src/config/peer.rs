@@ -31,7 +31,7 @@ pub struct PeerConfig {
     /// Base addresses of coordinators, tried in order: this node has itself listed there, where it listens, and reads
     /// from all nodes of the list, besides `nodes`. Default: none.
     pub coordinators: Vec<String>,
-    /// Address at which other nodes reach this one, `host:port`, which coordinators are told. Default: none, that of
+    /// Address at which other nodes reach this one, `host:port`, which is registered with coordinators. Default: none, that of
     /// `listen`, which then must not be a wildcard.
     pub advertise: Option<String>,
     /// TLS towards coordinators and the index. Default: none, only `http://` works.

@@ -132,7 +132,7 @@ impl KvLog {
         self.groups.read().len()
     }
 
-    /// Ends the streams of all listeners, and those that begin later at once: what it told is not true any more.
+    /// Ends the streams of all listeners, and those that begin later at once: what it reported is not true any more.
     pub fn end(&self) {
         // Relaxed: listeners look at it after they were woken, or with their next frame.
         self.is_ended.store(true, Ordering::Relaxed);

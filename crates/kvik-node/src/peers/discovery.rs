@@ -22,7 +22,7 @@ pub(crate) struct Discovery {
     names: Vec<PeerAddress>,
     /// What the coordinators list; `None` where none is asked.
     listed: Option<watch::Receiver<Listed>>,
-    /// What is told which workers are on which of the nodes; `None` where no index is asked.
+    /// What receives which workers are on which of the nodes; `None` where no index is asked.
     hints: Option<Arc<IndexHints>>,
     /// Where this node listens for peers.
     own: Option<SocketAddr>,

@@ -34,7 +34,7 @@ pub(crate) struct Listing {
     clients: Vec<CoordinatorClient>,
     /// The one that answered last.
     client_idx: usize,
-    /// What others are told of this node; `None` where no node reads from it.
+    /// What others receive of this node; `None` where no node reads from it.
     own: Option<StoreInfo>,
     is_listed: bool,
     interval: Duration,
@@ -58,7 +58,7 @@ struct Others {
 }
 
 impl Listing {
-    /// A place that is not taken yet, and where the nodes that are found are told.
+    /// A place that is not taken yet, and where the nodes that are found go.
     pub(crate) fn new(
         clients: Vec<CoordinatorClient>,
         own: Option<StoreInfo>,

@@ -20,7 +20,7 @@ pub(crate) struct StoreSource {
     max_leased_bytes: u64,
 }
 
-/// Chunks that peers were told of, until they have read them or the time is over.
+/// Chunks that were announced to peers, until they have read them or the time is over.
 #[derive(Debug, Default)]
 struct Leases {
     chunks: HashMap<ChunkKey, Leased>,

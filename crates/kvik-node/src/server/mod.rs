@@ -336,7 +336,7 @@ fn wait(
 ) {
     let mut descriptors = vec![PollFd::new(&shared.wake_event, PollFlags::IN)];
     descriptors.extend(listener.map(|socket| PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN)));
-    // Only the end of a connection counts; frames are the session's to read. A session that was told of it wakes this
+    // Only the end of a connection counts; frames are the session's to read. A session that is notified of it wakes this
     // thread when it has ended.
     let connections = sessions
         .iter()

@@ -76,7 +76,7 @@ pub(super) fn run(
         if !changes.is_empty() {
             send(connection, &WatchFrame::Changes(changes))?;
         } else if is_snapshot {
-            // `observe` has told all that was there before it returned.
+            // `observe` has reported all that was there before it returned.
             is_snapshot = false;
             send(connection, &WatchFrame::SnapshotEnd)?;
         }

@@ -9,7 +9,7 @@
 //! | 5 | accepts clients | ends |
 //!
 //! Memory has one user at any time. The old daemon lets go of nothing before step 3, and changes nothing after it. If it
-//! hears that the new one serves, it ends; if the connection ends without that, the new one has changed no byte, and the
+//! receives that the new one serves, it ends; if the connection ends without that, the new one has changed no byte, and the
 //! old one opens its stores again. If it waits too long it closes the connection first: then either the word has
 //! arrived before, or the new daemon cannot send it any more and gives up.
 
@@ -48,7 +48,7 @@ pub trait TenantOpener: fmt::Debug + Send + Sync {
     /// If a tier cannot be used.
     fn parts(&self, tenant: &str) -> Result<StoreParts>;
 
-    /// Where other nodes read the chunks, `host:port`, which clients are told; `None` where they do not.
+    /// Where other nodes read the chunks, `host:port`, which clients receive; `None` where they do not.
     fn peer_address(&self) -> Option<String> {
         None
     }

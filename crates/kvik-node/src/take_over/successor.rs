@@ -130,7 +130,7 @@ fn open_all(
 
 /// All frames of the running daemon, up to the socket.
 fn receive(connection: &Connection) -> Result<Handed> {
-    let failed_to = || NodeError::io("hear from the running daemon");
+    let failed_to = || NodeError::io("read from the running daemon");
     let deadline = Instant::now() + HAND_OVER_TIMEOUT;
     let mut buffer = FrameBuffer::new();
     let mut tenants = Vec::new();

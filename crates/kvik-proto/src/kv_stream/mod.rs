@@ -41,7 +41,7 @@ pub const MAX_FRAME_BYTES: usize = 1 << 20;
 /// enough that a frame is sent and read in well below a millisecond.
 pub const MAX_FRAME_KEYS: usize = 8192;
 
-/// Time without news after which a worker says that it lives. A listener that hears nothing for a multiple of
+/// Time without news after which a worker says that it lives. A listener that receives nothing for a multiple of
 /// it takes the connection for broken.
 pub const ALIVE_INTERVAL: Duration = Duration::from_secs(3);
 

@@ -1,6 +1,6 @@
 //! Eviction and admission: pure policies over a tree of blocks.
 //!
-//! A policy hears of every request ([`Policy::access`]), of every block that becomes resident
+//! A policy is notified of every request ([`Policy::access`]), of every block that becomes resident
 //! ([`Policy::insert`]) or leaves for a reason of its own ([`Policy::remove`]), and is asked for a victim
 //! when room is needed. All of them keep their blocks in a [`Tree`], which is what makes eviction leaf
 //! first: a prefix stays as long as anything resident hangs on it.

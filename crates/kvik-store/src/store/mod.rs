@@ -108,7 +108,7 @@ use crate::tiers::TierName;
 /// let n_cached_tokens = retrieved.n_tokens();
 /// assert_eq!(n_cached_tokens, 0);
 ///
-/// // 2. The policies hear of the request.
+/// // 2. The policies are notified of the request.
 /// store.note_request(&chain, None);
 ///
 /// // 3. The engine computes the rest and stores what is new, from the first chunk on.

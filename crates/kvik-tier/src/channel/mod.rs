@@ -228,7 +228,7 @@ pub(crate) fn write_all_slices(stream: &mut impl Write, mut slices: &mut [IoSlic
     Ok(())
 }
 
-/// A socket's own limit is told as "would block".
+/// A socket's own limit is reported as "would block".
 fn name_timeout(error: io::Error) -> io::Error {
     if error.kind() == io::ErrorKind::WouldBlock { out_of_time() } else { error }
 }

@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 use crate::key::ChunkKey;
 
-/// How long a peer's answer counts: longer than the peer keeps what it has told of, because the chunks of a long prompt
+/// How long a peer's answer counts: longer than the peer keeps what it has announced, because the chunks of a long prompt
 /// are read one after the other. A peer that has evicted one by then says so.
 pub(super) const LOCATION_LIFE: Duration = Duration::from_mins(1);
 

@@ -45,7 +45,7 @@ use crate::key::ChunkKey;
 use crate::tier::{GetItem, GetOutcome, PutItem, PutOutcome, Tier, TierHealth, TierKind, TierStat};
 use crate::tls;
 
-/// How long a peer keeps a chunk that it has told of.
+/// How long a peer keeps a chunk that it has announced.
 pub const LEASE_TIME: Duration = Duration::from_secs(2);
 
 /// Bytes that are sent or received and then summed up while the processor's second cache has them.

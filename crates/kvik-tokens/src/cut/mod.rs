@@ -3,7 +3,7 @@
 //! A tokenizer looks at what follows: `hel` and `hello` have no token in common although one begins the
 //! other, so the tokens of a prefix are in general not a prefix of the tokens. What they share ends at a
 //! cut: for every text `x y` with a cut between `x` and `y`, `tokens(x y) = tokens(x) tokens(y)`. Whether a
-//! place is a cut is told by the characters on its two sides and by nothing behind them. So two texts that
+//! place is a cut is decided by the characters on its two sides and by nothing behind them. So two texts that
 //! agree up to and including the character after a cut have the same tokens up to it, whatever follows.
 //!
 //! [`CutRule::of`] decides once for each tokenizer which pairs of characters are cuts. It goes through what

@@ -44,7 +44,7 @@ impl Head {
     }
 }
 
-/// Appends the end of a stream: the chunk that `last` makes of the usage, if it is told, and the mark.
+/// Appends the end of a stream: the chunk that `last` makes of the usage, if it is reported, and the mark.
 pub(super) fn push_end<C: Serialize>(usage: Option<Usage>, last: impl FnOnce(Usage) -> C, out: &mut Vec<u8>) {
     if let Some(usage) = usage {
         push_json(&last(usage), out);

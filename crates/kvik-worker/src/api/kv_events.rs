@@ -75,7 +75,7 @@ pub(super) async fn events(State(state): Shared, request: Request) -> Answer {
     Ok(response)
 }
 
-/// `GET /kv/blocks`: asks the engine and the store themselves, not what was told of them.
+/// `GET /kv/blocks`: asks the engine and the store themselves, not what was reported of them.
 pub(super) async fn blocks(State(state): Shared, request: Request) -> Answer {
     let BlocksQuery { group, after, limit } = query(&request)?;
     let loaded = Arc::clone(state.loaded()?);

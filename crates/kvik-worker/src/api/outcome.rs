@@ -1,4 +1,4 @@
-//! Outputs that are told when all of them have ended.
+//! Outputs that are sent when all of them have ended.
 
 use kvik_model::{BlendUsage, TokenLogprobs};
 use kvik_proto::journal::MoveNotice;

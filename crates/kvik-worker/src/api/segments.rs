@@ -167,7 +167,7 @@ pub(super) async fn segment_tokens(
     Ok(tokens)
 }
 
-/// What the engine is told of a prompt; `None` if there is nothing to put together.
+/// What the engine receives of a prompt; `None` if there is nothing to put together.
 pub(super) fn blend_part(
     loaded: &Loaded,
     selectors: Option<Selectors>,

@@ -6,8 +6,8 @@
 //! [`generation`](crate::generation) for how slow ones are held.
 //!
 //! If the thread panics, everything that it owns is dropped: requests see their events end, commands
-//! see their channel closed, and [`EngineHandle::is_alive`] turns false. If the device is lost, requests are told so, and the
-//! thread ends. Of both, [`EngineHandle::failure`] tells; the worker ends then.
+//! see their channel closed, and [`EngineHandle::is_alive`] turns false. If the device is lost, requests end with that reason, and the
+//! thread ends. [`EngineHandle::failure`] has the reason of both; the worker ends then.
 
 mod arrivals;
 mod blends;
@@ -247,7 +247,7 @@ impl Shared {
 // === impl EngineHandle ===
 
 impl EngineHandle {
-    /// Starts the thread of `engine`, with the store below it; `kv_log` is told which blocks it has.
+    /// Starts the thread of `engine`, with the store below it; `kv_log` receives which blocks it has.
     ///
     /// # Errors
     /// If the operating system gives no thread.
@@ -333,7 +333,7 @@ impl EngineHandle {
 
     /// Lets the outputs of a request choose `n` more tokens each.
     pub(crate) fn grant(&self, ticket: u64, n: u32) {
-        // A thread that has ended has told the request so by ending its events.
+        // A thread that has ended has ended the events of the request.
         let _ = self.send(Command::Grant { ticket, n });
     }
 

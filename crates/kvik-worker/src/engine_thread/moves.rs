@@ -125,7 +125,7 @@ impl EngineHandle {
 
     /// Lets frozen requests go on.
     pub(crate) fn thaw(&self, tickets: Vec<u64>) {
-        // A thread that has ended has told the requests so.
+        // A thread that has ended has ended the requests.
         let _ = self.send(Command::Thaw { tickets });
     }
 

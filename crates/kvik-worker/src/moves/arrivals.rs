@@ -1,7 +1,7 @@
 //! Sequences on their way here.
 //!
 //! A ticket stands for a request that may come and the KV that was sent ahead of it. It holds blocks of the engine's, which
-//! takes them back when it needs them; it is given up when the source says so, and when nothing was heard of it for a while.
+//! takes them back when it needs them; it is given up when the source says so, and when nothing came for it for a while.
 //! Giving it up costs time and nothing else: a request that comes with an unknown ticket is computed.
 
 use std::collections::HashMap;
@@ -18,7 +18,7 @@ use crate::plan::Plan;
 
 /// Most sequences that may be on their way: more than a worker that drains has, and each is a plan and a few ids.
 const MAX_ARRIVALS: usize = 1024;
-/// Time after which a ticket that nothing was heard of is given up: far longer than a round of copies takes.
+/// Time after which a ticket that nothing comes for is given up: far longer than a round of copies takes.
 const MAX_SILENCE: Duration = Duration::from_secs(30);
 
 /// All sequences on their way.
@@ -74,7 +74,7 @@ impl Arrivals {
         self.by_ticket.lock().remove(ticket).map(|slot| slot.arrival)
     }
 
-    /// Gives up those that nothing was heard of.
+    /// Gives up those that nothing came for.
     pub(crate) fn end_idle(&self) {
         self.by_ticket.lock().retain(|_, slot| slot.last_use.elapsed() < MAX_SILENCE);
     }

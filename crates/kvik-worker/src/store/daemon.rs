@@ -89,7 +89,9 @@ impl DaemonStore {
     pub(super) fn wait_for_space(&self) -> Option<Space> {
         let space = self.loads.wait_for_space(START_TIMEOUT);
         if space.is_none() {
-            tracing::warn!("no store daemon at the start: the index is told of its chunks when it comes");
+            tracing::warn!(
+                "no store daemon at the start: its chunks are reported to the index when it comes"
+            );
         }
         space
     }

@@ -1,6 +1,6 @@
 """The scheduler's half of the elastic memory: how much of it the requests need, and which blocks go when others need it.
 
-A slab is used only after every rank has told that it has memory for it, and memory is given back only for slabs without a block
+A slab is used only after every rank has reported that it has memory for it, and memory is given back only for slabs without a block
 in use, by orders that a worker obeys behind all steps that were scheduled before.
 """
 

@@ -102,7 +102,7 @@ class ElasticWorker:
                 self.lend(n_bytes)
 
     def lend(self, n_bytes: int) -> None:
-        """Gives others slabs that are offered; the scheduler is told of the rest with the next report."""
+        """Gives others slabs that are offered; the rest goes to the scheduler with the next report."""
         with self.lock:
             slab_bytes = self.pages.slab_bytes()
             slabs: list[int] = []

@@ -161,7 +161,7 @@ impl KubernetesState {
         }
     }
 
-    /// Says whether the lead may be taken: it was given up, its holder is not heard of, or it was taken by a campaign of
+    /// Says whether the lead may be taken: it was given up, its holder does not renew it, or it was taken by a campaign of
     /// this very process whose answer was lost.
     fn is_free(&self, lease: &Lease) -> bool {
         if lease.holder().is_empty() || lease.holder() == self.identity {

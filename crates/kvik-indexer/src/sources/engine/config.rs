@@ -17,8 +17,8 @@ pub struct EngineConfig {
     pub endpoint: String,
     /// Where the engine answers what it has published. Default: none; what is missed stays missed.
     pub replay_endpoint: Option<String>,
-    /// Prefix of the topics that are heard. Default: `kv@`. An engine without a topic is heard with an empty
-    /// one, and needs `worker` and `model`.
+    /// Prefix of the topics that are subscribed to. Default: `kv@`. An engine without a topic needs an empty
+    /// one, `worker` and `model`.
     pub topic: String,
     /// The worker's name. Default: the pod in the topic.
     pub worker: Option<String>,

@@ -3,7 +3,7 @@
 //! An engine publishes each of its steps as a message of three frames: topic, number (64 bits, big endian, from 0 in
 //! each life of the engine) and a msgpack batch. What a slow or late listener missed it has in a buffer of 10 000
 //! steps, and answers on a second port: a DEALER sends an empty frame and the number to begin with, and
-//! hears an empty frame, the topic (not before vLLM 0.26), the number and the batch, up to one with the number -1.
+//! receives an empty frame, the topic (not before vLLM 0.26), the number and the batch, up to one with the number -1.
 //!
 //! One task listens to one endpoint and hands each batch to the [`Feed`](crate::feed::Feed) of its worker, model
 //! and rank before it reads the next message. So nothing piles up here: an engine that says more than the index takes

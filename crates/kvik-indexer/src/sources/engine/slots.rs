@@ -1,4 +1,4 @@
-//! The feeds of one source, and what each has heard of its engine.
+//! The feeds of one source, and what each has received of its engine.
 
 use std::collections::HashMap;
 use std::sync::Arc;

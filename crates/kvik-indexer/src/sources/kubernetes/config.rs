@@ -31,7 +31,7 @@ pub struct KubernetesConfig {
     pub replay_port: Option<PortRef>,
     /// Data parallel ranks of an engine, from 1; rank `r` publishes on the port after `r` others. Default: 1.
     pub n_ranks: u16,
-    /// Prefix of the topics that are heard. Default: `kv@`.
+    /// Prefix of the topics that are subscribed to. Default: `kv@`.
     pub topic: String,
     /// What workers are called. Default: `pod`.
     pub worker: WorkerNaming,

@@ -9,7 +9,7 @@
 //! | `kvik_index_source_restarts_total` | restarts of the worker that were seen |
 //! | `kvik_index_source_gaps_total` | times that batches were missing |
 //!
-//! The label `source` is the worker's id as the membership has it, with ` store` behind it where a store daemon tells of the
+//! The label `source` is the worker's id as the membership has it, with ` store` behind it where a store daemon reports the
 //! KV that it keeps for the worker; `rank` is 0. The series of a source end with
 //! it, and start again at 0 with the worker's next life.
 

@@ -19,7 +19,7 @@ const COMMAND: u8 = 4;
 pub(in crate::sources) enum SocketType {
     /// Hears what a publisher says.
     Sub,
-    /// Asks a router and hears any number of answers.
+    /// Asks a router and receives any number of answers.
     Dealer,
 }
 

@@ -8,7 +8,7 @@ use crate::engine::prefix::PrefixKv;
 use crate::forward::KvImport;
 use crate::paging::{BLOCK_TOKENS, BlockId, BlockPool};
 
-/// Blocks of a prefix that are being copied: their places in the sequence, and what tells of the end.
+/// Blocks of a prefix that are being copied: their places in the sequence, and the copy.
 #[derive(Debug)]
 pub(in crate::engine) struct Incoming {
     pub(in crate::engine) blocks: Vec<(usize, BlockId)>,

@@ -57,7 +57,7 @@ struct Ending {
     ended: Condvar,
 }
 
-/// The obligation to tell of the end of a copy; one that is dropped tells of a failure.
+/// The obligation to report the end of a copy; one that is dropped reports a failure.
 #[derive(Debug)]
 struct Teller(Arc<Ending>);
 
@@ -136,7 +136,7 @@ impl Copier {
         let mut known = KnownMemory::default();
         for Job { source, blocks, teller } in jobs {
             let result = self.copy_blocks(source.as_ref(), &blocks, &mut known);
-            // The bytes are let go before the end is told: they may be lent by the store.
+            // The bytes are let go before the end is reported: they may be lent by the store.
             drop(source);
             teller.0.tell(result);
         }

@@ -64,7 +64,7 @@ struct CacheGrants {
     published: Mutex<Published>,
 }
 
-/// What tools and other engines were told last.
+/// What was published last to tools and other engines.
 #[derive(Debug, Default)]
 struct Published {
     /// As the pool sees it, to which every block of the cache is used.
@@ -343,7 +343,7 @@ impl BlockMemory for ElasticMemory {
 
     fn take_asked_pages(&mut self) -> usize {
         let target_bytes = self.asks.target_bytes.swap(u64::MAX, Ordering::SeqCst);
-        // A limit that fell is told once, and holds also for what could not go back then.
+        // A limit that fell is reported once, and holds also for what could not go back then.
         let n_allowed = target_bytes.min(self.grants.claimable_bytes()) / self.page_cost_bytes;
         let n_held = self.n_taken.div_ceil(self.blocks_per_page);
         n_held.saturating_sub(usize::try_from(n_allowed).unwrap_or(usize::MAX))

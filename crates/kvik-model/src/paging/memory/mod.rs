@@ -35,7 +35,7 @@ pub trait BlockMemory: Send + fmt::Debug {
     /// Gives back blocks that were taken.
     fn give_back(&mut self, blocks: &[BlockId]);
 
-    /// How many pages others ask for, told once, or a limit forbids, told as long as it does; the answer is
+    /// How many pages others ask for, returned once, or a limit forbids, returned as long as it does; the answer is
     /// given by giving blocks back.
     fn take_asked_pages(&mut self) -> usize;
 

@@ -127,7 +127,7 @@ impl Link {
                 return Ok(answer);
             }
             let mut waiting = [PollFd::from_borrowed_fd(self.connection.as_fd(), PollFlags::IN)];
-            if !wait_ready(&mut waiting, Some(deadline)).map_err(NodeError::io("hear the store daemon"))? {
+            if !wait_ready(&mut waiting, Some(deadline)).map_err(NodeError::io("read the daemon's answer"))? {
                 return Err(NodeError::Gone { reason: "it does not answer" });
             }
         }
@@ -146,7 +146,7 @@ impl Link {
         match frame {
             Ok(frame) => frame.as_deref().map(ManageAnswer::decode).transpose(),
             Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => Err(gone()),
-            Err(error) => Err(NodeError::io("hear the store daemon")(error)),
+            Err(error) => Err(NodeError::io("read the daemon's answer")(error)),
         }
     }
 }

@@ -38,7 +38,7 @@ pub(super) struct OtlpClient {
     url: String,
     protocol: OtlpProtocol,
     headers: HeaderMap,
-    /// Whether the last message was not taken: a collector that is away is told of once.
+    /// Whether the last message was not taken: a collector that is away is logged once.
     is_failing: AtomicBool,
 }
 

@@ -14,7 +14,7 @@ const MAX_WATCHED: usize = 1 << 18;
 /// The queue of all watches, with a cursor for each step of age.
 ///
 /// A cursor stands at the first watch that has not got through its step. Time moves the cursors forward,
-/// and each watch they pass unused is told to the model, so the work per watch is bounded by the number
+/// and each watch they pass unused is counted by the model, so the work per watch is bounded by the number
 /// of steps.
 #[derive(Debug)]
 pub(super) struct Watch {

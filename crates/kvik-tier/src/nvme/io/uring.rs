@@ -229,7 +229,7 @@ impl BusyRing<'_> {
         }
     }
 
-    /// Takes all completions that are there. `finish` is told the piece, and whether it is done, must be
+    /// Takes all completions that are there. `finish` receives the piece, and whether it is done, must be
     /// submitted again for its rest, or failed with its run.
     fn reap(&mut self, mut finish: impl FnMut(usize, Result<bool, (usize, io::Error)>)) {
         // The iterator borrows the ring; entries are small and few.

@@ -1,8 +1,8 @@
 //! Segments in the store: KV that was computed alone and is used at any place of a prompt.
 //!
 //! [`SegmentStore`] is what the engine's thread asks; [`SegmentPlace`] is what a store must be able to do for it: `local` in this
-//! process, `daemon` in a daemon. Segments have a namespace of their own, so no prompt finds them as its prefix and no index hears
-//! of them.
+//! process, `daemon` in a daemon. Segments have a namespace of their own, so no prompt finds them as its prefix and no index
+//! receives events of them.
 
 mod daemon;
 mod local;
