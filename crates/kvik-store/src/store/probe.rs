@@ -7,8 +7,8 @@ use kvik_tier::{ChunkKey, GetItem, Slot};
 
 use super::Store;
 use super::core::Core;
-use crate::chain::Space;
 use crate::lower::{Lower, ReadJob};
+use crate::space::Space;
 
 /// Chunks of the calls of a measurement. Calls of several sizes tell the latency of a call from its bytes.
 const CALL_CHUNKS: [usize; 4] = [1, 1, 2, 4];
