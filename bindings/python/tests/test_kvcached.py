@@ -1,22 +1,18 @@
 """kvcached's interface over kvik: names, segments, shapes, and blocks with memory of this machine."""
 
 import os
-import pathlib
 import subprocess
 import sys
 import uuid
 
 import pytest
 
+from kvcached_engine import FOLDER, Engine
 from polling import eventually
 
-FOLDER = pathlib.Path(__file__).resolve().parents[1] / "kvcached"
-
-sys.path.insert(0, str(FOLDER))
-
-from kvcached import kv_geometry  # noqa: E402
-from kvcached.cli import utils as segments  # noqa: E402
-from kvcached.mem_info_tracker import MemInfoTracker  # noqa: E402
+from kvcached import kv_geometry
+from kvcached.cli import utils as segments
+from kvcached.mem_info_tracker import MemInfoTracker
 
 MIB = kv_geometry.MIB
 
@@ -64,20 +60,6 @@ def test_the_real_kvcached_beside_it_is_refused(tmp_path):
     environment = {**os.environ, "PYTHONPATH": f"{FOLDER}{os.pathsep}{tmp_path}"}
     ended = subprocess.run([sys.executable, "-c", "import kvcached"], env=environment, capture_output=True, text=True)
     assert "kvcached 0.1.6 and kvik-kvcached are both installed" in ended.stderr
-
-
-class Engine:
-    """Tensors and a manager, in memory of this machine."""
-
-    SHAPE = (2, 2048, 16, 4, 64)
-
-    def __init__(self, torch) -> None:
-        from kvcached.integration.vllm import interfaces
-
-        self.interfaces = interfaces
-        interfaces.init_kvcached(tp_rank=0, tp_size=1, device="cpu")
-        self.layers = interfaces.alloc_kv_cache(self.SHAPE, 16, torch.float16, "cpu", 4)
-        self.manager = interfaces.get_kv_cache_manager(2048, 16, 4 * 64 * 2, 4)
 
 
 @pytest.fixture

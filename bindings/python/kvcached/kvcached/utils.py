@@ -5,16 +5,10 @@ import os
 import re
 import sys
 
+from kvcached.errors import KVCachedConfigError, KVCachePoolExhausted
 from kvcached.kv_geometry import MIB
 
-
-class KVCachedConfigError(RuntimeError):
-    """A setting or a shape that is not allowed."""
-
-
-class KVCachePoolExhausted(ValueError):
-    """There is not enough memory for so many blocks."""
-
+__all__ = ["KVCachePoolExhausted", "KVCachedConfigError"]
 
 SHM_DIR = "/dev/shm"
 MAX_NAME_LENGTH = 64

@@ -6,8 +6,22 @@ from typing import Any
 import torch
 
 from kvcached import vmm_ops
+from kvcached.errors import KVCachedConfigError
+from kvcached.integration import SUPPORTED_ATTENTION_TYPES, SUPPORTED_KV_LAYOUTS
+from kvcached.integration.state import EngineState, kv_buffers_of, ranks_of, refuse_given
 from kvcached.kv_cache_manager import KVCacheManager
-from kvcached.utils import KVCachedConfigError
+from kvcached.observability import (
+    KVCachePoolSnapshot,
+    RuntimeSnapshot,
+    get_registered_kv_cache_pool_snapshot_dicts,
+    get_registered_kv_cache_pool_snapshots,
+)
+from kvcached.pool_registry import clear_registered_kv_cache_pools, register_kv_cache_pool
+
+__all__ = ["SUPPORTED_ATTENTION_TYPES", "SUPPORTED_KV_LAYOUTS"]
+
+ENGINE = "vllm"
+state = EngineState(ENGINE)
 
 
 def init_kvcached(
@@ -24,17 +38,31 @@ def init_kvcached(
 
     `tp_size` is an older name of `world_size`.
     """
-    if world_size is not None and tp_size is not None and world_size != tp_size:
-        raise KVCachedConfigError(f"`tp_size` is {tp_size}; allowed: as `world_size`, {world_size}")
-    size = world_size or tp_size or 1
-    if not 0 <= tp_rank < size:
-        raise KVCachedConfigError(f"`tp_rank` is {tp_rank}; allowed: below `world_size`, {size}")
-    default = f"cuda:{tp_rank}" if torch.cuda.is_available() else "cpu"
-    vmm_ops.init_kvcached(device or default)
+    global state
+    n_ranks = ranks_of(tp_rank, world_size, tp_size)
+    chosen = device or (f"cuda:{tp_rank}" if torch.cuda.is_available() else "cpu")
+    vmm_ops.init_kvcached(chosen)
+    state = EngineState(ENGINE, str(chosen), n_ranks, pp_rank, async_sched, is_worker)
 
 
 def shutdown_kvcached() -> bool:
-    return vmm_ops.shutdown_kvcached()
+    """Gives all memory back that no tensor keeps alive."""
+    global state
+    vmm_ops.shutdown_kvcached()
+    clear_registered_kv_cache_pools(integration=ENGINE)
+    state = EngineState(ENGINE)
+    return True
+
+
+def should_use_worker_ipc() -> bool:
+    """Whether another process maps the memory: never, the manager is in the process of the tensors."""
+    return False
+
+
+def get_world_size() -> int:
+    if state.device is None:
+        raise KVCachedConfigError("init_kvcached was not called")
+    return state.world_size
 
 
 def alloc_kv_cache(
@@ -53,15 +81,11 @@ def alloc_kv_cache(
     For MHA and GQA one of the first two axes is 2, for keys and values, and the other that of the blocks; for MLA the first is
     that of the blocks.
     """
-    if any(value not in (None, False) for value in other.values()):
-        raise KVCachedConfigError(f"{', '.join(other)} are given; allowed: none of them")
-    if kv_layout != "NHD":
-        raise KVCachedConfigError(f"`kv_layout` is {kv_layout}; allowed: NHD")
+    refuse_given(other)
+    n_kv_buffers = kv_buffers_of(attention_type, kv_layout)
     if vmm_ops.device is None:
         vmm_ops.init_kvcached(device)
-    has_both = attention_type in ("MHA", "GQA")
-    if not has_both and attention_type != "MLA":
-        raise KVCachedConfigError(f"`attention_type` is {attention_type}; allowed: MHA, GQA, MLA")
+    has_both = n_kv_buffers == 2
     shape = list(kvcache_shape)
     is_kv_first = has_both and shape[0] == 2
     if has_both and not is_kv_first and shape[1] != 2:
@@ -70,7 +94,6 @@ def alloc_kv_cache(
     inner = shape[2:] if has_both else shape[1:]
     if block_size not in inner:
         raise KVCachedConfigError(f"`block_size` is {block_size}; allowed: an axis of `kvcache_shape`, {kvcache_shape}")
-    n_kv_buffers = 2 if has_both else 1
     block_bytes = n_kv_buffers * math.prod(inner) * dtype.itemsize
     buffers = vmm_ops.create_kv_buffers(n_blocks, block_bytes, num_layers, n_kv_buffers, group_id)
     block_shape = [2, *inner] if has_both else inner
@@ -88,14 +111,39 @@ def get_kv_cache_manager(
     group_id: int = 0,
     pool_name: str | None = None,
 ) -> KVCacheManager:
-    """The manager of the tensors of a group; block 0 is taken for good."""
-    return KVCacheManager(
+    """The manager of the tensors of a group; block 0 is taken for good.
+
+    Where the engine schedules ahead of the device (`async_sched`), memory of freed blocks goes when the engine says so.
+    """
+    manager = KVCacheManager(
         num_blocks,
         block_size,
         cell_size,
         num_layers,
+        world_size=1,
+        pp_rank=state.pp_rank,
+        async_sched=state.async_sched,
         reserve_null_block=True,
         num_kv_buffers=num_kv_buffers,
         group_id=group_id,
         pool_name=pool_name,
+        defer_physical_release=state.async_sched,
     )
+    register_kv_cache_pool(manager, integration=ENGINE)
+    return manager
+
+
+def observability_snapshot() -> RuntimeSnapshot:
+    return state.snapshot()
+
+
+def observability_snapshot_dict() -> dict[str, Any]:
+    return state.snapshot().to_dict()
+
+
+def kv_cache_pool_snapshots() -> list[KVCachePoolSnapshot]:
+    return get_registered_kv_cache_pool_snapshots(integration=ENGINE)
+
+
+def kv_cache_pool_snapshot_dicts() -> list[dict[str, Any]]:
+    return get_registered_kv_cache_pool_snapshot_dicts(integration=ENGINE)
