@@ -1,0 +1,1 @@
+"""The interface for SGLang and programs like it."""
