@@ -233,9 +233,10 @@ SETTINGS = """
 import json, sys, types
 import torch
 import kvik
-from kvik.vllm.allocation import Allocation
+from kvik.elastic.allocation import Allocation
+from kvik.elastic.slab_memory import pieces_of_layer
+from kvik.vllm.allocation import ROUNDING_BYTES
 from kvik.vllm.elastic_plan import ElasticPlan
-from kvik.vllm.elastic_worker import pieces_of_layer
 from kvik.vllm.metadata import ElasticReport
 from kvik.vllm.settings import Settings
 
@@ -255,8 +256,11 @@ for extra in json.loads(sys.argv[1]):
 ranks = [ElasticReport({1, 2}, {3}, None, 10), ElasticReport({1, 3}, {2}, 7, 20), ElasticReport({1}, set(), 5, 30)]
 whole = ranks[0].aggregate(ranks[1]).aggregate(ranks[2])
 print(json.dumps([sorted(whole.taken), sorted(whole.refused), whole.most_slabs, whole.taken_bytes]))
+def allocating(*sizes):
+    return Allocation("vLLM", sizes, torch.int8, 2 << 20, ROUNDING_BYTES)
+
 # Only the allocation of the KV is answered.
-with Allocation([4 << 20], page_bytes=2 << 20) as allocation:
+with allocating(4 << 20) as allocation:
     others = [torch.zeros(8), torch.zeros(4 << 20, dtype=torch.uint8), torch.zeros(2 << 20, dtype=torch.int8)]
     kv = torch.zeros(4 << 20, dtype=torch.int8, device=torch.device("cpu"))
     try:
@@ -266,12 +270,12 @@ with Allocation([4 << 20], page_bytes=2 << 20) as allocation:
 inside = range(allocation.memory.address, allocation.memory.address + (4 << 20))
 print(json.dumps([kv.data_ptr() in inside, any(other.data_ptr() in inside for other in others), int(kv.sum())]))
 try:
-    with Allocation([4 << 20], page_bytes=2 << 20):
+    with allocating(4 << 20):
         pass
 except kvik.InvalidValueError as error:
     print(json.dumps(str(error)))
 # Buffers of layers begin with a page each.
-with Allocation([3 << 20, 3 << 20, 3 << 20], page_bytes=2 << 20) as allocation:
+with allocating(3 << 20, 3 << 20, 3 << 20) as allocation:
     layers = [torch.zeros(3 << 20, dtype=torch.int8) for _ in range(3)]
 print(json.dumps([layer.data_ptr() - allocation.memory.address for layer in layers]))
 # Where the 10 blocks of a layer lie, of 64 bytes: blocks first, with parts of a kernel, behind keys and values, with other layers

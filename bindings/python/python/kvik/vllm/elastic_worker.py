@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.logger import init_logger
 
 import kvik
+from kvik.elastic.allocation import Allocation
 from kvik.elastic.lease import LeaseTable
-from kvik.elastic.slabs import PageTable, Piece
-from kvik.vllm.allocation import Allocation, buffer_sizes
+from kvik.elastic.slab_memory import SlabMemory, pieces_of_layer
+from kvik.elastic.slabs import Piece
+from kvik.vllm.allocation import ROUNDING_BYTES, buffer_sizes
 from kvik.vllm.elastic_plan import ElasticPlan
 from kvik.vllm.metadata import ElasticOrders, ElasticReport
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-logger = init_logger(f"vllm.{__name__}")
 
 # How long the end of the worker waits for its thread at most.
 LISTEN_S = 0.5
@@ -39,8 +38,11 @@ class ElasticWorker:
     def __init__(self, plan: ElasticPlan, cache: "KVCacheConfig") -> None:
         self.plan = plan
         self.allocation = Allocation(
+            "vLLM",
             buffer_sizes(cache),
-            page_bytes=plan.page_bytes,
+            torch.int8,
+            plan.page_bytes,
+            ROUNDING_BYTES,
             max_bytes=plan.limit_bytes,
             group=plan.group,
             directory=plan.directory,
@@ -49,10 +51,8 @@ class ElasticWorker:
         self.is_asked_for_context = hasattr(KVConnectorBase_V1, "get_mem_pool_context")
         if not self.is_asked_for_context:
             self.allocation.__enter__()
-        # The pages of slabs; none before the tensors are known.
-        self.pages = PageTable(plan.slabs, [], plan.page_bytes)
-        # Slabs that have memory.
-        self.taken: set[int] = set()
+        # None before the tensors are known.
+        self.slabs: SlabMemory | None = None
         self.report = ElasticReport()
         # Held while anything of the above is used, but by the allocation itself.
         self.lock = threading.Lock()
@@ -80,12 +80,12 @@ class ElasticWorker:
             if not begin <= tensor.data_ptr() < end:
                 raise kvik.InvalidValueError(f"the KV of {name} is not in the memory of kvik; allowed with `elastic`: all is")
             pieces.update(pieces_of_layer(name, tensor, self.plan.slabs.n_blocks, begin))
-        self.pages = PageTable(self.plan.slabs, sorted(pieces), self.plan.page_bytes)
+        self.slabs = SlabMemory(self.memory, self.allocation.buffer, self.plan.slabs, sorted(pieces))
         self.check_limit()
         first = range(self.plan.slabs.holding(min(n_first_blocks, self.plan.slabs.n_blocks)))
-        if not self.take_slabs(list(first)):
+        if not self.slabs.take(list(first)):
             raise kvik.KvikError(
-                f"there is no memory for the first {len(first)} x {self.pages.slab_bytes()} bytes of KV: "
+                f"there is no memory for the first {len(first)} x {self.slabs.slab_bytes} bytes of KV: "
                 f"{self.memory.claimable_bytes} bytes may be held"
             )
         self.listener.start()
@@ -104,20 +104,20 @@ class ElasticWorker:
     def lend(self, n_bytes: int) -> None:
         """Gives others slabs that are offered; the rest goes to the scheduler with the next report."""
         with self.lock:
-            slab_bytes = self.pages.slab_bytes()
+            slab_bytes = self.slabs.slab_bytes
             slabs: list[int] = []
             if self.lease is not None:
                 # What other ranks took is lost for the scheduler already.
-                slabs = [slab for slab in self.lease.gone(self.n_obeyed) if slab in self.taken]
+                slabs = [slab for slab in self.lease.gone(self.n_obeyed) if slab in self.slabs.taken]
                 n_missing = -(-n_bytes // slab_bytes) - len(slabs)
                 slabs += self.lease.take(max(0, n_missing), self.n_obeyed)
-            self.give_back([slab for slab in slabs if slab in self.taken])
+            self.slabs.give_back([slab for slab in slabs if slab in self.slabs.taken])
             self.wanted_bytes = max(0, n_bytes - len(slabs) * slab_bytes)
 
     def check_limit(self) -> None:
         """A request of the greatest length must fit, as vLLM itself wants it of its KV memory."""
         n_slabs = self.plan.slabs.holding(self.plan.n_request_blocks + 1)
-        pages = self.pages.missing(range(n_slabs))
+        pages = self.slabs.pages.missing(range(n_slabs))
         if len(pages) * self.plan.page_bytes > self.memory.limit_bytes:
             raise kvik.InvalidValueError(
                 f"at most {self.memory.limit_bytes} bytes of KV may be held (`elastic_limit`, kvctl); allowed: "
@@ -130,91 +130,30 @@ class ElasticWorker:
             if self.lease is None and orders.lease is not None:
                 self.lease = LeaseTable.open(orders.lease, len(self.plan.slabs))
             # Before the first orders there is what vLLM warmed up with.
-            first = self.taken - {0} if orders.number == 1 else ()
-            self.give_back(sorted({slab for slab in orders.park if slab in self.taken}.union(first)))
-            takes = [slab for slab in orders.take if slab not in self.taken]
-            if takes and not self.take_slabs(takes):
+            first = self.slabs.taken - {0} if orders.number == 1 else ()
+            self.slabs.give_back(sorted({slab for slab in orders.park if slab in self.slabs.taken}.union(first)))
+            takes = [slab for slab in orders.take if slab not in self.slabs.taken]
+            if takes and not self.slabs.take(takes):
                 if orders.is_starved:
                     # A part of it would not help, and another engine that waits may need no more than that.
                     self.memory.note_starved()
                 else:
                     for slab in takes:
-                        if not self.take_slabs([slab]):
+                        if not self.slabs.take([slab]):
                             break
-            self.report.taken.update(slab for slab in orders.take if slab in self.taken)
-            self.report.refused.update(slab for slab in orders.take if slab not in self.taken)
+            self.report.taken.update(slab for slab in orders.take if slab in self.slabs.taken)
+            self.report.refused.update(slab for slab in orders.take if slab not in self.slabs.taken)
             self.n_obeyed = orders.number
-
-    def give_back(self, slabs: list[int]) -> None:
-        if not slabs:
-            return
-        pages = self.pages.remove(slabs)
-        self.taken.difference_update(slabs)
-        if self.device.type == "cuda":
-            # Steps that were begun may still read and write there.
-            torch.cuda.synchronize(self.device)
-        self.memory.give_back(pages)
-
-    def take_slabs(self, slabs: list[int]) -> bool:
-        """Takes memory for all of the slabs, or for none."""
-        pages = self.pages.missing(slabs)
-        try:
-            if pages and not self.memory.take(pages):
-                return False
-        except kvik.InvalidValueError:
-            # The books of pages are wrong: nothing can be trusted.
-            raise
-        except kvik.KvikError as error:
-            # The device could not do it; it may the next time.
-            logger.warning_once("kvik: memory for KV could not be mapped: %s", str(error))
-            return False
-        self.pages.add(slabs)
-        self.taken.update(slabs)
-        if self.device.type == "cuda":
-            # A device gives memory with what was there, which may not even be numbers. Memory of this machine comes as zeros.
-            for page in pages:
-                self.allocation.buffer[page * self.plan.page_bytes : (page + 1) * self.plan.page_bytes].zero_()
-        return True
-
-    @property
-    def device(self) -> torch.device:
-        return self.allocation.buffer.device
 
     def take_report(self) -> ElasticReport:
         """What became of the orders since the last report, and what others want."""
         with self.lock:
             report, self.report = self.report, ElasticReport()
             wanted_bytes, self.wanted_bytes = self.wanted_bytes, 0
-            report.taken_bytes = len(self.pages.n_slabs_of_page) * self.plan.page_bytes
+            report.taken_bytes = self.slabs.taken_bytes
             report.can_lend = self.lease is not None
             excess_bytes = max(wanted_bytes, report.taken_bytes - self.memory.claimable_bytes)
             if excess_bytes > 0:
-                n_excess = -(-excess_bytes // self.pages.slab_bytes())
-                report.most_slabs = max(1, len(self.taken) - n_excess)
+                n_excess = -(-excess_bytes // self.slabs.slab_bytes)
+                report.most_slabs = max(1, len(self.slabs.taken) - n_excess)
             return report
-
-
-def pieces_of_layer(name: str, tensor: torch.Tensor, n_blocks: int, begin: int) -> list[Piece]:
-    """Where the blocks of a layer lie in the memory that begins at `begin`.
-
-    Blocks are the first dimension, or the second one behind keys and values. A kernel may have several of its own for each block.
-    """
-    shape, strides, item_bytes = tensor.shape, tensor.stride(), tensor.element_size()
-    has_halves = tensor.dim() > 2 and shape[0] == 2 and shape[0] % n_blocks != 0 and shape[1] % n_blocks == 0
-    axis = 1 if has_halves else 0
-    if shape[axis] % n_blocks != 0:
-        raise kvik.InvalidValueError(
-            f"the KV of {name} has the shape {tuple(shape)}; allowed with `elastic`: {n_blocks} blocks, first or behind keys and values"
-        )
-    n_parts = shape[axis] // n_blocks
-    inner = zip(shape[axis + 1 :], strides[axis + 1 :], strict=True)
-    n_items = strides[axis] * (n_parts - 1) + 1 + sum((length - 1) * stride for length, stride in inner)
-    stride_bytes = strides[axis] * n_parts * item_bytes
-    if n_items * item_bytes > stride_bytes:
-        raise kvik.InvalidValueError(
-            f"the KV of {name} has the strides {strides}; allowed with `elastic`: a block is in one piece, or in one of keys and "
-            "one of values"
-        )
-    halves = range(2 if has_halves else 1)
-    offset = tensor.data_ptr() - begin
-    return [Piece(offset + half * strides[0] * item_bytes, n_items * item_bytes, stride_bytes) for half in halves]

@@ -1,0 +1,97 @@
+"""The memory behind slabs: takes and gives back their pages."""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+import kvik
+from kvik.elastic.slabs import PageTable, Piece, Slabs
+
+logger = logging.getLogger(__name__)
+
+
+class SlabMemory:
+    """Slabs of an engine's blocks, with memory behind those that are taken.
+
+    Invariant: the pages of every slab in `taken` are taken of `memory`, and no others.
+    """
+
+    def __init__(
+        self, memory: kvik.PagedMemory, buffer: torch.Tensor, slabs: Slabs, pieces: Sequence[Piece]
+    ) -> None:
+        self.memory = memory
+        # All pages, as bytes.
+        self.buffer = buffer
+        self.pages = PageTable(slabs, pieces, memory.page_bytes)
+        self.taken: set[int] = set()
+        self.has_warned = False
+
+    @property
+    def slab_bytes(self) -> int:
+        return self.pages.slab_bytes()
+
+    @property
+    def taken_bytes(self) -> int:
+        return len(self.pages.n_slabs_of_page) * self.memory.page_bytes
+
+    def take(self, slabs: Sequence[int]) -> bool:
+        """Takes memory for all of the slabs, or for none; says whether there was so much."""
+        pages = self.pages.missing(slabs)
+        try:
+            if pages and not self.memory.take(pages):
+                return False
+        except kvik.InvalidValueError:
+            # The books of pages are wrong: nothing can be trusted.
+            raise
+        except kvik.KvikError as error:
+            # The device could not do it; it may the next time.
+            if not self.has_warned:
+                self.has_warned = True
+                logger.warning("kvik: memory for KV could not be mapped: %s", error)
+            return False
+        self.pages.add(slabs)
+        self.taken.update(slabs)
+        if self.buffer.device.type == "cuda":
+            # A device gives memory with what was there, which may not even be numbers. Memory of this machine comes as zeros.
+            page_bytes = self.memory.page_bytes
+            for page in pages:
+                self.buffer[page * page_bytes : (page + 1) * page_bytes].zero_()
+        return True
+
+    def give_back(self, slabs: Sequence[int]) -> None:
+        """Gives back memory of slabs that are taken and that no step which begins later uses."""
+        if not slabs:
+            return
+        pages = self.pages.remove(slabs)
+        self.taken.difference_update(slabs)
+        if self.buffer.device.type == "cuda":
+            # Steps that were begun may still read and write there.
+            torch.cuda.synchronize(self.buffer.device)
+        self.memory.give_back(pages)
+
+
+def pieces_of_layer(name: str, tensor: torch.Tensor, n_blocks: int, begin: int) -> list[Piece]:
+    """Where the blocks of a layer lie in the memory that begins at `begin`.
+
+    Blocks are the first dimension, or the second one behind keys and values. A kernel may have several of its own for each block.
+    """
+    shape, strides, item_bytes = tensor.shape, tensor.stride(), tensor.element_size()
+    has_halves = tensor.dim() > 2 and shape[0] == 2 and shape[0] % n_blocks != 0 and shape[1] % n_blocks == 0
+    axis = 1 if has_halves else 0
+    if shape[axis] % n_blocks != 0:
+        raise kvik.InvalidValueError(
+            f"the KV of {name} has the shape {tuple(shape)}; allowed with `elastic`: {n_blocks} blocks, first or behind keys and values"
+        )
+    n_parts = shape[axis] // n_blocks
+    inner = zip(shape[axis + 1 :], strides[axis + 1 :], strict=True)
+    n_items = strides[axis] * (n_parts - 1) + 1 + sum((length - 1) * stride for length, stride in inner)
+    stride_bytes = strides[axis] * n_parts * item_bytes
+    if n_items * item_bytes > stride_bytes:
+        raise kvik.InvalidValueError(
+            f"the KV of {name} has the strides {strides}; allowed with `elastic`: a block is in one piece, or in one of keys and "
+            "one of values"
+        )
+    halves = range(2 if has_halves else 1)
+    offset = tensor.data_ptr() - begin
+    return [Piece(offset + half * strides[0] * item_bytes, n_items * item_bytes, stride_bytes) for half in halves]
