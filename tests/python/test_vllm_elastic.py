@@ -4,18 +4,16 @@ KVIK_ENGINES and KVIK_PACKAGE as in test_vllm_kvik.py. With 32 tokens a block an
 slab has 2048 tokens in 16 MiB.
 """
 
-import contextlib
 import json
 import os
 import pathlib
 import subprocess
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import binary
 from engine_processes import DRIVERS, ENGINES, eventually
+from ledger import Ledger
 from store_daemon import Daemon, whole_chunks
 from vllm_process import Vllm, prompt, started
 from vllm_server import PACKAGE
@@ -25,50 +23,19 @@ pytestmark = pytest.mark.skipif(not ENGINES, reason="KVIK_ENGINES is not set")
 SLAB = 16 << 20
 
 
-class Ledger:
-    """The ledger of a folder, as `kvctl` tells it."""
-
-    def __init__(self, folder: pathlib.Path) -> None:
-        self.folder = folder
-
-    def kvctl(self, *arguments: str) -> str:
-        command = [str(pathlib.Path(binary()).with_name("kvctl")), *arguments, "--dir", str(self.folder)]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-    def held(self, group: str) -> int:
-        """Bytes that all engines of a name hold."""
-        devices = json.loads(self.kvctl("list", "--json"))["devices"]
-        groups = [one for device in devices for one in device["groups"] if one["ipc"] == group]
-        return sum(one["held_bytes"] for one in groups)
+class VllmLedger(Ledger):
+    """A ledger, and the flags of engines in it."""
 
     def flags(self, group: str, blocks: int = 1024, **settings: object) -> tuple[str, ...]:
         extra = {"elastic": True, "elastic_group": group, "elastic_directory": str(self.folder), **settings}
         return "--blocks", str(blocks), "--extra", json.dumps(extra)
 
-    @contextlib.contextmanager
-    def watched(self, group: str) -> Iterator[list[int]]:
-        """Samples what is held."""
-        samples: list[int] = []
-        is_done = threading.Event()
-
-        def watch() -> None:
-            while not is_done.wait(0.05):
-                samples.append(self.held(group))
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        try:
-            yield samples
-        finally:
-            is_done.set()
-            watcher.join()
-
 
 @pytest.fixture
-def ledger(tmp_path: pathlib.Path) -> Ledger:
+def ledger(tmp_path: pathlib.Path) -> VllmLedger:
     folder = tmp_path / "ledger"
     folder.mkdir(mode=0o700)
-    return Ledger(folder)
+    return VllmLedger(folder)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +57,7 @@ def tokens_of(engine: Vllm, prompts: list[list[int]], max_tokens: int) -> list[l
     return engine.generate(*prompts, max_tokens=max_tokens)["tokens"]
 
 
-def test_a_small_limit_costs_preemptions_and_no_token(plain: Vllm, ledger: Ledger) -> None:
+def test_a_small_limit_costs_preemptions_and_no_token(plain: Vllm, ledger: VllmLedger) -> None:
     prompts = crowd(30)
     right = tokens_of(plain, prompts, 64)
     # Room for ten of the 32 requests.
@@ -104,7 +71,7 @@ def test_a_small_limit_costs_preemptions_and_no_token(plain: Vllm, ledger: Ledge
     assert limit - SLAB < max(held) <= limit
 
 
-def test_memory_follows_the_load_and_a_lowered_limit(plain: Vllm, ledger: Ledger) -> None:
+def test_memory_follows_the_load_and_a_lowered_limit(plain: Vllm, ledger: VllmLedger) -> None:
     prompts = [prompt(300 + number, 700) for number in range(16)]
     right = tokens_of(plain, prompts, 16)
     with started(*ledger.flags("load", store=False), "--processes", "--max-tokens", "4096") as engine:
@@ -133,7 +100,7 @@ def test_memory_follows_the_load_and_a_lowered_limit(plain: Vllm, ledger: Ledger
         assert is_running, "the limit was reached because the requests had ended"
 
 
-def test_memory_goes_to_the_engine_with_the_load_and_back(plain: Vllm, ledger: Ledger) -> None:
+def test_memory_goes_to_the_engine_with_the_load_and_back(plain: Vllm, ledger: VllmLedger) -> None:
     prompts = [prompt(700 + number, 700) for number in range(16)]
     right = tokens_of(plain, prompts, 16)
     flags = (*ledger.flags("shared", store=False), "--processes")
@@ -160,7 +127,7 @@ def test_memory_goes_to_the_engine_with_the_load_and_back(plain: Vllm, ledger: L
         assert second.generate(*prompts, max_tokens=16)["tokens"] == right
 
 
-def test_two_requests_that_need_more_than_half_of_the_memory_are_both_answered(plain: Vllm, ledger: Ledger) -> None:
+def test_two_requests_that_need_more_than_half_of_the_memory_are_both_answered(plain: Vllm, ledger: VllmLedger) -> None:
     # Of four slabs each takes two, and then needs a third.
     prompts = [prompt(900, 3900), prompt(901, 3900)]
     right = [tokens_of(plain, [one], 190) for one in prompts]
@@ -173,7 +140,7 @@ def test_two_requests_that_need_more_than_half_of_the_memory_are_both_answered(p
     assert max(held) <= 4 * SLAB
 
 
-def test_an_idle_engine_keeps_its_prefix_cache_until_others_need_the_memory(plain: Vllm, ledger: Ledger) -> None:
+def test_an_idle_engine_keeps_its_prefix_cache_until_others_need_the_memory(plain: Vllm, ledger: VllmLedger) -> None:
     prompts = [prompt(1100 + number, 900) for number in range(8)]
     right = tokens_of(plain, prompts, 8)
     with started(*ledger.flags("cache", store=False, elastic_cache="1GiB"), "--processes") as engine:
@@ -191,7 +158,7 @@ def test_an_idle_engine_keeps_its_prefix_cache_until_others_need_the_memory(plai
 
 
 def test_the_store_and_elastic_memory_work_together(
-    plain: Vllm, ledger: Ledger, tmp_path: pathlib.Path
+    plain: Vllm, ledger: VllmLedger, tmp_path: pathlib.Path
 ) -> None:
     prompts = crowd(60)
     right = tokens_of(plain, prompts, 64)
@@ -220,7 +187,7 @@ def test_the_store_and_elastic_memory_work_together(
         daemon.kill()
 
 
-def test_every_rank_has_memory_before_a_block_is_used(plain: Vllm, ledger: Ledger) -> None:
+def test_every_rank_has_memory_before_a_block_is_used(plain: Vllm, ledger: VllmLedger) -> None:
     prompts = [prompt(800 + number, 700) for number in range(8)]
     with started(*ledger.flags("ranks", store=False), "--processes", "--ranks", "2") as engine:
         answer = engine.generate(*prompts, max_tokens=8)["tokens"]
@@ -340,7 +307,7 @@ def test_the_scheduler_follows_need_limits_and_refusals_on_the_blocks_of_vllm() 
     assert ended.returncode == 0, ended.stderr
 
 
-def test_a_limit_below_the_longest_request_ends_the_start(ledger: Ledger) -> None:
+def test_a_limit_below_the_longest_request_ends_the_start(ledger: VllmLedger) -> None:
     # A slab has room for one of 1024 tokens and not for one of 4096.
     flags = ledger.flags("little", store=False, elastic_limit=SLAB)
     with pytest.raises(AssertionError, match="the engine ended"), started(*flags, "--max-tokens", "4096"):

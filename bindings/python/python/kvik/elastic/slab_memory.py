@@ -32,6 +32,16 @@ class SlabMemory:
         return self.pages.slab_bytes()
 
     @property
+    def spare_bytes(self) -> int:
+        """The most that any number of slabs takes beyond their own bytes, because their first and last pages are shared."""
+        pages = self.pages
+        is_aligned = all(
+            piece.offset % pages.page_bytes == 0 and piece.stride * pages.slabs.slab_blocks % pages.page_bytes == 0
+            for piece in pages.pieces
+        )
+        return 0 if is_aligned else 2 * len(pages.pieces) * pages.page_bytes
+
+    @property
     def taken_bytes(self) -> int:
         return len(self.pages.n_slabs_of_page) * self.memory.page_bytes
 
