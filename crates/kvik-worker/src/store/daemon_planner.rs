@@ -4,12 +4,13 @@
 //! nothing. What loads took is measured here, from the request to the last copied byte.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvik_node::PlannerMode;
-use kvik_store::plan::{PlanInput, PlannedChunk, TierState, plan};
-use kvik_store::{Chain, SpeedMeter};
+use kvik_store::plan::{PlanInput, PlannedChunk, PrefillSpeed, TierState, plan};
+use kvik_store::{Chain, SpeedMeter, TierSpeed};
 use kvik_tier::TierKind;
 use parking_lot::Mutex;
 
@@ -56,25 +57,8 @@ impl DaemonPlanner {
             PlannerMode::Auto if tier == TierKind::Ram => return true,
             PlannerMode::Auto => {}
         }
-        let chunk = |chunk_idx: usize| PlannedChunk {
-            tokens: chain.tokens_of(chunk_idx),
-            n_bytes: chain.payload_bytes(chunk_idx) as u64,
-            tier: Some(0),
-        };
-        let chunks: Vec<PlannedChunk> = (first_chunk..n_found).map(chunk).collect();
-        let Some(first) = chunks.first() else { return false };
-        let times = plan(&PlanInput {
-            // The last token of a prompt is not in its chain.
-            n_prompt_tokens: chain.n_tokens() + 1,
-            first_token: first.tokens.start,
-            n_queued_tokens: 0,
-            chunks: &chunks,
-            tiers: &[TierState { speed: self.speed_of(tier).speed(), queued_bytes: 0 }],
-            prefill: self.engine.prefill(),
-            n_layers: chain.space().format().n_layers as usize,
-        })
-        .times;
-        times.is_none_or(|times| times.load_all_s <= times.compute_all_s)
+        let speed = self.speed_of(tier).speed();
+        is_load_faster(chain, first_chunk..n_found, speed, self.engine.prefill())
     }
 
     /// Whether a tier whose chunks are computed should be measured again, which costs no request anything: it would stay as slow
@@ -82,6 +66,35 @@ impl DaemonPlanner {
     pub(super) fn claim_measurement(&self, tier: TierKind) -> bool {
         self.mode == PlannerMode::Auto && self.speed_of(tier).claim_measurement(MAX_AGE)
     }
+}
+
+/// Whether chunks that come with `speed` are there before an engine with `prefill` has computed them; yes where one of the two is
+/// not known.
+fn is_load_faster(
+    chain: &Chain,
+    chunks: Range<usize>,
+    speed: Option<TierSpeed>,
+    prefill: Option<PrefillSpeed>,
+) -> bool {
+    let chunk = |chunk_idx: usize| PlannedChunk {
+        tokens: chain.tokens_of(chunk_idx),
+        n_bytes: chain.payload_bytes(chunk_idx) as u64,
+        tier: Some(0),
+    };
+    let chunks: Vec<PlannedChunk> = chunks.map(chunk).collect();
+    let Some(first) = chunks.first() else { return false };
+    let times = plan(&PlanInput {
+        // The last token of a prompt is not in its chain.
+        n_prompt_tokens: chain.n_tokens() + 1,
+        first_token: first.tokens.start,
+        n_queued_tokens: 0,
+        chunks: &chunks,
+        tiers: &[TierState { speed, queued_bytes: 0 }],
+        prefill,
+        n_layers: chain.space().format().n_layers as usize,
+    })
+    .times;
+    times.is_none_or(|times| times.load_all_s <= times.compute_all_s)
 }
 
 #[cfg(test)]
@@ -108,30 +121,32 @@ mod tests {
         space.chain(&(0..n_tokens).collect::<Vec<_>>())
     }
 
-    /// A planner whose engine computes a token in `token_s`, and whose disk took `read_s` for a megabyte.
-    fn planner(mode: PlannerMode, token_s: f64, read_s: f64) -> DaemonPlanner {
-        let planner = DaemonPlanner::new(mode);
-        planner.engine.note_pass(1000, 0, 1000.0 * token_s);
-        let read = || std::thread::sleep(Duration::from_secs_f64(read_s));
-        planner.speed_of(TierKind::Nvme).measure(read, |()| 1_000_000);
-        planner
+    #[test]
+    fn what_is_computed_sooner_than_it_comes_is_not_loaded() {
+        let chain = chain(2048);
+        // 262 144 bytes in 52 ms.
+        let disk = Some(TierSpeed { bytes_per_s: 5e6, latency_s: 0.0 });
+        let engine = |token_s| Some(PrefillSpeed { pass_s: 0.0, token_s, attended_s: 0.0 });
+        let is_faster = |speed, prefill| is_load_faster(&chain, 0..chain.n_chunks(), speed, prefill);
+        assert!(!is_faster(disk, engine(1e-6)) && is_faster(disk, engine(1e-3)));
+        // What was never measured is tried, and nothing cannot be loaded.
+        assert!(is_faster(None, engine(1e-6)) && is_faster(disk, None));
+        assert!(!is_load_faster(&chain, 3..3, None, None));
     }
 
     #[test]
-    fn what_is_computed_sooner_than_it_was_loaded_is_not_loaded() {
+    fn what_is_in_memory_is_loaded_and_modes_decide_without_times() {
         let chain = chain(2048);
-        let should_load =
-            |planner: &DaemonPlanner, tier| planner.should_load(&chain, 0, chain.n_chunks(), tier);
-        // 262 144 bytes take at least 5 ms from the disk, and 2 048 tokens 2 ms or 2 s.
-        let fast = planner(PlannerMode::Auto, 1e-6, 0.02);
-        assert!(!should_load(&fast, TierKind::Nvme));
-        assert!(should_load(&planner(PlannerMode::Auto, 1e-3, 0.02), TierKind::Nvme));
-        // What is in memory, and what was never measured.
-        assert!(should_load(&fast, TierKind::Ram) && should_load(&fast, TierKind::Peer));
-        assert!(!fast.should_load(&chain, 3, 3, TierKind::Nvme));
-        // The other modes ask nothing.
-        assert!(should_load(&planner(PlannerMode::LoadAll, 1e-6, 0.02), TierKind::Nvme));
-        assert!(!should_load(&planner(PlannerMode::ComputeAll, 1e-3, 0.02), TierKind::Ram));
+        let should_load = |mode, tier| {
+            let planner = DaemonPlanner::new(mode);
+            planner.engine.note_pass(1000, 0, 1e-6);
+            planner.should_load(&chain, 0, chain.n_chunks(), tier)
+        };
+        assert!(
+            should_load(PlannerMode::Auto, TierKind::Ram) && should_load(PlannerMode::Auto, TierKind::Peer)
+        );
+        assert!(should_load(PlannerMode::LoadAll, TierKind::Nvme));
+        assert!(!should_load(PlannerMode::ComputeAll, TierKind::Ram));
     }
 
     #[test]
