@@ -39,8 +39,10 @@ use crate::store::WorkerStore;
 use crate::store_admin::StoreAdmin;
 use crate::{api, clock, idle};
 
-/// How long an engine computes before it serves: long enough for passes of some thousand tokens on a GPU.
-const WARM_UP_TIME: Duration = Duration::from_millis(200);
+/// How long an engine computes before it serves: on a GPU long enough for passes of some thousand tokens, on a CPU for some hundred,
+/// which are as fast there.
+const GPU_WARM_UP_TIME: Duration = Duration::from_millis(200);
+const CPU_WARM_UP_TIME: Duration = Duration::from_millis(50);
 
 /// A model, its engine, and the store below it with the space of its chunks.
 type LoadedEngine = (Model, Engine, Option<WorkerStore>, Option<Space>);
@@ -347,7 +349,7 @@ fn warm_up(engine: &mut Engine, store: Option<&WorkerStore>, is_on_gpu: bool) ->
     if planner.is_none() && !is_on_gpu {
         return Ok(());
     }
-    match engine.warm_up(WARM_UP_TIME) {
+    match engine.warm_up(if is_on_gpu { GPU_WARM_UP_TIME } else { CPU_WARM_UP_TIME }) {
         Ok(passes) => {
             for TimedPass { n_tokens, n_attended, seconds } in passes {
                 planner.inspect(|planner| planner.note_pass(n_tokens, n_attended, seconds));
