@@ -1,12 +1,14 @@
 //! Chunks that are stored coded come back, whole and layer by layer.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvik_tier::conformance::{MapTier, content_key};
 use kvik_tier::{
     Checksummed, ChunkKey, Coded, CodedSpaces, GetItem, GetOutcome, NamespaceId, PutItem, Tier, TierExt,
 };
 use kvik_types::{Dtype, Namespace};
+use parking_lot::Mutex;
 
 pub(crate) const N_LAYERS: usize = 3;
 pub(crate) const N_TOKENS: usize = 64;
@@ -133,24 +135,65 @@ fn a_layout_that_a_lossy_codec_does_not_know_is_coded_without_loss() {
     assert_eq!(buffer, chunk);
 }
 
+/// A map that does something else after each read.
+struct Hooked<F> {
+    map: MapTier,
+    after_get: F,
+}
+
+impl<F> std::fmt::Debug for Hooked<F> {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.map.fmt(formatter)
+    }
+}
+
+impl<F: Fn(&MapTier, &mut [GetItem<'_>]) + Send + Sync> Tier for Hooked<F> {
+    fn kind(&self) -> kvik_tier::TierKind {
+        self.map.kind()
+    }
+
+    fn put(&self, batch: &mut [PutItem<'_>]) {
+        self.map.put(batch);
+    }
+
+    fn get(&self, batch: &mut [GetItem<'_>]) {
+        self.map.get(batch);
+        (self.after_get)(&self.map, batch);
+    }
+
+    fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> kvik_tier::Result<()> {
+        self.map.contains(keys, present)
+    }
+
+    fn delete(&self, keys: &[ChunkKey]) -> kvik_tier::Result<usize> {
+        self.map.delete(keys)
+    }
+
+    fn visit_keys(&self, visit: &mut dyn FnMut(ChunkKey, u64)) {
+        self.map.visit_keys(visit);
+    }
+
+    fn flush(&self) -> kvik_tier::Result<()> {
+        self.map.flush()
+    }
+
+    fn stat(&self) -> kvik_tier::TierStat {
+        self.map.stat()
+    }
+}
+
+/// Puts the chunk so that it is kept as it is: its sections are not equal.
+fn put_as_it_is(tier: &dyn Tier) {
+    tier.put(&mut [PutItem::with_sections(key(), &[&chunk()], 1000)]);
+}
+
 #[test]
 fn bytes_that_were_changed_below_are_no_hit_also_without_checksums() {
-    /// What it holds is changed at one byte when it is read.
-    #[derive(Debug)]
-    struct Flipping(MapTier, std::sync::atomic::AtomicUsize);
-
-    impl Tier for Flipping {
-        fn kind(&self) -> kvik_tier::TierKind {
-            self.0.kind()
-        }
-
-        fn put(&self, batch: &mut [PutItem<'_>]) {
-            self.0.put(batch);
-        }
-
-        fn get(&self, batch: &mut [GetItem<'_>]) {
-            self.0.get(batch);
-            let place = self.1.load(std::sync::atomic::Ordering::Relaxed);
+    for put in [put_chunk, put_as_it_is] {
+        let place = Arc::new(AtomicUsize::new(usize::MAX));
+        let flipped = Arc::clone(&place);
+        let after_get = move |_: &MapTier, batch: &mut [GetItem<'_>]| {
+            let place = flipped.load(Ordering::Relaxed);
             for item in batch {
                 if let Some(byte) = item.head.get_mut(place) {
                     *byte ^= 0x10;
@@ -160,40 +203,47 @@ fn bytes_that_were_changed_below_are_no_hit_also_without_checksums() {
                     *byte ^= 0x10;
                 }
             }
-        }
-
-        fn contains(&self, keys: &[ChunkKey], present: &mut [bool]) -> kvik_tier::Result<()> {
-            self.0.contains(keys, present)
-        }
-
-        fn delete(&self, keys: &[ChunkKey]) -> kvik_tier::Result<usize> {
-            self.0.delete(keys)
-        }
-
-        fn visit_keys(&self, visit: &mut dyn FnMut(ChunkKey, u64)) {
-            self.0.visit_keys(visit);
-        }
-
-        fn flush(&self) -> kvik_tier::Result<()> {
-            self.0.flush()
-        }
-
-        fn stat(&self) -> kvik_tier::TierStat {
-            self.0.stat()
+        };
+        let tier = coded(Hooked { map: MapTier::new(), after_get }, "lossless", &[]);
+        put(&tier);
+        assert_eq!(get_range(&tier, 0, chunk().len()).unwrap(), chunk());
+        // The rest of the page is zeros that say nothing.
+        let said = 24 + N_LAYERS * 12;
+        for flipped in (0..said).chain((4096..16_000).step_by(97)) {
+            place.store(flipped, Ordering::Relaxed);
+            let outcome = get_range(&tier, 0, chunk().len());
+            assert!(
+                outcome.as_ref().is_err() || outcome.as_ref().is_ok_and(|bytes| *bytes == chunk()),
+                "{flipped}"
+            );
         }
     }
+}
 
-    let tier = coded(Flipping(MapTier::new(), usize::MAX.into()), "lossless", &[]);
-    put_chunk(&tier);
-    assert_eq!(get_range(&tier, 0, chunk().len()).unwrap(), chunk());
-    // The rest of the page is zeros that say nothing.
-    let said = 24 + N_LAYERS * 12;
-    for place in (0..said).chain((4096..16_000).step_by(97)) {
-        tier.inner().1.store(place, std::sync::atomic::Ordering::Relaxed);
-        let outcome = get_range(&tier, 0, chunk().len());
-        assert!(
-            outcome.as_ref().is_err() || outcome.as_ref().is_ok_and(|bytes| *bytes == chunk()),
-            "{place}"
-        );
+#[test]
+fn a_chunk_that_is_put_again_in_another_form_between_two_calls_is_read_right() {
+    let stored_by = |put: fn(&dyn Tier)| {
+        let tier = coded(MapTier::new(), "lossless", &[]);
+        put(&tier);
+        let mut stored = None;
+        tier.inner().visit_keys(&mut |key, _| stored = Some((key, tier.inner().bytes_of(key).unwrap())));
+        stored.unwrap()
+    };
+    let n_bytes = chunk().len();
+    for (before, after) in
+        [(put_as_it_is as fn(&dyn Tier), put_chunk as fn(&dyn Tier)), (put_chunk, put_as_it_is)]
+    {
+        for range in [0..n_bytes, 0..1, 5000..9000, n_bytes - 10..n_bytes] {
+            let replacement = Mutex::new(Some(stored_by(after)));
+            let after_get = move |map: &MapTier, _: &mut [GetItem<'_>]| {
+                if let Some((key, bytes)) = replacement.lock().take() {
+                    map.overwrite(key, &bytes);
+                }
+            };
+            let tier = coded(Hooked { map: MapTier::new(), after_get }, "lossless", &[]);
+            before(&tier);
+            let read = get_range(&tier, range.start, range.len());
+            assert_eq!(read.unwrap(), chunk()[range]);
+        }
     }
 }

@@ -13,7 +13,7 @@ use kvik_types::BlockHash;
 
 pub use spaces::CodedSpaces;
 
-use self::page::{PAGE_BYTES, Page, checksum_of};
+use self::page::{PAGE_BYTES, Page, checksum_of, piece_bytes};
 use super::scratch::ScratchPool;
 use super::wanted::{Wanted, get_by_range};
 use crate::envelope::ENVELOPE_BYTES;
@@ -32,7 +32,7 @@ const FALLBACK: &str = "lossless";
 
 /// Codes chunks on their way to the tier inside, and decodes of what comes back only the layers that are asked for.
 ///
-/// A coded chunk is a page that says how it was coded, with a checksum of each coded layer, and the coded layers behind it. A
+/// A coded chunk is a page that says how it was coded, with a checksum of each coded layer or piece, and these behind it. A
 /// read is two calls of the tier inside: the pages, and then what they say is wanted. The tier inside has to prove
 /// what it gives ([`Checksummed`](super::Checksummed) or [`Encrypted`](super::Encrypted)).
 ///
@@ -62,8 +62,8 @@ pub struct Coded<T> {
 enum Plan<'a> {
     /// Nothing is left to be read.
     Done(GetOutcome),
-    /// The range lies behind the page as it is.
-    AsItIs,
+    /// The range is in these pieces, which lie behind the page as they are.
+    AsItIs { pieces: Range<u64>, stored: Range<u64> },
     /// These layers are decoded.
     Layers { codec: &'a dyn Codec, layers: Range<usize>, coded: Range<u64> },
 }
@@ -113,21 +113,21 @@ impl<T: Tier> Coded<T> {
 
     /// The page of a chunk and what stands behind it; nothing where that is the chunk as it is.
     fn coded(&self, item: &PutItem<'_>, raw: &[u8]) -> (Page, Option<Vec<u8>>) {
-        let as_it_is = (Page::AsItIs { chunk_bytes: raw.len() as u64 }, None);
+        let as_it_is = || (Page::as_it_is(raw), None);
         let Some(shape) = self.spaces.shape_of(item.key.namespace, raw.len(), item.section_bytes) else {
-            return as_it_is;
+            return as_it_is();
         };
         let codec = if self.codec.check(&shape).is_ok() { &self.codec } else { &self.fallback };
         let mut coded = Vec::with_capacity(raw.len());
         if encode(&**codec, &shape, raw, &mut coded).is_err() {
-            return as_it_is;
+            return as_it_is();
         }
         match Page::of_coded(&coded) {
             Some((page, head_bytes)) => {
                 coded.drain(..head_bytes);
                 (page, Some(coded))
             }
-            None => as_it_is,
+            None => as_it_is(),
         }
     }
 
@@ -187,7 +187,7 @@ impl<T: Tier> Coded<T> {
             return Plan::Done(GetOutcome::Hit);
         }
         let Page::Coded { head, .. } = page else {
-            return Plan::AsItIs;
+            return plan_pieces(page.chunk_bytes(), wanted);
         };
         let Some(codec) = self.readable.iter().find(|codec| codec.id() == head.codec_id) else {
             // Relaxed: a count for people.
@@ -222,18 +222,20 @@ impl<T: Tier> Coded<T> {
         let mut bodies: Vec<Vec<u8>> = plans
             .iter()
             .map(|plan| match plan {
-                Plan::Layers { coded, .. } => vec![0; (coded.end - coded.start) as usize],
-                Plan::Done(_) | Plan::AsItIs => Vec::new(),
+                Plan::Layers { coded: stored, .. } | Plan::AsItIs { stored, .. } => {
+                    vec![0; (stored.end - stored.start) as usize]
+                }
+                Plan::Done(_) => Vec::new(),
             })
             .collect();
         let mut inner_batch: Vec<GetItem<'_>> = Vec::with_capacity(plans.len());
-        for ((plan, range), body) in plans.iter().zip(&mut *wanted).zip(&mut bodies) {
-            let (offset, buffer): (u64, &mut [u8]) = match plan {
+        for ((plan, range), body) in plans.iter().zip(&*wanted).zip(&mut bodies) {
+            let offset = match plan {
                 Plan::Done(_) => continue,
-                Plan::AsItIs => (PAGE_BYTES as u64 + range.offset, &mut *range.buffer),
-                Plan::Layers { coded, .. } => (coded.start, body),
+                Plan::AsItIs { stored, .. } => stored.start,
+                Plan::Layers { coded, .. } => coded.start,
             };
-            inner_batch.push(GetItem::range(coded_key(range.key), offset, buffer).for_tokens(range.digest));
+            inner_batch.push(GetItem::range(coded_key(range.key), offset, body).for_tokens(range.digest));
         }
         if !inner_batch.is_empty() {
             self.inner.get(&mut inner_batch);
@@ -243,11 +245,16 @@ impl<T: Tier> Coded<T> {
         parts
             .map(|(((plan, page), range), body)| match (plan, page) {
                 (Plan::Done(outcome), _) => outcome.clone(),
-                (Plan::Layers { codec, layers, .. }, Ok(page)) => match read.next() {
-                    Some(GetOutcome::Hit) => decode(*codec, page, layers.clone(), body, range),
-                    outcome => outcome.unwrap_or_default(),
+                (plan, page) => match (read.next(), plan, page) {
+                    (Some(GetOutcome::Hit), Plan::Layers { codec, layers, .. }, Ok(page)) => {
+                        decode(*codec, page, layers.clone(), body, range)
+                    }
+                    (Some(GetOutcome::Hit), Plan::AsItIs { pieces, .. }, Ok(page)) => {
+                        copy_pieces(page, pieces.clone(), body, range)
+                    }
+                    (Some(GetOutcome::Hit), ..) => GetOutcome::Corrupt("page"),
+                    (outcome, ..) => outcome.unwrap_or_default(),
                 },
-                _ => read.next().unwrap_or_default(),
             })
             .collect()
     }
@@ -353,6 +360,40 @@ impl<T: Tier> Tier for Coded<T> {
 /// If there is no such codec; the message has the names.
 pub fn is_lossless_codec(name: &str) -> Result<bool> {
     by_name(name).map(|codec| codec.is_lossless()).map_err(invalid)
+}
+
+/// The pieces of a chunk that is kept as it is that a range is in; the range is in the chunk.
+fn plan_pieces(chunk_bytes: u64, wanted: &Wanted<'_>) -> Plan<'static> {
+    let piece_bytes = piece_bytes(chunk_bytes);
+    // A forged page may claim any length.
+    if piece_bytes > wanted.buffer.len().max(MAX_CUT_SECTION_BYTES) as u64 {
+        return Plan::Done(GetOutcome::Corrupt("section"));
+    }
+    let end = wanted.offset + wanted.buffer.len() as u64;
+    let pieces = wanted.offset / piece_bytes..end.div_ceil(piece_bytes);
+    let page_bytes = PAGE_BYTES as u64;
+    let stored_end = pieces.end.saturating_mul(piece_bytes).min(chunk_bytes).saturating_add(page_bytes);
+    Plan::AsItIs { stored: pieces.start * piece_bytes + page_bytes..stored_end, pieces }
+}
+
+/// Copies what is wanted of pieces that were read, if they are those of their page.
+fn copy_pieces(page: &Page, pieces: Range<u64>, body: &[u8], wanted: &mut Wanted<'_>) -> GetOutcome {
+    let Page::AsItIs { chunk_bytes, checksums } = page else {
+        return GetOutcome::Corrupt("page");
+    };
+    let piece_bytes = piece_bytes(*chunk_bytes);
+    let proofs = checksums.get(pieces.start as usize..pieces.end as usize).unwrap_or_default();
+    let mut read = body.chunks(piece_bytes as usize);
+    // The page and the pieces came in two calls: in between the chunk may have been put again in another form.
+    if !proofs.iter().all(|proof| read.next().is_some_and(|piece| checksum_of(piece) == *proof)) {
+        return GetOutcome::Corrupt("coded layer");
+    }
+    let start = (wanted.offset - pieces.start * piece_bytes) as usize;
+    match body.get(start..start + wanted.buffer.len()) {
+        Some(bytes) if read.next().is_none() => wanted.buffer.copy_from_slice(bytes),
+        _ => return GetOutcome::Corrupt("length"),
+    }
+    GetOutcome::Hit
 }
 
 /// Decodes layers that were read into the part of them that is wanted.
