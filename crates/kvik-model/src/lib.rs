@@ -66,8 +66,8 @@ pub use engine::{
 pub use error::{ModelError, Result};
 pub use forward::{
     Backend, BestToken, BlockImport, BlockSource, CpuBackend, CpuBackendOptions, CudaBackend,
-    CudaBackendOptions, DeviceMonitor, DeviceName, DeviceUsage, KvImport, KvSize, LayerKv, Logits, PinnedKv,
-    RowPositions, SegmentPart, SequenceRows,
+    CudaBackendOptions, DeviceMonitor, DeviceName, DeviceUsage, KvImport, KvSize, LayerKv, LayerProgress,
+    Logits, PinnedKv, RowPositions, SegmentPart, SequenceRows, WantedLogits,
 };
 pub use kernels::Isa;
 pub use model::{BackendOptions, Model};

@@ -11,6 +11,7 @@ mod blended;
 mod ended;
 mod hashes;
 mod memory;
+mod pass_times;
 mod prefix;
 mod request;
 mod resident;
@@ -34,6 +35,7 @@ pub use warm_up::TimedPass;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Instant;
 
 use kvik_tokens::{TextStream, TextStreamOptions, Tokenizer};
 use kvik_types::hash::KvikChain;
@@ -41,12 +43,13 @@ use kvik_types::{BlockHash, BlockSize, Dtype, Namespace, TokenId};
 
 use crate::config::ModelConfig;
 use crate::error::{ModelError, Result};
-use crate::forward::{Backend, Logits, SequenceRows};
+use crate::forward::{Backend, KvImport, Logits, SequenceRows, WantedLogits};
 use crate::paging::{BLOCK_TOKENS, BlockPool, PoolStats};
 use crate::sampling::{Sampler, mix};
 
 use ended::Loans;
 use hashes::BlockHashes;
+use pass_times::PassTimes;
 use resident::Residents;
 use scheduler::ScheduledRows;
 use sequence::{Sequence, n_reusable_blocks};
@@ -102,6 +105,8 @@ pub struct EngineStats {
     pub n_block_copies: u64,
     /// Forward passes.
     pub n_steps: u64,
+    /// Of these, passes that began before all layers of KV from outside had come.
+    pub n_passes_ahead: u64,
 }
 
 /// Runs many requests on one backend.
@@ -131,6 +136,7 @@ pub struct Engine {
     is_starved: bool,
     /// Why the device can no longer be used.
     lost_device: Option<String>,
+    pass_times: PassTimes,
     stats: EngineStats,
 }
 
@@ -164,6 +170,7 @@ impl Engine {
             namespace: namespace.clone(),
             root: namespace.seed(),
             block_size,
+            pass_times: PassTimes::new(backend.config()),
             backend,
             tokenizer,
             options,
@@ -367,6 +374,11 @@ impl Engine {
             let Some(idx) = self.running.iter().position(|sequence| sequence.key() == rows.key) else {
                 continue;
             };
+            let has_logits = self.running[idx].n_pending() == rows.n_rows;
+            if !self.end_awaited(idx, events) {
+                logits_row += usize::from(has_logits);
+                continue;
+            }
             let sequence = &mut self.running[idx];
             sequence.advance(rows.n_rows, &mut self.pool);
             if sequence.n_pending() == 0 {
@@ -383,6 +395,16 @@ impl Engine {
         }
         self.retire_finished();
         self.check_device()
+    }
+
+    /// Ends the copy that a pass has waited for; false if it has failed, and the pass has to be done again.
+    fn end_awaited(&mut self, idx: usize, events: &mut Vec<EngineEvent>) -> bool {
+        let Some(incoming) = self.running[idx].take_awaited() else { return true };
+        let mut sequence = self.running.remove(idx);
+        let has_come = self.end_copy(&mut sequence, incoming);
+        self.tell_admitted(&mut sequence, events);
+        self.running.insert(idx, sequence);
+        has_come
     }
 
     /// Why the device can no longer be used, once it has failed. The engine computes and hands out nothing more then.
@@ -415,7 +437,9 @@ impl Engine {
 
     fn forward(&mut self, scheduled: &[ScheduledRows]) -> Result<()> {
         let mut sequences = Vec::with_capacity(scheduled.len());
+        let mut imports: Vec<&dyn KvImport> = Vec::new();
         let mut takes_best = true;
+        let (n_computed, n_attended) = (self.stats.n_computed_tokens, self.stats.n_attended_tokens);
         for rows in scheduled {
             let Some(sequence) = self.running.iter().find(|sequence| sequence.key() == rows.key) else {
                 continue;
@@ -427,13 +451,24 @@ impl Engine {
             self.stats.n_attended_tokens += positions.n_attended(rows.n_rows);
             sequences.push(SequenceRows { tokens, positions, block_table: sequence.table(), n_logits });
             self.stats.n_computed_tokens += rows.n_rows as u64;
+            imports.extend(sequence.awaited());
         }
         self.stats.n_steps += 1;
-        if takes_best {
-            self.backend.forward_best(&sequences, &mut self.logits)
-        } else {
-            self.backend.forward(&sequences, &mut self.logits)
+        if !imports.is_empty() {
+            self.stats.n_passes_ahead += 1;
+            let wanted = if takes_best { WantedLogits::Best } else { WantedLogits::Rows };
+            return self.backend.forward_arriving(&sequences, &imports, wanted, &mut self.logits);
         }
+        let begin = Instant::now();
+        if takes_best {
+            self.backend.forward_best(&sequences, &mut self.logits)?;
+        } else {
+            self.backend.forward(&sequences, &mut self.logits)?;
+        }
+        let n_rows = self.stats.n_computed_tokens - n_computed;
+        let n_attended = self.stats.n_attended_tokens - n_attended;
+        self.pass_times.note(n_rows as usize, n_attended, begin.elapsed());
+        Ok(())
     }
 
     /// Chooses the next token of the sequence at `idx`; the first time, also that of the other

@@ -7,7 +7,7 @@
 //! of its prefix and needs free blocks for all its tokens, so that an admission does not cause the
 //! next preemption; KV that came in with its request goes into some of those. Sequences that wait
 //! for credits, or are frozen, are passed over, and so are those whose next KV comes from outside before it could be
-//! computed. A prompt of which more may come is computed up to where that would go on. Blocks of ended sequences whose KV is being copied come back soon: an
+//! computed; while it is copied in, what lies behind it is computed as soon as the layers keep pace with the pass. A prompt of which more may come is computed up to where that would go on. Blocks of ended sequences whose KV is being copied come back soon: an
 //! admission that they are enough for waits. If no block is free for a running sequence, residents
 //! give theirs back, oldest first, and then sequences that are on their way here; then ended sequences, which are not copied then; then a sequence
 //! that waits for credits; then the youngest one, at worst the sequence itself. The oldest sequence with credits can thus always take every block, and
@@ -44,10 +44,12 @@ impl Engine {
                 if (n_pending == 1) != wants_one_row || sequence.is_paused() || !sequence.has_its_kv() {
                     continue;
                 }
-                let n_rows = n_pending.min(budget).min(sequence.rows_before_look());
-                if n_rows == 0 {
+                if budget == 0 {
                     break;
                 }
+                let sequence = &mut self.running[idx];
+                sequence.set_ahead(true);
+                let n_rows = sequence.n_pending().min(budget).min(sequence.rows_before_look());
                 if self.reserve_or_preempt(key, n_rows, &mut scheduled, &mut budget) {
                     scheduled.push(ScheduledRows { key, n_rows });
                     budget -= n_rows;
@@ -110,11 +112,12 @@ impl Engine {
                 sequence.release(&mut self.pool);
                 continue;
             }
-            let n_rows = sequence.n_pending().min(*budget).min(sequence.rows_before_look());
             let key = sequence.key();
             sequence.note_cached();
             self.tell_admitted(&mut sequence, events);
             let is_waiting = !sequence.has_its_kv();
+            sequence.set_ahead(!is_waiting);
+            let n_rows = sequence.n_pending().min(*budget).min(sequence.rows_before_look());
             let place = self.running.partition_point(|other| other.key() < key);
             self.running.insert(place, sequence);
             if is_waiting {
@@ -163,7 +166,7 @@ impl Engine {
     /// Takes the blocks for the next `n_rows` rows of the sequence at `idx`, all or none.
     fn try_reserve(&mut self, idx: usize, n_rows: usize) -> bool {
         let sequence = &mut self.running[idx];
-        let n_missing = sequence.n_missing_blocks(sequence.n_computed() + n_rows);
+        let n_missing = sequence.n_missing_blocks(sequence.n_covered(n_rows));
         let needs_copy = sequence.writes_shared_block(&self.pool);
         if !self.pool.ensure_free(n_missing + usize::from(needs_copy)) {
             return false;

@@ -46,7 +46,7 @@ pub(super) struct Sequence {
     attachment: Option<Arc<dyn Any + Send + Sync>>,
     /// KV that came in with the request, until all of it is copied or passed, or the sequence is preempted.
     prefix: Option<Arc<dyn PrefixKv>>,
-    /// Blocks of the prefix that are being copied.
+    /// What of the prefix is being copied.
     incoming: Option<Incoming>,
     cached: Cached,
     /// Of these, tokens whose KV came in with the request.
@@ -158,9 +158,14 @@ impl Sequence {
         self.n_computed
     }
 
+    /// Tokens that have KV when the next `n_rows` rows are computed.
+    pub(super) fn n_covered(&self, n_rows: usize) -> usize {
+        self.next_token() + n_rows
+    }
+
     /// Tokens whose keys and values are not computed yet.
     pub(super) fn n_pending(&self) -> usize {
-        self.placed().map_or(self.tokens.len() - self.n_computed, Blended::n_pending)
+        self.placed().map_or(self.tokens.len() - self.next_token(), Blended::n_pending)
     }
 
     /// The next `n_rows` tokens to compute, and their positions.
@@ -168,8 +173,8 @@ impl Sequence {
         if let Some(blended) = self.placed() {
             return blended.pending(n_rows);
         }
-        let tokens = &self.tokens[self.n_computed..self.n_computed + n_rows];
-        (tokens, RowPositions::From(self.n_computed))
+        let next_token = self.next_token();
+        (&self.tokens[next_token..next_token + n_rows], RowPositions::From(next_token))
     }
 
     /// The rows of a prompt whose segments lie in their places, while some are left.

@@ -17,7 +17,7 @@ use super::prefix::PrefixKv;
 use super::request::{EngineEvent, PreparedRequest};
 use super::sequence::{Incoming, Sequence};
 use super::{Engine, lose};
-use crate::forward::{BlockImport, BlockSource};
+use crate::forward::{BlockImport, BlockSource, RowPositions};
 use crate::paging::{BLOCK_TOKENS, BlockChange, BlockId};
 
 /// Blocks that are copied at a time: enough for a device's copy engine, few enough that little is lost where one is missing.
@@ -132,7 +132,8 @@ impl Engine {
         let Some(prefix) = sequence.take_prefix() else { return };
         let first_token = sequence.n_computed();
         let block_idxs = sequence.loadable_blocks(prefix.as_ref());
-        let is_beside = MIN_IMPORTED_BLOCKS <= block_idxs.len() && self.backend.imports_beside_passes();
+        let is_beside = (MIN_IMPORTED_BLOCKS <= block_idxs.len() && self.backend.imports_beside_passes())
+            || (!block_idxs.is_empty() && !prefix.layers().has_ended);
         let is_whole = if is_beside {
             self.start_import(sequence, &prefix, block_idxs)
         } else {
@@ -158,8 +159,12 @@ impl Engine {
         let blocks: Vec<(usize, BlockId)> =
             block_idxs.map_while(|block_idx| Some((block_idx, self.pool.allocate()?))).collect();
         let source: Arc<dyn BlockSource> = Arc::clone(prefix) as Arc<dyn BlockSource>;
-        if let Some(import) = self.backend.start_import(&source, &blocks) {
-            sequence.expect(Incoming { blocks, import });
+        if let Some(&(last_idx, _)) = blocks.last()
+            && let Some(import) = self.backend.start_import(&source, &blocks)
+        {
+            let pass_s = self.expected_pass_s(sequence, (last_idx + 1) * BLOCK_TOKENS);
+            let incoming = Incoming::new(import, self.backend.config().n_layers, pass_s);
+            sequence.expect(incoming, blocks, &mut self.pool);
             return true;
         }
         for (_, block) in blocks {
@@ -170,25 +175,37 @@ impl Engine {
 
     /// Goes on after blocks that were copied in beside passes; false while they still are.
     fn take_imported(&mut self, sequence: &mut Sequence) -> bool {
-        let Some(Incoming { blocks, import }) = sequence.take_arrived() else { return false };
-        let first_token = sequence.n_computed();
-        if let Err(error) = import.finish() {
+        let Some(incoming) = sequence.take_arrived() else { return false };
+        self.end_copy(sequence, incoming);
+        true
+    }
+
+    /// Goes on after blocks that were copied in; false if that has failed: they are computed then.
+    pub(super) fn end_copy(&mut self, sequence: &mut Sequence, incoming: Incoming) -> bool {
+        let (tokens, import) = incoming.into_parts();
+        if let Err(error) = self.backend.finish_import(import) {
             warn!(%error, "could not copy KV in; it is computed");
-            for (_, block) in blocks {
-                // What they hold has no meaning.
-                self.pool.release_block(block);
+            // What has lost its end meanwhile is tried again without it.
+            let is_shorter = |prefix: &Arc<dyn PrefixKv>| prefix.there_until(tokens.start) < tokens.end;
+            if let Some(prefix) = sequence.take_prefix().filter(is_shorter) {
+                sequence.hold_prefix(prefix);
             }
-            drop(sequence.take_prefix());
-            return true;
+            return false;
         }
-        for (block_idx, block) in blocks {
-            sequence.push_loaded(block_idx, block, &mut self.pool);
-        }
+        sequence.note_loaded(tokens.clone(), &mut self.pool);
         if let Some(prefix) = sequence.take_prefix() {
-            prefix.note_taken(first_token..sequence.n_computed());
+            prefix.note_taken(tokens);
             sequence.keep_prefix(prefix);
         }
         true
+    }
+
+    /// Seconds that a pass over the rows of a sequence from `first_token` on should take.
+    fn expected_pass_s(&self, sequence: &Sequence, first_token: usize) -> f64 {
+        let n_left = sequence.tokens().len().saturating_sub(first_token);
+        let n_rows = n_left.min(self.options.max_batched_tokens);
+        let n_attended = RowPositions::From(first_token).n_attended(n_rows);
+        self.pass_times.expected_s(n_rows, n_attended)
     }
 
     /// Copies what is there of a prefix; false if not all of it could be copied.

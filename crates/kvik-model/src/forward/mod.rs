@@ -7,6 +7,7 @@ mod checked;
 mod cpu;
 #[expect(unsafe_code, reason = "kernels get addresses, and the driver is a C library")]
 mod cuda;
+mod layer_import;
 mod place;
 mod tensors;
 
@@ -16,6 +17,7 @@ pub use place::{DeviceName, KvSize};
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvik_types::{Dtype, TokenId};
 
@@ -54,6 +56,15 @@ pub struct SegmentPart<'a> {
     pub keys: &'a [u8],
     /// As `keys`.
     pub values: &'a [u8],
+}
+
+/// What a pass gives of its logits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WantedLogits {
+    /// All of a row.
+    Rows,
+    /// The most likely token of a row, where the backend can tell it.
+    Best,
 }
 
 /// The logits of one forward pass, one row for each that was asked for, in order.
@@ -105,17 +116,50 @@ pub trait BlockSource: Send + Sync + std::fmt::Debug {
     /// The bytes of one block of one layer, as [`Backend::export_block`] gave them; `block_idx` counts from the start of the
     /// prompt. `None` where there is no such block.
     fn block(&self, layer_idx: usize, block_idx: usize) -> Option<&[u8]>;
+
+    /// How many layers of all its blocks have come. A source of which layers are still to come MUST say after some time that it
+    /// has ended.
+    fn layers(&self) -> LayerProgress {
+        LayerProgress { n_there: usize::MAX, has_ended: true }
+    }
+
+    /// Waits until a layer has come, at most for `timeout`; false if it has not.
+    fn wait_layer(&self, layer_idx: usize, timeout: Duration) -> bool {
+        let _ = timeout;
+        layer_idx < self.layers().n_there
+    }
 }
 
-/// Blocks that are copied in beside passes. Dropping it waits for the end of the copy.
-pub trait KvImport: Send + std::fmt::Debug {
-    /// Whether the copy has ended.
+/// How far a source is whose layers come one after the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerProgress {
+    /// Layers that are there, counted from the first.
+    pub n_there: usize,
+    /// Whether no more will come.
+    pub has_ended: bool,
+}
+
+/// Blocks that are copied in beside passes, or within one, layer by layer. Dropping it waits for the end of the copy.
+pub trait KvImport: Send + Sync + std::fmt::Debug {
+    /// Whether all has come, or no more will: [`Backend::finish_import`] does not wait.
     fn is_done(&self) -> bool;
 
-    /// How the copy ended; waits for that. After a failure any of the blocks may have been written.
+    /// Layers that are there, counted from the first. A pass may begin before all of them are, if this is not 0.
+    fn n_layers_there(&self) -> usize {
+        0
+    }
+
+    /// Waits for a layer, and hands those of its blocks to `put` that the caller has to write: none where they are written
+    /// beside the pass, or were handed out before. For a layer that does not come it returns all the same;
+    /// [`KvImport::finish`] fails then.
+    fn take_layer(&self, layer_idx: usize, put: &mut dyn FnMut(BlockId, &[u8])) {
+        let _ = (layer_idx, put);
+    }
+
+    /// How the copy ended; waits for that. All layers have been taken. After a failure any of the blocks may have been written.
     ///
     /// # Errors
-    /// If the source does not have a block of the right length, or the device fails.
+    /// If the source does not have a block of the right length, a layer has not come, or the device fails.
     fn finish(self: Box<Self>) -> Result<()>;
 }
 
@@ -294,6 +338,48 @@ pub trait Backend: Send + std::fmt::Debug {
         let _ = (source, blocks);
         None
     }
+
+    /// Waits for the end of a copy.
+    ///
+    /// # Errors
+    /// As [`KvImport::finish`]; any of the blocks may have been written.
+    fn finish_import(&mut self, import: Box<dyn KvImport>) -> Result<()> {
+        take_layers(self, import.as_ref())?;
+        import.finish()
+    }
+
+    /// As [`Backend::forward`], or as [`Backend::forward_best`] where `wanted` says so, while blocks of the tables are still copied
+    /// in: a layer is computed when all `imports` have it. If one of them fails, the rows that look at its blocks have no
+    /// meaning; the others have.
+    ///
+    /// # Errors
+    /// As [`Backend::forward`].
+    fn forward_arriving(
+        &mut self,
+        sequences: &[SequenceRows<'_>],
+        imports: &[&dyn KvImport],
+        wanted: WantedLogits,
+        logits: &mut Logits,
+    ) -> Result<()> {
+        imports.iter().try_for_each(|import| take_layers(self, *import))?;
+        match wanted {
+            WantedLogits::Rows => self.forward(sequences, logits),
+            WantedLogits::Best => self.forward_best(sequences, logits),
+        }
+    }
+}
+
+/// Takes all layers of an import.
+fn take_layers<B: Backend + ?Sized>(backend: &mut B, import: &dyn KvImport) -> Result<()> {
+    let mut result = Ok(());
+    for layer_idx in 0..backend.config().n_layers {
+        import.take_layer(layer_idx, &mut |block, bytes| {
+            if result.is_ok() {
+                result = backend.import_block(layer_idx, block, bytes);
+            }
+        });
+    }
+    result
 }
 
 impl RowPositions<'_> {

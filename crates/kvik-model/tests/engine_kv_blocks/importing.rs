@@ -1,8 +1,5 @@
 //! KV that is copied in beside passes.
 
-#[path = "../../../../tests/support/inner_backend.rs"]
-mod inner_backend;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -11,7 +8,7 @@ use kvik_model::{
 };
 use proptest::prelude::*;
 
-use self::inner_backend::by_inner;
+use crate::inner_backend::by_inner;
 use crate::support::requests::{Outputs, alone, collect};
 use crate::support::{TestModel, backend_options, namespace};
 use crate::{N_BLOCKS, assert_as_alone, greedy, only, shelf_of, submit_from, tokens};

@@ -4,6 +4,9 @@
 
 mod arriving;
 mod importing;
+#[path = "../../../../tests/support/inner_backend.rs"]
+mod inner_backend;
+mod layers;
 mod lent;
 mod loaded;
 mod names;

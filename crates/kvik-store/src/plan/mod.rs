@@ -1,7 +1,8 @@
 //! Whether the KV of a prompt is loaded or computed, and what of it.
 //!
-//! KV is computed from the front of a prompt to its back. So there are three things to do with chunks that lie in slow
-//! tiers: to load them all and wait; to compute the front while the back loads, until the two meet; and to compute what
+//! KV is computed from the front of a prompt to its back. So there are four things to do with chunks that lie in slow
+//! tiers: to load them all and wait; to load them layer by layer and to compute each layer of the tokens behind them as it
+//! comes; to compute the front while the back loads, until the two meet; and to compute what
 //! would come later than that takes. [`plan`] predicts the time of each and takes the shortest. It reads no clock and asks
 //! no tier: what it knows is an argument.
 
@@ -20,7 +21,7 @@ const MAX_CUTS: usize = 256;
 /// much from one prompt to the next.
 const MIN_GAIN: f64 = 0.02;
 
-/// A plan that computes while it loads must be better than the best of the others by this part of its time. It cuts the prompt
+/// A plan that computes while it loads, chunks or layers, must be better than the best of the others by this part of its time. It cuts the prompt
 /// once more, and the copies of a load slow the engine down: for short prompts that costs 5 to 9 %.
 const MIN_MEET_GAIN: f64 = 0.1;
 
@@ -77,8 +78,10 @@ pub struct PlanInput<'a> {
     pub tiers: &'a [TierState],
     /// What was measured; `None` before the first prompt.
     pub prefill: Option<PrefillSpeed>,
-    /// Layers of the model.
+    /// Layers of the model; 1 where the chunks cannot be read layer by layer.
     pub n_layers: usize,
+    /// Tokens of the longest pass: what is computed behind it finds all layers loaded.
+    pub max_pass_tokens: usize,
 }
 
 /// What is done with the chunks of slow tiers.
@@ -86,6 +89,8 @@ pub struct PlanInput<'a> {
 pub enum Decision {
     /// They are loaded, and nothing is computed meanwhile.
     Load,
+    /// They are loaded layer by layer, and what lies behind them is computed layer by layer meanwhile.
+    Layers,
     /// The front is computed while the back loads.
     Meet,
     /// They are computed.
@@ -114,8 +119,7 @@ pub struct PlanTimes {
     pub load_all_s: f64,
     /// If none was, also none from memory.
     pub compute_all_s: f64,
-    /// If all chunks were loaded layer by layer, and the rest computed layer by layer behind them: what it takes at best. No plan
-    /// does that; it says what an engine would gain whose passes wait for layers.
+    /// If all chunks were loaded layer by layer, and the rest computed layer by layer behind them.
     pub load_layers_s: f64,
 }
 
@@ -144,6 +148,7 @@ impl Decision {
     pub fn name(self) -> &'static str {
         match self {
             Self::Load => "load",
+            Self::Layers => "layers",
             Self::Meet => "meet",
             Self::Compute => "compute",
         }
@@ -252,16 +257,18 @@ impl<'a> Search<'a> {
         front_s.max(load_s) + behind_s + tail_s
     }
 
-    /// Seconds if loading and computing go through the layers one behind the other. The slower of the two is waited for; the
-    /// other one is ahead of it, but for one layer.
+    /// Seconds if loading and the first pass behind it go through the layers one behind the other. The slower of the two is waited
+    /// for; the other one is ahead of it, but for one layer.
     fn load_layers_s(&self) -> f64 {
         let load_s = self.load_s(&(0..self.input.chunks.len()));
         let queue_s = self.input.queue_s(&self.prefill);
-        let tail_s = self.prefill.seconds(self.input.first_unchunked()..self.input.n_prompt_tokens);
+        let (first, end) = (self.input.first_unchunked(), self.input.n_prompt_tokens);
+        let pass_end = end.min(first.saturating_add(self.input.max_pass_tokens)).max(first);
+        let pass_s = self.prefill.seconds(first..pass_end);
         let n_layers = self.input.n_layers.max(1) as f64;
-        let load_is_slower_s = queue_s.max(load_s) + tail_s / n_layers;
-        let compute_is_slower_s = queue_s.max(load_s / n_layers) + tail_s;
-        load_is_slower_s.max(compute_is_slower_s)
+        let load_is_slower_s = queue_s.max(load_s) + pass_s / n_layers;
+        let compute_is_slower_s = queue_s.max(load_s / n_layers) + pass_s;
+        load_is_slower_s.max(compute_is_slower_s) + self.prefill.seconds(pass_end..end.max(pass_end))
     }
 
     /// Whether something is computed while the chunks `loaded` come from slow tiers.
@@ -291,19 +298,22 @@ impl<'a> Search<'a> {
                 consider(start..end);
             }
         }
-        let is_worth_it = meeting.0 + MIN_MEET_GAIN_S < simple.0 * (1.0 - MIN_MEET_GAIN);
-        let best = if is_worth_it { meeting } else { simple };
-        let (plan_s, loaded) = best;
-        let decision = match &loaded {
-            loaded if self.is_meeting(loaded) => Decision::Meet,
-            loaded if self.load_s(loaded) <= 0.0 => Decision::Compute,
-            _ => Decision::Load,
+        let load_layers_s = self.load_layers_s();
+        let gains = |plan_s: f64| plan_s + MIN_MEET_GAIN_S < simple.0 * (1.0 - MIN_MEET_GAIN);
+        let (plan_s, loaded, decision) = if gains(load_layers_s) && load_layers_s < meeting.0 {
+            (load_layers_s, 0..n_chunks, Decision::Layers)
+        } else if gains(meeting.0) {
+            (meeting.0, meeting.1, Decision::Meet)
+        } else if self.load_s(&simple.1) <= 0.0 {
+            (simple.0, simple.1, Decision::Compute)
+        } else {
+            (simple.0, simple.1, Decision::Load)
         };
         let times = PlanTimes {
             plan_s,
             load_all_s: self.plan_s(&(0..n_chunks)),
             compute_all_s: self.input.compute_all_s(&self.prefill),
-            load_layers_s: self.load_layers_s(),
+            load_layers_s,
         };
         let n_asked = if decision == Decision::Compute { 0 } else { loaded.end };
         Plan { decision, n_chunks: n_asked, n_computed_chunks: loaded.start, times: Some(times) }
@@ -343,6 +353,7 @@ mod tests {
             tiers: states,
             prefill,
             n_layers: 4,
+            max_pass_tokens: usize::MAX,
         })
     }
 
@@ -372,6 +383,35 @@ mod tests {
         // Computing the first chunk meanwhile would save a tenth of the loads, and computing two of them a fifth.
         assert_eq!(times_as_fast(9.0).decision, Decision::Load);
         assert_eq!((times_as_fast(3.0).decision, times_as_fast(3.0).n_computed_chunks), (Decision::Meet, 2));
+    }
+
+    #[test]
+    fn layers_are_loaded_where_a_pass_behind_them_takes_as_long() {
+        let chunks = chunks(&[Some(0); 4], 1 << 20);
+        let decide = |n_behind: usize, n_layers, max_pass_tokens| {
+            plan(&PlanInput {
+                n_prompt_tokens: (4 + n_behind) * CHUNK,
+                first_token: 0,
+                n_queued_tokens: 0,
+                chunks: &chunks,
+                // A third of the time that computing them takes.
+                tiers: &[state(30.0 * f64::from(1 << 20), 0.0)],
+                prefill: Some(PREFILL),
+                n_layers,
+                max_pass_tokens,
+            })
+        };
+        let plan = decide(2, 8, 4 * CHUNK);
+        assert_eq!((plan.decision, plan.n_chunks, plan.n_computed_chunks), (Decision::Layers, 4, 0));
+        let times = plan.times.unwrap();
+        assert!(
+            (times.load_all_s - 0.333).abs() < 0.001 && (times.plan_s - 0.217).abs() < 0.001,
+            "{times:?}"
+        );
+        // Nothing to compute behind them, nothing to gain by passes that are short, and no layers.
+        assert_ne!(decide(0, 8, 4 * CHUNK).decision, Decision::Layers);
+        assert_ne!(decide(2, 8, 16).decision, Decision::Layers);
+        assert_ne!(decide(2, 1, 4 * CHUNK).decision, Decision::Layers);
     }
 
     #[test]
@@ -443,6 +483,7 @@ mod tests {
                 tiers: &tiers,
                 prefill,
                 n_layers: 4,
+                max_pass_tokens: usize::MAX,
             })
         };
         assert_eq!(of(0).decision, Decision::Meet);
@@ -460,6 +501,7 @@ mod tests {
             n_queued_tokens in 0_usize..10_000,
             n_more in 1_usize..500,
             n_layers in 1_usize..100,
+            max_pass_tokens in 1_usize..1000,
         ) {
             let chunks = chunks(&tiers, 2 << 20);
             let states: Vec<TierState> = speeds.iter().zip(queued).map(|((power, latency_s), queued_bytes)| {
@@ -473,6 +515,7 @@ mod tests {
                 tiers: &states,
                 prefill: Some(PrefillSpeed { pass_s, token_s, attended_s }),
                 n_layers,
+                max_pass_tokens,
             };
             let plan = plan(&input);
             let PlanTimes { plan_s, load_all_s, compute_all_s, load_layers_s } = plan.times.unwrap();

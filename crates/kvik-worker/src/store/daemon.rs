@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvik_model::{BLOCK_TOKENS, EndedSequence, KvSink};
 use kvik_node::{AttachOptions, DaemonPlan, NodeClient, NodeError, NodeSession, NodeWatch};
@@ -19,7 +19,7 @@ use super::loader::{Loader, Read};
 use super::planner::Planner;
 use super::segments::{DaemonSegments, SegmentKind, SegmentStore};
 use super::transfer::{SinkCounts, StoreSink};
-use super::{KvStore, LoadRequest, LoadedPrefix, Loading, PanicGuard, loadable_tokens};
+use super::{KvStore, LoadRequest, Loading, PanicGuard, PromptKv, loadable_tokens};
 use crate::error::Result;
 
 /// Timeout of the first attachment: a worker that finds its daemon at the start tells the index of its chunks from the start.
@@ -31,7 +31,7 @@ pub(crate) struct DaemonStore {
     options: AttachOptions,
     loads: Arc<NodeSession>,
     writes: Arc<NodeSession>,
-    loader: Loader<LoadedPrefix>,
+    loader: Loader<PromptKv>,
     segments: SegmentStore,
     load_timeout: Duration,
     panic_guard: PanicGuard,
@@ -57,18 +57,18 @@ impl DaemonStore {
         let panic_guard = PanicGuard::default();
         let planner = Arc::new(DaemonPlanner::new(plan.planner));
         let (session, guard, is_layerwise) = (Arc::clone(&loads), panic_guard.clone(), plan.is_layerwise);
-        let deciding = Arc::clone(&planner);
-        let read = move |job: &Job<LoadedPrefix>, chain: &Chain, first_chunk: usize| {
+        let (deciding, timeout) = (Arc::clone(&planner), plan.load_timeout);
+        let read = move |job: &Job<PromptKv>, chain: &Chain, first_chunk: usize| {
             let read = |client: &NodeClient| {
                 if is_layerwise {
-                    read_layers(client, job, chain, first_chunk)
+                    read_layers(client, job, chain, first_chunk, Instant::now() + timeout).map(|()| None)
                 } else {
                     read_chunks(client, job, chain, first_chunk, &deciding)
                 }
             };
             guard.run(|| session.run(read)).flatten().flatten()
         };
-        let read: Arc<Read<LoadedPrefix>> = Arc::new(read);
+        let read: Arc<Read<PromptKv>> = Arc::new(read);
         let kind = SegmentKind::new(namespace, format, priming)?;
         let segments = DaemonSegments::start(&options, kind, panic_guard.clone())?;
         let segments = SegmentStore::start(Arc::new(segments), plan.load_timeout, panic_guard.clone())?;

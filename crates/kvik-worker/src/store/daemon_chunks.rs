@@ -1,13 +1,15 @@
 //! Chunks out of and into the arena of a daemon, copied by this process.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
-use kvik_node::{NodeClient, NodeError, OpenChain, RemoteLease};
+use kvik_node::{NodeClient, NodeError, OpenChain, RemoteLayers, RemoteLease};
 use kvik_store::Chain;
 
-use super::LoadedPrefix;
 use super::daemon_planner::DaemonPlanner;
 use super::job::Job;
+use super::layered::{LayerBytes, layered};
+use super::load::{LoadedPrefix, PromptKv};
 
 /// Chunks that are written with one request: the daemon publishes some while the next are copied, and a sequence that is
 /// given up ends soon.
@@ -34,11 +36,11 @@ pub(super) fn copy_out<T>(job: &Job<T>, lease: &RemoteLease) -> Result<Option<Ve
 /// them.
 pub(super) fn read_chunks(
     client: &NodeClient,
-    job: &Job<LoadedPrefix>,
+    job: &Job<PromptKv>,
     chain: &Chain,
     first_chunk: usize,
     planner: &DaemonPlanner,
-) -> Result<Option<LoadedPrefix>, NodeError> {
+) -> Result<Option<PromptKv>, NodeError> {
     let opened = client.open(chain)?;
     let (n_found, tier) = (opened.n_found(), opened.slowest_tier());
     if n_found <= first_chunk {
@@ -55,7 +57,7 @@ pub(super) fn read_chunks(
     let Some((lease, payloads)) = read_measured(job, &opened, first_chunk, planner)? else { return Ok(None) };
     let chunk_of = |place| (lease.token_range(place), lease.tier(place));
     let chunks = (0..lease.n_chunks()).map(chunk_of).collect();
-    Ok(LoadedPrefix::from_copies(chunks, payloads, chain))
+    Ok(LoadedPrefix::from_copies(chunks, payloads, chain).map(PromptKv::Loaded))
 }
 
 /// Copies the chunks that were found, from `first_chunk` on, and measures how fast they came; `None` if the job is not wanted any
@@ -77,35 +79,45 @@ fn read_measured<T>(
     planner.speed_of(opened.slowest_tier()).measure(read, n_bytes)
 }
 
-/// Copies the chunks of a prompt layer by layer as they arrive, from `first_chunk` on.
+/// Copies the chunks of a prompt layer by layer as they arrive, from `first_chunk` on: the job is done with the first layer, and
+/// the others follow until `deadline`.
 pub(super) fn read_layers(
     client: &NodeClient,
-    job: &Job<LoadedPrefix>,
+    job: &Job<PromptKv>,
     chain: &Chain,
     first_chunk: usize,
-) -> Result<Option<LoadedPrefix>, NodeError> {
+    deadline: Instant,
+) -> Result<(), NodeError> {
     let opened = client.open(chain)?;
     let tier = opened.slowest_tier();
     let mut layers = opened.retrieve_layers(first_chunk)?;
-    let mut payloads: Vec<Vec<u8>> =
-        (0..layers.n_chunks()).map(|place| vec![0; chain.payload_bytes(first_chunk + place)]).collect();
-    let mut n_layers = 0;
-    while job.is_wanted()
-        && let Some(layer_idx) = layers.next_layer()?
+    let Some(first) = next_layer(&mut layers)? else { return Ok(()) };
+    let chunk_of = |place| (chain.tokens_of(first_chunk + place), tier);
+    let chunks = (0..layers.n_chunks()).map(chunk_of).collect();
+    let n_layers = chain.space().format().n_layers as usize;
+    let (prefix, sender) = layered(chunks, n_layers, deadline);
+    sender.send(first, layers.n_chunks());
+    job.complete(Some(PromptKv::Layered(prefix)));
+    while sender.is_wanted()
+        && let Some(layer) = next_layer(&mut layers)?
     {
-        for (place, payload) in payloads.iter_mut().take(layers.n_chunks()).enumerate() {
-            let section_bytes = layers.section_bytes(place);
-            layers.copy_out(place, &mut payload[layer_idx * section_bytes..][..section_bytes])?;
-        }
-        n_layers += 1;
+        sender.send(layer, layers.n_chunks());
     }
-    if n_layers < chain.space().format().n_layers as usize {
+    Ok(())
+}
+
+/// Copies the next layer of the chunks that still hold; `None` where none does, and after the last.
+fn next_layer(layers: &mut RemoteLayers) -> Result<Option<LayerBytes>, NodeError> {
+    if layers.next_layer()?.is_none() || layers.n_chunks() == 0 {
         return Ok(None);
     }
-    payloads.truncate(layers.n_chunks());
-    let chunk_of = |place| (chain.tokens_of(first_chunk + place), tier);
-    let chunks = (0..payloads.len()).map(chunk_of).collect();
-    Ok(LoadedPrefix::from_copies(chunks, payloads, chain))
+    let mut sections = Vec::with_capacity(layers.n_chunks());
+    for place in 0..layers.n_chunks() {
+        let mut section = vec![0; layers.section_bytes(place)];
+        layers.copy_out(place, &mut section)?;
+        sections.push(section);
+    }
+    Ok(Some(LayerBytes::Copied(sections)))
 }
 
 /// Writes the chunks of a chain that the daemon does not have, as far as there is room and until they are given up. `fill` gets

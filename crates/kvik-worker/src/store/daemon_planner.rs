@@ -91,7 +91,8 @@ fn is_load_faster(
         chunks: &chunks,
         tiers: &[TierState { speed, queued_bytes: 0 }],
         prefill,
-        n_layers: chain.space().format().n_layers as usize,
+        n_layers: 1,
+        max_pass_tokens: 0,
     })
     .times;
     times.is_none_or(|times| times.load_all_s <= times.compute_all_s)

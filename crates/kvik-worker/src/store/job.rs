@@ -25,9 +25,13 @@ impl<T> Job<T> {
         !self.state.lock().is_given_up
     }
 
+    /// Hands the result over; the first one counts.
     pub(super) fn complete(&self, result: Option<T>) {
         let callback = {
             let mut state = self.state.lock();
+            if state.is_done {
+                return;
+            }
             state.is_done = true;
             state.result = result;
             state.callback.take()

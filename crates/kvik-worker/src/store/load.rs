@@ -6,11 +6,15 @@ use std::time::{Duration, Instant};
 
 use kvik_model::{BLOCK_TOKENS, BlockSource, PrefixKv};
 use kvik_store::plan::Decision;
-use kvik_store::{Chain, Inquiry, Layer, Prefetch, Retrieved, Store};
+use kvik_store::{Chain, Inquiry, Prefetch, Retrieved, Store};
 use kvik_tier::TierKind;
 
+use super::PanicGuard;
 use super::arriving::{ArrivingPrefix, TakenTokens};
 use super::job::JobHandle;
+use super::layered::LayeredPrefix;
+use super::loader::LoadThreads;
+use super::local_layers::begin_layers;
 use super::planner::{LoadRequest, Planner};
 
 /// What came of the request to load.
@@ -36,8 +40,10 @@ pub(crate) struct Load {
 pub(crate) enum PromptKv {
     /// All of it is there.
     Loaded(LoadedPrefix),
-    /// Some of it comes while the engine computes.
+    /// Some chunks come while the engine computes.
     Arriving(ArrivingPrefix),
+    /// Some layers do.
+    Layered(LayeredPrefix),
 }
 
 /// The tokens that came from the store, by chunk, and the tier of each.
@@ -60,24 +66,32 @@ pub(crate) struct LoadedPrefix {
 #[derive(Debug)]
 enum Source {
     Whole(Prefetch),
-    Job(JobHandle<LoadedPrefix>),
+    Job(JobHandle<PromptKv>),
     Inquiry(Box<PlannedLoad>),
+}
+
+/// What decides how the KV of a request is loaded, and loads it.
+#[derive(Debug)]
+pub(super) struct LoadPlanner {
+    pub(super) store: Store,
+    pub(super) planner: Arc<Planner>,
+    /// Read layer by layer; without them, chunks are read whole.
+    pub(super) layer_threads: Option<Arc<LoadThreads>>,
+    pub(super) panic_guard: PanicGuard,
+    pub(super) timeout: Duration,
 }
 
 /// A request for which tiers are asked what they have, before it is planned.
 #[derive(Debug)]
 struct PlannedLoad {
-    store: Store,
-    planner: Arc<Planner>,
+    planner: LoadPlanner,
     request: LoadRequest,
     inquiry: Inquiry,
-    timeout: Duration,
 }
 
 #[derive(Debug)]
 enum Bytes {
     Whole(Retrieved),
-    Layers(Vec<Layer>),
     /// Copies of whole chunks, layer 0 first.
     Copies {
         payloads: Vec<Vec<u8>>,
@@ -97,25 +111,19 @@ pub(super) fn begin(store: &Store, chain: &Chain, first_chunk: usize, timeout: D
     Loading::Pending(Load { deadline: Instant::now() + timeout, source: Source::Whole(prefetch) })
 }
 
-/// Begins to load what a plan asks for, as soon as it is known where the chunks are.
-pub(super) fn begin_planned(
-    store: &Store,
-    planner: &Arc<Planner>,
-    request: &LoadRequest,
-    timeout: Duration,
-) -> Loading {
-    let inquiry = store.inquire(&request.chain, request.first_chunk());
-    let planned = PlannedLoad {
-        store: store.clone(),
-        planner: Arc::clone(planner),
-        request: request.clone(),
-        inquiry,
-        timeout,
-    };
-    if planned.inquiry.is_done() {
-        return planned.finish().map_or(Loading::Nothing, Loading::Ready);
+// === impl LoadPlanner ===
+
+impl LoadPlanner {
+    /// Begins to load what a plan asks for, as soon as it is known where the chunks are.
+    pub(super) fn begin(self, request: &LoadRequest) -> Loading {
+        let inquiry = self.store.inquire(&request.chain, request.first_chunk());
+        let deadline = Instant::now() + self.timeout;
+        let planned = PlannedLoad { planner: self, request: request.clone(), inquiry };
+        if planned.inquiry.is_done() {
+            return planned.finish().map_or(Loading::Nothing, Loading::Ready);
+        }
+        Loading::Pending(Load { deadline, source: Source::Inquiry(Box::new(planned)) })
     }
-    Loading::Pending(Load { deadline: Instant::now() + timeout, source: Source::Inquiry(Box::new(planned)) })
 }
 
 // === impl PlannedLoad ===
@@ -123,18 +131,25 @@ pub(super) fn begin_planned(
 impl PlannedLoad {
     /// Plans with what was found by now, and begins.
     fn finish(self) -> Option<PromptKv> {
-        let places = self.inquiry.places();
+        let Self { planner: LoadPlanner { store, planner, layer_threads, panic_guard, timeout }, .. } = &self;
+        let (request, places) = (&self.request, self.inquiry.places());
         if places.n_chunks() == 0 {
             return None;
         }
-        let planned = self.planner.plan(&self.store, &self.request, &places);
-        self.planner.count(&planned);
-        if planned.plan.decision == Decision::Compute {
+        let planned = planner.plan(store, request, &places);
+        planner.count(&planned);
+        match (planned.plan.decision, layer_threads) {
+            (Decision::Layers, Some(threads)) => {
+                let layers = begin_layers(store, threads, panic_guard, request, &places, &planned, *timeout);
+                if layers.is_some() {
+                    return layers.map(PromptKv::Layered);
+                }
+            }
             // A tier that is not read any more would stay as slow as it was.
-            self.store.measure_tiers(self.request.chain.space());
+            (Decision::Compute, _) => store.measure_tiers(request.chain.space()),
+            _ => {}
         }
-        ArrivingPrefix::begin(&self.store, &self.planner, &self.request, &places, planned, self.timeout)
-            .map(PromptKv::Arriving)
+        ArrivingPrefix::begin(store, planner, request, &places, planned, *timeout).map(PromptKv::Arriving)
     }
 }
 
@@ -149,6 +164,10 @@ impl PromptKv {
                 (Arc::new(prefix), ChunkTiers::Loaded(chunks))
             }
             Self::Arriving(prefix) => {
+                let taken = prefix.taken();
+                (Arc::new(prefix), ChunkTiers::Taken(taken))
+            }
+            Self::Layered(prefix) => {
                 let taken = prefix.taken();
                 (Arc::new(prefix), ChunkTiers::Taken(taken))
             }
@@ -175,7 +194,7 @@ impl Default for ChunkTiers {
 // === impl Load ===
 
 impl Load {
-    pub(super) fn of_job(job: JobHandle<LoadedPrefix>, timeout: Duration) -> Self {
+    pub(super) fn of_job(job: JobHandle<PromptKv>, timeout: Duration) -> Self {
         Self { deadline: Instant::now() + timeout, source: Source::Job(job) }
     }
 
@@ -195,12 +214,13 @@ impl Load {
 
     /// What has arrived by now, or comes while the engine computes.
     pub(crate) fn finish(self) -> Option<PromptKv> {
-        let loaded = match self.source {
-            Source::Whole(prefetch) => LoadedPrefix::from_chunks(prefetch.wait(Duration::ZERO)),
+        match self.source {
+            Source::Whole(prefetch) => {
+                LoadedPrefix::from_chunks(prefetch.wait(Duration::ZERO)).map(PromptKv::Loaded)
+            }
             Source::Job(job) => job.take(),
-            Source::Inquiry(planned) => return planned.finish(),
-        };
-        loaded.map(PromptKv::Loaded)
+            Source::Inquiry(planned) => planned.finish(),
+        }
     }
 }
 
@@ -211,11 +231,6 @@ impl LoadedPrefix {
         let chunks: Vec<_> =
             retrieved.chunks().iter().map(|chunk| (chunk.token_range(), chunk.tier())).collect();
         (!chunks.is_empty()).then_some(Self { chunks, bytes: Bytes::Whole(retrieved) })
-    }
-
-    /// What layers have brought; `None` without chunks.
-    pub(super) fn from_layers(chunks: Vec<(Range<usize>, TierKind)>, layers: Vec<Layer>) -> Option<Self> {
-        (!chunks.is_empty()).then_some(Self { chunks, bytes: Bytes::Layers(layers) })
     }
 
     /// Copies of whole chunks of a chain; `None` without chunks.
@@ -236,7 +251,6 @@ impl BlockSource for LoadedPrefix {
         let (tokens, _) = self.chunks.get(chunk_idx)?;
         let section = match &self.bytes {
             Bytes::Whole(retrieved) => retrieved.chunks().get(chunk_idx)?.layer(0, layer_idx),
-            Bytes::Layers(layers) => layers.get(layer_idx)?.section(chunk_idx, 0),
             Bytes::Copies { payloads, n_layers } => {
                 let payload = payloads.get(chunk_idx)?;
                 let section_bytes = payload.len().checked_div(*n_layers)?;

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvik_model::{BLOCK_TOKENS, EndedSequence, KvSink};
 use kvik_node::{PlannerMode, open_store};
@@ -11,11 +11,14 @@ use kvik_tier::TierKind;
 use kvik_types::{BlockHash, CacheSalt, Namespace, TokenId};
 
 use super::job::Job;
-use super::loader::{Loader, Read};
+use super::layered::{LayerBytes, layered};
+use super::load::LoadPlanner;
+use super::loader::{LoadThreads, Loader, Read};
+use super::local_layers::{n_layers, send_layers};
 use super::planner::Planner;
 use super::segments::{LocalSegments, SegmentKind, SegmentStore};
 use super::transfer::{SinkCounts, StoreSink};
-use super::{KvStore, LoadRequest, LoadedPrefix, Loading, PanicGuard, load, loadable_tokens, refused};
+use super::{KvStore, LoadRequest, Loading, PanicGuard, PromptKv, load, loadable_tokens, refused};
 use crate::config::StoreConfig;
 use crate::error::Result;
 
@@ -26,13 +29,22 @@ pub(crate) struct LocalStore {
     space: Space,
     namespace: Namespace,
     load_timeout: Duration,
-    /// Reads layer by layer where that is wanted.
-    layer_loader: Option<Arc<Loader<LoadedPrefix>>>,
+    layer_reads: LayerReads,
     panic_guard: PanicGuard,
     segments: Arc<SegmentStore>,
     sink_counts: Arc<SinkCounts>,
     planner: Arc<Planner>,
     planner_mode: PlannerMode,
+}
+
+/// What is read layer by layer.
+#[derive(Debug, Clone)]
+enum LayerReads {
+    Nothing,
+    /// What a plan says.
+    Planned(Arc<LoadThreads>),
+    /// Everything.
+    All(Arc<Loader<PromptKv>>),
 }
 
 impl LocalStore {
@@ -50,14 +62,20 @@ impl LocalStore {
         let store = open_store(config, &plan, None)?;
         let namespace = Namespace { tenant: config.tenant.clone(), ..namespace.clone() };
         let space = store.space(&namespace, format).map_err(refused)?;
-        let layer_loader = if plan.is_layerwise {
+        let plans = plan.planner == PlannerMode::Auto && !store.tier_states().is_empty();
+        let layer_reads = if plan.is_layerwise {
             let reading = store.clone();
-            let read =
-                move |job: &Job<LoadedPrefix>, chain: &Chain, first| read_layers(&reading, job, chain, first);
-            let read: Arc<Read<LoadedPrefix>> = Arc::new(read);
-            Some(Arc::new(Loader::start("layers", &read)?))
+            let timeout = plan.load_timeout;
+            let read = move |job: &Job<PromptKv>, chain: &Chain, first| {
+                read_layers(&reading, job, chain, first, timeout);
+                None
+            };
+            let read: Arc<Read<PromptKv>> = Arc::new(read);
+            LayerReads::All(Arc::new(Loader::start("layers", &read)?))
+        } else if plans {
+            LayerReads::Planned(Arc::new(LoadThreads::start("layers")?))
         } else {
-            None
+            LayerReads::Nothing
         };
         let panic_guard = PanicGuard::default();
         let segments = LocalSegments::open(&store, &SegmentKind::new(&namespace, format, priming)?)?;
@@ -70,7 +88,7 @@ impl LocalStore {
             space,
             namespace,
             load_timeout: plan.load_timeout,
-            layer_loader,
+            layer_reads,
             panic_guard,
             segments: Arc::new(segments),
             sink_counts: Arc::default(),
@@ -124,7 +142,7 @@ impl LocalStore {
 
     /// Whether chunks are read layer by layer; nothing is planned then.
     pub(crate) fn is_layerwise(&self) -> bool {
-        self.layer_loader.is_some()
+        matches!(self.layer_reads, LayerReads::All(_))
     }
 
     /// Sequences whose KV the sink did not take.
@@ -138,14 +156,26 @@ impl LocalStore {
         if has_all || self.planner_mode == PlannerMode::ComputeAll {
             return Loading::Nothing;
         }
-        match &self.layer_loader {
+        let threads = match &self.layer_reads {
             // A tier must be known to have its first chunk.
-            Some(_) if self.store.tiers_of(chain, first_chunk).is_empty() => Loading::Nothing,
-            Some(loader) => loader.load(chain, first_chunk, self.load_timeout),
-            None if self.planner_mode == PlannerMode::Auto => {
-                load::begin_planned(&self.store, &self.planner, request, self.load_timeout)
+            LayerReads::All(_) if self.store.tiers_of(chain, first_chunk).is_empty() => {
+                return Loading::Nothing;
             }
-            None => load::begin(&self.store, chain, first_chunk, self.load_timeout),
+            LayerReads::All(loader) => return loader.load(chain, first_chunk, self.load_timeout),
+            LayerReads::Planned(threads) => Some(Arc::clone(threads)),
+            LayerReads::Nothing => None,
+        };
+        if self.planner_mode == PlannerMode::Auto {
+            let planner = LoadPlanner {
+                store: self.store.clone(),
+                planner: Arc::clone(&self.planner),
+                layer_threads: threads,
+                panic_guard: self.panic_guard.clone(),
+                timeout: self.load_timeout,
+            };
+            planner.begin(request)
+        } else {
+            load::begin(&self.store, chain, first_chunk, self.load_timeout)
         }
     }
 
@@ -217,28 +247,20 @@ impl KvStore for LocalStore {
     }
 }
 
-fn read_layers(
-    store: &Store,
-    job: &Job<LoadedPrefix>,
-    chain: &Chain,
-    first_chunk: usize,
-) -> Option<LoadedPrefix> {
+/// Reads all chunks that are found layer by layer: the job is done with the first layer, and the others follow.
+fn read_layers(store: &Store, job: &Job<PromptKv>, chain: &Chain, first_chunk: usize, timeout: Duration) {
+    let deadline = Instant::now() + timeout;
     // Asked first: what is read stays in memory.
     let tier_of = |chunk_idx| store.tiers_of(chain, chunk_idx).into_iter().min();
     let tiers: Vec<Option<TierKind>> = (first_chunk..chain.n_chunks()).map(tier_of).collect();
     let mut reader = store.retrieve_layers(chain, first_chunk);
-    let mut layers = Vec::new();
-    while job.is_wanted()
-        && let Some(layer) = reader.next_layer()
-    {
-        layers.push(layer);
-    }
-    if layers.len() < chain.space().format().n_layers as usize {
-        return None;
-    }
+    let Some(first) = reader.next_layer() else { return };
     let chunks: Vec<_> = (first_chunk..first_chunk + reader.n_chunks())
         .zip(tiers)
         .map(|(chunk_idx, tier)| (chain.tokens_of(chunk_idx), tier.unwrap_or(TierKind::Ram)))
         .collect();
-    LoadedPrefix::from_layers(chunks, layers)
+    let (prefix, sender) = layered(chunks, n_layers(chain), deadline);
+    sender.send(LayerBytes::Leased(first), reader.n_chunks());
+    job.complete(Some(PromptKv::Layered(prefix)));
+    send_layers(&mut reader, &sender);
 }

@@ -1,8 +1,8 @@
 //! The store below the engine: KV of ended sequences goes down, and comes back for later prompts.
 //!
-//! Parts: [`KvStore`] is what the engine's thread asks for, `local` a store in this process, `daemon` that of a daemon on
+//! Parts: [`KvStore`] is what the engine's thread asks for, `local` a store in this process (`local_layers` reads it layer by layer), `daemon` that of a daemon on
 //! this machine, whose bytes `daemon_chunks` copies if `daemon_planner` wants them; `segments` are parts of prompts in either of them; `transfer` takes KV out of the engine, `load` is a prompt's KV on its way, `planner` decides what of it is loaded,
-//! `arriving` is what comes while the engine computes, and `loader` are threads that read where reading blocks.
+//! `arriving` is what comes chunk by chunk while the engine computes, `layered` what comes layer by layer, and `loader` are threads that read where reading blocks.
 //!
 //! **Invariant:** nothing here can fail a request. What the store does not have, or does not give in time,
 //! is computed; a store that panics is not asked again.
@@ -12,9 +12,11 @@ mod daemon;
 mod daemon_chunks;
 mod daemon_planner;
 mod job;
+mod layered;
 mod load;
 mod loader;
 mod local;
+mod local_layers;
 mod planner;
 mod segments;
 mod transfer;
@@ -33,7 +35,7 @@ use crate::config::StoreConfig;
 use crate::error::{Result, WorkerError};
 
 pub(crate) use daemon::DaemonStore;
-pub(crate) use load::{ChunkTiers, Load, LoadedPrefix, Loading, PromptKv};
+pub(crate) use load::{ChunkTiers, Load, Loading, PromptKv};
 pub(crate) use local::LocalStore;
 pub(crate) use planner::{LoadRequest, Planned, Planner};
 pub(crate) use segments::{SegmentLoad, SegmentLoading, SegmentStore};

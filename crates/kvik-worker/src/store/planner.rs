@@ -3,7 +3,7 @@
 //! [`Planner`] has what was measured: the store knows its tiers, the engine's thread tells what its passes took. It decides
 //! what is asked of slow tiers, and how long the engine waits for a chunk when it has come to it.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use kvik_store::plan::{
     Decision, Plan, PlanInput, PlannedChunk, PrefillMeter, PrefillSpeed, TierState, plan,
@@ -26,6 +26,8 @@ pub(crate) struct LoadRequest {
 #[derive(Debug, Default)]
 pub(crate) struct Planner {
     prefill: Mutex<PrefillMeter>,
+    /// Tokens of the longest pass so far.
+    longest_pass: AtomicUsize,
     counts: PlanCounts,
 }
 
@@ -33,6 +35,7 @@ pub(crate) struct Planner {
 #[derive(Debug, Default)]
 struct PlanCounts {
     loads: AtomicU64,
+    layers: AtomicU64,
     meets: AtomicU64,
     computes: AtomicU64,
     loaded_tokens: AtomicU64,
@@ -59,6 +62,7 @@ impl LoadRequest {
 impl Planner {
     /// Takes a pass of the engine.
     pub(crate) fn note_pass(&self, n_tokens: usize, n_attended: u64, seconds: f64) {
+        self.longest_pass.fetch_max(n_tokens, Ordering::Relaxed);
         self.prefill.lock().add(n_tokens, n_attended, seconds);
     }
 
@@ -88,6 +92,7 @@ impl Planner {
             tiers: &tiers,
             prefill,
             n_layers: request.chain.space().format().n_layers as usize,
+            max_pass_tokens: self.longest_pass.load(Ordering::Relaxed),
         });
         Planned { plan, chunks, tiers, prefill }
     }
@@ -98,6 +103,7 @@ impl Planner {
         let counts = &self.counts;
         let decided = match plan.decision {
             Decision::Load => &counts.loads,
+            Decision::Layers => &counts.layers,
             Decision::Meet => &counts.meets,
             Decision::Compute => &counts.computes,
         };
@@ -110,10 +116,11 @@ impl Planner {
     }
 
     /// What was decided, by name.
-    pub(crate) fn counts(&self) -> [(&'static str, u64); 5] {
+    pub(crate) fn counts(&self) -> [(&'static str, u64); 6] {
         let counts = &self.counts;
         [
             ("planned_load_requests", &counts.loads),
+            ("planned_layers_requests", &counts.layers),
             ("planned_meet_requests", &counts.meets),
             ("planned_compute_requests", &counts.computes),
             ("planned_loaded_tokens", &counts.loaded_tokens),

@@ -5,7 +5,7 @@ use std::sync::mpsc;
 use kvik_node::PlannerMode;
 use kvik_proto::cache::{ExplainResponse, ExplainedChunk, PredictedTimes, PrefillEstimate, TierEstimate};
 use kvik_store::TierSpeed;
-use kvik_store::plan::{PlanTimes, PlannedChunk, PrefillSpeed, TierState};
+use kvik_store::plan::{Decision, PlanTimes, PlannedChunk, PrefillSpeed, TierState};
 
 use crate::prompt::Prompt;
 use crate::store::{LoadRequest, LocalStore, Planned};
@@ -42,12 +42,13 @@ pub(super) fn explain(local: &LocalStore, prompt: &Prompt) -> ExplainResponse {
             action: if is_loaded { "load" } else { "compute" }.to_owned(),
         }
     };
+    let is_by_layers = local.is_layerwise() || plan.decision == Decision::Layers;
     ExplainResponse {
         prompt_tokens: prompt.tokens.len(),
         chunk_tokens: request.chain.space().chunk_tokens(),
         planner: mode_name(local.planner_mode()).to_owned(),
         decision: plan.decision.name().to_owned(),
-        reads: if local.is_layerwise() { "layers" } else { "whole" }.to_owned(),
+        reads: if is_by_layers { "layers" } else { "whole" }.to_owned(),
         predicted: plan.times.map(predicted),
         prefill: prefill.map(estimate),
         tiers: tiers.iter().enumerate().map(|(idx, state)| tier_estimate(name_of(idx + 1), state)).collect(),

@@ -87,7 +87,7 @@ async fn answers_are_the_same_to_the_bit_at_every_speed_of_a_tier() {
             forget(&worker).await;
         }
         let counts = worker.client.get("/cache/stats").await.json()["counts"].clone();
-        let n_planned: u64 = ["load", "meet", "compute"]
+        let n_planned: u64 = ["load", "layers", "meet", "compute"]
             .map(|decision| counts[format!("planned_{decision}_requests")].as_u64().unwrap())
             .iter()
             .sum();
@@ -116,6 +116,39 @@ async fn a_slow_tier_brings_the_back_of_a_prompt_while_its_front_is_computed() {
         n_loaded.push(tiers["nvme"].as_u64().unwrap_or(0));
     }
     assert!(n_loaded.iter().any(|n_loaded| (256..1536).contains(n_loaded)), "{n_loaded:?}");
+    worker.end().await;
+}
+
+#[tokio::test]
+async fn layers_come_while_what_lies_behind_them_is_computed() {
+    let folder = tempfile::tempdir().unwrap();
+    // Three chunks, and half a prompt behind them that is another one each time.
+    let stored = prompt(1)[..800].to_vec();
+    let prompts: Vec<Vec<u32>> = (2..6).map(|seed| [&stored[..], &prompt(seed)[800..]].concat()).collect();
+    fill(folder.path(), &[stored]).await;
+    let worker = start(slow_disk(folder.path(), 0, "compute_all")).await;
+    let begin = std::time::Instant::now();
+    let (mut expected, mut compute_s) = (Vec::new(), 0.0);
+    for prompt in &prompts {
+        expected.push(complete(&worker, prompt).await.0);
+        compute_s = begin.elapsed().as_secs_f64() / expected.len() as f64;
+    }
+    worker.end().await;
+    // As long as the first pass behind the chunks takes.
+    let bytes_per_s = (3.0 * 256.0 * 8192.0 / (0.3 * compute_s)) as u64;
+    let worker = start(slow_disk(folder.path(), bytes_per_s, "auto")).await;
+    let mut n_loaded = 0;
+    for (prompt, expected) in prompts.iter().zip(&expected) {
+        forget(&worker).await;
+        let (output, tiers) = complete(&worker, prompt).await;
+        assert_eq!(&output, expected);
+        n_loaded = n_loaded.max(tiers["nvme"].as_u64().unwrap_or(0));
+    }
+    let counts = worker.client.get("/cache/stats").await.json()["counts"].clone();
+    assert!(
+        0 < counts["planned_layers_requests"].as_u64().unwrap() && n_loaded == 768,
+        "{n_loaded}: {counts}"
+    );
     worker.end().await;
 }
 
@@ -224,7 +257,7 @@ async fn the_decision_for_a_prompt_is_explained() {
         ["plan_ms", "load_all_ms", "compute_all_ms", "load_layers_ms"]
             .map(|name| times[name].as_f64().unwrap());
     assert!(0.0 < load_layers && load_layers <= load_all + 0.001, "{measured}");
-    assert_eq!(measured["reads"], "whole");
+    assert_eq!(measured["reads"] == "layers", measured["decision"] == "layers", "{measured}");
     assert!(0.0 < plan && plan <= 1.05 * load_all.min(compute_all), "{measured}");
     worker.end().await;
 

@@ -10,6 +10,7 @@ mod watch;
 mod weights;
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use half::{bf16, f16};
 use kvik_types::Dtype;
@@ -21,7 +22,10 @@ use crate::kernels::{Isa, KvElement, KvPages, PageShape, PinnedBlocks, RotaryTab
 use crate::paging::{BLOCK_TOKENS, BlockId, BlockMemory, ElasticMemory, MemoryGroup};
 
 use super::checked::{check_sequences, plan_rows, spans_of};
-use super::{Backend, LayerKv, Logits, PinnedKv, SegmentPart, SequenceRows};
+use super::layer_import::LayerImport;
+use super::{
+    Backend, BlockSource, KvImport, LayerKv, Logits, PinnedKv, SegmentPart, SequenceRows, WantedLogits,
+};
 use pass::{Activations, Pass};
 use watch::Watch;
 use weights::ModelWeights;
@@ -59,6 +63,17 @@ enum Pages {
     F32(KvPages<f32>),
     F16(KvPages<f16>),
     Bf16(KvPages<bf16>),
+}
+
+impl Pages {
+    /// Writes a block of one layer; `bytes` has the length of one.
+    fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) {
+        match self {
+            Self::F32(pages) => pages.import_block(layer_idx, block, bytes),
+            Self::F16(pages) => pages.import_block(layer_idx, block, bytes),
+            Self::Bf16(pages) => pages.import_block(layer_idx, block, bytes),
+        }
+    }
 }
 
 /// Pages of their own, or on the memory that `options` names.
@@ -151,6 +166,7 @@ impl CpuBackend {
         sequences: &[SequenceRows<'_>],
         n_layers: usize,
         mut watch: Option<Watch<'_>>,
+        imports: &[&dyn KvImport],
         logits: Option<&mut Logits>,
     ) -> Result<()> {
         check_sequences(&self.config, sequences)?;
@@ -181,6 +197,10 @@ impl CpuBackend {
             n_rows,
         };
         for (layer_idx, layer) in self.weights.layers.iter().enumerate().take(n_layers) {
+            for import in imports {
+                let pages = &mut self.pages;
+                import.take_layer(layer_idx, &mut |block, bytes| pages.import_block(layer_idx, block, bytes));
+            }
             match &mut self.pages {
                 Pages::F32(pages) => pass.layer(layer_idx, layer, pages, watch.as_mut()),
                 Pages::F16(pages) => pass.layer(layer_idx, layer, pages, watch.as_mut()),
@@ -232,11 +252,11 @@ impl Backend for CpuBackend {
     }
 
     fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
-        self.pass(sequences, self.config.n_layers, None, Some(logits))
+        self.pass(sequences, self.config.n_layers, None, &[], Some(logits))
     }
 
     fn forward_layers(&mut self, sequences: &[SequenceRows<'_>], n_layers: usize) -> Result<()> {
-        self.pass(sequences, n_layers, None, None)
+        self.pass(sequences, n_layers, None, &[], None)
     }
 
     fn forward_watched(
@@ -248,7 +268,7 @@ impl Backend for CpuBackend {
     ) -> Result<()> {
         let n_layers = layers.end.min(self.config.n_layers);
         let watch = Watch { sequence, n_watched, layers, weights };
-        self.pass(&[sequence], n_layers, Some(watch), None)
+        self.pass(&[sequence], n_layers, Some(watch), &[], None)
     }
 
     fn place_kv(
@@ -352,11 +372,26 @@ impl Backend for CpuBackend {
             let value = format!("{} bytes long", bytes.len());
             return Err(ModelError::request("block", value, format!("{expected} bytes")));
         }
-        match &mut self.pages {
-            Pages::F32(pages) => pages.import_block(layer_idx, block, bytes),
-            Pages::F16(pages) => pages.import_block(layer_idx, block, bytes),
-            Pages::Bf16(pages) => pages.import_block(layer_idx, block, bytes),
-        }
+        self.pages.import_block(layer_idx, block, bytes);
         Ok(())
+    }
+
+    fn start_import(
+        &mut self,
+        source: &Arc<dyn BlockSource>,
+        blocks: &[(usize, BlockId)],
+    ) -> Option<Box<dyn KvImport>> {
+        let (n_layers, block_bytes) = (self.config.n_layers, self.block_layer_bytes());
+        Some(Box::new(LayerImport::new(Arc::clone(source), blocks.to_vec(), n_layers, block_bytes)))
+    }
+
+    fn forward_arriving(
+        &mut self,
+        sequences: &[SequenceRows<'_>],
+        imports: &[&dyn KvImport],
+        _wanted: WantedLogits,
+        logits: &mut Logits,
+    ) -> Result<()> {
+        self.pass(sequences, self.config.n_layers, None, imports, Some(logits))
     }
 }

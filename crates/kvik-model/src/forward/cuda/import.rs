@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel, sync_channel};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use kvik_memory::vmm::cuda::{CopyPiece, CopyWay, CudaCopier};
 use parking_lot::{Condvar, Mutex};
@@ -14,8 +15,12 @@ use crate::error::{ModelError, Result};
 use crate::forward::{BlockImport, BlockSource, KvImport};
 use crate::paging::BlockId;
 
-/// Blocks that are copied by one call: few enough that the first copy begins soon, many enough that the calls take little beside it.
-const BLOCKS_AT_A_TIME: usize = 128;
+/// Least bytes that are copied by one call, whole layers: few enough that a pass can begin soon, enough that the calls take little
+/// beside them.
+const BYTES_AT_A_TIME: usize = 64 << 20;
+
+/// How long the copy waits for a layer of its source: other copies wait behind it.
+const LAYER_PATIENCE: Duration = Duration::from_millis(200);
 
 /// Copies blocks in, at once or on a thread of its own, which ends with this.
 #[derive(Debug)]
@@ -42,19 +47,19 @@ struct Job {
 }
 
 /// How far a copy is.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 enum Progress {
-    #[default]
-    UnderWay,
+    /// So many layers are copied.
+    UnderWay(usize),
     Ended(Result<()>),
     Told,
 }
 
-/// Tells of the end of a copy.
-#[derive(Debug, Default)]
+/// Tells of the layers and the end of a copy.
+#[derive(Debug)]
 struct Ending {
     progress: Mutex<Progress>,
-    ended: Condvar,
+    changed: Condvar,
 }
 
 /// The obligation to report the end of a copy; one that is dropped reports a failure.
@@ -65,6 +70,7 @@ struct Teller(Arc<Ending>);
 #[derive(Debug)]
 struct DeviceImport {
     ending: Arc<Ending>,
+    n_layers: usize,
 }
 
 /// A copy of many blocks, ready for the driver.
@@ -73,6 +79,9 @@ struct Gathered {
     pieces: Vec<CopyPiece>,
     way: CopyWay,
 }
+
+/// Some layers of all blocks of a copy, and the first layer behind them.
+type GatheredLayers = (Gathered, usize);
 
 /// Memory of the host that is known to be registered with the driver.
 #[derive(Debug, Default)]
@@ -116,7 +125,7 @@ impl Importer {
         let ending = Arc::new(Ending::default());
         let job = Job { source, blocks, teller: Teller(Arc::clone(&ending)) };
         self.jobs.as_ref()?.send(job).ok()?;
-        Some(Box::new(DeviceImport { ending }))
+        Some(Box::new(DeviceImport { ending, n_layers: self.copier.pages.n_layers() }))
     }
 }
 
@@ -135,49 +144,61 @@ impl Copier {
     fn run(&self, jobs: &Receiver<Job>) {
         let mut known = KnownMemory::default();
         for Job { source, blocks, teller } in jobs {
-            let result = self.copy_blocks(source.as_ref(), &blocks, &mut known);
+            let result = self.copy_blocks(source.as_ref(), &blocks, &mut known, &teller.0);
             // The bytes are let go before the end is reported: they may be lent by the store.
             drop(source);
             teller.0.tell(result);
         }
     }
 
-    /// Copies blocks of `source`, and gathers the next ones meanwhile.
+    /// Copies blocks of `source`, layer after layer, and gathers the next layers meanwhile.
     fn copy_blocks(
         &self,
         source: &dyn BlockSource,
         blocks: &[(usize, BlockId)],
         known: &mut KnownMemory,
+        ending: &Ending,
     ) -> Result<()> {
+        let (n_layers, layer_bytes) = (self.pages.n_layers(), blocks.len() * self.pages.block_bytes());
+        // What is still coming is copied as it comes.
+        let n_bytes = if source.layers().has_ended { BYTES_AT_A_TIME } else { 1 };
+        let n_at_a_time = n_bytes.div_ceil(layer_bytes.max(1)).min(n_layers.max(1));
         std::thread::scope(|scope| {
-            let (sender, receiver) = sync_channel(1);
+            let (sender, receiver) = sync_channel::<Result<GatheredLayers>>(1);
             scope.spawn(move || {
-                for group in blocks.chunks(BLOCKS_AT_A_TIME) {
-                    let gathered = self.gather_blocks(source, group, known);
+                for first in (0..n_layers).step_by(n_at_a_time) {
+                    let layers = first..n_layers.min(first + n_at_a_time);
+                    let gathered = self.gather_layers(source, blocks, layers.clone(), known);
                     let is_last = gathered.is_err();
-                    if sender.send(gathered).is_err() || is_last {
+                    if sender.send(gathered.map(|gathered| (gathered, layers.end))).is_err() || is_last {
                         return;
                     }
                 }
             });
             for gathered in receiver {
+                let (gathered, n_there) = gathered?;
                 // SAFETY: `source` is borrowed until this returns, and the targets are blocks that the request alone holds.
-                unsafe { self.copy(&gathered?)? };
+                unsafe { self.copy(&gathered)? };
+                ending.tell_layers(n_there);
             }
             Ok(())
         })
     }
 
-    fn gather_blocks(
+    fn gather_layers(
         &self,
         source: &dyn BlockSource,
         blocks: &[(usize, BlockId)],
+        layers: Range<usize>,
         known: &mut KnownMemory,
     ) -> Result<Gathered> {
-        let n_layers = self.pages.n_layers();
-        let mut pieces = Vec::with_capacity(blocks.len() * n_layers);
+        let mut pieces = Vec::with_capacity(blocks.len() * layers.len());
         // Layer by layer: neighbours in a chunk of the store are neighbours here.
-        for layer_idx in 0..n_layers {
+        for layer_idx in layers {
+            if !source.wait_layer(layer_idx, LAYER_PATIENCE) {
+                let value = format!("{layer_idx} layers");
+                return Err(ModelError::request("kv", value, format!("{} layers", self.pages.n_layers())));
+            }
             for &(block_idx, block) in blocks {
                 let bytes = source.block(layer_idx, block_idx);
                 let bytes = bytes.filter(|bytes| bytes.len() == self.pages.block_bytes());
@@ -224,22 +245,43 @@ impl Copier {
     }
 }
 
+impl Default for Ending {
+    fn default() -> Self {
+        Self { progress: Mutex::new(Progress::UnderWay(0)), changed: Condvar::new() }
+    }
+}
+
 impl Ending {
+    fn tell_layers(&self, n_there: usize) {
+        let mut progress = self.progress.lock();
+        if let Progress::UnderWay(n_told) = &mut *progress {
+            *n_told = n_there;
+            self.changed.notify_all();
+        }
+    }
+
     fn tell(&self, result: Result<()>) {
         let mut progress = self.progress.lock();
-        if let Progress::UnderWay = *progress {
+        if let Progress::UnderWay(_) = *progress {
             *progress = Progress::Ended(result);
-            self.ended.notify_all();
+            self.changed.notify_all();
         }
+    }
+
+    /// Waits until so many layers are copied, or no more will be.
+    fn wait_layers(&self, n_layers: usize) {
+        let mut progress = self.progress.lock();
+        let is_short = |progress: &mut Progress| matches!(progress, Progress::UnderWay(n) if *n < n_layers);
+        self.changed.wait_while(&mut progress, is_short);
     }
 
     /// Waits for the end; says once how it was.
     fn wait(&self) -> Result<()> {
         let mut progress = self.progress.lock();
-        self.ended.wait_while(&mut progress, |progress| matches!(progress, Progress::UnderWay));
+        self.changed.wait_while(&mut progress, |progress| matches!(progress, Progress::UnderWay(_)));
         match std::mem::replace(&mut *progress, Progress::Told) {
             Progress::Ended(result) => result,
-            Progress::UnderWay | Progress::Told => Ok(()),
+            Progress::UnderWay(_) | Progress::Told => Ok(()),
         }
     }
 }
@@ -253,7 +295,18 @@ impl Drop for Teller {
 
 impl KvImport for DeviceImport {
     fn is_done(&self) -> bool {
-        !matches!(*self.ending.progress.lock(), Progress::UnderWay)
+        !matches!(*self.ending.progress.lock(), Progress::UnderWay(_))
+    }
+
+    fn n_layers_there(&self) -> usize {
+        match *self.ending.progress.lock() {
+            Progress::UnderWay(n_there) => n_there,
+            Progress::Ended(_) | Progress::Told => self.n_layers,
+        }
+    }
+
+    fn take_layer(&self, layer_idx: usize, _put: &mut dyn FnMut(BlockId, &[u8])) {
+        self.ending.wait_layers(layer_idx + 1);
     }
 
     fn finish(self: Box<Self>) -> Result<()> {

@@ -33,7 +33,7 @@ use crate::paging::{BLOCK_TOKENS, BlockId, BlockMemory, ElasticMemory, MemoryGro
 use super::checked::{check_sequences, plan_rows, spans_of};
 use super::{
     Backend, BestToken, BlockImport, BlockSource, KvImport, KvSize, LayerKv, Logits, PinnedKv, SegmentPart,
-    SequenceRows,
+    SequenceRows, WantedLogits,
 };
 use activations::{Activations, BEST_BYTES};
 use device::{Buffer, Device};
@@ -80,13 +80,6 @@ impl Default for CudaBackendOptions {
     }
 }
 
-/// What a pass gives of its logits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Wanted {
-    Rows,
-    Best,
-}
-
 /// Weights, keys and values on a GPU.
 #[derive(Debug)]
 pub struct CudaBackend {
@@ -121,12 +114,14 @@ impl CudaBackend {
         self.weights.size_bytes()
     }
 
-    /// Runs the rows through the first `n_layers` layers; `after` is called behind each that was queued.
+    /// Runs the rows through the first `n_layers` layers. Each is queued when the copies of `imports` have it; `after` is called
+    /// behind it.
     fn pass(
         &mut self,
         sequences: &[SequenceRows<'_>],
         n_layers: usize,
-        logits: Option<(&mut Logits, Wanted)>,
+        imports: &[&dyn KvImport],
+        logits: Option<(&mut Logits, WantedLogits)>,
         mut after: impl FnMut(&Self, usize) -> Result<()>,
     ) -> Result<()> {
         check_sequences(&self.config, sequences)?;
@@ -160,13 +155,17 @@ impl CudaBackend {
         };
         let queued = pass.begin().and_then(|()| {
             for (layer_idx, layer) in self.weights.layers.iter().enumerate().take(n_layers) {
+                for import in imports {
+                    // The thread that copies writes the blocks.
+                    import.take_layer(layer_idx, &mut |_, _| {});
+                }
                 pass.layer(layer_idx, layer)?;
                 after(self, layer_idx)?;
             }
             match &logits {
                 None => Ok(()),
-                Some((_, Wanted::Rows)) => pass.logits(),
-                Some((_, Wanted::Best)) => pass.logits().and_then(|()| pass.best_tokens()),
+                Some((_, WantedLogits::Rows)) => pass.logits(),
+                Some((_, WantedLogits::Best)) => pass.logits().and_then(|()| pass.best_tokens()),
             }
         });
         if let Err(error) = queued {
@@ -175,8 +174,8 @@ impl CudaBackend {
             return Err(error);
         }
         match logits {
-            Some((logits, Wanted::Rows)) => self.fetch_logits(lists.n_logits(), logits),
-            Some((logits, Wanted::Best)) => self.fetch_best(lists.n_logits(), logits),
+            Some((logits, WantedLogits::Rows)) => self.fetch_logits(lists.n_logits(), logits),
+            Some((logits, WantedLogits::Best)) => self.fetch_best(lists.n_logits(), logits),
             None => self.device.synchronize(),
         }
     }
@@ -229,15 +228,15 @@ impl Backend for CudaBackend {
     }
 
     fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
-        self.pass(sequences, self.config.n_layers, Some((logits, Wanted::Rows)), |_, _| Ok(()))
+        self.pass(sequences, self.config.n_layers, &[], Some((logits, WantedLogits::Rows)), |_, _| Ok(()))
     }
 
     fn forward_best(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
-        self.pass(sequences, self.config.n_layers, Some((logits, Wanted::Best)), |_, _| Ok(()))
+        self.pass(sequences, self.config.n_layers, &[], Some((logits, WantedLogits::Best)), |_, _| Ok(()))
     }
 
     fn forward_layers(&mut self, sequences: &[SequenceRows<'_>], n_layers: usize) -> Result<()> {
-        self.pass(sequences, n_layers, None, |_, _| Ok(()))
+        self.pass(sequences, n_layers, &[], None, |_, _| Ok(()))
     }
 
     fn forward_watched(
@@ -248,7 +247,7 @@ impl Backend for CudaBackend {
         weights: &mut [f32],
     ) -> Result<()> {
         let n_layers = layers.end.min(self.config.n_layers);
-        self.pass(&[sequence], n_layers, None, |backend, layer_idx| {
+        self.pass(&[sequence], n_layers, &[], None, |backend, layer_idx| {
             if layers.contains(&layer_idx) {
                 backend.add_attention(sequence, n_watched, layer_idx, weights)?;
             }
@@ -345,5 +344,15 @@ impl Backend for CudaBackend {
         // What was queued may read the blocks' former contents.
         self.device.synchronize().ok()?;
         self.importer.begin(Arc::clone(source), blocks.to_vec())
+    }
+
+    fn forward_arriving(
+        &mut self,
+        sequences: &[SequenceRows<'_>],
+        imports: &[&dyn KvImport],
+        wanted: WantedLogits,
+        logits: &mut Logits,
+    ) -> Result<()> {
+        self.pass(sequences, self.config.n_layers, imports, Some((logits, wanted)), |_, _| Ok(()))
     }
 }

@@ -1,0 +1,248 @@
+//! KV whose layers come one after the other while its prompt is computed.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use kvik_model::{
+    BLOCK_TOKENS, Backend, BlockId, BlockSource, CpuBackend, Engine, EngineEvent, EngineOptions, KvImport,
+    LayerProgress, Logits, PrefixKv, RequestId, Result, SequenceRows, SubmitOptions, WantedLogits,
+};
+use proptest::prelude::*;
+
+use crate::inner_backend::by_inner;
+use crate::support::requests::{Outputs, alone, collect};
+use crate::support::shelf::ShelfKv;
+use crate::support::{TestModel, backend_options, namespace};
+use crate::{N_BLOCKS, assert_as_alone, greedy, only, shelf_of, tokens};
+
+/// What becomes of the layers of a prefix.
+#[derive(Debug, Clone, Copy)]
+struct Fate {
+    /// Layers that are there at the start.
+    n_first: usize,
+    /// Looks after which one more is there.
+    looks_a_layer: usize,
+    /// Layers that come at all.
+    n_layers: usize,
+    /// Blocks that are gone as soon as the layer behind the first ones has come.
+    n_gone: usize,
+    /// Whether a layer comes as soon as a pass waits for it.
+    comes_when_awaited: bool,
+}
+
+/// Blocks of which a layer at a time comes.
+#[derive(Debug)]
+struct Layered {
+    kv: ShelfKv,
+    fate: Fate,
+    n_there: AtomicUsize,
+    n_looks: AtomicUsize,
+}
+
+impl Layered {
+    fn new(kv: ShelfKv, fate: Fate) -> Self {
+        let n_there = AtomicUsize::new(fate.n_first.min(fate.n_layers));
+        Self { kv, fate, n_there, n_looks: AtomicUsize::new(0) }
+    }
+
+    fn n_there(&self) -> usize {
+        self.n_there.load(Ordering::Relaxed)
+    }
+
+    fn n_blocks(&self) -> usize {
+        let is_shorter = self.fate.n_first < self.n_there();
+        self.kv.blocks.len() - if is_shorter { self.fate.n_gone.min(self.kv.blocks.len()) } else { 0 }
+    }
+}
+
+impl BlockSource for Layered {
+    fn block(&self, layer_idx: usize, block_idx: usize) -> Option<&[u8]> {
+        let is_there = layer_idx < self.n_there() && block_idx < self.n_blocks();
+        is_there.then(|| self.kv.block(layer_idx, block_idx)).flatten()
+    }
+
+    fn layers(&self) -> LayerProgress {
+        let n_looks = self.n_looks.fetch_add(1, Ordering::Relaxed) + 1;
+        let n_come = self.fate.n_first + n_looks / self.fate.looks_a_layer;
+        self.n_there.fetch_max(n_come.min(self.fate.n_layers), Ordering::Relaxed);
+        // Those that do not come are given up some looks later.
+        let has_ended = self.fate.n_layers + 4 <= n_come;
+        LayerProgress { n_there: self.n_there(), has_ended }
+    }
+
+    fn wait_layer(&self, layer_idx: usize, _timeout: Duration) -> bool {
+        if self.fate.comes_when_awaited {
+            self.n_there.fetch_max((layer_idx + 1).min(self.fate.n_layers), Ordering::Relaxed);
+        }
+        layer_idx < self.n_there()
+    }
+}
+
+impl PrefixKv for Layered {
+    fn there_until(&self, token: usize) -> usize {
+        token.max(self.n_blocks() * BLOCK_TOKENS)
+    }
+}
+
+/// The real backend; a pass takes at least as long as a layer needs to come.
+#[derive(Debug)]
+struct Slow {
+    inner: CpuBackend,
+    pass_time: Duration,
+}
+
+impl Slow {
+    fn wait(&self) {
+        let begin = Instant::now();
+        while begin.elapsed() < self.pass_time {
+            std::hint::spin_loop();
+        }
+    }
+}
+
+impl Backend for Slow {
+    by_inner! {
+        config n_blocks forward_layers forward_watched place_kv copy_block kv_dtype export_kv import_kv
+        kv_layout block_layer_bytes export_block pin_blocks import_block
+    }
+
+    fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
+        self.wait();
+        self.inner.forward(sequences, logits)
+    }
+
+    fn start_import(
+        &mut self,
+        source: &Arc<dyn BlockSource>,
+        blocks: &[(usize, BlockId)],
+    ) -> Option<Box<dyn KvImport>> {
+        self.inner.start_import(source, blocks)
+    }
+
+    fn forward_arriving(
+        &mut self,
+        sequences: &[SequenceRows<'_>],
+        imports: &[&dyn KvImport],
+        wanted: WantedLogits,
+        logits: &mut Logits,
+    ) -> Result<()> {
+        self.inner.forward_arriving(sequences, imports, wanted, logits)
+    }
+}
+
+fn slow_engine(model: &TestModel, n_blocks: usize, pass_time: Duration, options: EngineOptions) -> Engine {
+    let inner = model.backend(&backend_options(n_blocks));
+    let backend = Box::new(Slow { inner, pass_time });
+    let mut engine = Engine::new(backend, None, &namespace(), options).unwrap();
+    // From now on it knows what a pass takes.
+    engine.submit(greedy(&[1, 2, 3], 1)).unwrap();
+    engine.run_until_idle().unwrap();
+    engine
+}
+
+fn submit(engine: &mut Engine, prompt: &[u32], layered: Layered) -> RequestId {
+    let prepared = engine.prepare(greedy(prompt, 4), SubmitOptions::default());
+    engine.submit_prepared(prepared, Some(Arc::new(layered))).unwrap()
+}
+
+fn run_all(engine: &mut Engine, mut events: Vec<EngineEvent>) -> Outputs {
+    for _ in 0..100_000 {
+        if engine.is_idle() {
+            let mut outputs = Outputs::new();
+            collect(events, &mut outputs);
+            return outputs;
+        }
+        engine.step(&mut events).unwrap();
+    }
+    panic!("the engine does not end");
+}
+
+/// Runs prompts, each with a prefix of this fate, until a pass has begun before all layers were there; returns the loaded
+/// tokens of the last. Whether one does depends on the clock, what it computes does not.
+fn run_ahead(model: &TestModel, fate: Fate) -> usize {
+    let mut engine = slow_engine(model, N_BLOCKS, Duration::from_millis(50), EngineOptions::default());
+    for seed in 1..50 {
+        let prompt = tokens(101, seed);
+        submit(&mut engine, &prompt, Layered::new(shelf_of(model, &prompt).prefix(&prompt, 0), fate));
+        let output = only(run_all(&mut engine, Vec::new()));
+        assert_as_alone(model, &greedy(&prompt, 4), &output);
+        assert_eq!(engine.pool_stats().n_free, N_BLOCKS);
+        if 0 < engine.stats().n_passes_ahead {
+            return output.usage.loaded_tokens;
+        }
+    }
+    panic!("no pass begins before all layers are there");
+}
+
+fn n_layers(model: &TestModel) -> usize {
+    model.backend(&backend_options(8)).config().n_layers
+}
+
+#[test]
+fn a_prompt_is_computed_while_layers_of_its_prefix_come() {
+    let model = TestModel::fixture("qwen3");
+    let n_layers = n_layers(&model);
+    let fate = Fate { n_first: 1, looks_a_layer: 1000, n_layers, n_gone: 0, comes_when_awaited: true };
+    assert_eq!(run_ahead(&model, fate), 96);
+}
+
+#[test]
+fn a_layer_that_does_not_come_means_computing() {
+    let model = TestModel::fixture("qwen3");
+    let n_layers = n_layers(&model) - 1;
+    let fate = Fate { n_first: 1, looks_a_layer: 1000, n_layers, n_gone: 0, comes_when_awaited: true };
+    assert_eq!(run_ahead(&model, fate), 0);
+}
+
+#[test]
+fn a_prefix_that_loses_its_end_in_a_later_layer_is_used_without_it() {
+    let model = TestModel::fixture("qwen3");
+    let n_layers = n_layers(&model);
+    let fate = Fate { n_first: 1, looks_a_layer: 1000, n_layers, n_gone: 2, comes_when_awaited: true };
+    assert_eq!(run_ahead(&model, fate), 64);
+}
+
+fn fate(n_layers: usize) -> impl Strategy<Value = Fate> {
+    (0..=n_layers, 1_usize..8, 0_usize..4, any::<bool>(), prop::bool::weighted(0.3)).prop_map(
+        move |(n_first, looks_a_layer, n_gone, comes_when_awaited, is_short)| Fate {
+            n_first: n_first.min(n_layers - usize::from(is_short)),
+            looks_a_layer,
+            n_layers: n_layers - usize::from(is_short),
+            n_gone,
+            comes_when_awaited,
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn outputs_are_the_same_to_the_bit_however_layers_come(
+        prompts in prop::collection::vec((70_u32..115, fate(2), 0_usize..6), 1..4),
+        n_blocks in 10_usize..24,
+        max_batched_tokens in 1_usize..80,
+        pass_us in 0_u64..3000,
+    ) {
+        let model = TestModel::fixture("qwen3");
+        let mut options = EngineOptions::default();
+        options.max_batched_tokens = max_batched_tokens;
+        let mut engine = slow_engine(&model, n_blocks, Duration::from_micros(pass_us), options);
+        let (mut requests, mut events) = (Vec::new(), Vec::new());
+        for (idx, (n_tokens, fate, n_steps)) in prompts.into_iter().enumerate() {
+            let prompt = tokens(n_tokens, idx as u32);
+            let layered = Layered::new(shelf_of(&model, &prompt).prefix(&prompt, 0), fate);
+            requests.push((submit(&mut engine, &prompt, layered), greedy(&prompt, 4)));
+            for _ in 0..n_steps {
+                engine.step(&mut events).unwrap();
+            }
+        }
+        let mut outputs = run_all(&mut engine, events);
+        for (id, request) in requests {
+            let output = outputs.remove(&(id, 0)).unwrap();
+            prop_assert_eq!(&output.tokens, &alone(&model, None, &request)[0].tokens);
+        }
+        prop_assert_eq!(engine.pool_stats().n_free, n_blocks);
+    }
+}
