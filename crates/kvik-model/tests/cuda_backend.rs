@@ -8,11 +8,13 @@ pub mod support;
 
 use std::cell::RefCell;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use kvik_model::{
     Backend, BestToken, BlockId, BlockSource, Checkpoint, CudaBackend, CudaBackendOptions, EngineEvent,
-    EngineOptions, GenerateRequest, KvSize, Logits, Model, ModelConfig, RowPositions, SamplingParams,
-    SequenceRows, WeightDtype,
+    EngineOptions, GenerateRequest, KvSize, LayerProgress, Logits, Model, ModelConfig, RowPositions,
+    SamplingParams, SequenceRows, WantedLogits, WeightDtype,
 };
 use kvik_types::Dtype;
 use safetensors::SafeTensors;
@@ -360,6 +362,72 @@ fn blocks_come_in_beside_passes_and_tokens_go_on_from_them() {
         assert!(actual == expected[48..], "{kv_dtype} imported");
         let missing = to.start_import(&source, &[(3, BlockId::new(5))]).unwrap();
         assert!(missing.finish().unwrap_err().to_string().contains("block"));
+    }
+}
+
+/// Blocks of which a layer comes when it is waited for, up to a last one.
+#[derive(Debug)]
+struct Layered {
+    exported: Exported,
+    n_there: AtomicUsize,
+    n_layers: usize,
+}
+
+impl BlockSource for Layered {
+    fn block(&self, layer_idx: usize, block_idx: usize) -> Option<&[u8]> {
+        (layer_idx < self.n_there.load(Ordering::Acquire))
+            .then(|| self.exported.block(layer_idx, block_idx))?
+    }
+
+    fn layers(&self) -> LayerProgress {
+        LayerProgress { n_there: self.n_there.load(Ordering::Acquire), has_ended: false }
+    }
+
+    fn wait_layer(&self, layer_idx: usize, _timeout: Duration) -> bool {
+        self.n_there.fetch_max((layer_idx + 1).min(self.n_layers), Ordering::AcqRel);
+        layer_idx < self.n_layers
+    }
+}
+
+#[test]
+fn a_pass_waits_for_each_layer_of_blocks_that_come_in() {
+    let model = TestModel::bundled();
+    let (prompt, other) = (tokens(model.config.vocab_size, 64, 9), tokens(model.config.vocab_size, 30, 2));
+    for kv_dtype in KV_DTYPES {
+        let (mut from, mut to) = (backend(&model, 8, kv_dtype), backend(&model, 16, kv_dtype));
+        let expected_other = whole(&mut from, &other);
+        let expected = whole(&mut from, &prompt);
+        let block_of = |layer_idx, block| {
+            let mut bytes = vec![0; from.block_layer_bytes()];
+            from.export_block(layer_idx, BlockId::new(block), &mut bytes).unwrap();
+            bytes
+        };
+        let n_all = model.config.n_layers;
+        for n_layers in [n_all, n_all - 1] {
+            let layers = (0..n_all).map(|idx| (0..3).map(|block| block_of(idx, block)).collect());
+            let exported = Exported { layers: layers.collect() };
+            let source: Arc<dyn BlockSource> =
+                Arc::new(Layered { exported, n_there: AtomicUsize::new(1), n_layers });
+            let pairs = [(0, BlockId::new(12)), (1, BlockId::new(11)), (2, BlockId::new(10))];
+            let import = to.start_import(&source, &pairs).unwrap();
+            let (table, other_table) = (blocks([12, 11, 10, 9]), blocks([1, 2]));
+            let rows = [
+                SequenceRows {
+                    tokens: &prompt[48..],
+                    positions: 48.into(),
+                    block_table: &table,
+                    n_logits: 16,
+                },
+                SequenceRows { tokens: &other, positions: 0.into(), block_table: &other_table, n_logits: 30 },
+            ];
+            let mut logits = Logits::default();
+            to.forward_arriving(&rows, &[import.as_ref()], WantedLogits::Rows, &mut logits).unwrap();
+            let actual: Vec<_> = (0..logits.n_rows()).map(|row| bits(logits.row(row))).collect();
+            assert_eq!(to.finish_import(import).is_ok(), n_layers == n_all, "{kv_dtype}");
+            assert!(n_layers < n_all || actual[..16] == expected[48..], "{kv_dtype} behind");
+            // A layer that does not come is of no importance to the others.
+            assert!(actual[16..] == expected_other, "{kv_dtype} beside");
+        }
     }
 }
 

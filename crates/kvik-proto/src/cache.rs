@@ -55,11 +55,11 @@ pub struct ExplainResponse {
     pub chunk_tokens: usize,
     /// The setting `store.planner`: where it is not `auto`, the decision is not followed.
     pub planner: String,
-    /// `load`: all of it before anything is computed; `meet`: the front is computed while the back loads; `compute`: nothing
-    /// is loaded from below memory.
+    /// `load`: all of it before anything is computed; `layers`: all of it layer by layer, while what lies behind it is computed;
+    /// `meet`: the front is computed while the back loads; `compute`: nothing is loaded from below memory.
     pub decision: String,
-    /// `whole`: chunks are read as a whole; `layers`: layer by layer, because `store.layerwise` says so. The engine takes a chunk when its
-    /// last layer is there, and with `layers` nothing is planned: all chunks are loaded.
+    /// `whole`: chunks are read as a whole; `layers`: layer by layer, by this decision or because `store.layerwise` says so for all
+    /// chunks.
     #[serde(default)]
     pub reads: String,
     /// Times that were compared; missing where a tier or the engine was never measured.

@@ -22,13 +22,14 @@ impl Answer for Shown<ExplainResponse> {
         } = &self.0;
         let meaning = match decision.as_str() {
             "load" => "all that is stored is loaded before the rest is computed",
+            "layers" => "all that is stored is loaded layer by layer, and the rest is computed meanwhile",
             "meet" => "the front is computed while the back loads",
             _ => "nothing is loaded from below memory",
         };
         writeln!(output, "{decision}: {meaning}")?;
         if planner != "auto" {
             writeln!(output, "not followed: store.planner is {planner}")?;
-        } else if reads == "layers" {
+        } else if reads == "layers" && decision != "layers" {
             writeln!(output, "not followed: store.layerwise loads all chunks")?;
         }
         match predicted {
@@ -39,8 +40,7 @@ impl Answer for Shown<ExplainResponse> {
                 )?;
                 writeln!(
                     output,
-                    "chunks are read {}: the engine needs all layers of a chunk; one that took layers as they come could \
-                     have it after {load_layers_ms:.1} ms",
+                    "chunks are read {}; load all by layers: {load_layers_ms:.1} ms",
                     if reads == "layers" { "layer by layer" } else { "whole" }
                 )?;
             }
