@@ -2,6 +2,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may fail where it stands")]
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use kvik_model::{
     BLOCK_TOKENS, CpuBackendOptions, Engine, EngineEvent, EngineOptions, GenerateRequest, MemoryGroup, Model,
-    ModelError, SamplingParams,
+    ModelError, RequestId, SamplingParams,
 };
 
 /// More than a test may ever take.
@@ -169,6 +170,84 @@ fn a_request_that_gets_no_memory_fails_alone_and_says_so() {
     drop(first);
     second.submit(request(1, 64, 4)).unwrap();
     assert_eq!(run(&mut second, || ()).len(), 4);
+}
+
+/// Both begin on a page of their own, and need a second one that the other has.
+#[test]
+fn two_requests_that_need_more_than_half_of_the_memory_are_both_answered() {
+    let model = Model::bundled().unwrap();
+    for names in [["one", "other"], ["group", "group"]] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut engines = names.map(|name| engine(&model, dir.path(), name, 2));
+        let page_tokens = engines[0].max_blocks() / 2 * BLOCK_TOKENS;
+        let n_prompt = u32::try_from(page_tokens).unwrap() - 40;
+        let requests = [request(1, n_prompt, 80), request(2, n_prompt, 80)];
+        let mut own = model.cpu_engine(&CpuBackendOptions::default(), EngineOptions::default()).unwrap();
+        let expected = requests.clone().map(|request| {
+            own.submit(request).unwrap();
+            run(&mut own, || ())
+        });
+        for (engine, request) in engines.iter_mut().zip(requests) {
+            engine.submit(request).unwrap();
+        }
+        assert_eq!(run_both(&mut engines), expected.map(|tokens| vec![tokens]));
+    }
+}
+
+/// Steps engines in turn until all of them are idle; returns what each has answered, request by request.
+fn run_both(engines: &mut [Engine; 2]) -> [Vec<Vec<u32>>; 2] {
+    let mut events = [Vec::new(), Vec::new()];
+    let deadline = Instant::now() + DEADLINE;
+    while engines.iter().any(Engine::has_work) {
+        for (engine, events) in engines.iter_mut().zip(&mut events) {
+            if engine.has_work() {
+                engine.step(events).unwrap();
+            } else {
+                engine.rest();
+            }
+        }
+        std::thread::yield_now();
+        assert!(Instant::now() < deadline, "they wait for each other");
+    }
+    events.map(|events| {
+        let mut by_request: BTreeMap<RequestId, Vec<EngineEvent>> = BTreeMap::new();
+        for event in events {
+            if let EngineEvent::Token(token) = &event {
+                by_request.entry(token.request).or_default().push(event);
+            }
+        }
+        by_request.values().map(|events| tokens_of(events)).collect()
+    })
+}
+
+#[test]
+fn several_requests_that_each_need_more_than_half_of_the_memory_are_all_answered() {
+    let model = Model::bundled().unwrap();
+    for names in [["one", "other"], ["group", "group"]] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut engines = names.map(|name| engine(&model, dir.path(), name, 3));
+        let page_tokens = engines[0].max_blocks() / 3 * BLOCK_TOKENS;
+        let n_prompt = u32::try_from(page_tokens).unwrap() + 50;
+        let mut own = model.cpu_engine(&CpuBackendOptions::default(), EngineOptions::default()).unwrap();
+        for round in 0..2 {
+            // The second time, each finds some of what it has computed before.
+            let requests =
+                [[1, 2], [3, 4]].map(|firsts| firsts.map(|first| request(first + round % 2, n_prompt, 4)));
+            let expected = requests.clone().map(|requests| {
+                let answers = requests.map(|request| {
+                    own.submit(request).unwrap();
+                    run(&mut own, || ())
+                });
+                answers.to_vec()
+            });
+            for (engine, requests) in engines.iter_mut().zip(requests) {
+                for request in requests {
+                    engine.submit(request).unwrap();
+                }
+            }
+            assert_eq!(run_both(&mut engines), expected, "{names:?}, round {round}");
+        }
+    }
 }
 
 #[test]

@@ -358,6 +358,9 @@ impl Engine {
         let scheduled = self.schedule(events);
         self.is_starved = scheduled.is_empty() && self.has_work();
         if scheduled.is_empty() {
+            if self.is_starved {
+                self.pool.note_starved();
+            }
             return self.check_device();
         }
         // Scheduling copies blocks.

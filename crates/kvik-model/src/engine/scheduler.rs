@@ -95,7 +95,9 @@ impl Engine {
                 {}
             }
             let others_run = self.running.iter().any(|other| !other.is_paused());
-            if self.pool.n_free() < n_missing && (will_be_free || others_run) {
+            // A sequence that is alone may begin with less. It came to its end with that once if the engine is starved: then
+            // it waits for all that it needs, which another engine may need less of.
+            if self.pool.n_free() < n_missing && (will_be_free || others_run || self.is_starved) {
                 // Nothing was computed on them yet: the blocks of a resident stay a resident's.
                 if let (Some(name), resident) = sequence.take_computed() {
                     self.residents.insert(name, resident, &mut self.pool);

@@ -187,6 +187,11 @@ impl BlockPool {
         n_blocks <= self.n_free()
     }
 
+    /// Tells that nothing can be computed until what [`Self::ensure_free`] could not give is there.
+    pub fn note_starved(&mut self) {
+        self.memory.note_starved();
+    }
+
     /// Tells that what [`Self::ensure_free`] or [`Self::allocate`] could not give is no longer needed.
     pub fn stop_waiting(&mut self) {
         self.memory.stop_waiting();

@@ -50,6 +50,9 @@ pub struct ElasticMemory {
     /// Whether the last blocks that were required were not all there. Idle pages do not count as such then:
     /// they are a part of what is needed.
     is_waiting: bool,
+    /// Whether the engine can compute nothing until these are there. It then takes all or nothing: with a part of them it
+    /// can do no more, and another engine might.
+    is_starved: bool,
     idle_bytes: u64,
     /// Blocks that were taken and not given back.
     n_taken: usize,
@@ -74,8 +77,9 @@ struct Published {
 
 /// What others asked for and was not answered yet.
 struct Asks {
-    /// What may be held afterwards: unlike a number of bytes to give back, it stays right when the same is
-    /// asked twice or some of it went back in the meantime.
+    /// What the engine may use afterwards: unlike a number of bytes to give back, it stays right when the same is
+    /// asked twice or some of it went back in the meantime. What is held does not count: a free page that was mapped together
+    /// with a used one goes back only with that.
     target_bytes: AtomicU64,
     waker: Mutex<Option<Arc<dyn Fn() + Send + Sync>>>,
 }
@@ -116,6 +120,10 @@ impl Grants for CacheGrants {
         let mut published = self.published.lock();
         published.usage = usage;
         self.member.publish(published.visible());
+    }
+
+    fn note_starved(&self) {
+        self.member.note_starved();
     }
 
     fn stop_waiting(&self) {
@@ -216,6 +224,7 @@ impl ElasticMemory {
         let grants = Arc::new(CacheGrants { member: Arc::clone(&member), published: Mutex::default() });
         let pool = KvPool::open_with(vmm, grants.clone(), member, Some(states), &options);
         let pool = Arc::new(pool.map_err(memory_error)?);
+        let page_cost_bytes = geometry.page_cost_bytes();
         let asks = Arc::new(Asks { target_bytes: AtomicU64::new(u64::MAX), waker: Mutex::new(None) });
         pool.set_reclaim_callback({
             let asks = Arc::clone(&asks);
@@ -223,7 +232,9 @@ impl ElasticMemory {
             let pool = Arc::downgrade(&pool);
             move |n_bytes| {
                 let Some(pool) = pool.upgrade() else { return };
-                let target_bytes = pool.counters().held_bytes.saturating_sub(n_bytes);
+                let target_bytes = u64::from(pool.counters().pages.n_used)
+                    .saturating_mul(page_cost_bytes)
+                    .saturating_sub(n_bytes);
                 asks.target_bytes.fetch_min(target_bytes, Ordering::SeqCst);
                 let waker = asks.waker.lock().clone();
                 if let Some(waker) = waker {
@@ -240,6 +251,7 @@ impl ElasticMemory {
             grants,
             asks,
             is_waiting: false,
+            is_starved: false,
             idle_bytes: 0,
             n_taken: 0,
             buffer: Vec::new(),
@@ -271,6 +283,23 @@ impl ElasticMemory {
             }
         }
         n_blocks.saturating_sub(self.buffer.len())
+    }
+
+    /// Adds whole pages for `n_blocks` to `buffer` by one claim, or none; returns how many blocks are not there.
+    ///
+    /// One claim: the turn of a starved member ends with the claim that is served.
+    fn take_all(&mut self, n_blocks: usize) -> usize {
+        let n_left = self.capacity_blocks.saturating_sub(self.n_taken);
+        let n_wanted = n_blocks.next_multiple_of(self.blocks_per_page).min(n_left).max(n_blocks);
+        let Ok(n_wanted) = u32::try_from(n_wanted) else { return n_blocks };
+        match self.pool.alloc(n_wanted, &mut self.buffer) {
+            Ok(BlocksOutcome::Allocated) => 0,
+            Ok(BlocksOutcome::NoMemory(_)) => n_blocks,
+            Err(error) => {
+                tracing::warn!(%error, "cannot take memory");
+                n_blocks
+            }
+        }
     }
 
     /// Makes members above their share give back enough for `n_blocks`; says whether so much is free
@@ -314,13 +343,15 @@ impl BlockMemory for ElasticMemory {
             self.grants.set_idle_bytes(0);
         }
         self.buffer.clear();
-        let mut n_missing = self.take_pages(n_blocks);
+        let takes_all = self.is_starved && need == Need::Required;
+        let mut n_missing = if takes_all { self.take_all(n_blocks) } else { self.take_pages(n_blocks) };
         match need {
             Need::Required => {
-                if 0 < n_missing && self.ask_others(n_missing) {
+                if 0 < n_missing && !takes_all && self.ask_others(n_missing) {
                     n_missing = self.take_pages(n_blocks);
                 }
                 self.is_waiting = 0 < n_missing;
+                self.is_starved &= self.is_waiting;
                 self.publish_idle();
             }
             // Another member was faster or has a better claim: no member gives up memory for these.
@@ -344,7 +375,11 @@ impl BlockMemory for ElasticMemory {
     fn take_asked_pages(&mut self) -> usize {
         let target_bytes = self.asks.target_bytes.swap(u64::MAX, Ordering::SeqCst);
         // A limit that fell is reported once, and holds also for what could not go back then.
-        let n_allowed = target_bytes.min(self.grants.claimable_bytes()) / self.page_cost_bytes;
+        let counters = self.pool.counters();
+        let excess_bytes = counters.held_bytes.saturating_sub(self.grants.claimable_bytes());
+        let used_bytes = u64::from(counters.pages.n_used).saturating_mul(self.page_cost_bytes);
+        let allowed_bytes = target_bytes.min(used_bytes.saturating_sub(excess_bytes));
+        let n_allowed = allowed_bytes / self.page_cost_bytes;
         let n_held = self.n_taken.div_ceil(self.blocks_per_page);
         n_held.saturating_sub(usize::try_from(n_allowed).unwrap_or(usize::MAX))
     }
@@ -359,7 +394,15 @@ impl BlockMemory for ElasticMemory {
         self.publish_idle();
     }
 
+    fn note_starved(&mut self) {
+        if self.is_waiting {
+            self.is_starved = true;
+            self.grants.note_starved();
+        }
+    }
+
     fn stop_waiting(&mut self) {
+        self.is_starved = false;
         if self.is_waiting {
             self.is_waiting = false;
             self.grants.stop_waiting();

@@ -46,6 +46,9 @@ pub trait BlockMemory: Send + fmt::Debug {
     /// members that need memory come first. Called whenever the number changes; does nothing by default.
     fn note_idle_pages(&mut self, _n_pages: usize) {}
 
+    /// Tells that nothing can be computed until the blocks are there that were required last; does nothing by default.
+    fn note_starved(&mut self) {}
+
     /// Tells that the blocks that were required and not there are no longer needed; does nothing by default.
     fn stop_waiting(&mut self) {}
 
