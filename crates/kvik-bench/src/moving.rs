@@ -11,13 +11,14 @@ mod pause;
 mod request;
 mod rolling;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use kvik_model::DeviceName;
 use tokio::runtime::Runtime;
 
-use self::fleet::Fleet;
+use self::fleet::{Fleet, WorkerProgram};
 use crate::interrupt::Interrupt;
 use crate::report::{Baseline, Goal, Measurement};
 use crate::stream::percentile;
@@ -37,6 +38,8 @@ pub struct MovingBenchOptions {
     pub program: PathBuf,
     /// Folder for the model; must be empty, and is left to its owner.
     pub folder: PathBuf,
+    /// What the model runs on.
+    pub device: DeviceName,
     /// Takes less time for less precise values, with short sequences only.
     pub is_quick: bool,
     /// How long all workers are restarted in turn; `None` leaves that out.
@@ -60,7 +63,7 @@ pub enum Kind {
 #[derive(Debug)]
 pub struct MovingBench {
     options: MovingBenchOptions,
-    model: PathBuf,
+    runs: WorkerProgram,
     fleet: Fleet,
     /// What failed requests said.
     failures: Vec<String>,
@@ -126,12 +129,13 @@ impl MovingBench {
             .enable_all()
             .build()
             .context("start the runtime")?;
+        let runs = WorkerProgram { program: options.program.clone(), model, device: options.device };
         let (fleet, interrupt) = runtime.block_on(async {
             let mut interrupt = Interrupt::listen()?;
-            let fleet = interrupt.or(Fleet::start(&options.program, &model, 2)).await?;
+            let fleet = interrupt.or(Fleet::start(&runs, 2)).await?;
             anyhow::Ok((fleet, interrupt))
         })?;
-        Ok(Self { options, model, fleet, failures: Vec::new(), interrupt, runtime })
+        Ok(Self { options, runs, fleet, failures: Vec::new(), interrupt, runtime })
     }
 
     /// The measurements, in their order.
@@ -154,6 +158,7 @@ impl MovingBench {
             .collect();
         serde_json::json!({
             "model": fleet::MODEL,
+            "device": self.options.device.to_string(),
             "threads_per_worker": self.fleet.n_threads,
             "lengths": lengths,
             "replays_per_length": self.options.n_replays(),
@@ -168,11 +173,12 @@ impl MovingBench {
 
     /// What is measured, for people.
     pub fn description(&self) -> String {
-        let n_threads = self.fleet.n_threads;
+        let (device, n_threads) = (self.options.device, self.fleet.n_threads);
+        let kv_dtype = if device == DeviceName::Cpu { "f32" } else { "bf16" };
         let failures: Vec<String> = self.failures.iter().map(|failure| format!("\n  {failure}")).collect();
         format!(
-            "2 workers with {n_threads} threads each, coordinator and gateway as processes on loopback; \
-            kvik-tiny with a context of 16k tokens, KV in f32{}",
+            "2 workers on {device} with {n_threads} threads each, coordinator and gateway as processes on loopback; \
+            kvik-tiny with a context of 16k tokens, KV in {kv_dtype}{}",
             failures.concat()
         )
     }
@@ -230,9 +236,9 @@ impl MovingBench {
     }
 
     fn parts(&mut self) -> anyhow::Result<Vec<Option<Measurement>>> {
-        let (program, model, load) = (&self.options.program, &self.model, self.options.beside());
+        let (runs, load) = (&self.runs, self.options.beside());
         let (runtime, interrupt) = (&self.runtime, &mut self.interrupt);
-        let mut run = |roles| runtime.block_on(interrupt.or(run_beside(program, model, roles, load)));
+        let mut run = |roles| runtime.block_on(interrupt.or(run_beside(runs, roles, load)));
         let (parted, mixed) = (run(&["prefill", "decode"])?, run(&[])?);
         let texts = |runs: &[parts::Beside]| runs.iter().map(|run| run.texts.clone()).collect::<Vec<_>>();
         ensure!(texts(&parted) == texts(&mixed), "workers with roles gave another text than workers without");
@@ -253,7 +259,7 @@ impl MovingBench {
 
     fn rolling(&mut self) -> anyhow::Result<Vec<Option<Measurement>>> {
         let Some(duration) = self.options.rolling else { return Ok(Vec::new()) };
-        let rolled = roll(&self.options.program, &self.model, duration);
+        let rolled = roll(&self.runs, duration);
         let rolled = self.runtime.block_on(self.interrupt.or(rolled))?;
         let row = |name: &str, unit, value| Measurement::from_repeats(name.to_owned(), unit, vec![value]);
         let rows = vec![
@@ -281,20 +287,19 @@ fn copy_speed(copies: &[(u64, Duration)]) -> anyhow::Result<Option<Measurement>>
 
 /// Runs a load on a fleet of its own, some times.
 async fn run_beside(
-    program: &Path,
-    model: &Path,
+    runs: &WorkerProgram,
     roles: &'static [&'static str],
     (load, n_runs): (parts::Load, u32),
 ) -> anyhow::Result<Vec<parts::Beside>> {
-    let fleet = Fleet::start_with_roles(program, model, 2, roles).await?;
-    let mut runs = Vec::new();
+    let fleet = Fleet::start_with_roles(runs, 2, roles).await?;
+    let mut measured = Vec::new();
     for number in 0..n_runs {
-        runs.push(parts::run(&fleet, load, &format!("run-{number}")).await?);
+        measured.push(parts::run(&fleet, load, &format!("run-{number}")).await?);
     }
-    Ok(runs)
+    Ok(measured)
 }
 
-async fn roll(program: &Path, model: &Path, duration: Duration) -> anyhow::Result<rolling::Rolled> {
-    let mut fleet = Fleet::start(program, model, rolling::N_WORKERS).await?;
+async fn roll(runs: &WorkerProgram, duration: Duration) -> anyhow::Result<rolling::Rolled> {
+    let mut fleet = Fleet::start(runs, rolling::N_WORKERS).await?;
     rolling::rolling(&mut fleet, duration).await
 }

@@ -307,9 +307,13 @@ fn blocks_go_out_and_in_as_they_are_and_tokens_go_on_from_them() {
         let expected = whole(&mut from, &prompt);
         let pinned = from.pin_blocks(&blocks(0..4)).unwrap();
         let mut bytes = vec![0; from.block_layer_bytes()];
+        let mut many = vec![0; model.config.n_layers * 3 * bytes.len()];
+        pinned.read_blocks(0..model.config.n_layers, 0..3, &mut many).unwrap();
+        let mut many = many.chunks_exact(bytes.len());
         for layer_idx in 0..model.config.n_layers {
             for block in 0..3 {
                 pinned.read_block(layer_idx, block as usize, &mut bytes).unwrap();
+                assert!(many.next().unwrap() == bytes, "{kv_dtype} block {block} of layer {layer_idx}");
                 to.import_block(layer_idx, BlockId::new(12 - block), &bytes).unwrap();
             }
             let kv = from.export_kv(layer_idx, &blocks(0..4), 48).unwrap();

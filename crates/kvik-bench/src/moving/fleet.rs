@@ -8,7 +8,7 @@ use anyhow::{Context as _, ensure};
 use bytes::Bytes;
 use http_body_util::{BodyExt as _, Full};
 use hyper::Request;
-use kvik_model::Model;
+use kvik_model::{DeviceName, Model};
 use kvik_proto::client::{HttpClient, TlsClientConfig, http_client};
 use kvik_proto::moves::{MoveAnswer, MoveRequest};
 use kvik_runtime::machine::n_cores;
@@ -28,11 +28,21 @@ const KNOWN_TIMEOUT: Duration = Duration::from_secs(10);
 const DRAIN_TIMEOUT: Duration = Duration::from_mins(2);
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);
 
+/// What workers run.
+#[derive(Debug, Clone)]
+pub(super) struct WorkerProgram {
+    /// `kvik` itself.
+    pub(super) program: PathBuf,
+    /// Folder of the model.
+    pub(super) model: PathBuf,
+    /// What the model runs on.
+    pub(super) device: DeviceName,
+}
+
 /// A running fleet.
 #[derive(Debug)]
 pub(super) struct Fleet {
-    program: PathBuf,
-    model: PathBuf,
+    runs: WorkerProgram,
     coordinator: String,
     /// Threads of each engine.
     pub(super) n_threads: usize,
@@ -47,12 +57,12 @@ pub(super) struct Fleet {
 }
 
 impl Fleet {
-    /// Starts all roles with the model in `model` and workers numbered from 1.
+    /// Starts all roles with workers numbered from 1.
     ///
     /// # Errors
     /// If one of them cannot be started.
-    pub(super) async fn start(program: &Path, model: &Path, n_workers: u32) -> anyhow::Result<Self> {
-        Self::start_with_roles(program, model, n_workers, &[]).await
+    pub(super) async fn start(runs: &WorkerProgram, n_workers: u32) -> anyhow::Result<Self> {
+        Self::start_with_roles(runs, n_workers, &[]).await
     }
 
     /// As [`Fleet::start`]; the first workers have these roles.
@@ -60,11 +70,11 @@ impl Fleet {
     /// # Errors
     /// As there.
     pub(super) async fn start_with_roles(
-        program: &Path,
-        model: &Path,
+        runs: &WorkerProgram,
         n_workers: u32,
         roles: &'static [&'static str],
     ) -> anyhow::Result<Self> {
+        let program = &runs.program;
         let mut command = Role::command(program, "coordinator");
         // A dead worker is missed within a second, and one that comes back gets its share at once.
         command.args(["--set", "heartbeat_interval_ms=200", "--set", "slow_start_ms=0"]);
@@ -73,8 +83,7 @@ impl Fleet {
         command.args(["--coordinator", &coordinator.base(), "--set", "health.interval_ms=200"]);
         let gateway = Role::start(&mut command, "gateway")?;
         let mut fleet = Self {
-            program: program.to_owned(),
-            model: model.to_owned(),
+            runs: runs.clone(),
             coordinator: coordinator.base(),
             // Sources and destinations compute side by side.
             n_threads: (n_cores() / 2).max(1),
@@ -92,7 +101,7 @@ impl Fleet {
 
     /// Starts the worker with this number and waits until the gateway knows it.
     pub(super) async fn start_worker(&mut self, number: u32) -> anyhow::Result<()> {
-        let mut command = Role::command(&self.program, "worker");
+        let mut command = Role::command(&self.runs.program, "worker");
         command.args([
             "--coordinator",
             &self.coordinator,
@@ -105,7 +114,7 @@ impl Fleet {
         if let Some(role) = self.roles.get(number.saturating_sub(1) as usize) {
             command.args(["--set", &format!("role={role}")]);
         }
-        command.arg("--model").arg(&self.model);
+        command.args(["--device", &self.runs.device.to_string()]).arg("--model").arg(&self.runs.model);
         self.workers.insert(number, Role::start(&mut command, "worker")?);
         self.wait_for_workers(self.workers.len() as u64).await
     }

@@ -6,6 +6,7 @@
 use std::any::Any;
 use std::collections::HashMap;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 
@@ -137,6 +138,17 @@ impl EndedSequence {
     /// If there is no such layer or block, or `out` is not exactly [`EndedSequence::block_layer_bytes`] long.
     pub fn read_block(&self, layer_idx: usize, block_idx: usize, out: &mut [u8]) -> Result<()> {
         self.kv.read_block(layer_idx, block_idx, out)
+    }
+
+    /// Copies some of the blocks to `out`: layer by layer, and in each block by block.
+    ///
+    /// # Errors
+    /// As [`EndedSequence::read_block`].
+    ///
+    /// # Panics
+    /// As [`EndedSequence::read_block`], if `out` is not exactly as long as all of them.
+    pub fn read_blocks(&self, blocks: Range<usize>, out: &mut [u8]) -> Result<()> {
+        self.kv.read_blocks(0..self.n_layers, blocks, out)
     }
 }
 

@@ -173,6 +173,24 @@ pub trait PinnedKv: Send + Sync + std::fmt::Debug {
     /// # Panics
     /// If there is no such layer or block, or `out` is not exactly [`Backend::block_layer_bytes`] long.
     fn read_block(&self, layer_idx: usize, block_idx: usize, out: &mut [u8]) -> Result<()>;
+
+    /// Copies `layers` of `blocks`: layer by layer, and in each block by block.
+    ///
+    /// # Errors
+    /// As [`PinnedKv::read_block`].
+    ///
+    /// # Panics
+    /// As [`PinnedKv::read_block`], if `out` is not exactly as long as all of them.
+    fn read_blocks(&self, layers: Range<usize>, blocks: Range<usize>, out: &mut [u8]) -> Result<()> {
+        let n_pieces = layers.len() * blocks.len();
+        let mut pieces = out.chunks_exact_mut((out.len() / n_pieces.max(1)).max(1));
+        for layer_idx in layers {
+            for (block_idx, piece) in blocks.clone().zip(&mut pieces) {
+                self.read_block(layer_idx, block_idx, piece)?;
+            }
+        }
+        Ok(())
+    }
 }
 
 /// A device that runs the model.

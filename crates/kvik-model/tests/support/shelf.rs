@@ -84,6 +84,12 @@ impl KvSink for Shelf {
             layers.map(read_layer).collect()
         };
         let blocks: Vec<BlockLayers> = (0..sequence.n_blocks()).map(read).collect();
+        let mut at_once = vec![0x5a; sequence.n_bytes()];
+        sequence.read_blocks(0..sequence.n_blocks(), &mut at_once).unwrap();
+        let in_layer =
+            |layer_idx: usize| blocks.iter().filter_map(move |layers| layers[layer_idx].as_deref());
+        let by_layers: Vec<&[u8]> = (0..sequence.n_layers()).flat_map(in_layer).collect();
+        assert!(at_once == by_layers.concat(), "all blocks at once have other bytes than one by one");
         let mut contents = self.0.lock();
         for (block_idx, layers) in blocks.iter().enumerate() {
             let key = tokens[..(block_idx + 1) * BLOCK_TOKENS].to_vec();

@@ -199,15 +199,12 @@ fn copy(client: &NodeClient, sequence: &EndedSequence, is_given_up: &AtomicBool)
     }
     let opened = client.open(&chain)?;
     opened.note_request(u32::try_from(sequence.n_generated_tokens()).ok())?;
-    let block_bytes = sequence.block_layer_bytes();
     write_missing(&opened, is_given_up, |chunk_idx, payload| {
         let tokens = chain.tokens_of(chunk_idx);
-        let (first_block, n_blocks) = (tokens.start / BLOCK_TOKENS, tokens.len() / BLOCK_TOKENS);
-        for (idx, block) in payload.chunks_exact_mut(block_bytes).enumerate() {
-            if let Err(error) = sequence.read_block(idx / n_blocks, first_block + idx % n_blocks, block) {
-                tracing::warn!(%error, "failed to read KV of an ended sequence; it is not stored");
-                return false;
-            }
+        let blocks = tokens.start / BLOCK_TOKENS..tokens.end / BLOCK_TOKENS;
+        if let Err(error) = sequence.read_blocks(blocks, payload) {
+            tracing::warn!(%error, "failed to read KV of an ended sequence; it is not stored");
+            return false;
         }
         true
     })

@@ -190,7 +190,6 @@ impl LocalStore {
             return;
         }
         self.store.note_request(&chain, u32::try_from(sequence.n_generated_tokens()).ok());
-        let block_bytes = sequence.block_layer_bytes();
         for chunk_idx in 0..chain.n_chunks() {
             if is_given_up.load(Ordering::Relaxed) {
                 return;
@@ -200,16 +199,12 @@ impl LocalStore {
                 Write::Present => continue,
                 Write::NoRoom | Write::NoParent | Write::Collision => return,
             };
-            let first_block = chain.tokens_of(chunk_idx).start / BLOCK_TOKENS;
-            for layer_idx in 0..sequence.n_layers() {
-                let blocks = writer.layer_mut(layer_idx).chunks_exact_mut(block_bytes);
-                for (block_idx, block) in (first_block..).zip(blocks) {
-                    if let Err(error) = sequence.read_block(layer_idx, block_idx, block) {
-                        // The chunk is not committed: what it has is not KV.
-                        tracing::warn!(%error, "failed to read KV of an ended sequence; it is not stored");
-                        return;
-                    }
-                }
+            let tokens = chain.tokens_of(chunk_idx);
+            let blocks = tokens.start / BLOCK_TOKENS..tokens.end / BLOCK_TOKENS;
+            if let Err(error) = sequence.read_blocks(blocks, writer.payload_mut()) {
+                // The chunk is not committed: what it has is not KV.
+                tracing::warn!(%error, "failed to read KV of an ended sequence; it is not stored");
+                return;
             }
             writer.commit();
         }

@@ -147,6 +147,10 @@ pub(crate) struct BenchMovingArguments {
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub(crate) rolling: Option<u64>,
 
+    /// Device that the workers run on: `cpu`, or `cuda:N` for an NVIDIA GPU
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceName::Cpu)]
+    pub(crate) device: DeviceName,
+
     /// Measure sequences of 512 tokens only, less precisely
     #[arg(long)]
     pub(crate) quick: bool,

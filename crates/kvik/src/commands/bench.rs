@@ -158,6 +158,7 @@ pub(crate) fn moving(arguments: &BenchMovingArguments) -> anyhow::Result<()> {
     let mut bench = MovingBench::try_new(MovingBenchOptions {
         program: std::env::current_exe().context("find this program")?,
         folder: scratch.path().to_owned(),
+        device: arguments.device,
         is_quick: arguments.quick,
         rolling: arguments.rolling.map(Duration::from_secs),
     })?;

@@ -10,7 +10,7 @@ use kvik_memory::vmm::cuda::{CopyPiece, CopyWay, CudaCopier};
 use parking_lot::{Condvar, Mutex};
 
 use super::device::Device;
-use super::pages::{PageAddresses, Pages};
+use super::pages::{PageAddresses, Pages, add_piece};
 use crate::error::{ModelError, Result};
 use crate::forward::{BlockImport, BlockSource, KvImport};
 use crate::paging::BlockId;
@@ -223,15 +223,7 @@ impl Copier {
             is_registered = is_registered && known.has(&self.device, bytes);
             let target = self.pages.address(layer_idx, block);
             let source = bytes.as_ptr().expose_provenance() as u64;
-            match pieces.last_mut() {
-                Some(last)
-                    if last.target + last.n_bytes as u64 == target
-                        && last.source + last.n_bytes as u64 == source =>
-                {
-                    last.n_bytes += bytes.len();
-                }
-                _ => pieces.push(CopyPiece { target, source, n_bytes: bytes.len() }),
-            }
+            add_piece(&mut pieces, CopyPiece { target, source, n_bytes: bytes.len() });
         }
         Gathered { pieces, way: if is_registered { CopyWay::BatchOrKernel } else { CopyWay::Single } }
     }

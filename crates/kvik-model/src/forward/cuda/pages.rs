@@ -1,9 +1,11 @@
 //! The device's memory in which keys and values lie, block by block.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use kvik_memory::geometry::PageId;
 use kvik_memory::pool::KvPool;
+use kvik_memory::vmm::cuda::{CopyPiece, CopyWay, CudaCopier};
 use kvik_types::Dtype;
 
 use crate::config::ModelConfig;
@@ -57,6 +59,8 @@ impl KvMaps {
 #[derive(Debug)]
 struct PageMemory {
     device: Arc<Device>,
+    /// Of blocks that leave.
+    copier: CudaCopier,
     layers: Vec<u64>,
     block_bytes: usize,
     n_kv_heads: usize,
@@ -160,8 +164,10 @@ impl Pages {
             layers.iter().map(|address| KvMaps::new(*address, config, n_blocks)).collect::<Result<Vec<_>>>()
         });
         let maps = maps.transpose()?;
+        let copier = CudaCopier::open(device.ordinal());
         let memory = PageMemory {
             device: Arc::clone(device),
+            copier: copier.map_err(|error| ModelError::Memory(Box::new(error)))?,
             layers,
             block_bytes: block_bytes(config, kv_dtype),
             n_kv_heads: config.n_kv_heads,
@@ -301,5 +307,40 @@ impl PageMemory {
 impl PinnedKv for PinnedBlocks {
     fn read_block(&self, layer_idx: usize, block_idx: usize, out: &mut [u8]) -> Result<()> {
         self.memory.read_block(layer_idx, self.blocks[block_idx], out)
+    }
+
+    fn read_blocks(&self, layers: Range<usize>, blocks: Range<usize>, out: &mut [u8]) -> Result<()> {
+        let (memory, blocks) = (&*self.memory, &self.blocks[blocks]);
+        let n_bytes = memory.block_bytes;
+        assert!(out.len() == layers.len() * blocks.len() * n_bytes, "a buffer that is not as long as blocks");
+        let registered = memory.device.registered_around(out);
+        let range = out.as_ptr_range();
+        let is_inside =
+            |known: Range<usize>| known.start <= range.start.addr() && range.end.addr() <= known.end;
+        let way = if registered.is_some_and(is_inside) { CopyWay::Batch } else { CopyWay::Single };
+        let mut target = out.as_mut_ptr().expose_provenance() as u64;
+        let mut pieces = Vec::new();
+        for layer_idx in layers {
+            for &block in blocks {
+                let source = memory.address(layer_idx, block);
+                add_piece(&mut pieces, CopyPiece { target, source, n_bytes });
+                target += n_bytes as u64;
+            }
+        }
+        // SAFETY: `out` is borrowed until this returns and as long as the pieces; the blocks stay as they are while they are pinned.
+        unsafe { memory.copier.copy(&pieces, way, None) }.map_err(|error| ModelError::Memory(Box::new(error)))
+    }
+}
+
+/// Adds a piece; one that goes on where the last ends makes that longer.
+pub(super) fn add_piece(pieces: &mut Vec<CopyPiece>, piece: CopyPiece) {
+    match pieces.last_mut() {
+        Some(last)
+            if last.target + last.n_bytes as u64 == piece.target
+                && last.source + last.n_bytes as u64 == piece.source =>
+        {
+            last.n_bytes += piece.n_bytes;
+        }
+        _ => pieces.push(piece),
     }
 }
