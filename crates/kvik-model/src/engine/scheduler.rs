@@ -7,7 +7,8 @@
 //! of its prefix and needs free blocks for all its tokens, so that an admission does not cause the
 //! next preemption; KV that came in with its request goes into some of those. Sequences that wait
 //! for credits, or are frozen, are passed over, and so are those whose next KV comes from outside before it could be
-//! computed; while it is copied in, what lies behind it is computed as soon as the layers keep pace with the pass. A prompt of which more may come is computed up to where that would go on. Blocks of ended sequences whose KV is being copied come back soon: an
+//! computed; while it is copied in, what lies behind it is computed as soon as the layers keep pace with the pass, if no other
+//! sequence has rows. A prompt of which more may come is computed up to where that would go on. Blocks of ended sequences whose KV is being copied come back soon: an
 //! admission that they are enough for waits. If no block is free for a running sequence, residents
 //! give theirs back, oldest first, and then sequences that are on their way here; then ended sequences, which are not copied then; then a sequence
 //! that waits for credits; then the youngest one, at worst the sequence itself. The oldest sequence with credits can thus always take every block, and
@@ -40,8 +41,9 @@ impl Engine {
                 // Gone if it was preempted for an older sequence.
                 let Some(idx) = self.index_of(key) else { continue };
                 let n_pending = self.running[idx].n_pending();
-                let sequence = &self.running[idx];
-                if (n_pending == 1) != wants_one_row || sequence.is_paused() || !sequence.has_its_kv() {
+                let (sequence, is_alone) = (&self.running[idx], self.is_alone(key));
+                if (n_pending == 1) != wants_one_row || sequence.is_paused() || !sequence.has_its_kv(is_alone)
+                {
                     continue;
                 }
                 if budget == 0 {
@@ -60,6 +62,13 @@ impl Engine {
             self.admit(&mut scheduled, &mut budget, events);
         }
         scheduled
+    }
+
+    /// Whether no other sequence has rows to compute that wait for no copy: a pass that waits for layers would make it wait.
+    fn is_alone(&self, key: SequenceKey) -> bool {
+        let has_rows =
+            |other: &Sequence| !other.is_paused() && !other.is_importing() && !other.is_waiting_for_kv();
+        !self.running.iter().any(|other| other.key() != key && has_rows(other))
     }
 
     fn index_of(&self, key: SequenceKey) -> Option<usize> {
@@ -117,7 +126,7 @@ impl Engine {
             let key = sequence.key();
             sequence.note_cached();
             self.tell_admitted(&mut sequence, events);
-            let is_waiting = !sequence.has_its_kv();
+            let is_waiting = !sequence.has_its_kv(self.is_alone(key));
             sequence.set_ahead(!is_waiting);
             let n_rows = sequence.n_pending().min(*budget).min(sequence.rows_before_look());
             let place = self.running.partition_point(|other| other.key() < key);
