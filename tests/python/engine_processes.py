@@ -48,6 +48,39 @@ def eventually(condition: Callable[[], object], what: Callable[[], object], pati
         time.sleep(0.01)
 
 
+class Driver:
+    """A program of `engines/` in an environment of engines: a request is a line of JSON, and so is its answer."""
+
+    def __init__(self, name: str, *flags: str, engines: str = ENGINES, **environment: str) -> None:
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+        # SGLang compiles with what is installed there.
+        inherited["PATH"] = f"{engines}/bin{os.pathsep}{inherited['PATH']}"
+        self.process = subprocess.Popen(
+            [f"{engines}/bin/python", "-W", "ignore", str(DRIVERS / name), *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**inherited, **environment},
+            # An engine may be several processes.
+            start_new_session=True,
+        )
+
+    def read(self) -> dict:
+        # Something that a library prints may come before.
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise AssertionError("the program ended")
+
+    def begin(self, op: str, **arguments: object) -> None:
+        self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, op: str, **arguments: object) -> dict:
+        self.begin(op, **arguments)
+        return self.read()
+
+
 class Ports:
     """Where an engine publishes, the same for each of its lives."""
 
@@ -68,37 +101,18 @@ class Ports:
         return source
 
 
-class Engine:
-    """A driver: an engine's cache and publisher in a process of their own."""
+class Engine(Driver):
+    """An engine's cache and publisher in a process of their own."""
 
     def __init__(self, driver: str, ports: Ports, *flags: str, **environment: str) -> None:
-        command = [f"{ENGINES}/bin/python", "-W", "ignore", str(DRIVERS / driver), *ports.engine_flags(), *flags]
-        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-        # SGLang compiles with what is installed there.
-        inherited["PATH"] = f"{ENGINES}/bin{os.pathsep}{inherited['PATH']}"
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**inherited, "VLLM_LOGGING_LEVEL": "ERROR", **environment},
-        )
+        super().__init__(driver, *ports.engine_flags(), *flags, **{"VLLM_LOGGING_LEVEL": "ERROR", **environment})
         self.worker = driver.split("_")[0] + "-0"
         self.n_batches = 0
         self.names = itertools.count()
         assert self.read() == {"is_ready": True}
 
-    def read(self) -> dict:
-        # Something that a library prints may come before.
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise AssertionError("the engine ended")
-
     def ask(self, op: str, **arguments: object) -> dict:
-        self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-        self.process.stdin.flush()
-        answer = self.read()
+        answer = super().ask(op, **arguments)
         self.n_batches = answer.pop("n_batches")
         return answer
 

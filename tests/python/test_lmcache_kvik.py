@@ -4,14 +4,13 @@ KVIK_LMCACHE names a virtual environment that has LMCache; the tests are skipped
 """
 
 import contextlib
-import json
 import os
 import pathlib
 import subprocess
 from collections.abc import Iterator
 
 import pytest
-from engine_processes import DRIVERS, eventually, free_ports
+from engine_processes import Driver, eventually, free_ports
 from store_daemon import Daemon
 
 LMCACHE = os.environ.get("KVIK_LMCACHE") and os.path.abspath(os.environ["KVIK_LMCACHE"])
@@ -22,27 +21,13 @@ pytestmark = pytest.mark.skipif(not LMCACHE, reason="KVIK_LMCACHE is not set")
 CHUNK_BYTES = 2 * 4 * 64 * 1024 * 2
 
 
-class Connector:
+class Connector(Driver):
     """LMCache's connector in a process of its own."""
 
     def __init__(self, port: int) -> None:
-        command = [f"{LMCACHE}/bin/python", "-W", "ignore", str(DRIVERS / "lmcache_connector.py"), str(port)]
-        environment = {**os.environ, "LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false"}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        environment = {"LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false"}
+        super().__init__("lmcache_connector.py", str(port), engines=LMCACHE, **environment)
         assert self.read() == {"is_ready": True}
-
-    def read(self) -> dict:
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise AssertionError("the connector ended")
-
-    def ask(self, op: str, **arguments: object) -> dict:
-        self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-        self.process.stdin.flush()
-        return self.read()
 
     def end(self) -> None:
         self.process.kill()

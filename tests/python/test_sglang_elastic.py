@@ -9,12 +9,11 @@ import json
 import os
 import pathlib
 import random
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 from conftest import ROOT
-from engine_processes import DRIVERS, ENGINES, eventually
+from engine_processes import ENGINES, Driver, eventually
 from ledger import Ledger
 from vllm_server import PACKAGE
 
@@ -26,28 +25,13 @@ SLAB = 8 * MIB
 GROUP = "shared"
 
 
-class Engine:
+class Engine(Driver):
     """SGLang in a process of its own."""
 
     def __init__(self, ledger: Ledger, folder: pathlib.Path) -> None:
         settings = json.dumps({"group": GROUP, "directory": str(ledger.folder)})
         path = os.pathsep.join([os.path.abspath(PACKAGE), str(folder)])
-        environment = {**os.environ, "PYTHONPATH": path, "KVIK_SGLANG_ELASTIC": settings}
-        command = [f"{ENGINES}/bin/python", "-W", "ignore", str(DRIVERS / "sglang_elastic.py")]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-
-    def read(self) -> dict:
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise AssertionError("the engine ended")
-
-    def ask(self, op: str, **arguments: object) -> dict:
-        self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-        self.process.stdin.flush()
-        return self.read()
+        super().__init__("sglang_elastic.py", PYTHONPATH=path, KVIK_SGLANG_ELASTIC=settings)
 
     def counts(self, op: str = "counts") -> dict:
         """Counts after a step, or as they are; SGLang finds no leak."""

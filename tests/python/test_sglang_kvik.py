@@ -7,7 +7,6 @@ and the host pool are replaced.
 
 import contextlib
 import itertools
-import json
 import os
 import pathlib
 import random
@@ -16,7 +15,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from engine_processes import DRIVERS, ENGINES, eventually
+from engine_processes import ENGINES, Driver, eventually
 from store_daemon import CHUNK_TOKENS, Daemon, spoil
 from vllm_server import PACKAGE
 
@@ -26,30 +25,11 @@ PAGE_TOKENS = 16
 NAMES = itertools.count()
 
 
-class Process:
+class Process(Driver):
     """SGLang in a process of its own, with any number of engines."""
 
     def __init__(self, driver: str = "sglang_pages.py") -> None:
-        command = [f"{ENGINES}/bin/python", "-W", "ignore", str(DRIVERS / driver)]
-        path = f"{ENGINES}/bin{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "PYTHONPATH": os.path.abspath(PACKAGE)}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-
-    def read(self) -> dict:
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise AssertionError("the engine ended")
-
-    def begin(self, op: str, **arguments: object) -> None:
-        self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-        self.process.stdin.flush()
-
-    def ask(self, op: str, **arguments: object) -> dict:
-        self.begin(op, **arguments)
-        return self.read()
+        super().__init__(driver, PYTHONPATH=os.path.abspath(PACKAGE))
 
     def engine(self, daemon: Daemon, **settings: object) -> "Engine":
         engine = Engine(self, f"engine-{next(NAMES)}")

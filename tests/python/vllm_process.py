@@ -1,49 +1,26 @@
 """A real vLLM that computes prompts, in processes of its own."""
 
 import contextlib
-import json
 import os
 import pathlib
 import random
 import signal
-import subprocess
 from collections.abc import Iterator
 
-from engine_processes import DRIVERS, ENGINES, MODEL_FOLDER
+from engine_processes import MODEL_FOLDER, Driver
 from vllm_server import PACKAGE
 
 # What vLLM prints of itself is a page.
 QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
-class Vllm:
+class Vllm(Driver):
     """An engine in a process of its own."""
 
     def __init__(self, *flags: str, model: pathlib.Path = MODEL_FOLDER) -> None:
-        command = [f"{ENGINES}/bin/python", "-W", "ignore", str(DRIVERS / "vllm_engine.py")]
-        path = f"{ENGINES}/bin{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, **QUIET, "PATH": path, "PYTHONPATH": os.path.abspath(PACKAGE)}
-        self.process = subprocess.Popen(
-            [*command, "--model", str(model), *flags],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            # The engine may be several processes.
-            start_new_session=True,
-        )
+        environment = {**QUIET, "PYTHONPATH": os.path.abspath(PACKAGE)}
+        super().__init__("vllm_engine.py", "--model", str(model), *flags, **environment)
         assert self.read() == {"is_ready": True}
-
-    def read(self) -> dict:
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise AssertionError("the engine ended")
-
-    def ask(self, op: str, **arguments: object) -> dict:
-        self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-        self.process.stdin.flush()
-        return self.read()
 
     def generate(
         self, *prompts: list[int], max_tokens: int = 8, salt: str | None = None, params: dict | None = None

@@ -78,7 +78,11 @@ pub(crate) async fn move_request(
     // Before anything is copied: the request may end at any time.
     request.set_ticket(Some(notice.clone()));
     let departure = Departure { state, loaded, request, notice: &notice };
-    let moved = departure.copy_and_freeze(&have, departs).await;
+    let mut moved = departure.copy_and_freeze(&have, departs).await;
+    if moved.is_err() && loaded.running.find(&request.id).is_none() {
+        // The other worker has forgotten the ticket of a request that has ended: nothing was refused.
+        moved = Err(ended());
+    }
     if moved.is_err() {
         request.set_ticket(None);
         // The other worker gives the ticket up by itself if this does not arrive.
