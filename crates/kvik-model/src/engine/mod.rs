@@ -382,8 +382,9 @@ impl Engine {
                 logits_row += usize::from(has_logits);
                 continue;
             }
-            let sequence = &mut self.running[idx];
-            sequence.advance(rows.n_rows, &mut self.pool);
+            self.running[idx].advance(rows.n_rows, &mut self.pool);
+            self.end_prefix(idx, events);
+            let sequence = &self.running[idx];
             if sequence.n_pending() == 0 {
                 // Finished already if another choice of its request has failed in this step.
                 if sequence.is_segment() {
@@ -398,6 +399,16 @@ impl Engine {
         }
         self.retire_finished();
         self.check_device()
+    }
+
+    /// Drops the KV that came in with a prompt that is computed, and reports its admission: that comes before its first token also if
+    /// the rest of the KV was lost just now.
+    fn end_prefix(&mut self, idx: usize, events: &mut Vec<EngineEvent>) {
+        if self.running[idx].n_pending() == 0 && self.running[idx].take_prefix().is_some() {
+            let mut sequence = self.running.remove(idx);
+            self.tell_admitted(&mut sequence, events);
+            self.running.insert(idx, sequence);
+        }
     }
 
     /// Ends the copy that a pass has waited for; false if it has failed, and the pass has to be done again.

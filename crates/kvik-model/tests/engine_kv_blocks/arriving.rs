@@ -165,6 +165,30 @@ proptest! {
 }
 
 #[test]
+fn a_request_is_admitted_before_its_first_token_whenever_the_rest_of_its_kv_is_lost() {
+    let model = TestModel::fixture("qwen3");
+    let prompt = tokens(2 * CHUNK_TOKENS as u32 + 1, 1);
+    let shelf = shelf_of(&model, &prompt);
+    for lost_after in 0..12 {
+        for max_batched_tokens in [1, 17, 18, 80] {
+            let mut options = EngineOptions::default();
+            options.max_batched_tokens = max_batched_tokens;
+            let mut engine = engine(&model, N_BLOCKS, options);
+            let arriving = Arriving {
+                kv: shelf.prefix(&prompt, 0),
+                fates: vec![Fate::ArrivesAfter(0), Fate::LostAfter(lost_after)],
+                waits: true,
+                n_asked: Arc::default(),
+                taken: Arc::default(),
+            };
+            submit(&mut engine, &prompt, arriving);
+            let events = run_all(&mut engine);
+            assert!(matches!(events.first(), Some(EngineEvent::Admitted { .. })), "{lost_after}: {events:?}");
+        }
+    }
+}
+
+#[test]
 fn the_front_is_computed_while_the_back_arrives_and_they_meet() {
     let model = TestModel::fixture("qwen3");
     let prompt = tokens(6 * CHUNK_TOKENS as u32 + 5, 1);
