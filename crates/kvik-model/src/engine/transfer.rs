@@ -185,9 +185,11 @@ impl Engine {
         let (tokens, import) = incoming.into_parts();
         if let Err(error) = self.backend.finish_import(import) {
             warn!(%error, "could not copy KV in; it is computed");
-            // What has lost its end meanwhile is tried again without it.
-            let is_shorter = |prefix: &Arc<dyn PrefixKv>| prefix.there_until(tokens.start) < tokens.end;
-            if let Some(prefix) = sequence.take_prefix().filter(is_shorter) {
+            // What has lost its end meanwhile is tried again without it, and what is still coming when more of it is there.
+            let is_wanted = |prefix: &Arc<dyn PrefixKv>| {
+                prefix.there_until(tokens.start) < tokens.end || !prefix.layers().has_ended
+            };
+            if let Some(prefix) = sequence.take_prefix().filter(is_wanted) {
                 sequence.hold_prefix(prefix);
             }
             return false;

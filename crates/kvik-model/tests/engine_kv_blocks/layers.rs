@@ -25,7 +25,7 @@ struct Fate {
     looks_a_layer: usize,
     /// Layers that come at all.
     n_layers: usize,
-    /// Blocks that are gone as soon as the layer behind the first ones has come.
+    /// Blocks that are gone as soon as a layer behind the first ones, and behind layer 0, has come.
     n_gone: usize,
     /// Whether a layer comes as soon as a pass waits for it.
     comes_when_awaited: bool,
@@ -51,7 +51,7 @@ impl Layered {
     }
 
     fn n_blocks(&self) -> usize {
-        let is_shorter = self.fate.n_first < self.n_there();
+        let is_shorter = self.fate.n_first.max(1) < self.n_there();
         self.kv.blocks.len() - if is_shorter { self.fate.n_gone.min(self.kv.blocks.len()) } else { 0 }
     }
 }
@@ -183,7 +183,7 @@ fn n_layers(model: &TestModel) -> usize {
 fn a_prompt_is_computed_while_layers_of_its_prefix_come() {
     let model = TestModel::fixture("qwen3");
     let n_layers = n_layers(&model);
-    let fate = Fate { n_first: 1, looks_a_layer: 1000, n_layers, n_gone: 0, comes_when_awaited: true };
+    let fate = Fate { n_first: 0, looks_a_layer: 16, n_layers, n_gone: 0, comes_when_awaited: true };
     assert_eq!(run_ahead(&model, fate), 96);
 }
 
@@ -191,7 +191,7 @@ fn a_prompt_is_computed_while_layers_of_its_prefix_come() {
 fn a_layer_that_does_not_come_means_computing() {
     let model = TestModel::fixture("qwen3");
     let n_layers = n_layers(&model) - 1;
-    let fate = Fate { n_first: 1, looks_a_layer: 1000, n_layers, n_gone: 0, comes_when_awaited: true };
+    let fate = Fate { n_first: 0, looks_a_layer: 16, n_layers, n_gone: 0, comes_when_awaited: true };
     assert_eq!(run_ahead(&model, fate), 0);
 }
 
@@ -199,8 +199,22 @@ fn a_layer_that_does_not_come_means_computing() {
 fn a_prefix_that_loses_its_end_in_a_later_layer_is_used_without_it() {
     let model = TestModel::fixture("qwen3");
     let n_layers = n_layers(&model);
-    let fate = Fate { n_first: 1, looks_a_layer: 1000, n_layers, n_gone: 2, comes_when_awaited: true };
+    let fate = Fate { n_first: 0, looks_a_layer: 16, n_layers, n_gone: 2, comes_when_awaited: true };
     assert_eq!(run_ahead(&model, fate), 64);
+}
+
+#[test]
+fn layers_that_were_there_before_say_nothing_of_those_that_come() {
+    let model = TestModel::fixture("qwen3");
+    let mut engine = slow_engine(&model, N_BLOCKS, Duration::from_millis(50), EngineOptions::default());
+    let prompt = tokens(101, 1);
+    let n_layers = n_layers(&model);
+    // The others come only if they are waited for with patience.
+    let fate = Fate { n_first: 1, looks_a_layer: 500, n_layers, n_gone: 0, comes_when_awaited: false };
+    submit(&mut engine, &prompt, Layered::new(shelf_of(&model, &prompt).prefix(&prompt, 0), fate));
+    let output = only(run_all(&mut engine, Vec::new()));
+    assert_as_alone(&model, &greedy(&prompt, 4), &output);
+    assert_eq!(output.usage.loaded_tokens, 96, "a pass has begun too early");
 }
 
 fn fate(n_layers: usize) -> impl Strategy<Value = Fate> {

@@ -18,6 +18,8 @@ pub(in crate::engine) struct Incoming {
     /// Behind its last token.
     end_token: usize,
     n_layers: usize,
+    /// Layers that were there when it began: how fast they came is not known.
+    n_first_layers: usize,
     begun_at: Instant,
     /// What a pass over the tokens behind it should take.
     pass_s: f64,
@@ -27,8 +29,16 @@ pub(in crate::engine) struct Incoming {
 
 impl Incoming {
     pub(in crate::engine) fn new(import: Box<dyn KvImport>, n_layers: usize, pass_s: f64) -> Self {
-        let begun_at = Instant::now();
-        Self { import, first_token: 0, end_token: 0, n_layers, begun_at, pass_s, is_ahead: false }
+        Self {
+            n_first_layers: import.n_layers_there(),
+            import,
+            first_token: 0,
+            end_token: 0,
+            n_layers,
+            begun_at: Instant::now(),
+            pass_s,
+            is_ahead: false,
+        }
     }
 
     /// Its tokens, and the copy.
@@ -40,11 +50,12 @@ impl Incoming {
     /// do not wait for the copy then.
     fn keeps_pace(&self) -> bool {
         let n_there = self.import.n_layers_there();
-        if n_there == 0 {
-            return false;
-        }
-        let layer_s = self.begun_at.elapsed().as_secs_f64() / n_there as f64;
         let n_left = self.n_layers.saturating_sub(n_there);
+        let n_come = n_there.saturating_sub(self.n_first_layers);
+        if n_left == 0 || n_come == 0 {
+            return n_left == 0;
+        }
+        let layer_s = self.begun_at.elapsed().as_secs_f64() / n_come as f64;
         // The pass is done with all layers but the last when it needs the last.
         let before_last = self.n_layers.saturating_sub(1) as f64 / self.n_layers.max(1) as f64;
         n_left as f64 * layer_s <= self.pass_s * before_last
