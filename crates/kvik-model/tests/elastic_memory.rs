@@ -14,7 +14,7 @@ use kvik_model::{
 };
 
 /// More than a test may ever take.
-const DEADLINE: Duration = Duration::from_mins(1);
+const DEADLINE: Duration = Duration::from_mins(5);
 
 /// A page of the bundled model: 2 MiB in each of its layers.
 fn page_bytes(model: &Model) -> u64 {
@@ -223,30 +223,28 @@ fn run_both(engines: &mut [Engine; 2]) -> [Vec<Vec<u32>>; 2] {
 #[test]
 fn several_requests_that_each_need_more_than_half_of_the_memory_are_all_answered() {
     let model = Model::bundled().unwrap();
-    for names in [["one", "other"], ["group", "group"]] {
-        let dir = tempfile::tempdir().unwrap();
-        let mut engines = names.map(|name| engine(&model, dir.path(), name, 3));
-        let page_tokens = engines[0].max_blocks() / 3 * BLOCK_TOKENS;
-        let n_prompt = u32::try_from(page_tokens).unwrap() + 50;
-        let mut own = model.cpu_engine(&CpuBackendOptions::default(), EngineOptions::default()).unwrap();
-        for round in 0..2 {
-            // The second time, each finds some of what it has computed before.
-            let requests =
-                [[1, 2], [3, 4]].map(|firsts| firsts.map(|first| request(first + round % 2, n_prompt, 4)));
-            let expected = requests.clone().map(|requests| {
-                let answers = requests.map(|request| {
-                    own.submit(request).unwrap();
-                    run(&mut own, || ())
-                });
-                answers.to_vec()
+    let dir = tempfile::tempdir().unwrap();
+    let mut engines = ["one", "other"].map(|name| engine(&model, dir.path(), name, 3));
+    let page_tokens = engines[0].max_blocks() / 3 * BLOCK_TOKENS;
+    let n_prompt = u32::try_from(page_tokens).unwrap() + 50;
+    let mut own = model.cpu_engine(&CpuBackendOptions::default(), EngineOptions::default()).unwrap();
+    for round in 0..3 {
+        // The second time, each finds some of what it has computed before.
+        let requests =
+            [[1, 2], [3, 4]].map(|firsts| firsts.map(|first| request(first + round % 2, n_prompt, 4)));
+        let expected = requests.clone().map(|requests| {
+            let answers = requests.map(|request| {
+                own.submit(request).unwrap();
+                run(&mut own, || ())
             });
-            for (engine, requests) in engines.iter_mut().zip(requests) {
-                for request in requests {
-                    engine.submit(request).unwrap();
-                }
+            answers.to_vec()
+        });
+        for (engine, requests) in engines.iter_mut().zip(requests) {
+            for request in requests {
+                engine.submit(request).unwrap();
             }
-            assert_eq!(run_both(&mut engines), expected, "{names:?}, round {round}");
         }
+        assert_eq!(run_both(&mut engines), expected, "round {round}");
     }
 }
 
