@@ -13,7 +13,7 @@ use super::PanicGuard;
 use super::arriving::{ArrivingPrefix, TakenTokens};
 use super::job::JobHandle;
 use super::layered::LayeredPrefix;
-use super::loader::LoadThreads;
+use super::load_threads::LoadThreads;
 use super::local_layers::begin_layers;
 use super::planner::{LoadRequest, Planner};
 

@@ -8,7 +8,7 @@ use kvik_tier::TierKind;
 
 use super::PanicGuard;
 use super::layered::{LayerBytes, LayerSender, LayeredPrefix, layered};
-use super::loader::{LoadTask, LoadThreads};
+use super::load_threads::{LoadTask, LoadThreads};
 use super::planner::{LoadRequest, Planned};
 
 /// The reading of chunks that a plan asks for.

@@ -2,7 +2,7 @@
 //!
 //! Parts: [`KvStore`] is what the engine's thread asks for, `local` a store in this process (`local_layers` reads it layer by layer), `daemon` that of a daemon on
 //! this machine, whose bytes `daemon_chunks` copies if `daemon_planner` wants them; `segments` are parts of prompts in either of them; `transfer` takes KV out of the engine, `load` is a prompt's KV on its way, `planner` decides what of it is loaded,
-//! `arriving` is what comes chunk by chunk while the engine computes, `layered` what comes layer by layer, and `loader` are threads that read where reading blocks.
+//! `arriving` is what comes chunk by chunk while the engine computes, `layered` what comes layer by layer, and `loader` reads where reading blocks, in `load_threads`.
 //!
 //! **Invariant:** nothing here can fail a request. What the store does not have, or does not give in time,
 //! is computed; a store that panics is not asked again.
@@ -14,6 +14,7 @@ mod daemon_planner;
 mod job;
 mod layered;
 mod load;
+mod load_threads;
 mod loader;
 mod local;
 mod local_layers;
