@@ -11,7 +11,8 @@ use kvik_types::TokenId;
 
 use super::request::{PreparedRequest, RequestId};
 use super::sequence::Sequence;
-use super::{Engine, PrefixKv, lose};
+use super::step::lose;
+use super::{Engine, PrefixKv};
 use crate::error::{ModelError, Result};
 use crate::forward::PinnedKv;
 use crate::paging::BLOCK_TOKENS;

@@ -8,11 +8,12 @@ use std::sync::Arc;
 
 use kvik_types::TokenId;
 
+use super::Engine;
 use super::begun::Begun;
 use super::blend_rows::BlendUsage;
 use super::request::{EngineEvent, GenerateRequest, PreparedRequest, RequestId, SubmitOptions};
 use super::sequence::Sequence;
-use super::{Engine, lose};
+use super::step::lose;
 use crate::blend::{Assembled, Blend, BlendSegment, BlendedPrompt, ComputedSegment, SegmentKv};
 use crate::config::Position;
 use crate::error::{ModelError, Result};

@@ -10,7 +10,7 @@ const NEWEST_SHARE: f64 = 0.25;
 /// A pass with this many times the work of a row or more is bound by its arithmetic; below, by reading the weights.
 const LONG_ROWS: f64 = 128.0;
 
-/// Foretells the time of a pass from those before it.
+/// Predicts the time of a pass from those before it.
 #[derive(Debug)]
 pub(super) struct PassTimes {
     /// Multiplications of one row, without attention.

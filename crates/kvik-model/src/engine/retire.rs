@@ -4,7 +4,8 @@ use kvik_types::TokenId;
 
 use super::resident::{Resident, SequenceKv};
 use super::sequence::Sequence;
-use super::{Engine, EngineEvent, RequestId, lose};
+use super::step::lose;
+use super::{Engine, EngineEvent, RequestId};
 use crate::error::{ModelError, Result};
 use crate::paging::{BLOCK_TOKENS, BlockId};
 

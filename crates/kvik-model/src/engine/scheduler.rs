@@ -17,7 +17,8 @@
 //! have to wait for them.
 
 use super::sequence::{Sequence, SequenceKey};
-use super::{Engine, EngineEvent, lose};
+use super::step::lose;
+use super::{Engine, EngineEvent};
 
 /// Rows of one sequence in the next pass.
 #[derive(Debug, Clone, Copy)]
@@ -41,9 +42,9 @@ impl Engine {
                 // Gone if it was preempted for an older sequence.
                 let Some(idx) = self.index_of(key) else { continue };
                 let n_pending = self.running[idx].n_pending();
-                let (sequence, is_alone) = (&self.running[idx], self.is_alone(key));
-                if (n_pending == 1) != wants_one_row || sequence.is_paused() || !sequence.has_its_kv(is_alone)
-                {
+                let sequence = &self.running[idx];
+                let has_its_kv = || sequence.has_its_kv(|| self.is_alone(key));
+                if (n_pending == 1) != wants_one_row || sequence.is_paused() || !has_its_kv() {
                     continue;
                 }
                 if budget == 0 {
@@ -126,7 +127,7 @@ impl Engine {
             let key = sequence.key();
             sequence.note_cached();
             self.tell_admitted(&mut sequence, events);
-            let is_waiting = !sequence.has_its_kv(self.is_alone(key));
+            let is_waiting = !sequence.has_its_kv(|| self.is_alone(key));
             sequence.set_ahead(!is_waiting);
             let n_rows = sequence.n_pending().min(*budget).min(sequence.rows_before_look());
             let place = self.running.partition_point(|other| other.key() < key);

@@ -12,11 +12,12 @@ use std::sync::Arc;
 use kvik_types::{BlockHash, Namespace};
 use tracing::warn;
 
+use super::Engine;
 use super::ended::{EndedSequence, KvSink};
 use super::prefix::PrefixKv;
 use super::request::{EngineEvent, PreparedRequest};
 use super::sequence::{Incoming, Sequence};
-use super::{Engine, lose};
+use super::step::lose;
 use crate::forward::{BlockImport, BlockSource, RowPositions};
 use crate::paging::{BLOCK_TOKENS, BlockChange, BlockId};
 

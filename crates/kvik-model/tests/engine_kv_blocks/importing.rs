@@ -9,9 +9,9 @@ use kvik_model::{
 use proptest::prelude::*;
 
 use crate::inner_backend::by_inner;
-use crate::support::requests::{Outputs, alone, collect};
+use crate::support::requests::{Outputs, collect};
 use crate::support::{TestModel, backend_options, namespace};
-use crate::{N_BLOCKS, assert_as_alone, greedy, only, shelf_of, submit_from, tokens};
+use crate::{N_BLOCKS, assert_all_as_alone, assert_as_alone, greedy, only, shelf_of, submit_from, tokens};
 
 /// When copies end, and how.
 #[derive(Debug, Default)]
@@ -172,26 +172,14 @@ proptest! {
         let (mut engine, gate) = gated_engine(&model, n_blocks, options);
         gate.n_looks.store(n_looks, Ordering::Relaxed);
         gate.is_open.store(true, Ordering::Relaxed);
-        let mut requests = Vec::new();
-        let mut events = Vec::new();
-        for (idx, (n_tokens, n_steps)) in prompts.into_iter().enumerate() {
-            let prompt = tokens(n_tokens, idx as u32);
-            let shelf = shelf_of(&model, &prompt);
-            let request = greedy(&prompt, 8);
-            requests.push((submit_from(&mut engine, request.clone(), shelf.prefix(&prompt, 0)), request));
-            for _ in 0..n_steps {
-                engine.step(&mut events).unwrap();
-            }
-        }
-        while !engine.is_idle() {
-            engine.step(&mut events).unwrap();
-        }
-        let mut outputs = Outputs::new();
-        collect(events, &mut outputs);
-        for (id, request) in requests {
-            let output = outputs.remove(&(id, 0)).unwrap();
-            prop_assert_eq!(&output.tokens, &alone(&model, None, &request)[0].tokens);
-        }
+        let requests = prompts.into_iter().zip(0..).map(|((n_tokens, n_steps), salt)| {
+            let request = greedy(&tokens(n_tokens, salt), 8);
+            let kv = shelf_of(&model, &request.prompt).prefix(&request.prompt, 0);
+            (request, kv, n_steps)
+        });
+        assert_all_as_alone(&model, &mut engine, requests.collect(), |engine, request, kv| {
+            submit_from(engine, request.clone(), kv)
+        });
         prop_assert_eq!(engine.pool_stats().n_free, n_blocks);
         prop_assert_eq!(gate.n_under_way.load(Ordering::Relaxed), 0);
     }

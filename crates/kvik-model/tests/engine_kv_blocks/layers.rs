@@ -5,16 +5,15 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use kvik_model::{
-    BLOCK_TOKENS, Backend, BlockId, BlockSource, CpuBackend, Engine, EngineEvent, EngineOptions, KvImport,
-    LayerProgress, Logits, PrefixKv, RequestId, Result, SequenceRows, SubmitOptions, WantedLogits,
+    BLOCK_TOKENS, Backend, BlockId, BlockSource, CpuBackend, Engine, EngineOptions, GenerateRequest,
+    KvImport, LayerProgress, Logits, PrefixKv, RequestId, Result, SequenceRows, SubmitOptions, WantedLogits,
 };
 use proptest::prelude::*;
 
 use crate::inner_backend::by_inner;
-use crate::support::requests::{Outputs, alone, collect};
 use crate::support::shelf::ShelfKv;
 use crate::support::{TestModel, backend_options, namespace};
-use crate::{N_BLOCKS, assert_as_alone, greedy, only, shelf_of, tokens};
+use crate::{N_BLOCKS, assert_all_as_alone, assert_as_alone, greedy, only, run_all, shelf_of, tokens};
 
 /// What becomes of the layers of a prefix.
 #[derive(Debug, Clone, Copy)]
@@ -141,21 +140,14 @@ fn slow_engine(model: &TestModel, n_blocks: usize, pass_time: Duration, options:
     engine
 }
 
-fn submit(engine: &mut Engine, prompt: &[u32], layered: Layered) -> RequestId {
-    let prepared = engine.prepare(greedy(prompt, 4), SubmitOptions::default());
-    engine.submit_prepared(prepared, Some(Arc::new(layered))).unwrap()
+/// The blocks of `prompt`, whose layers have this fate.
+fn layered_prefix(model: &TestModel, prompt: &[u32], fate: Fate) -> Layered {
+    Layered::new(shelf_of(model, prompt).prefix(prompt, 0), fate)
 }
 
-fn run_all(engine: &mut Engine, mut events: Vec<EngineEvent>) -> Outputs {
-    for _ in 0..100_000 {
-        if engine.is_idle() {
-            let mut outputs = Outputs::new();
-            collect(events, &mut outputs);
-            return outputs;
-        }
-        engine.step(&mut events).unwrap();
-    }
-    panic!("the engine does not end");
+fn submit(engine: &mut Engine, request: &GenerateRequest, layered: Layered) -> RequestId {
+    let prepared = engine.prepare(request.clone(), SubmitOptions::default());
+    engine.submit_prepared(prepared, Some(Arc::new(layered))).unwrap()
 }
 
 /// Runs prompts, each with a prefix of this fate, until a pass has begun before all layers were there; returns the loaded
@@ -163,10 +155,10 @@ fn run_all(engine: &mut Engine, mut events: Vec<EngineEvent>) -> Outputs {
 fn run_ahead(model: &TestModel, fate: Fate) -> usize {
     let mut engine = slow_engine(model, N_BLOCKS, Duration::from_millis(50), EngineOptions::default());
     for seed in 1..50 {
-        let prompt = tokens(101, seed);
-        submit(&mut engine, &prompt, Layered::new(shelf_of(model, &prompt).prefix(&prompt, 0), fate));
+        let request = greedy(&tokens(101, seed), 4);
+        submit(&mut engine, &request, layered_prefix(model, &request.prompt, fate));
         let output = only(run_all(&mut engine, Vec::new()));
-        assert_as_alone(model, &greedy(&prompt, 4), &output);
+        assert_as_alone(model, &request, &output);
         assert_eq!(engine.pool_stats().n_free, N_BLOCKS);
         if 0 < engine.stats().n_passes_ahead {
             return output.usage.loaded_tokens;
@@ -179,41 +171,39 @@ fn n_layers(model: &TestModel) -> usize {
     model.backend(&backend_options(8)).config().n_layers
 }
 
+/// Tokens that a prompt takes from a prefix whose layers come slowly, all but `n_missing` of them.
+fn tokens_loaded_ahead(n_missing: usize, n_gone: usize) -> usize {
+    let model = TestModel::fixture("qwen3");
+    let n_layers = n_layers(&model) - n_missing;
+    run_ahead(&model, Fate { n_first: 0, looks_a_layer: 16, n_layers, n_gone, comes_when_awaited: true })
+}
+
 #[test]
 fn a_prompt_is_computed_while_layers_of_its_prefix_come() {
-    let model = TestModel::fixture("qwen3");
-    let n_layers = n_layers(&model);
-    let fate = Fate { n_first: 0, looks_a_layer: 16, n_layers, n_gone: 0, comes_when_awaited: true };
-    assert_eq!(run_ahead(&model, fate), 96);
+    assert_eq!(tokens_loaded_ahead(0, 0), 96);
 }
 
 #[test]
 fn a_layer_that_does_not_come_means_computing() {
-    let model = TestModel::fixture("qwen3");
-    let n_layers = n_layers(&model) - 1;
-    let fate = Fate { n_first: 0, looks_a_layer: 16, n_layers, n_gone: 0, comes_when_awaited: true };
-    assert_eq!(run_ahead(&model, fate), 0);
+    assert_eq!(tokens_loaded_ahead(1, 0), 0);
 }
 
 #[test]
 fn a_prefix_that_loses_its_end_in_a_later_layer_is_used_without_it() {
-    let model = TestModel::fixture("qwen3");
-    let n_layers = n_layers(&model);
-    let fate = Fate { n_first: 0, looks_a_layer: 16, n_layers, n_gone: 2, comes_when_awaited: true };
-    assert_eq!(run_ahead(&model, fate), 64);
+    assert_eq!(tokens_loaded_ahead(0, 2), 64);
 }
 
 #[test]
 fn layers_that_were_there_before_say_nothing_of_those_that_come() {
     let model = TestModel::fixture("qwen3");
     let mut engine = slow_engine(&model, N_BLOCKS, Duration::from_millis(50), EngineOptions::default());
-    let prompt = tokens(101, 1);
+    let request = greedy(&tokens(101, 1), 4);
     let n_layers = n_layers(&model);
     // The others come only if they are waited for with patience.
     let fate = Fate { n_first: 1, looks_a_layer: 500, n_layers, n_gone: 0, comes_when_awaited: false };
-    submit(&mut engine, &prompt, Layered::new(shelf_of(&model, &prompt).prefix(&prompt, 0), fate));
+    submit(&mut engine, &request, layered_prefix(&model, &request.prompt, fate));
     let output = only(run_all(&mut engine, Vec::new()));
-    assert_as_alone(&model, &greedy(&prompt, 4), &output);
+    assert_as_alone(&model, &request, &output);
     assert_eq!(output.usage.loaded_tokens, 96, "a pass has begun too early");
 }
 
@@ -243,20 +233,12 @@ proptest! {
         let mut options = EngineOptions::default();
         options.max_batched_tokens = max_batched_tokens;
         let mut engine = slow_engine(&model, n_blocks, Duration::from_micros(pass_us), options);
-        let (mut requests, mut events) = (Vec::new(), Vec::new());
-        for (idx, (n_tokens, fate, n_steps)) in prompts.into_iter().enumerate() {
-            let prompt = tokens(n_tokens, idx as u32);
-            let layered = Layered::new(shelf_of(&model, &prompt).prefix(&prompt, 0), fate);
-            requests.push((submit(&mut engine, &prompt, layered), greedy(&prompt, 4)));
-            for _ in 0..n_steps {
-                engine.step(&mut events).unwrap();
-            }
-        }
-        let mut outputs = run_all(&mut engine, events);
-        for (id, request) in requests {
-            let output = outputs.remove(&(id, 0)).unwrap();
-            prop_assert_eq!(&output.tokens, &alone(&model, None, &request)[0].tokens);
-        }
+        let requests = prompts.into_iter().zip(0..).map(|((n_tokens, fate, n_steps), salt)| {
+            let request = greedy(&tokens(n_tokens, salt), 4);
+            let layered = layered_prefix(&model, &request.prompt, fate);
+            (request, layered, n_steps)
+        });
+        assert_all_as_alone(&model, &mut engine, requests.collect(), submit);
         prop_assert_eq!(engine.pool_stats().n_free, n_blocks);
     }
 }

@@ -19,10 +19,12 @@ pub mod support;
 
 use std::sync::Arc;
 
-use kvik_model::{Engine, EngineOptions, GenerateRequest, RequestId, SamplingParams, SubmitOptions};
+use kvik_model::{
+    Engine, EngineEvent, EngineOptions, GenerateRequest, RequestId, SamplingParams, SubmitOptions,
+};
 use kvik_types::Dtype;
 
-use support::requests::{Output, Outputs, alone, engine, run};
+use support::requests::{Output, Outputs, alone, collect, engine, run};
 use support::shelf::{Shelf, ShelfKv};
 use support::{TestModel, backend_options, namespace};
 
@@ -96,4 +98,38 @@ fn assert_as_alone(model: &TestModel, request: &GenerateRequest, output: &Output
     let expected = &alone(model, None, request)[0];
     assert_eq!(output.tokens, expected.tokens);
     assert_eq!(output.logprobs, expected.logprobs);
+}
+
+/// Steps until all requests have ended; returns what came of them.
+fn run_all(engine: &mut Engine, mut events: Vec<EngineEvent>) -> Outputs {
+    for _ in 0..100_000 {
+        if engine.is_idle() {
+            let mut outputs = Outputs::new();
+            collect(events, &mut outputs);
+            return outputs;
+        }
+        engine.step(&mut events).unwrap();
+    }
+    panic!("the engine does not end");
+}
+
+/// Submits one request after the other, with the steps between them that it names, and asserts that each output is what
+/// comes of its request alone.
+fn assert_all_as_alone<T>(
+    model: &TestModel,
+    engine: &mut Engine,
+    requests: Vec<(GenerateRequest, T, usize)>,
+    mut submit: impl FnMut(&mut Engine, &GenerateRequest, T) -> RequestId,
+) {
+    let (mut submitted, mut events) = (Vec::new(), Vec::new());
+    for (request, kv, n_steps) in requests {
+        submitted.push((submit(engine, &request, kv), request));
+        for _ in 0..n_steps {
+            engine.step(&mut events).unwrap();
+        }
+    }
+    let mut outputs = run_all(engine, events);
+    for (id, request) in submitted {
+        assert_as_alone(model, &request, &outputs.remove(&(id, 0)).unwrap());
+    }
 }

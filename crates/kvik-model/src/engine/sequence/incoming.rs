@@ -158,10 +158,10 @@ impl Sequence {
         self.incoming.take_if(|incoming| incoming.import.is_done())
     }
 
-    /// Whether what comes next may be computed, in a pass without other sequences if it `is_alone`. A copy that has ended since it
+    /// Whether what comes next may be computed, in a pass without other sequences while KV is copied in. A copy that has ended since it
     /// was last looked at counts only with the next look: its blocks are not the sequence's yet.
-    pub(in crate::engine) fn has_its_kv(&self, is_alone: bool) -> bool {
-        if self.is_importing() { is_alone && self.may_run_ahead() } else { !self.is_waiting_for_kv() }
+    pub(in crate::engine) fn has_its_kv(&self, is_alone: impl FnOnce() -> bool) -> bool {
+        if self.is_importing() { self.may_run_ahead() && is_alone() } else { !self.is_waiting_for_kv() }
     }
 
     /// Whether its next KV comes from outside before it could be computed.
