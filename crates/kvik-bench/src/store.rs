@@ -2,9 +2,10 @@
 //! of its tokens, and what a hit saves.
 //!
 //! Every tier is measured beside what its medium gives without it, in turns and in one run: memory beside a
-//! plain copy, the disk beside `fio`, Redis beside `redis-benchmark`. Disk and Redis are measured through
+//! plain copy, a GPU beside a copy of pinned memory, the disk beside `fio`, Redis beside `redis-benchmark`. Disk and Redis are measured through
 //! the checksums that every user has. A rate comes from batches, times from calls of one chunk.
 
+mod device;
 mod digest;
 mod direction;
 mod first_token;
@@ -15,6 +16,7 @@ mod tiers;
 use std::path::PathBuf;
 
 use anyhow::Context as _;
+use kvik_model::DeviceName;
 use serde_json::json;
 
 use self::direction::Direction;
@@ -32,6 +34,8 @@ const CHUNK_BYTES: [usize; 3] = [MIB, 8 * MIB, 32 * MIB];
 pub struct StoreBenchOptions {
     /// A folder on the disk to measure.
     pub dir: PathBuf,
+    /// A GPU whose KV is put and got too; none for a CPU.
+    pub device: DeviceName,
     /// Takes less time for less precise values.
     pub is_quick: bool,
 }
@@ -41,6 +45,8 @@ pub struct StoreBenchOptions {
 pub enum Kind {
     /// Memory.
     Ram,
+    /// The memory of a GPU.
+    Device,
     /// A disk.
     Nvme,
     /// A Redis server on loopback.
@@ -67,13 +73,14 @@ struct ScratchFolder(PathBuf);
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Self; 6] =
-        [Self::Ram, Self::Nvme, Self::Redis, Self::Lookup, Self::Digest, Self::FirstToken];
+    pub const ALL: [Self; 7] =
+        [Self::Ram, Self::Device, Self::Nvme, Self::Redis, Self::Lookup, Self::Digest, Self::FirstToken];
 
     /// Shown while it is measured.
     pub fn name(self) -> &'static str {
         match self {
             Self::Ram => "ram",
+            Self::Device => "device",
             Self::Nvme => "nvme",
             Self::Redis => "redis",
             Self::Lookup => "lookup",
@@ -96,6 +103,7 @@ impl StoreBench {
     pub fn settings(&self) -> serde_json::Value {
         json!({
             "dir": self.options.dir.display().to_string(),
+            "device": self.options.device.to_string(),
             "bytes_per_round": self.round_bytes(),
             "rounds": self.n_rounds(),
             "fio": programs::is_installed("fio"),
@@ -122,6 +130,10 @@ impl StoreBench {
             Kind::Ram => self.measure_tiers("ram", "memcpy", 0.9, &mut |subject, direction| {
                 Ok(Some(tiers::copy_rate(subject.chunk_bytes, subject.round_bytes, direction)))
             }),
+            Kind::Device => match self.options.device {
+                DeviceName::Cpu => Ok(Vec::new()),
+                DeviceName::Cuda(ordinal) => device::measure(ordinal, self.round_bytes(), self.n_rounds()),
+            },
             Kind::Nvme => {
                 let folder = &self.folder.0;
                 self.measure_tiers("nvme", "fio", 0.85, &mut |subject, direction| {

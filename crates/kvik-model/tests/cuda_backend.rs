@@ -335,6 +335,19 @@ struct Exported {
     layers: Vec<Vec<Vec<u8>>>,
 }
 
+impl Exported {
+    /// The first `n_blocks` blocks of a backend.
+    fn first_blocks(from: &CudaBackend, n_blocks: u32) -> Self {
+        let block_of = |layer_idx, block| {
+            let mut bytes = vec![0; from.block_layer_bytes()];
+            from.export_block(layer_idx, BlockId::new(block), &mut bytes).unwrap();
+            bytes
+        };
+        let layer_of = |layer_idx| (0..n_blocks).map(|block| block_of(layer_idx, block)).collect();
+        Self { layers: (0..from.config().n_layers).map(layer_of).collect() }
+    }
+}
+
 impl BlockSource for Exported {
     fn block(&self, layer_idx: usize, block_idx: usize) -> Option<&[u8]> {
         self.layers.get(layer_idx)?.get(block_idx).map(Vec::as_slice)
@@ -350,13 +363,7 @@ fn blocks_come_in_beside_passes_and_tokens_go_on_from_them() {
         let expected = whole(&mut from, &prompt);
         let expected_other = whole(&mut from, &other);
         whole(&mut from, &prompt);
-        let block_of = |layer_idx, block| {
-            let mut bytes = vec![0; from.block_layer_bytes()];
-            from.export_block(layer_idx, BlockId::new(block), &mut bytes).unwrap();
-            bytes
-        };
-        let layers = (0..model.config.n_layers).map(|idx| (0..3).map(|block| block_of(idx, block)).collect());
-        let source: Arc<dyn BlockSource> = Arc::new(Exported { layers: layers.collect() });
+        let source: Arc<dyn BlockSource> = Arc::new(Exported::first_blocks(&from, 3));
         let pairs = [(0, BlockId::new(12)), (1, BlockId::new(11)), (2, BlockId::new(10))];
         assert!(to.imports_beside_passes());
         let import = to.start_import(&source, &pairs).unwrap();
@@ -401,15 +408,9 @@ fn a_pass_waits_for_each_layer_of_blocks_that_come_in() {
         let (mut from, mut to) = (backend(&model, 8, kv_dtype), backend(&model, 16, kv_dtype));
         let expected_other = whole(&mut from, &other);
         let expected = whole(&mut from, &prompt);
-        let block_of = |layer_idx, block| {
-            let mut bytes = vec![0; from.block_layer_bytes()];
-            from.export_block(layer_idx, BlockId::new(block), &mut bytes).unwrap();
-            bytes
-        };
         let n_all = model.config.n_layers;
         for n_layers in [n_all, n_all - 1] {
-            let layers = (0..n_all).map(|idx| (0..3).map(|block| block_of(idx, block)).collect());
-            let exported = Exported { layers: layers.collect() };
+            let exported = Exported::first_blocks(&from, 3);
             let source: Arc<dyn BlockSource> =
                 Arc::new(Layered { exported, n_there: AtomicUsize::new(1), n_layers });
             let pairs = [(0, BlockId::new(12)), (1, BlockId::new(11)), (2, BlockId::new(10))];

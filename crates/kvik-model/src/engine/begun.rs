@@ -182,11 +182,9 @@ impl LentBlocks {
     pub fn read(&self, blocks: Range<usize>, out: &mut Vec<u8>) -> Result<()> {
         out.reserve(blocks.len() * self.block_bytes());
         for block_idx in blocks {
-            for layer_idx in 0..self.n_layers {
-                let start = out.len();
-                out.resize(start + self.block_layer_bytes, 0);
-                self.kv.read_block(layer_idx, block_idx, &mut out[start..])?;
-            }
+            let start = out.len();
+            out.resize(start + self.block_bytes(), 0);
+            self.kv.read_blocks(0..self.n_layers, block_idx..block_idx + 1, &mut out[start..])?;
         }
         Ok(())
     }

@@ -12,6 +12,7 @@ use kvik_types::{CacheSalt, TokenId};
 use super::Engine;
 use super::hashes::BlockHashes;
 use crate::error::{ModelError, Result};
+use crate::forward::BlockImport;
 use crate::paging::{BLOCK_TOKENS, BlockId, BlockPool};
 
 /// Names the blocks of one sequence that is on its way.
@@ -106,18 +107,32 @@ impl Engine {
         let Some(mut stage) = self.stages.by_id.remove(&id) else {
             return Err(ModelError::request("ticket", "unknown", "one whose blocks are held"));
         };
-        let blocks = tokens.chunks_exact(BLOCK_TOKENS).zip(kv.chunks_exact(block_bytes.max(1)));
+        let blocks = tokens.as_chunks::<BLOCK_TOKENS>().0.iter().zip(kv.chunks_exact(block_bytes.max(1)));
+        let (mut taken, mut imports) = (Vec::new(), Vec::new());
         let mut is_full = false;
         for (block_idx, (tokens, kv)) in (first_block..).zip(blocks) {
             if block_idx < stage.table.len() {
                 continue;
             }
-            if stage.table.len() < block_idx {
+            if stage.table.len() + taken.len() < block_idx {
                 break;
             }
-            if !self.stage_block(&mut stage, tokens, kv) {
+            let Some(block) = self.take_block() else {
                 is_full = true;
                 break;
+            };
+            let layers = kv.chunks_exact(layer_bytes.max(1)).enumerate();
+            imports.extend(layers.map(|(layer_idx, bytes)| BlockImport { layer_idx, block, bytes }));
+            taken.push((tokens, block));
+        }
+        if self.backend.import_blocks(&imports).is_ok() {
+            for (tokens, block) in taken {
+                self.register_staged(&mut stage, tokens, block);
+            }
+        } else {
+            is_full = true;
+            for (_, block) in taken {
+                self.pool.release_block(block);
             }
         }
         let staged = Staged { n_blocks: stage.table.len(), is_full };
@@ -125,26 +140,21 @@ impl Engine {
         Ok(staged)
     }
 
-    /// Appends one block; false if there is no room for it.
-    fn stage_block(&mut self, stage: &mut Stage, tokens: &[TokenId], kv: &[u8]) -> bool {
-        let Some(block_tokens) = tokens.first_chunk::<BLOCK_TOKENS>() else { return false };
+    /// A block for KV that comes; residents give theirs for it. `None` if there is no room.
+    fn take_block(&mut self) -> Option<BlockId> {
         let is_free =
             self.ensure_free(1) || (self.residents.evict_oldest(&mut self.pool) && self.pool.ensure_free(1));
-        let Some(block) = is_free.then(|| self.pool.allocate()).flatten() else { return false };
-        let layer_bytes = self.backend.block_layer_bytes();
-        for (layer_idx, bytes) in kv.chunks_exact(layer_bytes.max(1)).enumerate() {
-            if self.backend.import_block(layer_idx, block, bytes).is_err() {
-                self.pool.release_block(block);
-                return false;
-            }
-        }
+        if is_free { self.pool.allocate() } else { None }
+    }
+
+    /// Appends a block whose KV is there.
+    fn register_staged(&mut self, stage: &mut Stage, tokens: &[TokenId; BLOCK_TOKENS], block: BlockId) {
         stage.tokens.extend_from_slice(tokens);
         let block_idx = stage.table.len();
         stage.hashes.extend_to(block_idx + 1, &stage.tokens);
         let parent = stage.table.last().copied();
         let hash = stage.hashes.as_slice()[block_idx];
-        stage.table.push(self.pool.register(block, hash, block_tokens, parent, stage.salt.as_ref()));
-        true
+        stage.table.push(self.pool.register(block, hash, tokens, parent, stage.salt.as_ref()));
     }
 
     /// Lets the blocks of a sequence go: it has come, or will not come.

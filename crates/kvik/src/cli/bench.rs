@@ -209,6 +209,10 @@ pub(crate) struct BenchStoreArguments {
     #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
     pub(crate) dir: PathBuf,
 
+    /// GPU whose KV is put and got too, `cuda:N`; `cpu` for none
+    #[arg(long, value_name = "DEVICE", default_value_t = DeviceName::Cpu)]
+    pub(crate) device: DeviceName,
+
     /// Measure one round of less, less precisely
     #[arg(long)]
     pub(crate) quick: bool,
@@ -218,7 +222,7 @@ pub(crate) struct BenchStoreArguments {
     pub(crate) json: bool,
 }
 
-/// Speeds of a tier from 10 MB/s to memory, and prompts of 1000 and 4000 tokens. Takes about three minutes and 4 GiB of the
+/// Speeds of a tier from 10 MB/s to memory, and prompts of 1000 and 4000 tokens. Takes about five minutes and 4 GiB of the
 /// disk; with --quick some seconds.
 #[derive(Debug, Args)]
 #[command(after_help = EXIT_CODES)]

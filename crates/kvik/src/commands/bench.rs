@@ -265,7 +265,8 @@ pub(crate) fn node_client(arguments: &BenchNodeClientArguments) -> anyhow::Resul
 
 /// Runs `kvik bench store`.
 pub(crate) fn store(arguments: &BenchStoreArguments) -> anyhow::Result<()> {
-    let options = StoreBenchOptions { dir: arguments.dir.clone(), is_quick: arguments.quick };
+    let options =
+        StoreBenchOptions { dir: arguments.dir.clone(), device: arguments.device, is_quick: arguments.quick };
     let bench = StoreBench::try_new(options)?;
     let progress = progress_bar(store::Kind::ALL.len());
     let mut results = Vec::new();

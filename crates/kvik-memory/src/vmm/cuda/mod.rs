@@ -24,12 +24,14 @@ mod copy_kernel;
 mod copy_piece;
 mod fence;
 mod host;
+mod pinned;
 mod plain;
 mod staging;
 
 pub use self::copier::{CopyWay, CudaCopier};
 pub use self::copy_piece::CopyPiece;
 pub use self::host::CudaHostMemory;
+pub use self::pinned::PinnedCopies;
 
 /// Virtual memory of an NVIDIA GPU.
 pub type CudaVmm = CheckedVmm<CudaDriver>;

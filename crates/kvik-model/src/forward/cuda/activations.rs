@@ -27,7 +27,10 @@ pub(super) struct Inputs {
 #[derive(Debug)]
 pub(super) struct Activations {
     device: Arc<Device>,
+    /// Rows that there is room for.
     n_rows: usize,
+    /// Counts the buffers that were replaced.
+    n_moves: u64,
     /// The residual stream.
     pub(super) hidden: Buffer,
     pub(super) normalized: Inputs,
@@ -40,8 +43,9 @@ pub(super) struct Activations {
     pub(super) host_lists: HostBuffer,
     pub(super) partials: Buffer,
     pub(super) logits: Buffer,
-    /// The most likely token of each row of logits.
-    pub(super) best: Buffer,
+    /// The most likely token of each row of logits, written by the kernel itself: the copy engine would do it behind the copies of
+    /// KV that are queued there.
+    pub(super) best: HostBuffer,
     /// Where logits arrive on the host.
     pub(super) host_logits: HostBuffer,
 }
@@ -87,6 +91,7 @@ impl Activations {
         Ok(Self {
             device: Arc::clone(device),
             n_rows,
+            n_moves: 0,
             hidden: Buffer::zeroed(device, n_rows * config.hidden_size * 4)?,
             normalized: Inputs::new(device, n_rows, config.hidden_size, dtype)?,
             qkv: Buffer::zeroed(device, n_rows * qkv_width(config) * 4)?,
@@ -97,22 +102,36 @@ impl Activations {
             host_lists: HostBuffer::zeroed(device, 0)?,
             partials: Buffer::zeroed(device, 0)?,
             logits: Buffer::zeroed(device, 0)?,
-            best: Buffer::zeroed(device, 0)?,
+            best: HostBuffer::zeroed(device, 0)?,
             host_logits: HostBuffer::zeroed(device, 0)?,
         })
     }
 
-    /// Rows that there is room for.
-    pub(super) fn n_rows(&self) -> usize {
-        self.n_rows
+    /// How often a buffer came to lie elsewhere.
+    pub(super) fn n_moves(&self) -> u64 {
+        self.n_moves
+    }
+
+    /// Makes room for passes of `n_rows` rows.
+    pub(super) fn reserve_rows(
+        &mut self,
+        config: &ModelConfig,
+        dtype: WeightDtype,
+        n_rows: usize,
+    ) -> Result<()> {
+        if self.n_rows < n_rows {
+            let n_moves = self.n_moves + 1;
+            *self = Self::new(&self.device, config, dtype, n_rows.next_power_of_two())?;
+            self.n_moves = n_moves;
+        }
+        Ok(())
     }
 
     /// Writes the lists of a pass to where the device fetches them. The caller has waited for the pass before.
     pub(super) fn put_lists(&mut self, words: &[u32]) -> Result<()> {
-        grow(&self.device, &mut self.lists, size_of_val(words))?;
-        if self.host_lists.n_bytes() < self.lists.n_bytes() {
-            self.host_lists = HostBuffer::zeroed(&self.device, self.lists.n_bytes())?;
-        }
+        let n_bytes = size_of_val(words);
+        self.n_moves += grow(&self.device, &mut self.lists, n_bytes)?;
+        self.n_moves += grow_host(&self.device, &mut self.host_lists, n_bytes)?;
         self.host_lists.put_words(words);
         Ok(())
     }
@@ -120,25 +139,34 @@ impl Activations {
     /// Makes room for the partial sums of so many chunks.
     pub(super) fn reserve_partials(&mut self, config: &ModelConfig, n_chunks: usize) -> Result<()> {
         let slot_bytes = config.n_kv_heads * CHUNK_QUERIES * (config.head_dim + 2) * 4;
-        grow(&self.device, &mut self.partials, n_chunks * slot_bytes)
+        self.n_moves += grow(&self.device, &mut self.partials, n_chunks * slot_bytes)?;
+        Ok(())
     }
 
     /// Makes room for the logits of so many rows.
     pub(super) fn reserve_logits(&mut self, config: &ModelConfig, n_logits: usize) -> Result<()> {
         let n_bytes = n_logits * config.vocab_size * 4;
-        grow(&self.device, &mut self.logits, n_bytes)?;
-        grow(&self.device, &mut self.best, n_logits * BEST_BYTES)?;
-        if self.host_logits.n_bytes() < n_bytes {
-            self.host_logits = HostBuffer::zeroed(&self.device, n_bytes)?;
-        }
+        self.n_moves += grow(&self.device, &mut self.logits, n_bytes)?;
+        self.n_moves += grow_host(&self.device, &mut self.best, n_logits * BEST_BYTES)?;
+        self.n_moves += grow_host(&self.device, &mut self.host_logits, n_bytes)?;
         Ok(())
     }
 }
 
-/// Makes a buffer larger; what was in it is lost.
-fn grow(device: &Arc<Device>, buffer: &mut Buffer, n_bytes: usize) -> Result<()> {
-    if buffer.n_bytes() < n_bytes {
-        *buffer = Buffer::zeroed(device, n_bytes.next_power_of_two())?;
+/// Makes a buffer larger where it must be; what was in it is lost then. Returns how many buffers were replaced.
+fn grow(device: &Arc<Device>, buffer: &mut Buffer, n_bytes: usize) -> Result<u64> {
+    if n_bytes <= buffer.n_bytes() {
+        return Ok(0);
     }
-    Ok(())
+    *buffer = Buffer::zeroed(device, n_bytes.next_power_of_two())?;
+    Ok(1)
+}
+
+/// As [`grow`], for memory of the host.
+fn grow_host(device: &Arc<Device>, buffer: &mut HostBuffer, n_bytes: usize) -> Result<u64> {
+    if n_bytes <= buffer.n_bytes() {
+        return Ok(0);
+    }
+    *buffer = HostBuffer::zeroed(device, n_bytes.next_power_of_two())?;
+    Ok(1)
 }

@@ -193,7 +193,6 @@ impl Copier {
         known: &mut KnownMemory,
     ) -> Result<Gathered> {
         let mut pieces = Vec::with_capacity(blocks.len() * layers.len());
-        // Layer by layer: neighbours in a chunk of the store are neighbours here.
         for layer_idx in layers {
             if !source.wait_layer(layer_idx, LAYER_PATIENCE) {
                 let value = format!("{layer_idx} layers");
@@ -218,12 +217,17 @@ impl Copier {
         known: &mut KnownMemory,
     ) -> Gathered {
         let mut is_registered = true;
-        let mut pieces: Vec<CopyPiece> = Vec::new();
-        for (layer_idx, block, bytes) in blocks {
+        let piece_of = |(layer_idx, block, bytes): (usize, BlockId, &'a [u8])| {
             is_registered = is_registered && known.has(&self.device, bytes);
-            let target = self.pages.address(layer_idx, block);
             let source = bytes.as_ptr().expose_provenance() as u64;
-            add_piece(&mut pieces, CopyPiece { target, source, n_bytes: bytes.len() });
+            CopyPiece { target: self.pages.address(layer_idx, block), source, n_bytes: bytes.len() }
+        };
+        let mut blocks: Vec<CopyPiece> = blocks.map(piece_of).collect();
+        // Layers of a chunk lie behind each other on the host: what comes by one call comes in long runs.
+        blocks.sort_unstable_by_key(|piece| piece.source);
+        let mut pieces: Vec<CopyPiece> = Vec::new();
+        for piece in blocks {
+            add_piece(&mut pieces, piece);
         }
         Gathered { pieces, way: if is_registered { CopyWay::BatchOrKernel } else { CopyWay::Single } }
     }

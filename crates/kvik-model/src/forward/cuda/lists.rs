@@ -1,7 +1,5 @@
 //! What the kernels of one pass read about its rows, in one run of words.
 
-use std::ops::Range;
-
 use crate::paging::BlockId;
 
 use super::super::SequenceRows;
@@ -19,17 +17,30 @@ pub(super) struct ListShape {
     pub(super) many_queries: Option<usize>,
 }
 
+/// Blocks in tables, and chunks of attention, of rows that decode are filled up to multiples of these, so that most passes have
+/// lists of the same shape as the pass before.
+const TABLE_STEP: usize = 512;
+const CHUNK_STEP: usize = 32;
+
 /// The lists, one behind the other.
 #[derive(Debug, Default)]
 pub(super) struct RowLists {
     pub(super) words: Vec<u32>,
+    pub(super) sizes: ListSizes,
+}
+
+/// Where the lists begin, in words, and how much they have: all that the arguments of kernels say of them.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(super) struct ListSizes {
+    pub(super) n_words: usize,
     pub(super) n_rows: usize,
     pub(super) tokens: usize,
     pub(super) positions: usize,
     pub(super) table_starts: usize,
     pub(super) tables: usize,
     /// Rows whose logits are wanted.
-    pub(super) chosen: Range<usize>,
+    pub(super) chosen: usize,
+    pub(super) n_logits: usize,
     /// Items of attention: of many rows, chunks of few rows, and rows whose chunks are merged.
     pub(super) items: usize,
     pub(super) n_many: usize,
@@ -40,50 +51,57 @@ pub(super) struct RowLists {
 impl RowLists {
     /// The lists of one pass; the caller has checked that tables cover their rows.
     pub(super) fn new(sequences: &[SequenceRows<'_>], shape: ListShape) -> Self {
-        let mut lists = Self::default();
+        let mut words = Vec::new();
         let n_rows = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
-        lists.n_rows = n_rows;
-        lists.words.reserve(4 * n_rows);
-        lists.tokens = 0;
+        words.reserve(4 * n_rows);
         for sequence in sequences {
-            lists.words.extend_from_slice(sequence.tokens);
+            words.extend_from_slice(sequence.tokens);
         }
-        lists.positions = lists.words.len();
+        let positions = words.len();
         for sequence in sequences {
-            lists.words.extend((0..sequence.tokens.len()).map(|row| sequence.positions.get(row) as u32));
+            words.extend((0..sequence.tokens.len()).map(|row| sequence.positions.get(row) as u32));
         }
-        lists.table_starts = lists.words.len();
+        let table_starts = words.len();
         let mut start = 0;
         for sequence in sequences {
-            lists.words.extend(std::iter::repeat_n(start as u32, sequence.tokens.len()));
+            words.extend(std::iter::repeat_n(start as u32, sequence.tokens.len()));
             start += sequence.block_table.len();
         }
-        lists.tables = lists.words.len();
+        let tables = words.len();
         for sequence in sequences {
-            lists.words.extend(sequence.block_table.iter().map(|block: &BlockId| block.index() as u32));
+            words.extend(sequence.block_table.iter().map(|block: &BlockId| block.index() as u32));
         }
-        let first_chosen = lists.words.len();
+        let is_decoding = sequences.iter().all(|sequence| sequence.tokens.len() <= shape.few_rows());
+        if is_decoding {
+            words.resize(tables + (words.len() - tables).next_multiple_of(TABLE_STEP), 0);
+        }
+        let chosen = words.len();
         let mut row = 0;
         for sequence in sequences {
             row += sequence.tokens.len();
             let n_wanted = sequence.n_logits.min(sequence.tokens.len());
-            lists.words.extend((row - n_wanted..row).map(|row| row as u32));
+            words.extend((row - n_wanted..row).map(|row| row as u32));
         }
-        lists.chosen = first_chosen..lists.words.len();
-        lists.items = lists.words.len();
+        let items = words.len();
+        let sizes = ListSizes {
+            n_rows,
+            tokens: 0,
+            positions,
+            table_starts,
+            tables,
+            chosen,
+            n_logits: items - chosen,
+            items,
+            ..ListSizes::default()
+        };
+        let mut lists = Self { words, sizes };
         lists.add_items(sequences, shape);
+        lists.sizes.n_words = lists.words.len();
         lists
     }
 
-    /// Number of rows whose logits are wanted.
-    pub(super) fn n_logits(&self) -> usize {
-        self.chosen.len()
-    }
-
     fn add_items(&mut self, sequences: &[SequenceRows<'_>], shape: ListShape) {
-        let many_rows = shape.many_queries.map_or(PLAIN_ROWS, |many_queries| many_queries / shape.group);
-        // Sequences of so few rows, as those that decode: their chunks are taken by warps of their own.
-        let few_rows = if shape.many_queries.is_some() { CHUNK_QUERIES / shape.group } else { 0 };
+        let (many_rows, few_rows) = (shape.many_rows(), shape.few_rows());
         let (mut chunks, mut merged) = (Vec::new(), Vec::new());
         let (mut first_row, mut table) = (0, 0);
         for sequence in sequences {
@@ -91,28 +109,52 @@ impl RowLists {
             if n_rows <= few_rows {
                 if let Some(last) = n_rows.checked_sub(1).map(|last| sequence.positions.get(last)) {
                     let n_chunks = last / CHUNK_TOKENS + 1;
-                    let first_slot = self.n_chunks;
+                    let first_slot = self.sizes.n_chunks;
                     for chunk in 0..n_chunks {
                         chunks.extend([first_row, n_rows, table, chunk].map(|word| word as u32));
                     }
                     for row in 0..n_rows {
                         merged.extend([first_row + row, row, first_slot, n_chunks].map(|word| word as u32));
                     }
-                    self.n_chunks += n_chunks;
-                    self.n_merged += n_rows;
+                    self.sizes.n_chunks += n_chunks;
+                    self.sizes.n_merged += n_rows;
                 }
             } else {
                 for first in (0..n_rows).step_by(many_rows) {
                     let n_here = many_rows.min(n_rows - first);
                     self.words.extend([first_row + first, n_here, table, 0].map(|word| word as u32));
-                    self.n_many += 1;
+                    self.sizes.n_many += 1;
                 }
             }
             first_row += n_rows;
             table += sequence.block_table.len();
         }
+        if self.sizes.is_decoding() {
+            // Items of no rows.
+            self.sizes.n_chunks = self.sizes.n_chunks.next_multiple_of(CHUNK_STEP);
+            chunks.resize(4 * self.sizes.n_chunks, 0);
+        }
         self.words.append(&mut chunks);
         self.words.append(&mut merged);
+    }
+}
+
+impl ListShape {
+    /// Rows of an item of many rows.
+    fn many_rows(self) -> usize {
+        self.many_queries.map_or(PLAIN_ROWS, |many_queries| many_queries / self.group)
+    }
+
+    /// Sequences of so few rows, as those that decode: their chunks are taken by warps of their own.
+    fn few_rows(self) -> usize {
+        if self.many_queries.is_some() { CHUNK_QUERIES / self.group } else { 0 }
+    }
+}
+
+impl ListSizes {
+    /// Whether all rows are of sequences of few rows: passes of such sizes come again and again.
+    pub(super) fn is_decoding(&self) -> bool {
+        0 < self.n_merged && self.n_many == 0
     }
 }
 
@@ -135,11 +177,12 @@ mod tests {
             sequence(&[8], 3, &blocks[41..42]),
         ];
         let lists = RowLists::new(&sequences, ListShape { group: 4, many_queries: Some(64) });
-        assert_eq!((lists.n_rows, lists.n_logits()), (42, 3));
-        assert_eq!((lists.n_many, lists.n_chunks, lists.n_merged), (3, 4, 2));
-        assert_eq!(lists.words[lists.chosen.clone()], [39, 40, 41]);
+        let sizes = lists.sizes;
+        assert_eq!((sizes.n_rows, sizes.n_logits), (42, 3));
+        assert_eq!((sizes.n_many, sizes.n_chunks, sizes.n_merged), (3, 4, 2));
+        assert_eq!(lists.words[sizes.chosen..sizes.items], [39, 40, 41]);
         assert_eq!(
-            lists.words[lists.items..],
+            lists.words[sizes.items..],
             [
                 [0, 16, 0, 0],
                 [16, 16, 0, 0],
@@ -153,7 +196,7 @@ mod tests {
             ]
             .concat()
         );
-        assert_eq!(lists.words[lists.table_starts..][..42].iter().sum::<u32>(), 3 + 41);
+        assert_eq!(lists.words[sizes.table_starts..][..42].iter().sum::<u32>(), 3 + 41);
     }
 
     #[test]
@@ -161,7 +204,25 @@ mod tests {
         let blocks: Vec<BlockId> = (0..8).map(BlockId::new).collect();
         let sequences = [sequence(&[1, 2, 3, 4, 5], 0, &blocks[..1]), sequence(&[7], 30, &blocks[1..3])];
         let lists = RowLists::new(&sequences, ListShape { group: 2, many_queries: None });
-        assert_eq!((lists.n_many, lists.n_chunks, lists.n_merged), (3, 0, 0));
-        assert_eq!(lists.words[lists.items..], [[0, 4, 0, 0], [4, 1, 0, 0], [5, 1, 1, 0]].concat());
+        let sizes = lists.sizes;
+        assert_eq!((sizes.n_many, sizes.n_chunks, sizes.n_merged), (3, 0, 0));
+        assert_eq!(lists.words[sizes.items..], [[0, 4, 0, 0], [4, 1, 0, 0], [5, 1, 1, 0]].concat());
+    }
+
+    #[test]
+    fn lists_of_rows_that_decode_have_the_same_shape_while_their_sequences_grow() {
+        let blocks: Vec<BlockId> = (0..200).map(BlockId::new).collect();
+        let sizes_at = |first: usize, second: usize| {
+            let tables = [&blocks[..=first / 16], &blocks[100..=100 + second / 16]];
+            let sequences = [sequence(&[7], first, tables[0]), sequence(&[8], second, tables[1])];
+            let lists = RowLists::new(&sequences, ListShape { group: 4, many_queries: Some(64) });
+            let items = &lists.words[lists.sizes.items..];
+            let n_there = items.chunks(4).take(lists.sizes.n_chunks).filter(|item| item[1] == 1).count();
+            assert_eq!(n_there, first / 256 + second / 256 + 2);
+            assert_eq!(items.len(), 4 * (lists.sizes.n_chunks + 2));
+            lists.sizes
+        };
+        assert!(sizes_at(500, 30).is_decoding());
+        assert_eq!(sizes_at(500, 30), sizes_at(1500, 300));
     }
 }

@@ -14,6 +14,7 @@ use crate::paging::ElasticMemory;
 
 use super::activations::Activations;
 use super::device::{Buffer, Device};
+use super::graphs::PassGraphs;
 use super::import::Importer;
 use super::kernels::Kernels;
 use super::pages::{self, Pages};
@@ -103,6 +104,7 @@ impl CudaBackend {
             activations,
             frequencies,
             kernels,
+            graphs: PassGraphs::default(),
             importer,
             device,
         })

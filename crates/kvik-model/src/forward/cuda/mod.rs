@@ -7,6 +7,7 @@
 
 mod activations;
 mod device;
+mod graphs;
 mod import;
 mod kernels;
 mod lists;
@@ -37,9 +38,10 @@ use super::{
 };
 use activations::{Activations, BEST_BYTES};
 use device::{Buffer, Device};
+use graphs::{PassGraphs, PassShape};
 use import::Importer;
 use kernels::Kernels;
-use lists::{ListShape, RowLists};
+use lists::{ListShape, ListSizes, RowLists};
 pub use monitor::{DeviceMonitor, DeviceUsage};
 use pages::Pages;
 use pass::Pass;
@@ -94,6 +96,8 @@ pub struct CudaBackend {
     /// Of rotary positions.
     frequencies: Option<Buffer>,
     kernels: Kernels,
+    /// Of rows that decode.
+    graphs: PassGraphs,
     /// Copies KV that comes in.
     importer: Importer,
     device: Arc<Device>,
@@ -114,79 +118,122 @@ impl CudaBackend {
         self.weights.size_bytes()
     }
 
-    /// Runs the rows through the first `n_layers` layers. Each is queued when the copies of `imports` have it; `after` is called
-    /// behind it.
+    /// Runs the rows through all layers. A pass of rows that decode is recorded when its shape comes again, and started by one call
+    /// from then on.
     fn pass(
         &mut self,
         sequences: &[SequenceRows<'_>],
+        wanted: WantedLogits,
+        logits: &mut Logits,
+    ) -> Result<()> {
+        let Some(lists) = self.prepare(sequences, true)? else {
+            logits.reset(0, self.config.vocab_size);
+            return Ok(());
+        };
+        let mut graphs = std::mem::take(&mut self.graphs);
+        let queue = || self.queue(lists, self.config.n_layers, &[], Some(wanted), |_| Ok(()));
+        let shape = PassShape { sizes: lists, wanted, n_moves: self.activations.n_moves() };
+        let graph = if lists.is_decoding() { graphs.find(&self.device, shape, queue) } else { None };
+        let queued = match graph {
+            // SAFETY: as for its kernels, which got the buffers that are there now: none has moved.
+            Some(graph) => unsafe { graph.launch() },
+            None => queue(),
+        };
+        self.graphs = graphs;
+        self.fetch(queued, lists, wanted, logits)
+    }
+
+    /// Runs the rows through the first `n_layers` layers, without logits; `after` is called when a layer is queued.
+    fn pass_layers(
+        &mut self,
+        sequences: &[SequenceRows<'_>],
         n_layers: usize,
-        imports: &[&dyn KvImport],
-        logits: Option<(&mut Logits, WantedLogits)>,
         mut after: impl FnMut(&Self, usize) -> Result<()>,
     ) -> Result<()> {
+        let Some(lists) = self.prepare(sequences, false)? else { return Ok(()) };
+        let queued = self.queue(lists, n_layers, &[], None, |layer_idx| after(self, layer_idx));
+        // What was queued must not run behind the caller's back.
+        let ended = self.device.synchronize();
+        queued.and(ended)
+    }
+
+    /// Makes room for a pass and writes its lists down; `None` where it has no rows.
+    fn prepare(&mut self, sequences: &[SequenceRows<'_>], has_logits: bool) -> Result<Option<ListSizes>> {
         check_sequences(&self.config, sequences)?;
         if sequences.iter().all(|sequence| sequence.tokens.is_empty()) {
-            if let Some((logits, _)) = logits {
-                logits.reset(0, self.config.vocab_size);
-            }
-            return Ok(());
+            return Ok(None);
         }
         plan_rows(&spans_of(sequences), self.n_blocks())?;
         self.device.enter()?;
         let group = self.config.n_query_heads / self.config.n_kv_heads;
         let lists = RowLists::new(sequences, ListShape { group, many_queries: self.kernels.many_queries() });
-        if self.activations.n_rows() < lists.n_rows {
-            let n_rows = lists.n_rows.next_power_of_two();
-            self.activations = Activations::new(&self.device, &self.config, self.weight_dtype, n_rows)?;
+        let (activations, sizes) = (&mut self.activations, lists.sizes);
+        activations.reserve_rows(&self.config, self.weight_dtype, sizes.n_rows)?;
+        activations.put_lists(&lists.words)?;
+        activations.reserve_partials(&self.config, sizes.n_chunks)?;
+        if has_logits {
+            activations.reserve_logits(&self.config, sizes.n_logits)?;
         }
-        self.activations.put_lists(&lists.words)?;
-        self.activations.reserve_partials(&self.config, lists.n_chunks)?;
-        if logits.is_some() {
-            self.activations.reserve_logits(&self.config, lists.n_logits())?;
-        }
+        Ok(Some(sizes))
+    }
+
+    /// Queues what was prepared. Each layer is queued when the copies of `imports` have it; `after` is called behind it.
+    fn queue(
+        &self,
+        lists: ListSizes,
+        n_layers: usize,
+        imports: &[&dyn KvImport],
+        wanted: Option<WantedLogits>,
+        mut after: impl FnMut(usize) -> Result<()>,
+    ) -> Result<()> {
         let pass = Pass {
             config: &self.config,
             kernels: &self.kernels,
             weights: &self.weights,
             activations: &self.activations,
             pages: &self.pages,
-            lists: &lists,
+            lists,
             frequencies: self.frequencies.as_ref().map(Buffer::address),
         };
-        let queued = pass.begin().and_then(|()| {
-            for (layer_idx, layer) in self.weights.layers.iter().enumerate().take(n_layers) {
-                for import in imports {
-                    // The thread that copies writes the blocks.
-                    import.take_layer(layer_idx, &mut |_, _| {});
-                }
-                pass.layer(layer_idx, layer)?;
-                after(self, layer_idx)?;
+        pass.begin()?;
+        for (layer_idx, layer) in self.weights.layers.iter().enumerate().take(n_layers) {
+            for import in imports {
+                // The thread that copies writes the blocks.
+                import.take_layer(layer_idx, &mut |_, _| {});
             }
-            match &logits {
-                None => Ok(()),
-                Some((_, WantedLogits::Rows)) => pass.logits(),
-                Some((_, WantedLogits::Best)) => pass.logits().and_then(|()| pass.best_tokens()),
-            }
-        });
+            pass.layer(layer_idx, layer)?;
+            after(layer_idx)?;
+        }
+        match wanted {
+            None => Ok(()),
+            Some(WantedLogits::Rows) => pass.logits(),
+            Some(WantedLogits::Best) => pass.logits().and_then(|()| pass.best_tokens()),
+        }
+    }
+
+    /// Waits for what was queued and gives what is wanted of it on.
+    fn fetch(
+        &mut self,
+        queued: Result<()>,
+        lists: ListSizes,
+        wanted: WantedLogits,
+        logits: &mut Logits,
+    ) -> Result<()> {
         if let Err(error) = queued {
             // What was queued must not run behind the caller's back.
             self.device.synchronize()?;
             return Err(error);
         }
-        match logits {
-            Some((logits, WantedLogits::Rows)) => self.fetch_logits(lists.n_logits(), logits),
-            Some((logits, WantedLogits::Best)) => self.fetch_best(lists.n_logits(), logits),
-            None => self.device.synchronize(),
+        match wanted {
+            WantedLogits::Rows => self.fetch_logits(lists.n_logits, logits),
+            WantedLogits::Best => self.fetch_best(lists.n_logits, logits),
         }
     }
 
     /// Waits for the pass and gives the most likely tokens on.
     fn fetch_best(&mut self, n_logits: usize, logits: &mut Logits) -> Result<()> {
-        let activations = &mut self.activations;
-        let n_bytes = n_logits * BEST_BYTES;
-        self.device.queue_read(activations.best.address(), &mut activations.host_logits, 0, n_bytes)?;
         self.device.synchronize()?;
-        let (words, _) = activations.host_logits.bytes()[..n_bytes].as_chunks::<4>();
+        let (words, _) = self.activations.best.bytes()[..n_logits * BEST_BYTES].as_chunks::<4>();
         let (rows, _) = words.as_chunks::<2>();
         let best = rows.iter().map(|[token, is_finite]| BestToken {
             token: u32::from_le_bytes(*token),
@@ -228,15 +275,15 @@ impl Backend for CudaBackend {
     }
 
     fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
-        self.pass(sequences, self.config.n_layers, &[], Some((logits, WantedLogits::Rows)), |_, _| Ok(()))
+        self.pass(sequences, WantedLogits::Rows, logits)
     }
 
     fn forward_best(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
-        self.pass(sequences, self.config.n_layers, &[], Some((logits, WantedLogits::Best)), |_, _| Ok(()))
+        self.pass(sequences, WantedLogits::Best, logits)
     }
 
     fn forward_layers(&mut self, sequences: &[SequenceRows<'_>], n_layers: usize) -> Result<()> {
-        self.pass(sequences, n_layers, &[], None, |_, _| Ok(()))
+        self.pass_layers(sequences, n_layers, |_, _| Ok(()))
     }
 
     fn forward_watched(
@@ -247,7 +294,7 @@ impl Backend for CudaBackend {
         weights: &mut [f32],
     ) -> Result<()> {
         let n_layers = layers.end.min(self.config.n_layers);
-        self.pass(&[sequence], n_layers, &[], None, |backend, layer_idx| {
+        self.pass_layers(&[sequence], n_layers, |backend, layer_idx| {
             if layers.contains(&layer_idx) {
                 backend.add_attention(sequence, n_watched, layer_idx, weights)?;
             }
@@ -353,6 +400,11 @@ impl Backend for CudaBackend {
         wanted: WantedLogits,
         logits: &mut Logits,
     ) -> Result<()> {
-        self.pass(sequences, self.config.n_layers, imports, Some((logits, wanted)), |_, _| Ok(()))
+        let Some(lists) = self.prepare(sequences, true)? else {
+            logits.reset(0, self.config.vocab_size);
+            return Ok(());
+        };
+        let queued = self.queue(lists, self.config.n_layers, imports, Some(wanted), |_| Ok(()));
+        self.fetch(queued, lists, wanted, logits)
     }
 }

@@ -5,7 +5,7 @@ use crate::error::Result;
 
 use super::activations::{Activations, Inputs, qkv_width};
 use super::kernels::{AttentionArguments, AttentionCounts, Kernels, NormalizeArguments, PlacingArguments};
-use super::lists::RowLists;
+use super::lists::ListSizes;
 use super::pages::Pages;
 use super::products::{OutKind, ProductArguments};
 use super::weights::{LayerWeights, Linear, Matrix, ModelWeights, NormWeights};
@@ -18,7 +18,7 @@ pub(super) struct Pass<'a> {
     pub(super) weights: &'a ModelWeights,
     pub(super) activations: &'a Activations,
     pub(super) pages: &'a Pages,
-    pub(super) lists: &'a RowLists,
+    pub(super) lists: ListSizes,
     /// Of rotary positions.
     pub(super) frequencies: Option<u64>,
 }
@@ -33,7 +33,7 @@ impl Pass<'_> {
     pub(super) fn begin(&self) -> Result<()> {
         let host_lists = self.activations.host_lists.address();
         // SAFETY: the struct says that there is room for the lists; they are written again only after the pass.
-        unsafe { self.kernels.queue_fetch_words(host_lists, self.list(0), self.lists.words.len())? };
+        unsafe { self.kernels.queue_fetch_words(host_lists, self.list(0), self.lists.n_words)? };
         let hidden_size = self.config.hidden_size;
         let positions = self.weights.position_embedding.as_ref().map_or(0, Matrix::address);
         let lists = (self.list(self.lists.tokens), self.list(self.lists.positions));
@@ -83,11 +83,11 @@ impl Pass<'_> {
 
     /// Queues the logits of the rows that were asked for, and of no others.
     pub(super) fn logits(&self) -> Result<()> {
-        let n_logits = self.lists.n_logits();
+        let n_logits = self.lists.n_logits;
         if n_logits == 0 {
             return Ok(());
         }
-        self.normalize(&self.weights.final_norm, Some(self.list(self.lists.chosen.start)))?;
+        self.normalize(&self.weights.final_norm, Some(self.list(self.lists.chosen)))?;
         let matrix = self.weights.output_matrix();
         let out = (self.activations.logits.address(), self.config.vocab_size);
         self.product(matrix, 0, &self.activations.normalized, n_logits, out, OutKind::Store)
@@ -97,14 +97,14 @@ impl Pass<'_> {
     pub(super) fn best_tokens(&self) -> Result<()> {
         let (logits, best) = (self.activations.logits.address(), self.activations.best.address());
         // SAFETY: the struct says that there is room for all rows of logits.
-        unsafe { self.kernels.queue_best_tokens(self.lists.n_logits(), logits, best, self.config.vocab_size) }
+        unsafe { self.kernels.queue_best_tokens(self.lists.n_logits, logits, best, self.config.vocab_size) }
     }
 
     fn normalize(&self, norm: &NormWeights, chosen: Option<u64>) -> Result<()> {
         let epsilon = match self.config.norm {
             Norm::Rms { epsilon } | Norm::Layer { epsilon } => epsilon,
         };
-        let n_rows = if chosen.is_some() { self.lists.n_logits() } else { self.lists.n_rows };
+        let n_rows = if chosen.is_some() { self.lists.n_logits } else { self.lists.n_rows };
         let arguments = NormalizeArguments {
             hidden: self.activations.hidden.address(),
             chosen: chosen.unwrap_or(0),

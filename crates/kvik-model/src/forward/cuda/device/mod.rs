@@ -4,6 +4,7 @@
 //! stream, in order, but for copies beside it. [`Device::enter`] makes the context current on the calling thread; every method here does so itself.
 
 mod compiler;
+mod graph;
 mod memory;
 mod module;
 
@@ -17,6 +18,7 @@ use tracing::warn;
 use crate::error::{ModelError, Result};
 
 pub(super) use compiler::compile;
+pub(super) use graph::Graph;
 pub(super) use memory::{Buffer, HostBuffer};
 pub(super) use module::{Function, Module, Swizzle, TensorMap, TensorShape, arguments};
 

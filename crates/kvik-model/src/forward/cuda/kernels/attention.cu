@@ -466,6 +466,10 @@ extern "C" __global__ void __launch_bounds__(32) attend_chunk(const __grid_const
     const int *item = attention.items + blockIdx.x * 4;
     int first_row = item[0];
     int n_rows = item[1];
+    // An item that fills the list up.
+    if (n_rows == 0) {
+        return;
+    }
     const u32 *table = attention.tables + item[2];
     int kv_head = blockIdx.y;
     int lane = threadIdx.x;
