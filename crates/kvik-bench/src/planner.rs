@@ -101,26 +101,17 @@ impl PlannerBench {
         if self.options.is_quick { &[1000] } else { &[1000, 4000] }
     }
 
-    /// Short prompts are asked more often: what disturbs one of them is more of its time. Multiples of the number of modes, so that
-    /// each is at every place of a round equally often.
-    fn n_repeats(&self, n_tokens: usize) -> usize {
-        match n_tokens {
-            _ if self.options.is_quick => 1,
-            ..2000 => 4 * N_MODES,
-            _ => 2 * N_MODES,
-        }
-    }
-
-    fn most_repeats(&self) -> usize {
-        self.lengths().iter().map(|&n_tokens| self.n_repeats(n_tokens)).max().unwrap_or(0)
+    /// A multiple of the number of modes, so that each is at every place of a round equally often.
+    fn n_repeats(&self) -> usize {
+        if self.options.is_quick { 1 } else { 2 * N_MODES }
     }
 
     /// What was measured, for a reader of the results.
     pub fn description(&self) -> String {
         format!(
-            "kvik-tiny, 8 KiB of KV a token, prompts of {} tokens, one request at a time, up to {} repeats",
+            "kvik-tiny, 8 KiB of KV a token, prompts of {} tokens, one request at a time, {} repeats",
             self.lengths().iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
-            self.most_repeats()
+            self.n_repeats()
         )
     }
 
@@ -128,7 +119,7 @@ impl PlannerBench {
     pub fn settings(&self) -> Value {
         json!({
             "lengths": self.lengths(),
-            "repeats": self.lengths().iter().map(|&n_tokens| self.n_repeats(n_tokens)).collect::<Vec<_>>(),
+            "repeats": self.n_repeats(),
             "speeds": self.speeds().into_iter().map(Speed::name).collect::<Vec<_>>(),
         })
     }
@@ -171,8 +162,8 @@ impl PlannerBench {
         let cell = |&n_tokens| Cell { speed, n_tokens, times_ms: Default::default() };
         let mut cells: Vec<Cell> = self.lengths().iter().map(cell).collect();
         // The first round is not counted: engine and tiers are measured in it.
-        for round in 0..=self.most_repeats() {
-            for cell in cells.iter_mut().filter(|cell| round <= self.n_repeats(cell.n_tokens)) {
+        for round in 0..=self.n_repeats() {
+            for cell in &mut cells {
                 for turn in 0..MODES.len() {
                     // Each is at every place equally often, and none runs beside what another still copies.
                     let mode = (round + turn) % MODES.len();

@@ -65,7 +65,7 @@ pub use engine::{
 };
 pub use error::{ModelError, Result};
 pub use forward::{
-    Backend, BestToken, BlockImport, BlockSource, CpuBackend, CpuBackendOptions, CudaBackend,
+    Backend, BlockImport, BlockSource, ChosenToken, CpuBackend, CpuBackendOptions, CudaBackend,
     CudaBackendOptions, DeviceMonitor, DeviceName, DeviceUsage, KvImport, KvSize, LayerKv, LayerProgress,
     Logits, PinnedKv, RowPositions, SegmentPart, SequenceRows, WantedLogits,
 };
@@ -75,4 +75,4 @@ pub use paging::{
     BLOCK_TOKENS, BlockChange, BlockId, BlockMemory, BlockPool, ElasticMemory, FixedMemory, MemoryGroup,
     Need, PoolStats,
 };
-pub use sampling::{SamplingParams, TokenLogprobs};
+pub use sampling::{SamplingParams, TokenDraw, TokenLogprobs};

@@ -12,9 +12,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use kvik_model::{
-    Backend, BestToken, BlockId, BlockSource, Checkpoint, CudaBackend, CudaBackendOptions, EngineEvent,
+    Backend, BlockId, BlockSource, Checkpoint, ChosenToken, CudaBackend, CudaBackendOptions, EngineEvent,
     EngineOptions, GenerateRequest, KvSize, LayerProgress, Logits, Model, ModelConfig, RowPositions,
-    SamplingParams, SequenceRows, WantedLogits, WeightDtype,
+    SamplingParams, SequenceRows, TokenDraw, WantedLogits, WeightDtype,
 };
 use kvik_types::Dtype;
 use safetensors::SafeTensors;
@@ -231,8 +231,64 @@ fn heads_of_64_and_128_give_the_same_bits_whole_and_cut() {
     }
 }
 
+/// Draws of all kinds, each with another random number.
+fn draws(n_draws: usize) -> Vec<TokenDraw> {
+    let kinds: [(f32, u32, f32, f32); 12] = [
+        (0.0, 0, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.0),
+        (0.7, 0, 0.9, 0.0),
+        (1.0, 50, 1.0, 0.0),
+        (1.3, 20, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.05),
+        (0.3, 1, 0.5, 0.1),
+        (1e-30, 0, 1.0, 0.0),
+        (100.0, 0, 0.999_999, 0.0),
+        (50.0, 3000, 0.5, 0.0),
+        (2.0, 7, 1.0, 0.001),
+        (1.0, u32::MAX, 0.001, 0.0),
+    ];
+    let draw = |number: usize| {
+        let (temperature, top_k, top_p, min_p) = kinds[number % kinds.len()];
+        let params = SamplingParams { temperature, top_k, top_p, min_p, ..SamplingParams::default() };
+        TokenDraw::new(&params, (number as f64 * 0.618_033_988_7).fract())
+    };
+    (0..n_draws).map(draw).collect()
+}
+
 #[test]
-fn the_best_tokens_are_those_of_the_logits() {
+fn tokens_are_chosen_as_on_the_host_also_among_equal_logits() {
+    let model = TestModel::bundled();
+    let mut backend = backend(&model, 16, Dtype::BF16);
+    let vocab_size = model.config.vocab_size;
+    for levels in [0.0, 4.0, 1.0, 0.25] {
+        for n_rows in [1, 36] {
+            // Logits of a few levels are equal, many of them; 0 stands for as many levels as there are numbers.
+            let random = tokens(1 << 20, n_rows * vocab_size, n_rows as u32).into_iter();
+            let mut logits: Vec<f32> =
+                random.map(|number| number as f32 * (18.0 / 1_048_576.0) - 9.0).collect();
+            if levels > 0.0 {
+                for logit in &mut logits {
+                    *logit = (*logit * levels).round() / levels;
+                }
+            }
+            let draws = draws(n_rows);
+            let chosen = backend.choose_tokens(&logits, &draws).unwrap();
+            for ((row, draw), chosen) in logits.chunks(vocab_size).zip(&draws).zip(chosen) {
+                let expected = ChosenToken { token: draw.choose(row), is_finite: true };
+                assert_eq!(chosen, expected, "{draw:?}, {levels} levels");
+            }
+        }
+    }
+    for place in [0, vocab_size / 2, vocab_size - 1] {
+        let mut logits = vec![1.0; vocab_size];
+        logits[place] = f32::NAN;
+        let chosen = backend.choose_tokens(&logits, &draws(2)[1..]).unwrap();
+        assert!(!chosen[0].is_finite, "{place}");
+    }
+}
+
+#[test]
+fn a_pass_gives_tokens_where_a_draw_is_enough_and_logits_elsewhere() {
     let model = TestModel::bundled();
     let mut backend = backend(&model, 16, Dtype::BF16);
     let prompt = tokens(model.config.vocab_size, 200, 5);
@@ -243,14 +299,54 @@ fn the_best_tokens_are_those_of_the_logits() {
         block_table: &table,
         n_logits: 200,
     };
-    let (mut logits, mut best) = (Logits::default(), Logits::default());
+    let wanted: Vec<_> = (0..200).zip(draws(200)).map(|(row, draw)| (row % 7 != 3).then_some(draw)).collect();
+    let (mut logits, mut given) = (Logits::default(), Logits::default());
     backend.forward(&[rows], &mut logits).unwrap();
-    backend.forward_best(&[rows], &mut best).unwrap();
-    for row in 0..200 {
-        let of_row = logits.row(row);
-        let expected = (0..of_row.len()).rev().max_by(|a, b| of_row[*a].total_cmp(&of_row[*b])).unwrap();
-        assert_eq!(best.best(row), Some(BestToken { token: expected as u32, is_finite: true }));
+    backend.forward_wanted(&[rows], WantedLogits::Tokens(&wanted), &mut given).unwrap();
+    assert_eq!(given.n_rows(), 200);
+    for (row, draw) in wanted.iter().enumerate() {
+        match draw {
+            Some(draw) => {
+                let token = draw.choose(logits.row(row));
+                assert_eq!(given.chosen(row), Some(ChosenToken { token, is_finite: true }), "{draw:?}");
+            }
+            None => assert!(bits(given.row(row)) == bits(logits.row(row)), "row {row}"),
+        }
     }
+    let too_few = backend.forward_wanted(&[rows], WantedLogits::Tokens(&wanted[1..]), &mut given);
+    assert!(too_few.unwrap_err().to_string().contains("draws"));
+}
+
+#[test]
+fn a_seed_gives_the_same_text_whether_the_device_or_the_host_draws() {
+    let model = Model::bundled().unwrap();
+    let text_of = |logprobs: Option<u32>| {
+        let mut engine = model.cuda_engine(&options(2048, Dtype::BF16), EngineOptions::default()).unwrap();
+        for number in 0..12 {
+            let mut sampling = SamplingParams {
+                logprobs,
+                seed: Some(number),
+                n: 1 + number as u32 % 3,
+                ..Default::default()
+            };
+            (sampling.temperature, sampling.top_p) = (0.8, if number % 2 == 0 { 0.9 } else { 1.0 });
+            sampling.top_k = if number % 3 == 0 { 40 } else { 0 };
+            sampling.max_tokens = 60;
+            let prompt = tokens(model.config().vocab_size, 5 + number as usize, number as u32);
+            engine.submit(GenerateRequest { prompt, sampling }).unwrap();
+        }
+        let events = engine.run_until_idle().unwrap();
+        let tokens = events.into_iter().filter_map(|event| match event {
+            EngineEvent::Token(token) => Some((token.request, token.choice, token.token)),
+            _ => None,
+        });
+        let mut tokens: Vec<_> = tokens.collect();
+        tokens.sort_by_key(|(request, choice, _)| (*request, *choice));
+        tokens
+    };
+    let drawn = text_of(None);
+    assert!(drawn.len() > 1000);
+    assert!(drawn == text_of(Some(0)));
 }
 
 #[test]

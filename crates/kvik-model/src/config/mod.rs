@@ -27,7 +27,7 @@ const MAX_HIDDEN_SIZE: usize = 1 << 17;
 const MAX_INTERMEDIATE_SIZE: usize = 1 << 20;
 const MAX_HEADS: usize = 1 << 12;
 const MAX_HEAD_DIM: usize = 1024;
-const MAX_VOCAB_SIZE: usize = 1 << 24;
+const MAX_VOCAB_SIZE: usize = 1 << 23;
 const MAX_POSITIONS: usize = 1 << 28;
 
 /// The architectures the engine runs.

@@ -296,6 +296,11 @@ impl Sequence {
         end.saturating_sub(self.n_computed)
     }
 
+    /// Number of further choices to fork off.
+    pub(super) fn n_forks(&self) -> u32 {
+        self.n_forks
+    }
+
     /// Number of further choices to fork off, once.
     pub(super) fn take_forks(&mut self) -> u32 {
         std::mem::take(&mut self.n_forks)

@@ -96,7 +96,7 @@ impl Engine {
     fn forward(&mut self, scheduled: &[ScheduledRows]) -> Result<()> {
         let mut sequences = Vec::with_capacity(scheduled.len());
         let mut imports: Vec<&dyn KvImport> = Vec::new();
-        let mut takes_best = true;
+        let mut draws = Vec::with_capacity(scheduled.len());
         let (n_computed, n_attended) = (self.stats.n_computed_tokens, self.stats.n_attended_tokens);
         for rows in scheduled {
             let Some(sequence) = self.running.iter().find(|sequence| sequence.key() == rows.key) else {
@@ -105,24 +105,24 @@ impl Engine {
             let is_last = rows.n_rows == sequence.n_pending();
             let (tokens, positions) = sequence.pending(rows.n_rows);
             let n_logits = usize::from(is_last && !sequence.is_segment());
-            takes_best &= n_logits == 0 || sequence.sampler_input().takes_best();
+            if n_logits == 1 {
+                // Choices that begin together draw from one row.
+                let is_one = sequence.n_forks() == 0;
+                draws.push(if is_one { sequence.sampler_input().draw_alone() } else { None });
+            }
             self.stats.n_attended_tokens += positions.n_attended(rows.n_rows);
             sequences.push(SequenceRows { tokens, positions, block_table: sequence.table(), n_logits });
             self.stats.n_computed_tokens += rows.n_rows as u64;
             imports.extend(sequence.awaited());
         }
         self.stats.n_steps += 1;
+        let wanted = WantedLogits::Tokens(&draws);
         if !imports.is_empty() {
             self.stats.n_passes_ahead += 1;
-            let wanted = if takes_best { WantedLogits::Best } else { WantedLogits::Rows };
             return self.backend.forward_arriving(&sequences, &imports, wanted, &mut self.logits);
         }
         let begin = Instant::now();
-        if takes_best {
-            self.backend.forward_best(&sequences, &mut self.logits)?;
-        } else {
-            self.backend.forward(&sequences, &mut self.logits)?;
-        }
+        self.backend.forward_wanted(&sequences, wanted, &mut self.logits)?;
         let n_rows = self.stats.n_computed_tokens - n_computed;
         let n_attended = self.stats.n_attended_tokens - n_attended;
         self.pass_times.note(n_rows as usize, n_attended, begin.elapsed());
@@ -134,9 +134,9 @@ impl Engine {
     fn choose_tokens(&mut self, idx: usize, logits_row: usize, events: &mut Vec<EngineEvent>) -> Result<()> {
         let position = self.running[idx].n_computed() - 1;
         let n_forks = self.running[idx].take_forks();
-        let best = self.logits.best(logits_row);
-        let is_finite = match best {
-            Some(best) => best.is_finite,
+        let chosen = self.logits.chosen(logits_row);
+        let is_finite = match chosen {
+            Some(chosen) => chosen.is_finite,
             None => self.logits.row(logits_row).iter().all(|logit| logit.is_finite()),
         };
         if !is_finite {
@@ -160,8 +160,8 @@ impl Engine {
         let end_tokens = self.tokenizer.as_deref().map_or(&[][..], Tokenizer::eos_token_ids);
         let config_end_tokens = &self.backend.config().eos_token_ids;
         for sequence in &mut self.running[idx..=idx + n_forks as usize] {
-            let (token, logprobs) = match best {
-                Some(best) => (best.token, None),
+            let (token, logprobs) = match chosen {
+                Some(chosen) => (chosen.token, None),
                 None => self.sampler.sample(logits.row(logits_row), sequence.sampler_input()),
             };
             let is_end = end_tokens.contains(&token) || config_end_tokens.contains(&token);

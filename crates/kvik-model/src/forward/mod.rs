@@ -8,11 +8,13 @@ mod cpu;
 #[expect(unsafe_code, reason = "kernels get addresses, and the driver is a C library")]
 mod cuda;
 mod layer_import;
+mod logits;
 mod place;
 mod tensors;
 
 pub use cpu::{CpuBackend, CpuBackendOptions};
 pub use cuda::{CudaBackend, CudaBackendOptions, DeviceMonitor, DeviceUsage};
+pub use logits::{ChosenToken, Logits, WantedLogits};
 pub use place::{DeviceName, KvSize};
 
 use std::ops::Range;
@@ -23,7 +25,6 @@ use kvik_types::{Dtype, TokenId};
 
 use crate::config::ModelConfig;
 use crate::error::Result;
-use crate::kernels::padded;
 use crate::paging::{BlockId, BlockMemory};
 
 /// Tokens of one sequence that a forward pass computes.
@@ -56,35 +57,6 @@ pub struct SegmentPart<'a> {
     pub keys: &'a [u8],
     /// As `keys`.
     pub values: &'a [u8],
-}
-
-/// What a pass gives of its logits.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WantedLogits {
-    /// All of a row.
-    Rows,
-    /// The most likely token of a row, where the backend can tell it.
-    Best,
-}
-
-/// The logits of one forward pass, one row for each that was asked for, in order.
-#[derive(Debug, Default)]
-pub struct Logits {
-    /// Rows as the CPU kernels write them, `stride` apart.
-    values: Vec<f32>,
-    stride: usize,
-    vocab_size: usize,
-    /// Instead of rows, where the pass was asked for no more.
-    best: Vec<BestToken>,
-}
-
-/// The most likely token of a row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BestToken {
-    /// The token; of equal logits the first.
-    pub token: TokenId,
-    /// Whether all logits of the row are numbers.
-    pub is_finite: bool,
 }
 
 /// Keys and values of one layer of a sequence, outside of their blocks.
@@ -223,12 +195,18 @@ pub trait Backend: Send + std::fmt::Debug {
     /// fails: all blocks are lost then.
     fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()>;
 
-    /// As [`Backend::forward`] for rows of which only the most likely token is wanted: a backend may give [`Logits::best`] instead
-    /// of the rows.
+    /// As [`Backend::forward`] where not all logits are needed: a backend may give [`Logits::chosen`] instead of rows that have a
+    /// draw.
     ///
     /// # Errors
     /// As [`Backend::forward`].
-    fn forward_best(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
+    fn forward_wanted(
+        &mut self,
+        sequences: &[SequenceRows<'_>],
+        wanted: WantedLogits<'_>,
+        logits: &mut Logits,
+    ) -> Result<()> {
+        let _ = wanted;
         self.forward(sequences, logits)
     }
 
@@ -366,8 +344,7 @@ pub trait Backend: Send + std::fmt::Debug {
         import.finish()
     }
 
-    /// As [`Backend::forward`], or as [`Backend::forward_best`] where `wanted` says so, while blocks of the tables are still copied
-    /// in: a layer is computed when all `imports` have it. If one of them fails, the rows that look at its blocks have no
+    /// As [`Backend::forward_wanted`], while blocks of the tables are still copied in: a layer is computed when all `imports` have it. If one of them fails, the rows that look at its blocks have no
     /// meaning; the others have.
     ///
     /// # Errors
@@ -376,14 +353,11 @@ pub trait Backend: Send + std::fmt::Debug {
         &mut self,
         sequences: &[SequenceRows<'_>],
         imports: &[&dyn KvImport],
-        wanted: WantedLogits,
+        wanted: WantedLogits<'_>,
         logits: &mut Logits,
     ) -> Result<()> {
         imports.iter().try_for_each(|import| take_layers(self, *import))?;
-        match wanted {
-            WantedLogits::Rows => self.forward(sequences, logits),
-            WantedLogits::Best => self.forward_best(sequences, logits),
-        }
+        self.forward_wanted(sequences, wanted, logits)
     }
 }
 
@@ -426,48 +400,5 @@ impl RowPositions<'_> {
 impl From<usize> for RowPositions<'_> {
     fn from(first: usize) -> Self {
         Self::From(first)
-    }
-}
-
-impl Logits {
-    /// Makes room for `n_rows` rows of `vocab_size` logits, all zero; for implementations of [`Backend`].
-    pub fn reset(&mut self, n_rows: usize, vocab_size: usize) {
-        self.vocab_size = vocab_size;
-        self.stride = padded(vocab_size);
-        self.best.clear();
-        self.values.clear();
-        self.values.resize(n_rows * self.stride, 0.0);
-    }
-
-    /// Takes the most likely tokens of the rows instead of their logits; for implementations of [`Backend`].
-    pub fn set_best(&mut self, best: Vec<BestToken>) {
-        self.values.clear();
-        self.best = best;
-    }
-
-    /// The most likely token of row `row_idx`, where the pass gave it instead of the logits.
-    pub fn best(&self, row_idx: usize) -> Option<BestToken> {
-        self.best.get(row_idx).copied()
-    }
-
-    /// The logits of row `row_idx`, to be written.
-    ///
-    /// # Panics
-    /// If there is no such row.
-    pub fn row_mut(&mut self, row_idx: usize) -> &mut [f32] {
-        &mut self.values[row_idx * self.stride..][..self.vocab_size]
-    }
-
-    /// Number of rows.
-    pub fn n_rows(&self) -> usize {
-        self.values.len().checked_div(self.stride).unwrap_or(0)
-    }
-
-    /// The logits of row `row_idx`, one for each token of the vocabulary.
-    ///
-    /// # Panics
-    /// If there is no such row.
-    pub fn row(&self, row_idx: usize) -> &[f32] {
-        &self.values[row_idx * self.stride..][..self.vocab_size]
     }
 }

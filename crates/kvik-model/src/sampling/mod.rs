@@ -4,6 +4,7 @@
 //! nothing else: the random number is a hash of seed and counter, not the state of a generator.
 //! The same seed gives the same text in any batch, after a preemption and on another machine.
 
+mod draw;
 mod logprobs;
 mod params;
 mod penalties;
@@ -11,6 +12,7 @@ mod random;
 mod rank;
 mod sampler;
 
+pub use draw::TokenDraw;
 pub use logprobs::TokenLogprobs;
 pub use params::SamplingParams;
 pub(crate) use penalties::TokenCounts;

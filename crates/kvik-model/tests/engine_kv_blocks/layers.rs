@@ -123,7 +123,7 @@ impl Backend for Slow {
         &mut self,
         sequences: &[SequenceRows<'_>],
         imports: &[&dyn KvImport],
-        wanted: WantedLogits,
+        wanted: WantedLogits<'_>,
         logits: &mut Logits,
     ) -> Result<()> {
         self.inner.forward_arriving(sequences, imports, wanted, logits)

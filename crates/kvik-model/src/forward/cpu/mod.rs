@@ -389,7 +389,7 @@ impl Backend for CpuBackend {
         &mut self,
         sequences: &[SequenceRows<'_>],
         imports: &[&dyn KvImport],
-        _wanted: WantedLogits,
+        _wanted: WantedLogits<'_>,
         logits: &mut Logits,
     ) -> Result<()> {
         self.pass(sequences, self.config.n_layers, None, imports, Some(logits))

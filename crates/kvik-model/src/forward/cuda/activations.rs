@@ -11,8 +11,8 @@ use super::kernels::CHUNK_QUERIES;
 use super::products::InputMaps;
 use super::weights::padded_inputs;
 
-/// Bytes of the most likely token of a row, as the kernel writes it: the token, and whether all logits are numbers.
-pub(super) const BEST_BYTES: usize = 8;
+/// Bytes of the token of a row, as the kernel writes it: the token, and whether all logits are numbers.
+pub(super) const CHOSEN_BYTES: usize = 8;
 
 /// Activations that a product reads.
 #[derive(Debug)]
@@ -43,9 +43,9 @@ pub(super) struct Activations {
     pub(super) host_lists: HostBuffer,
     pub(super) partials: Buffer,
     pub(super) logits: Buffer,
-    /// The most likely token of each row of logits, written by the kernel itself: the copy engine would do it behind the copies of
+    /// The token of each row of logits, written by the kernel itself: the copy engine would do it behind the copies of
     /// KV that are queued there.
-    pub(super) best: HostBuffer,
+    pub(super) chosen: HostBuffer,
     /// Where logits arrive on the host.
     pub(super) host_logits: HostBuffer,
 }
@@ -102,7 +102,7 @@ impl Activations {
             host_lists: HostBuffer::zeroed(device, 0)?,
             partials: Buffer::zeroed(device, 0)?,
             logits: Buffer::zeroed(device, 0)?,
-            best: HostBuffer::zeroed(device, 0)?,
+            chosen: HostBuffer::zeroed(device, 0)?,
             host_logits: HostBuffer::zeroed(device, 0)?,
         })
     }
@@ -147,7 +147,7 @@ impl Activations {
     pub(super) fn reserve_logits(&mut self, config: &ModelConfig, n_logits: usize) -> Result<()> {
         let n_bytes = n_logits * config.vocab_size * 4;
         self.n_moves += grow(&self.device, &mut self.logits, n_bytes)?;
-        self.n_moves += grow_host(&self.device, &mut self.best, n_logits * BEST_BYTES)?;
+        self.n_moves += grow_host(&self.device, &mut self.chosen, n_logits * CHOSEN_BYTES)?;
         self.n_moves += grow_host(&self.device, &mut self.host_logits, n_bytes)?;
         Ok(())
     }

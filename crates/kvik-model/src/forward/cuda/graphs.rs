@@ -8,7 +8,6 @@ use std::sync::Arc;
 use super::device::{Device, Graph};
 use super::lists::ListSizes;
 use crate::error::Result;
-use crate::forward::WantedLogits;
 
 /// Shapes that are known at a time: batch sizes of a load that comes and goes.
 const MAX_SHAPES: usize = 64;
@@ -17,7 +16,8 @@ const MAX_SHAPES: usize = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PassShape {
     pub(super) sizes: ListSizes,
-    pub(super) wanted: WantedLogits,
+    /// Whether tokens are chosen.
+    pub(super) chooses: bool,
     /// Counts the buffers that were replaced.
     pub(super) n_moves: u64,
 }

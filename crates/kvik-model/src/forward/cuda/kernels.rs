@@ -17,11 +17,12 @@ use super::pages::{KvMaps, has_wide_attention};
 use super::products::{InputMaps, OutKind, ProductArguments, Products};
 
 /// The text of all kernels; the first file is what the others use.
-const SOURCES: [&str; 9] = [
+const SOURCES: [&str; 10] = [
     include_str!("kernels/common.cu"),
     include_str!("kernels/product.cu"),
     include_str!("kernels/product_wide.cu"),
     include_str!("kernels/rows.cu"),
+    include_str!("kernels/choice.cu"),
     include_str!("kernels/attention.cu"),
     include_str!("kernels/attention_wide.cu"),
     include_str!("kernels/attention_plain.cu"),
@@ -31,6 +32,9 @@ const SOURCES: [&str; 9] = [
 
 /// Threads of the kernels that work on single rows, as `rows.cu` has it.
 const ROW_THREADS: u32 = 256;
+
+/// Threads that choose a token, as `choice.cu` has it.
+const CHOICE_THREADS: u32 = 1024;
 
 /// Blocks that fetch words of the host, at most: enough for the rate of the bus.
 const MAX_FETCH_BLOCKS: usize = 64;
@@ -165,7 +169,7 @@ pub(super) struct Kernels {
     normalize: Function,
     rotations: Function,
     place_rows: Function,
-    best_tokens: Function,
+    choose_tokens: Function,
     place_segment: Function,
     pack_weights: Function,
     fill_weights: Function,
@@ -243,7 +247,7 @@ impl Kernels {
             normalize: row_kernel("normalize")?,
             rotations: row_kernel("rotations")?,
             place_rows: row_kernel("place_rows")?,
-            best_tokens: row_kernel("best_tokens")?,
+            choose_tokens: module.function("choose_tokens", CHOICE_THREADS, 0)?,
             place_segment: row_kernel("place_segment")?,
             pack_weights: row_kernel("pack_weights")?,
             fill_weights: row_kernel("fill_weights")?,
@@ -324,19 +328,22 @@ impl Kernels {
         unsafe { self.fetch_words.launch(n_blocks, 1, &mut arguments) }
     }
 
+    /// Queues the choice of a token for each row of `logits`, by the draws at `draws`.
+    ///
     /// # Safety
     /// See the module.
-    pub(super) unsafe fn queue_best_tokens(
+    pub(super) unsafe fn queue_choose_tokens(
         &self,
         n_rows: usize,
         logits: u64,
-        best: u64,
+        draws: u64,
+        chosen: u64,
         vocab_size: usize,
     ) -> Result<()> {
         let vocab_size = vocab_size as i32;
-        let mut arguments = arguments![logits, best, vocab_size];
+        let mut arguments = arguments![logits, draws, chosen, vocab_size];
         // SAFETY: the caller answers for the memory; the arguments are those of the kernel.
-        unsafe { self.best_tokens.launch(n_rows as u32, 1, &mut arguments) }
+        unsafe { self.choose_tokens.launch(n_rows as u32, 1, &mut arguments) }
     }
 
     /// # Safety

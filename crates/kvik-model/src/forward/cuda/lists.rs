@@ -1,6 +1,7 @@
 //! What the kernels of one pass read about its rows, in one run of words.
 
 use crate::paging::BlockId;
+use crate::sampling::TokenDraw;
 
 use super::super::SequenceRows;
 use super::kernels::{CHUNK_QUERIES, CHUNK_TOKENS};
@@ -41,6 +42,8 @@ pub(super) struct ListSizes {
     /// Rows whose logits are wanted.
     pub(super) chosen: usize,
     pub(super) n_logits: usize,
+    /// How the token behind each of these rows is chosen; none where none is.
+    pub(super) draws: usize,
     /// Items of attention: of many rows, chunks of few rows, and rows whose chunks are merged.
     pub(super) items: usize,
     pub(super) n_many: usize,
@@ -49,8 +52,9 @@ pub(super) struct ListSizes {
 }
 
 impl RowLists {
-    /// The lists of one pass; the caller has checked that tables cover their rows.
-    pub(super) fn new(sequences: &[SequenceRows<'_>], shape: ListShape) -> Self {
+    /// The lists of one pass; the caller has checked that tables cover their rows, and that there is a draw for each row of
+    /// logits, or none.
+    pub(super) fn new(sequences: &[SequenceRows<'_>], draws: &[Option<TokenDraw>], shape: ListShape) -> Self {
         let mut words = Vec::new();
         let n_rows = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
         words.reserve(4 * n_rows);
@@ -82,6 +86,9 @@ impl RowLists {
             let n_wanted = sequence.n_logits.min(sequence.tokens.len());
             words.extend((row - n_wanted..row).map(|row| row as u32));
         }
+        let n_logits = words.len() - chosen;
+        let first_draw = words.len();
+        words.extend(draws.iter().flat_map(|draw| words_of(&draw.unwrap_or(TokenDraw::BEST))));
         let items = words.len();
         let sizes = ListSizes {
             n_rows,
@@ -90,7 +97,8 @@ impl RowLists {
             table_starts,
             tables,
             chosen,
-            n_logits: items - chosen,
+            n_logits,
+            draws: first_draw,
             items,
             ..ListSizes::default()
         };
@@ -139,6 +147,13 @@ impl RowLists {
     }
 }
 
+/// A draw as `choice.cu` reads it.
+pub(super) fn words_of(draw: &TokenDraw) -> [u32; 8] {
+    let halves = |value: f64| [value.to_bits() as u32, (value.to_bits() >> 32) as u32];
+    let [scale, least, uniform] = [draw.scale, draw.least_exponent, draw.uniform].map(halves);
+    [scale[0], scale[1], least[0], least[1], uniform[0], uniform[1], draw.top_k, draw.top_p.to_bits()]
+}
+
 impl ListShape {
     /// Rows of an item of many rows.
     fn many_rows(self) -> usize {
@@ -176,11 +191,11 @@ mod tests {
             sequence(&[7], 600, &blocks[3..41]),
             sequence(&[8], 3, &blocks[41..42]),
         ];
-        let lists = RowLists::new(&sequences, ListShape { group: 4, many_queries: Some(64) });
+        let lists = RowLists::new(&sequences, &[], ListShape { group: 4, many_queries: Some(64) });
         let sizes = lists.sizes;
         assert_eq!((sizes.n_rows, sizes.n_logits), (42, 3));
         assert_eq!((sizes.n_many, sizes.n_chunks, sizes.n_merged), (3, 4, 2));
-        assert_eq!(lists.words[sizes.chosen..sizes.items], [39, 40, 41]);
+        assert_eq!(lists.words[sizes.chosen..sizes.draws], [39, 40, 41]);
         assert_eq!(
             lists.words[sizes.items..],
             [
@@ -203,7 +218,7 @@ mod tests {
     fn without_matrix_instructions_every_row_is_in_an_item_of_many() {
         let blocks: Vec<BlockId> = (0..8).map(BlockId::new).collect();
         let sequences = [sequence(&[1, 2, 3, 4, 5], 0, &blocks[..1]), sequence(&[7], 30, &blocks[1..3])];
-        let lists = RowLists::new(&sequences, ListShape { group: 2, many_queries: None });
+        let lists = RowLists::new(&sequences, &[], ListShape { group: 2, many_queries: None });
         let sizes = lists.sizes;
         assert_eq!((sizes.n_many, sizes.n_chunks, sizes.n_merged), (3, 0, 0));
         assert_eq!(lists.words[sizes.items..], [[0, 4, 0, 0], [4, 1, 0, 0], [5, 1, 1, 0]].concat());
@@ -215,7 +230,7 @@ mod tests {
         let sizes_at = |first: usize, second: usize| {
             let tables = [&blocks[..=first / 16], &blocks[100..=100 + second / 16]];
             let sequences = [sequence(&[7], first, tables[0]), sequence(&[8], second, tables[1])];
-            let lists = RowLists::new(&sequences, ListShape { group: 4, many_queries: Some(64) });
+            let lists = RowLists::new(&sequences, &[], ListShape { group: 4, many_queries: Some(64) });
             let items = &lists.words[lists.sizes.items..];
             let n_there = items.chunks(4).take(lists.sizes.n_chunks).filter(|item| item[1] == 1).count();
             assert_eq!(n_there, first / 256 + second / 256 + 2);

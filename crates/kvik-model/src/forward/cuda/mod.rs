@@ -6,6 +6,8 @@
 //! So rows are the same to the bit in any batch, as on the CPU. They are not the CPU's bits: KV of the two has different names.
 
 mod activations;
+#[cfg(feature = "cuda-tests")]
+mod choice;
 mod device;
 mod graphs;
 mod import;
@@ -33,10 +35,10 @@ use crate::paging::{BLOCK_TOKENS, BlockId, BlockMemory, ElasticMemory, MemoryGro
 
 use super::checked::{check_sequences, plan_rows, spans_of};
 use super::{
-    Backend, BestToken, BlockImport, BlockSource, KvImport, KvSize, LayerKv, Logits, PinnedKv, SegmentPart,
+    Backend, BlockImport, BlockSource, ChosenToken, KvImport, KvSize, LayerKv, Logits, PinnedKv, SegmentPart,
     SequenceRows, WantedLogits,
 };
-use activations::{Activations, BEST_BYTES};
+use activations::{Activations, CHOSEN_BYTES};
 use device::{Buffer, Device};
 use graphs::{PassGraphs, PassShape};
 use import::Importer;
@@ -123,16 +125,17 @@ impl CudaBackend {
     fn pass(
         &mut self,
         sequences: &[SequenceRows<'_>],
-        wanted: WantedLogits,
+        wanted: WantedLogits<'_>,
         logits: &mut Logits,
     ) -> Result<()> {
-        let Some(lists) = self.prepare(sequences, true)? else {
+        let Some(lists) = self.prepare(sequences, Some(wanted))? else {
             logits.reset(0, self.config.vocab_size);
             return Ok(());
         };
         let mut graphs = std::mem::take(&mut self.graphs);
         let queue = || self.queue(lists, self.config.n_layers, &[], Some(wanted), |_| Ok(()));
-        let shape = PassShape { sizes: lists, wanted, n_moves: self.activations.n_moves() };
+        let chooses = matches!(wanted, WantedLogits::Tokens(_));
+        let shape = PassShape { sizes: lists, chooses, n_moves: self.activations.n_moves() };
         let graph = if lists.is_decoding() { graphs.find(&self.device, shape, queue) } else { None };
         let queued = match graph {
             // SAFETY: as for its kernels, which got the buffers that are there now: none has moved.
@@ -150,7 +153,7 @@ impl CudaBackend {
         n_layers: usize,
         mut after: impl FnMut(&Self, usize) -> Result<()>,
     ) -> Result<()> {
-        let Some(lists) = self.prepare(sequences, false)? else { return Ok(()) };
+        let Some(lists) = self.prepare(sequences, None)? else { return Ok(()) };
         let queued = self.queue(lists, n_layers, &[], None, |layer_idx| after(self, layer_idx));
         // What was queued must not run behind the caller's back.
         let ended = self.device.synchronize();
@@ -158,7 +161,11 @@ impl CudaBackend {
     }
 
     /// Makes room for a pass and writes its lists down; `None` where it has no rows.
-    fn prepare(&mut self, sequences: &[SequenceRows<'_>], has_logits: bool) -> Result<Option<ListSizes>> {
+    fn prepare(
+        &mut self,
+        sequences: &[SequenceRows<'_>],
+        wanted: Option<WantedLogits<'_>>,
+    ) -> Result<Option<ListSizes>> {
         check_sequences(&self.config, sequences)?;
         if sequences.iter().all(|sequence| sequence.tokens.is_empty()) {
             return Ok(None);
@@ -166,12 +173,21 @@ impl CudaBackend {
         plan_rows(&spans_of(sequences), self.n_blocks())?;
         self.device.enter()?;
         let group = self.config.n_query_heads / self.config.n_kv_heads;
-        let lists = RowLists::new(sequences, ListShape { group, many_queries: self.kernels.many_queries() });
+        let draws = match wanted {
+            Some(WantedLogits::Tokens(draws)) => draws,
+            Some(WantedLogits::Rows) | None => &[],
+        };
+        let shape = ListShape { group, many_queries: self.kernels.many_queries() };
+        let lists = RowLists::new(sequences, draws, shape);
         let (activations, sizes) = (&mut self.activations, lists.sizes);
+        if matches!(wanted, Some(WantedLogits::Tokens(_))) && draws.len() != sizes.n_logits {
+            let allowed = format!("{}, one for each row of logits", sizes.n_logits);
+            return Err(ModelError::request("draws", draws.len(), allowed));
+        }
         activations.reserve_rows(&self.config, self.weight_dtype, sizes.n_rows)?;
         activations.put_lists(&lists.words)?;
         activations.reserve_partials(&self.config, sizes.n_chunks)?;
-        if has_logits {
+        if wanted.is_some() {
             activations.reserve_logits(&self.config, sizes.n_logits)?;
         }
         Ok(Some(sizes))
@@ -183,7 +199,7 @@ impl CudaBackend {
         lists: ListSizes,
         n_layers: usize,
         imports: &[&dyn KvImport],
-        wanted: Option<WantedLogits>,
+        wanted: Option<WantedLogits<'_>>,
         mut after: impl FnMut(usize) -> Result<()>,
     ) -> Result<()> {
         let pass = Pass {
@@ -207,7 +223,7 @@ impl CudaBackend {
         match wanted {
             None => Ok(()),
             Some(WantedLogits::Rows) => pass.logits(),
-            Some(WantedLogits::Best) => pass.logits().and_then(|()| pass.best_tokens()),
+            Some(WantedLogits::Tokens(_)) => pass.logits().and_then(|()| pass.choose_tokens()),
         }
     }
 
@@ -216,43 +232,54 @@ impl CudaBackend {
         &mut self,
         queued: Result<()>,
         lists: ListSizes,
-        wanted: WantedLogits,
+        wanted: WantedLogits<'_>,
         logits: &mut Logits,
     ) -> Result<()> {
-        if let Err(error) = queued {
-            // What was queued must not run behind the caller's back.
-            self.device.synchronize()?;
-            return Err(error);
-        }
+        // What was queued must not run behind the caller's back.
+        let ended = self.device.synchronize();
+        queued.and(ended)?;
+        let vocab_size = self.config.vocab_size;
         match wanted {
-            WantedLogits::Rows => self.fetch_logits(lists.n_logits, logits),
-            WantedLogits::Best => self.fetch_best(lists.n_logits, logits),
+            WantedLogits::Rows => logits.reset(lists.n_logits, vocab_size),
+            WantedLogits::Tokens(draws) => {
+                let chosen = draws.iter().zip(self.chosen(lists.n_logits));
+                logits.reset_chosen(chosen.map(|(draw, chosen)| draw.map(|_| chosen)), vocab_size);
+            }
         }
+        self.fetch_rows(lists.n_logits, logits)
     }
 
-    /// Waits for the pass and gives the most likely tokens on.
-    fn fetch_best(&mut self, n_logits: usize, logits: &mut Logits) -> Result<()> {
-        self.device.synchronize()?;
-        let (words, _) = self.activations.best.bytes()[..n_logits * BEST_BYTES].as_chunks::<4>();
+    /// The tokens that a pass has chosen; it has ended.
+    fn chosen(&self, n_logits: usize) -> impl Iterator<Item = ChosenToken> {
+        let (words, _) = self.activations.chosen.bytes()[..n_logits * CHOSEN_BYTES].as_chunks::<4>();
         let (rows, _) = words.as_chunks::<2>();
-        let best = rows.iter().map(|[token, is_finite]| BestToken {
+        rows.iter().map(|[token, is_finite]| ChosenToken {
             token: u32::from_le_bytes(*token),
             is_finite: u32::from_le_bytes(*is_finite) != 0,
-        });
-        logits.set_best(best.collect());
-        Ok(())
+        })
     }
 
-    /// Waits for the pass and gives its logits on.
-    fn fetch_logits(&mut self, n_logits: usize, logits: &mut Logits) -> Result<()> {
+    /// Copies the rows of logits whose tokens were not chosen.
+    fn fetch_rows(&mut self, n_logits: usize, logits: &mut Logits) -> Result<()> {
         let row_bytes = self.config.vocab_size * 4;
+        let wanted: Vec<usize> = (0..n_logits).filter(|&row_idx| logits.chosen(row_idx).is_none()).collect();
+        if wanted.is_empty() {
+            return Ok(());
+        }
         let activations = &mut self.activations;
-        let (address, n_bytes) = (activations.logits.address(), n_logits * row_bytes);
-        self.device.queue_read(address, &mut activations.host_logits, 0, n_bytes)?;
+        for &row_idx in &wanted {
+            let (address, offset) = (activations.logits.address(), row_idx * row_bytes);
+            self.device.queue_read(
+                address + offset as u64,
+                &mut activations.host_logits,
+                offset,
+                row_bytes,
+            )?;
+        }
         self.device.synchronize()?;
-        logits.reset(n_logits, self.config.vocab_size);
-        for (row_idx, row) in activations.host_logits.bytes()[..n_bytes].chunks_exact(row_bytes).enumerate() {
-            let (values, _) = row.as_chunks::<4>();
+        for row_idx in wanted {
+            let (values, _) =
+                activations.host_logits.bytes()[row_idx * row_bytes..][..row_bytes].as_chunks::<4>();
             for (target, bytes) in logits.row_mut(row_idx).iter_mut().zip(values) {
                 *target = f32::from_le_bytes(*bytes);
             }
@@ -278,8 +305,13 @@ impl Backend for CudaBackend {
         self.pass(sequences, WantedLogits::Rows, logits)
     }
 
-    fn forward_best(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
-        self.pass(sequences, WantedLogits::Best, logits)
+    fn forward_wanted(
+        &mut self,
+        sequences: &[SequenceRows<'_>],
+        wanted: WantedLogits<'_>,
+        logits: &mut Logits,
+    ) -> Result<()> {
+        self.pass(sequences, wanted, logits)
     }
 
     fn forward_layers(&mut self, sequences: &[SequenceRows<'_>], n_layers: usize) -> Result<()> {
@@ -397,10 +429,10 @@ impl Backend for CudaBackend {
         &mut self,
         sequences: &[SequenceRows<'_>],
         imports: &[&dyn KvImport],
-        wanted: WantedLogits,
+        wanted: WantedLogits<'_>,
         logits: &mut Logits,
     ) -> Result<()> {
-        let Some(lists) = self.prepare(sequences, true)? else {
+        let Some(lists) = self.prepare(sequences, Some(wanted))? else {
             logits.reset(0, self.config.vocab_size);
             return Ok(());
         };

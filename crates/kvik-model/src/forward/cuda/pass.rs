@@ -93,11 +93,12 @@ impl Pass<'_> {
         self.product(matrix, 0, &self.activations.normalized, n_logits, out, OutKind::Store)
     }
 
-    /// Queues the choice of the most likely token of each row of logits.
-    pub(super) fn best_tokens(&self) -> Result<()> {
-        let (logits, best) = (self.activations.logits.address(), self.activations.best.address());
-        // SAFETY: the struct says that there is room for all rows of logits.
-        unsafe { self.kernels.queue_best_tokens(self.lists.n_logits, logits, best, self.config.vocab_size) }
+    /// Queues the choice of a token for each row of logits.
+    pub(super) fn choose_tokens(&self) -> Result<()> {
+        let (logits, chosen) = (self.activations.logits.address(), self.activations.chosen.address());
+        let (n_rows, draws) = (self.lists.n_logits, self.list(self.lists.draws));
+        // SAFETY: the struct says that there is room for all rows of logits; there is a draw for each.
+        unsafe { self.kernels.queue_choose_tokens(n_rows, logits, draws, chosen, self.config.vocab_size) }
     }
 
     fn normalize(&self, norm: &NormWeights, chosen: Option<u64>) -> Result<()> {
