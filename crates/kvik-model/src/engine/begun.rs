@@ -9,9 +9,9 @@ use std::sync::Arc;
 
 use kvik_types::TokenId;
 
+use super::lost_device::lose;
 use super::request::{PreparedRequest, RequestId};
 use super::sequence::Sequence;
-use super::step::lose;
 use super::{Engine, PrefixKv};
 use crate::error::{ModelError, Result};
 use crate::forward::PinnedKv;

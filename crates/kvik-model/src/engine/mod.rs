@@ -10,6 +10,7 @@ mod blend_rows;
 mod blended;
 mod ended;
 mod hashes;
+mod lost_device;
 mod memory;
 mod pass_times;
 mod prefix;
@@ -343,11 +344,6 @@ impl Engine {
             sequence.release(&mut self.pool);
         }
         self.waiting.retain(|sequence| sequence.request != id);
-    }
-
-    /// Why the device can no longer be used, once it has failed. The engine computes and hands out nothing more then.
-    pub fn lost_device(&self) -> Option<&str> {
-        self.lost_device.as_deref()
     }
 
     /// Takes the sequences of a request out of the running ones.

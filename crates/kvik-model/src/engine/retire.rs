@@ -2,9 +2,9 @@
 
 use kvik_types::TokenId;
 
+use super::lost_device::lose;
 use super::resident::{Resident, SequenceKv};
 use super::sequence::Sequence;
-use super::step::lose;
 use super::{Engine, EngineEvent, RequestId};
 use crate::error::{ModelError, Result};
 use crate::paging::{BLOCK_TOKENS, BlockId};

@@ -16,8 +16,8 @@
 //! with other engines, every block means every block that the others leave: the oldest sequence may
 //! have to wait for them.
 
+use super::lost_device::lose;
 use super::sequence::{Sequence, SequenceKey};
-use super::step::lose;
 use super::{Engine, EngineEvent};
 
 /// Rows of one sequence in the next pass.

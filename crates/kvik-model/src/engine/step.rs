@@ -7,6 +7,7 @@ use kvik_tokens::Tokenizer;
 use crate::error::{ModelError, Result};
 use crate::forward::{KvImport, SequenceRows, WantedLogits};
 
+use super::lost_device::lose;
 use super::scheduler::ScheduledRows;
 use super::{Engine, EngineEvent};
 
@@ -86,13 +87,6 @@ impl Engine {
         has_come
     }
 
-    pub(super) fn check_device(&self) -> Result<()> {
-        match &self.lost_device {
-            None => Ok(()),
-            Some(reason) => Err(ModelError::DeviceLost { reason: reason.clone() }),
-        }
-    }
-
     fn forward(&mut self, scheduled: &[ScheduledRows]) -> Result<()> {
         let mut sequences = Vec::with_capacity(scheduled.len());
         let mut imports: Vec<&dyn KvImport> = Vec::new();
@@ -170,9 +164,4 @@ impl Engine {
         }
         Ok(())
     }
-}
-
-/// Notes that the device has failed; the first failure counts, others follow from it.
-pub(super) fn lose(lost_device: &mut Option<String>, error: &ModelError) {
-    lost_device.get_or_insert_with(|| error.to_string());
 }

@@ -14,10 +14,10 @@ use tracing::warn;
 
 use super::Engine;
 use super::ended::{EndedSequence, KvSink};
+use super::lost_device::lose;
 use super::prefix::PrefixKv;
 use super::request::{EngineEvent, PreparedRequest};
 use super::sequence::{Incoming, Sequence};
-use super::step::lose;
 use crate::forward::{BlockImport, BlockSource, RowPositions};
 use crate::paging::{BLOCK_TOKENS, BlockChange, BlockId};
 

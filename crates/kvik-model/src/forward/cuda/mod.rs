@@ -120,11 +120,12 @@ impl CudaBackend {
         self.weights.size_bytes()
     }
 
-    /// Runs the rows through all layers. A pass of rows that decode is recorded when its shape comes again, and started by one call
-    /// from then on.
+    /// Runs the rows through all layers, each when all `imports` have it. A pass of rows that decode and wait for none is recorded
+    /// when its shape comes again, and started by one call from then on.
     fn pass(
         &mut self,
         sequences: &[SequenceRows<'_>],
+        imports: &[&dyn KvImport],
         wanted: WantedLogits<'_>,
         logits: &mut Logits,
     ) -> Result<()> {
@@ -133,10 +134,11 @@ impl CudaBackend {
             return Ok(());
         };
         let mut graphs = std::mem::take(&mut self.graphs);
-        let queue = || self.queue(lists, self.config.n_layers, &[], Some(wanted), |_| Ok(()));
+        let queue = || self.queue(lists, self.config.n_layers, imports, Some(wanted), |_| Ok(()));
         let chooses = matches!(wanted, WantedLogits::Tokens(_));
         let shape = PassShape { sizes: lists, chooses, n_moves: self.activations.n_moves() };
-        let graph = if lists.is_decoding() { graphs.find(&self.device, shape, queue) } else { None };
+        let is_recorded = lists.is_decoding() && imports.is_empty();
+        let graph = if is_recorded { graphs.find(&self.device, shape, queue) } else { None };
         let queued = match graph {
             // SAFETY: as for its kernels, which got the buffers that are there now: none has moved.
             Some(graph) => unsafe { graph.launch() },
@@ -302,7 +304,7 @@ impl Backend for CudaBackend {
     }
 
     fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()> {
-        self.pass(sequences, WantedLogits::Rows, logits)
+        self.pass(sequences, &[], WantedLogits::Rows, logits)
     }
 
     fn forward_wanted(
@@ -311,7 +313,7 @@ impl Backend for CudaBackend {
         wanted: WantedLogits<'_>,
         logits: &mut Logits,
     ) -> Result<()> {
-        self.pass(sequences, wanted, logits)
+        self.pass(sequences, &[], wanted, logits)
     }
 
     fn forward_layers(&mut self, sequences: &[SequenceRows<'_>], n_layers: usize) -> Result<()> {
@@ -432,11 +434,6 @@ impl Backend for CudaBackend {
         wanted: WantedLogits<'_>,
         logits: &mut Logits,
     ) -> Result<()> {
-        let Some(lists) = self.prepare(sequences, Some(wanted))? else {
-            logits.reset(0, self.config.vocab_size);
-            return Ok(());
-        };
-        let queued = self.queue(lists, self.config.n_layers, imports, Some(wanted), |_| Ok(()));
-        self.fetch(queued, lists, wanted, logits)
+        self.pass(sequences, imports, wanted, logits)
     }
 }
