@@ -47,6 +47,50 @@ fn two_engines_with_one_name_are_under_one_limit() {
 }
 
 #[test]
+fn what_an_engine_gave_back_is_there_for_all_others_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let ledger = open_ledger(dir.path(), 10);
+    let other_ledger = open_ledger(dir.path(), 10);
+    let (first, second) = (join(&ledger, "chat"), join(&other_ledger, "code"));
+    // The first return finds that no claim waits; what comes back after it stays with the engine as slack.
+    for n_units in [3, 10, 7, 10] {
+        take(&first, n_units);
+        first.give_back(units(n_units));
+        assert_eq!((first.held_bytes(), second.claimable_bytes()), (0, units(10)));
+        assert_eq!(ledger.snapshot().unwrap().held_bytes, 0);
+    }
+    take(&second, 10);
+    assert_eq!(first.claim(units(1)).unwrap(), Claim::Denied(Shortage::DeviceFull));
+    second.give_back(units(10));
+    take(&first, 10);
+    assert_eq!(second.claim(units(1)).unwrap(), Claim::Denied(Shortage::DeviceFull));
+}
+
+#[test]
+fn a_limit_that_is_lowered_holds_for_what_was_given_back_before_and_after() {
+    let dir = tempfile::tempdir().unwrap();
+    let ledger = open_ledger(dir.path(), 100);
+    ledger.set_policy("chat", &limited(10)).unwrap();
+    let first = join(&ledger, "chat");
+    for n_units in [10, 10] {
+        take(&first, n_units);
+        first.give_back(units(n_units));
+    }
+    take(&first, 8);
+    ledger.set_policy("chat", &limited(5)).unwrap();
+    assert_eq!(first.claim(units(1)).unwrap(), Claim::Denied(Shortage::GroupLimit));
+    first.stop_waiting();
+    for n_units in [1, 2] {
+        first.give_back(units(n_units));
+        assert_eq!(first.claim(units(1)).unwrap(), Claim::Denied(Shortage::GroupLimit));
+        first.stop_waiting();
+    }
+    first.give_back(units(1));
+    take(&first, 1);
+    assert_eq!(first.claim(units(1)).unwrap(), Claim::Denied(Shortage::GroupLimit));
+}
+
+#[test]
 fn the_exit_of_one_engine_leaves_the_files_of_the_other() {
     let dir = tempfile::tempdir().unwrap();
     let ledger = open_ledger(dir.path(), 100);

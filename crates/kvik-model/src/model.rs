@@ -14,7 +14,7 @@ use crate::checkpoint::Checkpoint;
 use crate::config::ModelConfig;
 use crate::engine::{Engine, EngineOptions};
 use crate::error::{ModelError, Result};
-use crate::forward::{Backend, CpuBackend, CpuBackendOptions, CudaBackend, CudaBackendOptions};
+use crate::forward::{Backend, CpuBackend, CpuBackendOptions, CudaBackend, CudaBackendOptions, KvSharing};
 
 /// Largest `config.json` that is read, in bytes; real ones have a few kilobytes.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
@@ -202,7 +202,7 @@ impl Model {
     /// # Errors
     /// If the weights cannot be read.
     pub fn namespace(&self, kv_dtype: Dtype) -> Result<Namespace> {
-        self.namespace_of(kv_dtype, CpuBackend::kv_layout_of(&self.config, kv_dtype))
+        self.namespace_of(kv_dtype, CpuBackend::kv_layout_of(&self.config, kv_dtype, KvSharing::Exact))
     }
 
     fn namespace_of(&self, kv_dtype: Dtype, layout: String) -> Result<Namespace> {
@@ -241,7 +241,7 @@ impl Model {
             return Err(ModelError::config("kvik.random_weights", "set", allowed));
         }
         let loaded = CpuBackend::load(self.config.clone(), &self.checkpoint, backend)?;
-        let namespace = self.namespace(backend.kv_dtype)?;
+        let namespace = self.namespace_of(backend.kv_dtype, loaded.kv_layout())?;
         Engine::new(Box::new(loaded), Some(Arc::clone(&self.tokenizer)), &namespace, engine)
     }
 

@@ -12,14 +12,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use kvik_model::{
-    Backend, BlockId, BlockSource, Checkpoint, ChosenToken, CudaBackend, CudaBackendOptions, EngineEvent,
-    EngineOptions, GenerateRequest, KvSize, LayerProgress, Logits, Model, ModelConfig, RowPositions,
-    SamplingParams, SequenceRows, TokenDraw, WantedLogits, WeightDtype,
+    Backend, BlockId, BlockSource, Checkpoint, ChosenToken, CpuBackend, CudaBackend, CudaBackendOptions,
+    EngineEvent, EngineOptions, GenerateRequest, KvSize, LayerProgress, Logits, Model, ModelConfig,
+    RowPositions, SamplingParams, SequenceRows, TokenDraw, WantedLogits, WeightDtype,
 };
 use kvik_types::Dtype;
 use safetensors::SafeTensors;
 use support::notes_qa::score_of;
-use support::schedule::{bits, forward_alone, schedules, whole};
+use support::schedule::{RowBits, bits, forward_alone, schedules, whole};
 use support::{KV_DTYPES, TestModel, bundled_folder, fixture_folder, runner};
 
 /// Every fixture with reference logits.
@@ -433,7 +433,7 @@ struct Exported {
 
 impl Exported {
     /// The first `n_blocks` blocks of a backend.
-    fn first_blocks(from: &CudaBackend, n_blocks: u32) -> Self {
+    fn first_blocks(from: &dyn Backend, n_blocks: u32) -> Self {
         let block_of = |layer_idx, block| {
             let mut bytes = vec![0; from.block_layer_bytes()];
             from.export_block(layer_idx, BlockId::new(block), &mut bytes).unwrap();
@@ -469,6 +469,46 @@ fn blocks_come_in_beside_passes_and_tokens_go_on_from_them() {
         assert!(actual == expected[48..], "{kv_dtype} imported");
         let missing = to.start_import(&source, &[(3, BlockId::new(5))]).unwrap();
         assert!(missing.finish().unwrap_err().to_string().contains("block"));
+    }
+}
+
+/// The largest difference of two logits, as a share of the largest logit.
+fn largest_share(actual: &[RowBits], expected: &[RowBits]) -> f32 {
+    assert_eq!(actual.len(), expected.len());
+    let logits =
+        |rows: &[RowBits]| -> Vec<f32> { rows.iter().flatten().map(|bits| f32::from_bits(*bits)).collect() };
+    let (actual, expected) = (logits(actual), logits(expected));
+    let largest = expected.iter().fold(0.0, |largest: f32, logit| largest.max(logit.abs()));
+    actual.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / largest
+}
+
+#[test]
+fn tokens_go_on_from_blocks_of_a_cpu_on_a_gpu_and_the_other_way() {
+    let model = TestModel::bundled();
+    let prompt = tokens(model.config.vocab_size, 64, 9);
+    for kv_dtype in KV_DTYPES {
+        let mut cpu_options = support::backend_options(16);
+        cpu_options.kv_dtype = kv_dtype;
+        let mut cpu = CpuBackend::load(model.config.clone(), model.checkpoint(), &cpu_options).unwrap();
+        let mut gpu = backend(&model, 16, kv_dtype);
+        let expected = [whole(&mut cpu, &prompt), whole(&mut gpu, &prompt)];
+        let exported = [Exported::first_blocks(&gpu, 3), Exported::first_blocks(&cpu, 3)];
+        let backends: [&mut dyn Backend; 2] = [&mut cpu, &mut gpu];
+        for ((backend, expected), exported) in backends.into_iter().zip(expected).zip(exported) {
+            for (layer_idx, blocks) in exported.layers.iter().enumerate() {
+                for (block, bytes) in (8..).zip(blocks) {
+                    backend.import_block(layer_idx, BlockId::new(block), bytes).unwrap();
+                }
+            }
+            let share_of = |backend: &mut dyn Backend, table: [u32; 4]| {
+                let actual = forward_alone(backend, &prompt[48..], 48, &blocks(table), 16);
+                largest_share(&actual, &expected[48..])
+            };
+            let (share, mixed_up) = (share_of(backend, [8, 9, 10, 11]), share_of(backend, [9, 8, 10, 11]));
+            println!("{kv_dtype}: {share}, with two blocks exchanged {mixed_up}");
+            let allowed = tolerance(WeightDtype::BF16, kv_dtype);
+            assert!(share <= allowed && mixed_up > 2.0 * share, "{kv_dtype}: {share}, {mixed_up}");
+        }
     }
 }
 

@@ -69,6 +69,10 @@ pub struct WorkerConfig {
     /// Type in which keys and values are kept: `f32`, `f16` or `bf16`. Default: `auto`, which is `f32` on the CPU and `bf16` on a
     /// GPU.
     pub kv_dtype: String,
+    /// Which workers of a model may use this one's KV: `exact` for those that compute it to the same bits, of the same kind of
+    /// device; `dtype` for all with the same `kv_dtype`, also on a CPU and on a GPU, where answers may differ in nearly equal
+    /// choices. All of them need the same value. Default: `exact`.
+    pub kv_sharing: String,
     /// Threads that compute; 0 for the number of cores. Default: 0.
     pub threads: usize,
     /// Most token rows in one forward pass. Default: 512.
@@ -142,6 +146,7 @@ impl Default for WorkerConfig {
             blend: None,
             blend_priming: None,
             kv_dtype: "auto".to_owned(),
+            kv_sharing: "exact".to_owned(),
             threads: 0,
             max_batched_tokens: 512,
             max_sequences: 64,
@@ -337,6 +342,10 @@ mod tests {
         assert_eq!(
             message(|config| config.kv_dtype = "fp8".into()),
             "`kv_dtype` is fp8; allowed: auto, f32, f16 or bf16"
+        );
+        assert_eq!(
+            message(|config| config.kv_sharing = "all".into()),
+            "`kv_sharing` is all; allowed: exact or dtype"
         );
         assert!(message(|config| config.coordinators = vec!["host:1".into()]).contains("`coordinators`"));
         assert!(message(|config| config.advertise = Some("http://h/x".into())).contains("`advertise`"));

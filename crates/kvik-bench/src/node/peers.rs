@@ -1,6 +1,9 @@
-//! Chunks of another node: two daemons on this machine, connected over loopback, beside `iperf3` with as many streams.
+//! Chunks of another node: two daemons on this machine, connected over loopback, beside `iperf3` with as many streams, and
+//! beside plain TCP of as many bytes from memory to memory. `iperf3` sends one small buffer again and again, which stays in
+//! the processor's caches.
 
-use std::net::TcpListener;
+use std::io::{Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -13,6 +16,9 @@ use crate::report::{Baseline, Goal, Measurement};
 
 /// Connections between the two nodes, and streams of `iperf3`: the default of the daemon.
 const N_STREAMS: usize = 4;
+
+/// Bytes of one call of plain TCP, as in the daemons.
+const PIECE_BYTES: usize = 256 << 10;
 
 /// Rounds that are not counted.
 const N_WARM_UP: usize = 2;
@@ -36,16 +42,22 @@ pub(super) fn measure(options: NodeBenchOptions) -> anyhow::Result<Vec<Measureme
         fill(&holding, set, n_chunks)?;
     }
     let (mut rates, mut baselines, mut first_layers_ms) = (Vec::new(), Vec::new(), Vec::new());
+    let mut plain_rates = Vec::new();
+    let (sent, mut received) = (vec![1; n_chunks * CHUNK_BYTES], vec![2; n_chunks * CHUNK_BYTES]);
     for round in 0..n_rounds {
         let rate = read_whole(&reading, 2 * round, n_chunks)?;
         let first_layer_ms = read_first_layer(&reading, 2 * round + 1, n_chunks)?;
         let baseline = iperf_rate()?;
+        let plain_rate = tcp_rate(&sent, &mut received).context("send over plain TCP")?;
         if round >= N_WARM_UP {
             rates.push(rate);
             first_layers_ms.push(first_layer_ms);
             baselines.extend(baseline);
+            plain_rates.push(plain_rate);
         }
     }
+    let beside_tcp = Measurement::from_repeats("peer_get_beside_plain_tcp".to_owned(), "GB/s", rates.clone())
+        .map(|get| get.compared_with(Baseline::new("TCP from memory to memory", plain_rates), None));
     let get = Measurement::from_repeats("peer_get".to_owned(), "GB/s", rates).map(|get| {
         if baselines.is_empty() {
             return get;
@@ -53,7 +65,7 @@ pub(super) fn measure(options: NodeBenchOptions) -> anyhow::Result<Vec<Measureme
         get.compared_with(Baseline::new("iperf3", baselines), Some(Goal::RatioAtLeast(0.8)))
     });
     let first = Measurement::from_repeats("peer_get_first_layer_ms".to_owned(), "ms", first_layers_ms);
-    Ok(get.into_iter().chain(first).collect())
+    Ok(get.into_iter().chain(beside_tcp).chain(first).collect())
 }
 
 fn tokens_of(client: &NodeClient, set: usize, n_chunks: usize) -> Vec<u32> {
@@ -139,6 +151,43 @@ fn stream_rate() -> anyhow::Result<f64> {
     let _ = server.kill();
     let _ = server.wait();
     rate
+}
+
+/// What plain TCP moves from one memory to another over as many connections, without names and checksums, in GB/s.
+fn tcp_rate(sent: &[u8], received: &mut [u8]) -> anyhow::Result<f64> {
+    let listener = TcpListener::bind("127.0.0.1:0").context("listen")?;
+    let address = listener.local_addr().context("listen")?;
+    let part_bytes = sent.len().div_ceil(N_STREAMS);
+    let parts = sent.chunks(part_bytes).zip(received.chunks_mut(part_bytes));
+    let mut connections = Vec::new();
+    for (source, target) in parts {
+        let sender = TcpStream::connect(address).context("connect")?;
+        let (receiver, _) = listener.accept().context("accept")?;
+        connections.push((source, sender, target, receiver));
+    }
+    let begin = Instant::now();
+    std::thread::scope(|scope| {
+        let streams: Vec<_> = connections
+            .into_iter()
+            .map(|(source, mut sender, target, mut receiver)| {
+                let sending = scope
+                    .spawn(move || source.chunks(PIECE_BYTES).try_for_each(|piece| sender.write_all(piece)));
+                let receiving = scope.spawn(move || {
+                    target.chunks_mut(PIECE_BYTES).try_for_each(|piece| receiver.read_exact(piece))
+                });
+                [sending, receiving]
+            })
+            .collect();
+        let ends = streams
+            .into_iter()
+            .flatten()
+            .map(|end| end.join().map_err(|_| anyhow!("a stream panicked"))?.context("move bytes"));
+        ends.collect::<anyhow::Result<()>>()
+    })?;
+    let took = begin.elapsed();
+    ensure!(received == sent, "other bytes came");
+    received.fill(2);
+    Ok(sent.len() as f64 / took.as_nanos() as f64)
 }
 
 /// A port that is free now.

@@ -1,11 +1,11 @@
 //! What a ledger's words mean: reading them with checks, and waking waiters.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::Duration;
 
 use rustix::thread::futex::{self, Timespec};
 
-use super::claim::{Grant, GrantTable};
+use super::claim::{self, Grant, GrantTable};
 use super::layout::{
     GROUP_FREE, GroupLayout, LedgerLayout, N_SLOTS, NOTICE_CAPACITY, NOTICE_LIMIT, SLOT_FREE, SlotLayout,
 };
@@ -117,6 +117,23 @@ impl LedgerLayout {
         })
     }
 
+    /// The epoch in which a member may keep what it gives back as slack; `None` while a claim waits or a limit is exceeded.
+    pub(super) fn calm_epoch(&self, slot: usize) -> Option<u64> {
+        // Before the look: a wait that begins after it has advanced the epoch.
+        let epoch = self.header.calm_epoch.load(Ordering::SeqCst);
+        let does_none_wait =
+            self.slots[..self.n_slots()].iter().all(|slot| slot.wait_ticket.load(Ordering::SeqCst) == 0);
+        (does_none_wait && claim::is_within_limits(self, slot)).then_some(epoch)
+    }
+
+    /// Ends the slack of all members, because a claim waits or a limit has moved; says how much was free by it.
+    pub(super) fn end_slack(&self) -> u64 {
+        self.header.calm_epoch.fetch_add(1, Ordering::SeqCst);
+        super::steps::step();
+        fence(Ordering::SeqCst);
+        claim::take_slack(self)
+    }
+
     /// Everything that a decision about shares depends on.
     pub(super) fn situation(&self) -> Situation {
         let now = now_ms();
@@ -157,6 +174,7 @@ impl LedgerLayout {
 
     /// Tells members, of one group or all, that their limit moved, and asks for what is above it.
     pub(super) fn announce_limit(&self, group: Option<usize>) {
+        self.end_slack();
         let asks = self.situation().asks_above_limits();
         for (index, slot) in self.taken_slots() {
             if group.is_none_or(|group| slot.group.load(Ordering::Acquire) == group as u64) {

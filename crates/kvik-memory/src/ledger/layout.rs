@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 pub const LEDGER_MAGIC: u64 = u64::from_le_bytes(*b"KVIKLEDG");
 
 /// The version of this layout; it changes with every change of this file.
-pub const LEDGER_VERSION: u64 = 1;
+pub const LEDGER_VERSION: u64 = 2;
 
 /// How many engines one device can have at a time.
 ///
@@ -70,7 +70,10 @@ pub struct HeaderLayout {
     pub last_ticket: AtomicU64,
     /// Advances with every release, limit change and reap; waiters sleep on it.
     pub capacity_event: AtomicU32,
-    reserved: [AtomicU32; 15],
+    reserved_event: AtomicU32,
+    /// Advances when a wait begins and when a limit moves: what members give back stays with them only while it does not.
+    pub calm_epoch: AtomicU64,
+    reserved: [AtomicU32; 12],
 }
 
 /// An IPC name and its policy.
@@ -105,7 +108,7 @@ pub const GROUP_KEPT: u64 = 2;
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub struct SlotLayout {
-    /// `{confirmed, pending}`, see [`super::claim`].
+    /// `{confirmed, pending, slack}`, see [`super::claim`].
     pub grant: AtomicU64,
     /// The index of the member's group.
     pub group: AtomicU64,

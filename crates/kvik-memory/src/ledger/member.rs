@@ -48,8 +48,9 @@ pub struct Member {
     /// Says that this member lives, until it is dropped or its process dies.
     _owner: LockFile,
     ipc: Option<IpcFile>,
-    /// The slot has one writer: threads of this process take turns.
-    writing: Mutex<()>,
+    /// The slot has one writer: threads of this process take turns. What it holds is the epoch in which what is given back
+    /// may stay as slack, see [`LedgerLayout::calm_epoch`](super::layout::LedgerLayout).
+    writing: Mutex<Option<u64>>,
     syncing: Mutex<()>,
     is_interrupted: AtomicBool,
 }
@@ -111,7 +112,7 @@ impl Ledger {
             ipc_name: options.ipc_name.clone(),
             _owner: owner,
             ipc: Some(ipc),
-            writing: Mutex::new(()),
+            writing: Mutex::new(None),
             syncing: Mutex::new(()),
             is_interrupted: AtomicBool::new(false),
         })
@@ -234,6 +235,10 @@ impl Member {
             slot.wait_ticket.store(ticket, Ordering::SeqCst);
         }
         steps::step();
+        if layout.end_slack() > 0 {
+            layout.announce_capacity();
+        }
+        steps::step();
         if let Admission::Denied { asks, .. } = admit(&layout.situation(), self.slot, n_units) {
             for Ask { slot, n_units } in asks {
                 layout.slots[slot].ask(n_units);
@@ -307,6 +312,11 @@ impl Grants for Member {
             return Ok(Claim::Granted);
         }
         let _writing = self.writing.lock();
+        let slot = self.words();
+        if slot.wait_ticket.load(Ordering::Relaxed) == 0 && claim::claim_slack(&slot.grant, n_units) {
+            steps::step();
+            return Ok(Claim::Granted);
+        }
         let event = &self.ledger.layout().header.capacity_event;
         let seen = event.load(Ordering::SeqCst);
         let mut claim = self.try_claim(n_units)?;
@@ -332,15 +342,23 @@ impl Grants for Member {
         }
         // A part of a unit is still in use: the ledger never says less than what is held.
         let n_units = u32::try_from(n_bytes / UNIT_BYTES).unwrap_or(u32::MAX);
-        let writing = self.writing.lock();
+        let layout = self.ledger.layout();
+        let mut calm_epoch = self.writing.lock();
         steps::step();
-        let n_returned = claim::give_back(&self.words().grant, n_units);
+        let calm = calm_epoch.map(|epoch| (&layout.header.calm_epoch, epoch));
+        let returned = claim::give_back(&self.words().grant, n_units, calm);
         steps::step();
-        drop(writing);
-        if n_returned != n_units {
+        if !returned.is_kept {
+            *calm_epoch = layout.calm_epoch(self.slot);
+        }
+        drop(calm_epoch);
+        if returned.n_units != n_units {
+            let n_returned = returned.n_units;
             tracing::error!(ipc_name = %self.ipc_name, n_units, n_returned, "more was given back than was held");
         }
-        self.ledger.layout().announce_capacity();
+        if !returned.is_kept {
+            layout.announce_capacity();
+        }
     }
 
     fn claimable_bytes(&self) -> u64 {

@@ -12,7 +12,8 @@
 //!
 //! * The sum of the confirmed grants exceeds neither the budget nor a group's limit by any claim; only
 //!   a limit that is lowered leaves more held than allowed, until it is given back.
-//! * A grant word has one writer: the owner of its slot, or a process that has proved the owner dead.
+//! * A grant word has one writer: the owner of its slot, or a process that has proved the owner dead. Others may only take
+//!   its slack, which is not in use.
 //! * No lock is needed to claim or to return memory.
 //! * Nothing that is read from a segment is trusted to be what kvik wrote.
 

@@ -8,12 +8,14 @@ mod cpu;
 #[expect(unsafe_code, reason = "kernels get addresses, and the driver is a C library")]
 mod cuda;
 mod layer_import;
+mod layout;
 mod logits;
 mod place;
 mod tensors;
 
 pub use cpu::{CpuBackend, CpuBackendOptions};
 pub use cuda::{CudaBackend, CudaBackendOptions, DeviceMonitor, DeviceUsage};
+pub use layout::KvSharing;
 pub use logits::{ChosenToken, Logits, WantedLogits};
 pub use place::{DeviceName, KvSize};
 
@@ -271,10 +273,10 @@ pub trait Backend: Send + std::fmt::Debug {
     /// If a tensor has not `n_tokens * n_kv_heads * head_dim` elements; nothing was written then.
     fn import_kv(&mut self, layer_idx: usize, block_table: &[BlockId], kv: &LayerKv) -> Result<()>;
 
-    /// Names the bytes of a block and the arithmetic that makes them.
+    /// Names the bytes of a block and, with [`KvSharing::Exact`], the arithmetic that makes them.
     ///
-    /// Two backends of the same weights with equal names MUST leave the same bytes for the same tokens: what
-    /// one has exported, the other may import and share.
+    /// Two backends of the same weights with equal names may import and share what the other has exported. Those that share
+    /// exactly MUST leave the same bytes for the same tokens.
     fn kv_layout(&self) -> String;
 
     /// Bytes of one block in one layer, as [`Backend::export_block`] gives them.

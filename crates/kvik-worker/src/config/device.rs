@@ -1,6 +1,8 @@
 //! The device that the model runs on, and its memory for keys and values.
 
-use kvik_model::{BackendOptions, CpuBackendOptions, CudaBackendOptions, DeviceName, KvSize, ModelError};
+use kvik_model::{
+    BackendOptions, CpuBackendOptions, CudaBackendOptions, DeviceName, KvSharing, KvSize, ModelError,
+};
 use kvik_types::Dtype;
 
 use super::{WorkerConfig, check};
@@ -34,6 +36,7 @@ impl WorkerConfig {
                 options.n_blocks = if blocks == 0 { CPU_KV_BLOCKS } else { blocks };
                 options.memory = self.memory.group(label.to_owned());
                 options.kv_dtype = self.dtype(Dtype::F32)?;
+                options.kv_sharing = self.sharing()?;
                 if self.threads != 0 {
                     options.n_threads = self.threads;
                 }
@@ -47,6 +50,7 @@ impl WorkerConfig {
                 }
                 options.memory = self.memory.group(label.to_owned());
                 options.kv_dtype = self.dtype(Dtype::BF16)?;
+                options.kv_sharing = self.sharing()?;
                 options.kernel_cache.clone_from(&self.kernel_cache);
                 Ok(BackendOptions::Cuda(options))
             }
@@ -72,6 +76,14 @@ impl WorkerConfig {
                 Ok(None)
             }
         }
+    }
+
+    fn sharing(&self) -> Result<KvSharing> {
+        self.kv_sharing.parse().map_err(|_| WorkerError::InvalidConfig {
+            field: "kv_sharing",
+            value: self.kv_sharing.clone(),
+            allowed: "exact or dtype",
+        })
     }
 
     fn dtype(&self, default: Dtype) -> Result<Dtype> {

@@ -19,12 +19,13 @@ use crate::checkpoint::Checkpoint;
 use crate::config::{ModelConfig, Position};
 use crate::error::{ModelError, Result};
 use crate::kernels::{Isa, KvElement, KvPages, PageShape, PinnedBlocks, RotaryTable, ThreadPool, padded};
-use crate::paging::{BLOCK_TOKENS, BlockId, BlockMemory, ElasticMemory, MemoryGroup};
+use crate::paging::{BlockId, BlockMemory, ElasticMemory, MemoryGroup};
 
 use super::checked::{check_sequences, plan_rows, spans_of};
 use super::layer_import::LayerImport;
 use super::{
-    Backend, BlockSource, KvImport, LayerKv, Logits, PinnedKv, SegmentPart, SequenceRows, WantedLogits,
+    Backend, BlockSource, KvImport, KvSharing, LayerKv, Logits, PinnedKv, SegmentPart, SequenceRows,
+    WantedLogits,
 };
 use pass::{Activations, Pass};
 use watch::Watch;
@@ -46,6 +47,8 @@ pub struct CpuBackendOptions {
     pub kv_dtype: Dtype,
     /// Threads that compute. Default: the number of cores the process may use.
     pub n_threads: usize,
+    /// Which engines may use its KV. Default: those that leave the same bytes.
+    pub kv_sharing: KvSharing,
     /// Instruction set of the kernels; results do not depend on it. Default: the fastest.
     pub isa: Isa,
 }
@@ -53,7 +56,14 @@ pub struct CpuBackendOptions {
 impl Default for CpuBackendOptions {
     fn default() -> Self {
         let n_threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        Self { n_blocks: 1024, memory: None, kv_dtype: Dtype::F32, n_threads, isa: Isa::detect() }
+        Self {
+            n_blocks: 1024,
+            memory: None,
+            kv_dtype: Dtype::F32,
+            n_threads,
+            kv_sharing: KvSharing::Exact,
+            isa: Isa::detect(),
+        }
     }
 }
 
@@ -104,6 +114,7 @@ pub struct CpuBackend {
     rotary: Option<RotaryTable>,
     activations: Activations,
     pool: ThreadPool,
+    kv_sharing: KvSharing,
     isa: Isa,
 }
 
@@ -141,18 +152,15 @@ impl CpuBackend {
             rotary,
             activations: Activations::default(),
             pool: ThreadPool::new(options.n_threads),
+            kv_sharing: options.kv_sharing,
             isa: options.isa,
             config,
         })
     }
 
     /// Names the bytes of a block of a model; see [`Backend::kv_layout`].
-    pub(crate) fn kv_layout_of(config: &ModelConfig, kv_dtype: Dtype) -> String {
-        format!(
-            "kvik_paged_{KV_VERSION}/layers={}/heads={}/head_dim={}/block={BLOCK_TOKENS}/{kv_dtype}_le\
-             /keys=head,dim,token/values=head,token,dim",
-            config.n_layers, config.n_kv_heads, config.head_dim
-        )
+    pub(crate) fn kv_layout_of(config: &ModelConfig, kv_dtype: Dtype, sharing: KvSharing) -> String {
+        sharing.layout(config, kv_dtype, (&format!("kvik_paged_{KV_VERSION}"), ""))
     }
 
     /// Bytes of the packed weights.
@@ -338,7 +346,7 @@ impl Backend for CpuBackend {
     }
 
     fn kv_layout(&self) -> String {
-        Self::kv_layout_of(&self.config, self.kv_dtype())
+        Self::kv_layout_of(&self.config, self.kv_dtype(), self.kv_sharing)
     }
 
     fn block_layer_bytes(&self) -> usize {

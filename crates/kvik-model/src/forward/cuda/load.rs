@@ -98,6 +98,7 @@ impl CudaBackend {
             config,
             kv_dtype,
             weight_dtype,
+            kv_sharing: options.kv_sharing,
             memory,
             weights,
             pages,

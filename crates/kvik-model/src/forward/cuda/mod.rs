@@ -31,12 +31,12 @@ use kvik_types::Dtype;
 use crate::checkpoint::WeightDtype;
 use crate::config::ModelConfig;
 use crate::error::{ModelError, Result};
-use crate::paging::{BLOCK_TOKENS, BlockId, BlockMemory, ElasticMemory, MemoryGroup};
+use crate::paging::{BlockId, BlockMemory, ElasticMemory, MemoryGroup};
 
 use super::checked::{check_sequences, plan_rows, spans_of};
 use super::{
-    Backend, BlockImport, BlockSource, ChosenToken, KvImport, KvSize, LayerKv, Logits, PinnedKv, SegmentPart,
-    SequenceRows, WantedLogits,
+    Backend, BlockImport, BlockSource, ChosenToken, KvImport, KvSharing, KvSize, LayerKv, Logits, PinnedKv,
+    SegmentPart, SequenceRows, WantedLogits,
 };
 use activations::{Activations, CHOSEN_BYTES};
 use device::{Buffer, Device};
@@ -65,6 +65,8 @@ pub struct CudaBackendOptions {
     pub memory: Option<MemoryGroup>,
     /// Type in which keys and values are kept: f32, f16 or bf16. Default: bf16, which has the range of f32.
     pub kv_dtype: Dtype,
+    /// Which engines may use its KV. Default: those that leave the same bytes.
+    pub kv_sharing: KvSharing,
     /// Rows of the largest pass; buffers are made for so many. Default: 512.
     pub max_rows: usize,
     /// Folder in which compiled kernels are kept for the next start. Default: none.
@@ -78,6 +80,7 @@ impl Default for CudaBackendOptions {
             kv_size: KvSize::Share(0.9),
             memory: None,
             kv_dtype: Dtype::BF16,
+            kv_sharing: KvSharing::Exact,
             max_rows: 512,
             kernel_cache: None,
         }
@@ -90,6 +93,7 @@ pub struct CudaBackend {
     config: ModelConfig,
     kv_dtype: Dtype,
     weight_dtype: WeightDtype,
+    kv_sharing: KvSharing,
     /// Until it is taken.
     memory: Option<ElasticMemory>,
     weights: ModelWeights,
@@ -107,12 +111,13 @@ pub struct CudaBackend {
 
 impl CudaBackend {
     /// Names the bytes of a block of a model; see [`Backend::kv_layout`].
-    pub(crate) fn kv_layout_of(config: &ModelConfig, weights: WeightDtype, kv_dtype: Dtype) -> String {
-        format!(
-            "kvik_paged_cuda_{KV_VERSION}/layers={}/heads={}/head_dim={}/block={BLOCK_TOKENS}/{kv_dtype}_le\
-             /keys=head,dim,token/values=head,token,dim/weights={weights}",
-            config.n_layers, config.n_kv_heads, config.head_dim
-        )
+    pub(crate) fn kv_layout_of(
+        config: &ModelConfig,
+        (weights, kv_dtype): (WeightDtype, Dtype),
+        sharing: KvSharing,
+    ) -> String {
+        let arithmetic = format!("kvik_paged_cuda_{KV_VERSION}");
+        sharing.layout(config, kv_dtype, (&arithmetic, &format!("/weights={weights}")))
     }
 
     /// Bytes of the weights on the device.
@@ -375,7 +380,7 @@ impl Backend for CudaBackend {
     }
 
     fn kv_layout(&self) -> String {
-        Self::kv_layout_of(&self.config, self.weight_dtype, self.kv_dtype)
+        Self::kv_layout_of(&self.config, (self.weight_dtype, self.kv_dtype), self.kv_sharing)
     }
 
     fn block_layer_bytes(&self) -> usize {
