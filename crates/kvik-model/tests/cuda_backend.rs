@@ -504,10 +504,10 @@ fn tokens_go_on_from_blocks_of_a_cpu_on_a_gpu_and_the_other_way() {
                 let actual = forward_alone(backend, &prompt[48..], 48, &blocks(table), 16);
                 largest_share(&actual, &expected[48..])
             };
-            let (share, mixed_up) = (share_of(backend, [8, 9, 10, 11]), share_of(backend, [9, 8, 10, 11]));
-            println!("{kv_dtype}: {share}, with two blocks exchanged {mixed_up}");
+            let (share, wrong) = (share_of(backend, [8, 9, 10, 11]), share_of(backend, [8, 9, 9, 11]));
+            println!("{kv_dtype}: {share}, with a wrong block {wrong}");
             let allowed = tolerance(WeightDtype::BF16, kv_dtype);
-            assert!(share <= allowed && mixed_up > 2.0 * share, "{kv_dtype}: {share}, {mixed_up}");
+            assert!(share <= allowed && wrong > 2.0 * share, "{kv_dtype}: {share}, {wrong}");
         }
     }
 }

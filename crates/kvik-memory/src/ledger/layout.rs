@@ -14,7 +14,7 @@ pub const LEDGER_VERSION: u64 = 2;
 
 /// How many engines one device can have at a time.
 ///
-/// A claim reads one cache line of each, so the number is a bound on its cost as well.
+/// A claim that its own slack does not cover reads two cache lines of each, so the number is a bound on its cost as well.
 pub const N_SLOTS: usize = 64;
 
 /// How many groups one device can have.
@@ -104,26 +104,33 @@ pub const GROUP_OPEN: u64 = 1;
 /// A group that an operator made: it stays without members.
 pub const GROUP_KEPT: u64 = 2;
 
-/// One member; the words that every claim reads are in its first cache line.
+/// One member. Its lines are kept apart by how often they are written, so that a process that looks at members does not
+/// slow down those that claim.
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub struct SlotLayout {
-    /// `{confirmed, pending, slack}`, see [`super::claim`].
-    pub grant: AtomicU64,
+    // The first line: what others look at, and what is written when a member joins or waits.
     /// The index of the member's group.
     pub group: AtomicU64,
+    /// Free, joining or live: see the constants.
+    pub state: AtomicU64,
     /// What the member waits for; zero when it does not.
     pub wanted_units: AtomicU64,
     /// Its place in the queue; zero when it does not wait.
     pub wait_ticket: AtomicU64,
     /// Until when, on the monotonic clock, the wait counts without being renewed.
     pub wait_expires_ms: AtomicU64,
+    /// Not zero if the member can do nothing until it gets what it waits for.
+    pub starved: AtomicU64,
+    reserved_wait: [AtomicU64; 2],
+    // The second line: what is written whenever pages come or go.
     /// Bytes of pages that are mapped and free.
     pub parked_bytes: AtomicU64,
     /// Bytes of pages that are in use.
     pub used_bytes: AtomicU64,
-    /// Free, joining or live: see the constants.
-    pub state: AtomicU64,
+    /// Extents mapped and unmapped, waits and their time, denials.
+    pub counters: CounterLayout,
+    // Two more lines: requests of others, and what the owner is.
     /// How much the member is asked to give back.
     pub reclaim_units: AtomicU64,
     /// What happened since the member last looked: see the constants.
@@ -140,13 +147,13 @@ pub struct SlotLayout {
     pub pid_namespace: AtomicU64,
     /// How often the slot was taken.
     pub generation: AtomicU64,
-    /// Extents mapped and unmapped, waits and their time, denials.
-    pub counters: CounterLayout,
+    reserved_owner: AtomicU64,
     /// What the engine calls itself.
     pub label: NameWords,
-    /// Not zero if the member can do nothing until it gets what it waits for.
-    pub starved: AtomicU64,
-    reserved: [AtomicU64; 9],
+    // Alone in its lines: what every claim writes.
+    /// `{confirmed, pending, slack}`, see [`super::claim`].
+    pub grant: AtomicU64,
+    reserved_grant: [AtomicU64; 15],
 }
 
 /// Counters of one member that only rise.
@@ -189,7 +196,8 @@ const _: () = {
     assert!(size_of::<HeaderLayout>() == 128);
     assert!(size_of::<GroupLayout>() == 128);
     assert!(size_of::<SlotLayout>() == 384);
-    // What a claim reads of a slot is one cache line.
-    assert!(offset_of!(SlotLayout, state) == 56);
+    assert!(offset_of!(SlotLayout, parked_bytes) == 64);
+    assert!(offset_of!(SlotLayout, reclaim_units) == 128);
+    assert!(offset_of!(SlotLayout, grant) == 256);
     assert!(LEDGER_BYTES == 128 + N_GROUPS * 128 + N_SLOTS * 384);
 };
