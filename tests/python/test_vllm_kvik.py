@@ -120,6 +120,26 @@ def test_engines_whose_kv_differs_share_nothing(daemon: Daemon, tmp_path: pathli
         assert second.generate(tokens)["cached"] == [whole_chunks(300)]
 
 
+def test_ranks_load_what_ranks_of_another_engine_have_computed_and_no_part_of_it_is_served_to_others(
+    daemon: Daemon,
+) -> None:
+    prompts = [prompt(seed, n_tokens) for seed, n_tokens in ((51, 900), (52, 300), (53, 40))]
+    ranks, socket = ("--processes", "--ranks", "2"), ("--socket", str(daemon.socket))
+    with started(*ranks) as engine:
+        expected = [engine.generate(tokens)["tokens"] for tokens in prompts]
+    with started(*ranks, *socket) as first:
+        for tokens, right in zip(prompts, expected, strict=True):
+            answer = first.generate(tokens)
+            assert (answer["tokens"], answer["cached"]) == (right, [0])
+        first.ask("reset")
+    with started(*ranks, *socket) as second:
+        for tokens, right in zip(prompts, expected, strict=True):
+            eventually_loaded(second, tokens, right)
+    # One rank has all heads, so its KV is of another shape.
+    with started(*socket) as whole:
+        assert whole.generate(prompts[0])["cached"] == [0]
+
+
 def test_a_request_says_what_is_loaded_saved_shared_and_forgotten(plain: Vllm, daemon: Daemon) -> None:
     tokens, timed = prompt(61, 300), prompt(62, 300)
     right = {id(tokens): plain.generate(tokens)["tokens"], id(timed): plain.generate(timed)["tokens"]}
