@@ -51,7 +51,7 @@ pub struct PeerConfig {
     /// Longest silence of a node that should send; it is a miss then, and the node is left alone for a while.
     /// Default: 1000 ms.
     pub response_timeout_ms: u64,
-    /// Connections to each node, and threads that read from nodes. Default: 4.
+    /// Connections to each node, and threads that read from nodes. Default: 8.
     pub connections: usize,
     /// Bytes a second that are read from other nodes, such as `5GB`: what is over is not read, and is counted as
     /// skipped. Default: `0`, no bound.
@@ -104,7 +104,7 @@ impl Default for PeerConfig {
             insecure: false,
             lookup_timeout_ms: 50,
             response_timeout_ms: 1000,
-            connections: 4,
+            connections: 8,
             bytes_per_s: "0".to_owned(),
             enable_p2p: None,
             p2p_host: None,

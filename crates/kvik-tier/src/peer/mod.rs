@@ -67,7 +67,7 @@ pub struct PeerOptions {
     /// Speed below which a peer counts as failed: a call takes no longer than both timeouts and its bytes at this
     /// speed. Default: 16 MiB a second.
     pub min_bytes_per_s: u64,
-    /// Connections to each peer. Default: 4.
+    /// Connections to each peer. Default: 8.
     pub n_connections: usize,
     /// Peers that one lookup asks at a time, in turns where there are more. Default: 8.
     pub n_asked: usize,
@@ -120,7 +120,7 @@ impl Default for PeerOptions {
             connect_timeout: Duration::from_secs(1),
             response_timeout: Duration::from_secs(1),
             min_bytes_per_s: 16 << 20,
-            n_connections: 4,
+            n_connections: 8,
             n_asked: 8,
             tls: None,
             hints: None,
