@@ -33,6 +33,7 @@ use kvik_epp::EppError;
 use kvik_gateway::GatewayError;
 use kvik_model::ModelError;
 use kvik_node::NodeError;
+use kvik_runtime::RuntimeError;
 use kvik_runtime::hub::HubError;
 use kvik_runtime::terminal;
 use kvik_tokens::TokensError;
@@ -173,6 +174,7 @@ fn is_refused_setting(error: &anyhow::Error) -> bool {
         WorkerError::InvalidConfig { .. } => true,
         WorkerError::Hub(error) => error.is_refused_input(),
         WorkerError::Node(error) => error.is_refused_setting(),
+        WorkerError::Runtime(error) => is_refused_field(error),
         _ => false,
     });
     is_worker
@@ -180,8 +182,20 @@ fn is_refused_setting(error: &anyhow::Error) -> bool {
         || error.downcast_ref().is_some_and(NodeError::is_refused_setting)
         || error.downcast_ref().is_some_and(EnginesError::is_refused_setting)
         || error.downcast_ref().is_some_and(EppError::is_refused_setting)
-        || matches!(error.downcast_ref(), Some(GatewayError::InvalidConfig { .. }))
-        || matches!(error.downcast_ref(), Some(CoordinatorError::InvalidConfig { .. }))
+        || error.downcast_ref().is_some_and(|error| match error {
+            GatewayError::InvalidConfig { .. } => true,
+            GatewayError::Runtime(error) => is_refused_field(error),
+            _ => false,
+        })
+        || error.downcast_ref().is_some_and(|error| match error {
+            CoordinatorError::InvalidConfig { .. } => true,
+            CoordinatorError::Runtime(error) => is_refused_field(error),
+            _ => false,
+        })
+}
+
+fn is_refused_field(error: &RuntimeError) -> bool {
+    matches!(error, RuntimeError::InvalidField { .. } | RuntimeError::InvalidFile { .. })
 }
 
 fn is_closed_output(error: &anyhow::Error) -> bool {
