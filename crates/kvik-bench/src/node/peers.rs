@@ -14,11 +14,11 @@ use serde_json::Value;
 use super::{CHUNK_BYTES, Daemon, MIB, NodeBenchOptions, attach_options, round_chunks};
 use crate::report::{Baseline, Goal, Measurement};
 
-/// Connections between the two nodes: the default of the daemon.
+/// Connections between the two nodes, and streams of `iperf3` that the goal is about: the default of the daemon.
 const N_CONNECTIONS: usize = 8;
 
-/// Streams of `iperf3` that the goal is about. More of them are faster where there are processors for them.
-const N_STREAMS: usize = 4;
+/// Streams of `iperf3` beside which the same is shown: the connections that daemons had before.
+const N_FEWER_STREAMS: usize = 4;
 
 /// Bytes of one call of plain TCP, as in the daemons.
 const PIECE_BYTES: usize = 256 << 10;
@@ -45,18 +45,18 @@ pub(super) fn measure(options: NodeBenchOptions) -> anyhow::Result<Vec<Measureme
         fill(&holding, set, n_chunks)?;
     }
     let (mut rates, mut baselines, mut first_layers_ms) = (Vec::new(), Vec::new(), Vec::new());
-    let (mut plain_rates, mut many_rates) = (Vec::new(), Vec::new());
+    let (mut plain_rates, mut fewer_rates) = (Vec::new(), Vec::new());
     let (sent, mut received) = (vec![1; n_chunks * CHUNK_BYTES], vec![2; n_chunks * CHUNK_BYTES]);
     for round in 0..n_rounds {
         let rate = read_whole(&reading, 2 * round, n_chunks)?;
         let first_layer_ms = read_first_layer(&reading, 2 * round + 1, n_chunks)?;
-        let (baseline, beside_many) = (iperf_rate(N_STREAMS)?, iperf_rate(N_CONNECTIONS)?);
+        let (baseline, beside_fewer) = (iperf_rate(N_CONNECTIONS)?, iperf_rate(N_FEWER_STREAMS)?);
         let plain_rate = tcp_rate(&sent, &mut received).context("send over plain TCP")?;
         if round >= N_WARM_UP {
             rates.push(rate);
             first_layers_ms.push(first_layer_ms);
             baselines.extend(baseline);
-            many_rates.extend(beside_many);
+            fewer_rates.extend(beside_fewer);
             plain_rates.push(plain_rate);
         }
     }
@@ -71,10 +71,10 @@ pub(super) fn measure(options: NodeBenchOptions) -> anyhow::Result<Vec<Measureme
         })
     };
     let goal = Some(Goal::RatioAtLeast(0.8));
-    let get = beside_iperf("peer_get", "iperf3, 4 streams", baselines, goal);
-    let beside_many = beside_iperf("peer_get_beside_8_streams", "iperf3, 8 streams", many_rates, None);
+    let get = beside_iperf("peer_get", "iperf3, 8 streams", baselines, goal);
+    let beside_fewer = beside_iperf("peer_get_beside_4_streams", "iperf3, 4 streams", fewer_rates, None);
     let first = Measurement::from_repeats("peer_get_first_layer_ms".to_owned(), "ms", first_layers_ms);
-    Ok(get.into_iter().chain(beside_many).chain(beside_tcp).chain(first).collect())
+    Ok(get.into_iter().chain(beside_fewer).chain(beside_tcp).chain(first).collect())
 }
 
 fn tokens_of(client: &NodeClient, set: usize, n_chunks: usize) -> Vec<u32> {
