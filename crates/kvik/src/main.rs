@@ -195,7 +195,12 @@ fn is_refused_setting(error: &anyhow::Error) -> bool {
 }
 
 fn is_refused_field(error: &RuntimeError) -> bool {
-    matches!(error, RuntimeError::InvalidField { .. } | RuntimeError::InvalidFile { .. })
+    match error {
+        RuntimeError::InvalidField { .. } | RuntimeError::InvalidFile { .. } => true,
+        // An address that is none.
+        RuntimeError::Listen { source, .. } => source.kind() == io::ErrorKind::InvalidInput,
+        _ => false,
+    }
 }
 
 fn is_closed_output(error: &anyhow::Error) -> bool {

@@ -38,6 +38,16 @@ fn a_role_that_other_machines_can_reach_does_not_start_without_a_credential() {
 }
 
 #[test]
+fn an_address_that_is_none_is_refused_as_every_wrong_setting() {
+    for role in ["worker", "coordinator", "gateway"] {
+        let output = process::kvik().args([role, "--listen", "nonsense"]).output().unwrap();
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(3), "{role}: {message}");
+        assert!(message.contains("listen on nonsense"), "{role}: {message}");
+    }
+}
+
+#[test]
 fn an_insecure_role_warns_and_serves() {
     for role in ["coordinator", "gateway"] {
         let mut command = process::kvik();
