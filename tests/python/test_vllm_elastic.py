@@ -203,7 +203,7 @@ import kvik
 from kvik.elastic.allocation import Allocation
 from kvik.elastic.slab_memory import pieces_of_layer
 from kvik.vllm.allocation import ROUNDING_BYTES
-from kvik.vllm.elastic_plan import ElasticPlan
+from kvik.vllm.elastic_plan import ElasticPlan, gpu_page_bytes
 from kvik.vllm.metadata import ElasticReport
 from kvik.vllm.settings import Settings
 
@@ -213,12 +213,21 @@ config = types.SimpleNamespace(
     device_config=types.SimpleNamespace(device_type="cpu"),
     model_config=types.SimpleNamespace(max_model_len=100),
 )
+cache = types.SimpleNamespace(kv_cache_tensors=[])
 for extra in json.loads(sys.argv[1]):
     try:
-        plan = ElasticPlan.read(config, Settings.read(extra), geometry)
+        plan = ElasticPlan.read(config, Settings.read(extra), geometry, cache)
         print(json.dumps([plan.page_bytes, plan.limit_bytes, plan.slabs.slab_blocks, plan.n_request_blocks, plan.cache_slabs]))
     except kvik.InvalidValueError as error:
         print(json.dumps(str(error)))
+# Pages of a GPU: as large as an engine can hold 32 of in every layer, and none of two layers.
+sizes = []
+for n_blocks, limit, is_one in [
+    (10_000, None, False), (300, None, False), (10_000, 3 << 28, False), (20, None, False), (10_001, None, True), (10_004, None, True)
+]:
+    geometry.n_blocks = n_blocks
+    sizes.append(gpu_page_bytes(geometry, limit, is_one) >> 20)
+print(json.dumps(sizes))
 # A slab has memory where every rank has it.
 ranks = [ElasticReport({1, 2}, {3}, None, 10), ElasticReport({1, 3}, {2}, 7, 20), ElasticReport({1}, set(), 5, 30)]
 whole = ranks[0].aggregate(ranks[1]).aggregate(ranks[2])
@@ -285,10 +294,11 @@ def test_settings_are_checked_ranks_are_added_and_one_allocation_is_answered() -
     command = [f"{ENGINES}/bin/python", "-W", "ignore", "-c", SETTINGS, f"[{','.join(cases)}]"]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     answers = [json.loads(line) for line in output.splitlines() if line[:1] in '["']
-    assert len(answers) == len(cases) + 12
+    assert len(answers) == len(cases) + 13
     for answer, expected in zip(answers, cases.values(), strict=False):
         assert expected in answer if isinstance(expected, str) else expected == answer
-    ranks, several, is_inside, none, layers, *pieces = answers[len(cases) :]
+    sizes, ranks, several, is_inside, none, layers, *pieces = answers[len(cases) :]
+    assert sizes == [16, 8, 8, 2, 2, 4]
     assert ranks == [[1], [2, 3], 5, 60]
     assert "more buffers of KV than it told; allowed with `elastic`: 1" in several
     assert is_inside == [True, False, 0]

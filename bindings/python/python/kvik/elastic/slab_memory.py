@@ -1,7 +1,7 @@
 """The memory behind slabs: takes and gives back their pages."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -65,8 +65,8 @@ class SlabMemory:
         if self.buffer.device.type == "cuda":
             # A device gives memory with what was there, which may not even be numbers. Memory of this machine comes as zeros.
             page_bytes = self.memory.page_bytes
-            for page in pages:
-                self.buffer[page * page_bytes : (page + 1) * page_bytes].zero_()
+            for first, end in runs_of(pages):
+                self.buffer[first * page_bytes : end * page_bytes].zero_()
         return True
 
     def give_back(self, slabs: Sequence[int]) -> None:
@@ -79,6 +79,19 @@ class SlabMemory:
             # Steps that were begun may still read and write there.
             torch.cuda.synchronize(self.buffer.device)
         self.memory.give_back(pages)
+
+
+def runs_of(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Pages in rising order as runs, each by its first page and the one behind its last."""
+    first = end = None
+    for page in pages:
+        if page != end:
+            if first is not None:
+                yield first, end
+            first = page
+        end = page + 1
+    if first is not None:
+        yield first, end
 
 
 def pieces_of_layer(name: str, tensor: torch.Tensor, n_blocks: int, begin: int) -> list[Piece]:

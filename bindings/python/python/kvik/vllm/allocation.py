@@ -11,12 +11,16 @@ if TYPE_CHECKING:
 ROUNDING_BYTES = 4096
 
 
+def is_one_buffer(cache: "KVCacheConfig") -> bool:
+    """Whether layers are views of one buffer, as since 0.32. Before, each has one of its own, unless blocks of all layers are packed."""
+    return all(hasattr(tensor, "layer_stride") or tensor.block_stride > 0 for tensor in cache.kv_cache_tensors)
+
+
 def buffer_sizes(cache: "KVCacheConfig") -> list[int]:
     """The sizes of the buffers that vLLM allocates for KV, in their order."""
-    tensors = cache.kv_cache_tensors
-    # Since 0.32 layers are views of one buffer. Before, each has one of its own, unless blocks of all layers are packed.
-    is_one = all(hasattr(tensor, "layer_stride") or tensor.block_stride > 0 for tensor in tensors)
-    sizes = [tensor.size for tensor in tensors]
-    if is_one and len(set(sizes)) != 1:
+    sizes = [tensor.size for tensor in cache.kv_cache_tensors]
+    if not is_one_buffer(cache):
+        return sizes
+    if len(set(sizes)) != 1:
         raise kvik.InvalidValueError("the KV has several buffers; allowed with `elastic`: one, or one for each layer")
-    return sizes[:1] if is_one else sizes
+    return sizes[:1]

@@ -62,7 +62,7 @@ class KvikConnector(KVConnectorBase_V1):
         self.elastic_worker: ElasticWorker | None = None
         is_scheduler = role == KVConnectorRole.SCHEDULER
         if self.settings.elastic:
-            plan = ElasticPlan.read(vllm_config, self.settings, self.geometry)
+            plan = ElasticPlan.read(vllm_config, self.settings, self.geometry, kv_cache_config)
             if is_scheduler:
                 self.elastic_scheduler = ElasticScheduler(plan, n_spare_tokens(vllm_config, self.geometry))
             else:

@@ -6,13 +6,21 @@ from typing import TYPE_CHECKING
 import kvik
 from kvik.elastic.sizes import size_of
 from kvik.elastic.slabs import Slabs
+from kvik.vllm.allocation import is_one_buffer
 from kvik.vllm.settings import UNIT_BYTES, Geometry, Settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # Blocks that vLLM gives each request of its warm-up on a GPU, at most.
 WARM_UP_BLOCKS = 4
+
+# The largest unit that is chosen: a call of the driver costs the same for 2 and for 16 MiB.
+MOST_UNIT_BYTES = 16 << 20
+
+# The least number of units in all layers that an engine can hold, so that small requests leave memory to others.
+LEAST_SLABS = 32
 
 
 @dataclass(frozen=True)
@@ -36,19 +44,26 @@ class ElasticPlan:
     n_warm_up_blocks: int
 
     @classmethod
-    def read(cls, config: "VllmConfig", settings: Settings, geometry: Geometry) -> "ElasticPlan":
-        page_bytes = size_of("elastic_page", settings.elastic_page)
+    def read(
+        cls, config: "VllmConfig", settings: Settings, geometry: Geometry, cache: "KVCacheConfig"
+    ) -> "ElasticPlan":
+        limit_bytes = None if settings.elastic_limit is None else size_of("elastic_limit", settings.elastic_limit)
+        is_gpu = config.device_config.device_type != "cpu"
+        if settings.elastic_page is not None:
+            page_bytes = size_of("elastic_page", settings.elastic_page)
+        elif is_gpu:
+            page_bytes = gpu_page_bytes(geometry, limit_bytes, is_one_buffer(cache))
+        else:
+            page_bytes = UNIT_BYTES
         if page_bytes == 0 or page_bytes % UNIT_BYTES != 0:
             raise kvik.InvalidValueError(f"`elastic_page` is {settings.elastic_page}; allowed: multiples of 2MiB")
-        limit = settings.elastic_limit
         slabs = Slabs.of_pages(geometry.n_blocks, geometry.page_bytes, page_bytes)
         slab_bytes = slabs.slab_blocks * geometry.page_bytes * len(geometry.layer_names)
         max_requests = config.scheduler_config.max_num_seqs
-        is_gpu = config.device_config.device_type != "cpu"
         return cls(
             slabs=slabs,
             page_bytes=page_bytes,
-            limit_bytes=None if limit is None else size_of("elastic_limit", limit),
+            limit_bytes=limit_bytes,
             cache_slabs=size_of("elastic_cache", settings.elastic_cache) // slab_bytes,
             group=settings.elastic_group,
             directory=settings.elastic_directory,
@@ -58,3 +73,21 @@ class ElasticPlan:
             n_request_blocks=-(-config.model_config.max_model_len // geometry.block_tokens),
             n_warm_up_blocks=1 + (WARM_UP_BLOCKS * max_requests if is_gpu else 0),
         )
+
+
+def gpu_page_bytes(geometry: Geometry, limit_bytes: int | None, is_one_buffer: bool) -> int:
+    """The largest page of which an engine can hold enough in every layer.
+
+    Where layers lie in one buffer, pages larger than the least one are not shared by two of them.
+    """
+    n_layers = len(geometry.layer_names)
+    layer_bytes = geometry.n_blocks * geometry.page_bytes
+    most_bytes = n_layers * layer_bytes
+    if limit_bytes is not None:
+        most_bytes = min(most_bytes, limit_bytes)
+    page_bytes = MOST_UNIT_BYTES
+    while page_bytes > UNIT_BYTES and (
+        page_bytes * n_layers * LEAST_SLABS > most_bytes or (is_one_buffer and layer_bytes % page_bytes != 0)
+    ):
+        page_bytes //= 2
+    return page_bytes

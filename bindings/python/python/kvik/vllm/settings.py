@@ -59,8 +59,9 @@ class Settings:
     # Memory that is kept for the prefix cache when no request needs it, in bytes or such as `4GiB`; others take it when they
     # need it.
     elastic_cache: int | str = 0
-    # The unit of memory in one layer, a multiple of 2 MiB.
-    elastic_page: int | str = UNIT_BYTES
+    # The unit of memory in one layer, a multiple of 2 MiB. Default: 2 MiB on a CPU; on a GPU up to 16 MiB, as long as a unit in all
+    # layers is at most a part in 32 of what the engine may hold.
+    elastic_page: int | str | None = None
     # Where the ledger of the devices is.
     elastic_directory: str = "/dev/shm"
 
