@@ -4,6 +4,7 @@ KVIK_ENGINES names a virtual environment made by `engines/install`, KVIK_PACKAGE
 run in processes of their own, so what one loads another has computed.
 """
 
+import json
 import pathlib
 import shutil
 import time
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from engine_processes import ENGINES, MODEL_FOLDER
-from store_daemon import Daemon, spoil, whole_chunks
+from store_daemon import CHUNK_TOKENS, Daemon, spoil, whole_chunks
 from vllm_process import Vllm, prompt, started
 
 pytestmark = pytest.mark.skipif(not ENGINES, reason="KVIK_ENGINES is not set")
@@ -96,6 +97,28 @@ def test_a_restart_keeps_the_disk_warm_and_a_spoiled_disk_is_never_served(plain:
         answer = engine.generate(tokens)
         assert answer["tokens"] == right
         assert answer["cached"][0] < whole_chunks(700)
+
+
+def test_what_a_slow_disk_has_is_computed_and_then_loaded_from_memory(plain: Vllm, daemon: Daemon) -> None:
+    first, second = prompt(31, 700), prompt(32, 700)
+    right = [plain.generate(tokens)["tokens"] for tokens in (first, second)]
+    socket = ("--socket", str(daemon.socket))
+    with started(*socket) as engine:
+        assert [engine.generate(tokens)["tokens"] for tokens in (first, second)] == right
+        engine.ask("reset")
+    daemon.stop()
+    disk = {"name": "disk", "nvme": f"{daemon.disk}:256MiB", "bytes_per_s": "200kB", "waits": True}
+    daemon.flags = ["--set", f"tiers.tiers={json.dumps([disk])}"]
+    daemon.start()
+    with started(*socket) as engine:
+        # It learns what computing takes, and with a part of what is there how slow the disk is.
+        engine.generate(prompt(33, 700))
+        answer = engine.generate(first)
+        assert (answer["tokens"], answer["cached"]) == (right[0], [CHUNK_TOKENS])
+        answer = engine.generate(second)
+        assert (answer["tokens"], answer["cached"]) == (right[1], [0])
+        engine.ask("reset")
+        eventually_loaded(engine, second, right[1])
 
 
 def test_engines_whose_kv_differs_share_nothing(daemon: Daemon, tmp_path: pathlib.Path) -> None:

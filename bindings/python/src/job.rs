@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 use rustix::process::setpriority_process;
 
 use crate::awaiting::{Waiter, future_of};
+use crate::store::Found;
 
 /// The lowest priority that Linux has for a thread that is not real-time.
 const LOWEST_PRIORITY: i32 = 19;
@@ -25,6 +26,8 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub(crate) struct Job {
     state: Arc<JobState>,
+    /// Set by a lookup before it is done.
+    found: Arc<OnceLock<Found>>,
 }
 
 #[derive(Debug, Default)]
@@ -80,6 +83,12 @@ impl Job {
         self.state.outcome.lock().result()
     }
 
+    /// What a lookup found; `None` for other jobs, where there is no daemon, and until it is done.
+    #[getter]
+    fn found(&self) -> Option<Found> {
+        self.found.get().cloned()
+    }
+
     /// Waits for the end; says whether it came within `timeout_s` seconds, or for ever without it.
     #[pyo3(signature = (timeout_s=None))]
     fn wait(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<bool> {
@@ -118,6 +127,11 @@ impl Job {
 }
 
 impl Job {
+    /// The job of a lookup, which sets `found`.
+    pub(crate) fn with_found(self, found: Arc<OnceLock<Found>>) -> Self {
+        Self { found, ..self }
+    }
+
     /// Waits for the end. Where Python is interrupted meanwhile, cancels it or waits for its end, and raises the interruption.
     pub(crate) fn wait_or_stop(&self, py: Python<'_>) -> PyResult<usize> {
         if let Err(interruption) = self.wait(py, None) {
@@ -213,7 +227,7 @@ impl Workers {
             }
         }
         self.shared.wake.notify_one();
-        Job { state }
+        Job { state, found: Arc::default() }
     }
 
     /// Cancels what waits, and waits for what runs.

@@ -21,6 +21,7 @@ mod job;
 mod memory;
 mod own_store;
 mod paged;
+mod planner;
 mod sessions;
 mod store;
 
@@ -40,6 +41,8 @@ fn _kvik(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<job::Job>()?;
     module.add_class::<memory::EngineMemory>()?;
     module.add_class::<paged::PagedMemory>()?;
+    module.add_class::<planner::LoadPlanner>()?;
+    module.add_class::<planner::MeasuredLoad>()?;
     module.add_class::<store::Store>()?;
     module.add_class::<store::Found>()?;
     error::add_to(module)

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use kvik_memory::SocketAddress;
@@ -39,12 +39,14 @@ pub(crate) struct Store {
 
 /// How much of a sequence the store has.
 #[pyclass(frozen, get_all, module = "kvik")]
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Found {
     /// Chunks, from the first on.
     n_chunks: usize,
     /// Their tokens.
     n_tokens: usize,
+    /// The first of these tokens, which are in memory.
+    n_memory_tokens: usize,
     /// The slowest tier that has one of them, such as `ram` or `nvme`.
     slowest_tier: &'static str,
 }
@@ -192,13 +194,7 @@ impl Store {
                 if !client.space().names_as(chain.inner.space()) {
                     return Ok(Found::nothing());
                 }
-                let opened = client.open(&chain.inner)?;
-                let n_chunks = n_whole_chunks(&opened);
-                Ok(Found {
-                    n_chunks,
-                    n_tokens: n_chunks * client.space().chunk_tokens(),
-                    slowest_tier: opened.slowest_tier().name(),
-                })
+                Ok(Found::of(&client.open(&chain.inner)?))
             });
             found.unwrap_or_else(Found::nothing)
         })
@@ -207,14 +203,18 @@ impl Store {
     /// Begins a lookup; the job's result is the number of tokens.
     fn start_lookup(&self, chain: &Chain) -> PyResult<Job> {
         let chain = chain.inner.clone();
-        self.sessions.start_lookup(move |session| {
+        let found = Arc::<OnceLock<Found>>::default();
+        let answer = Arc::clone(&found);
+        let job = self.sessions.start_lookup(move |session| {
             run(session, |client| {
                 if !client.space().names_as(chain.space()) {
                     return Ok(0);
                 }
-                Ok(n_whole_chunks(&client.open(&chain)?) * client.space().chunk_tokens())
+                let opened = client.open(&chain)?;
+                Ok(answer.get_or_init(|| Found::of(&opened)).n_tokens)
             })
-        })
+        })?;
+        Ok(job.with_found(found))
     }
 
     /// Begins to read blocks of a chain, from its block `first_block` on, into `blocks` of an engine, as far as they are of whole
@@ -404,13 +404,20 @@ impl Store {
     }
 }
 
-/// Chunks that were found, without a tail: jobs move whole chunks.
-fn n_whole_chunks(opened: &OpenChain) -> usize {
-    opened.n_found_tokens() / opened.chain().space().chunk_tokens()
-}
-
 impl Found {
     fn nothing() -> Self {
-        Self { n_chunks: 0, n_tokens: 0, slowest_tier: "ram" }
+        Self { n_chunks: 0, n_tokens: 0, n_memory_tokens: 0, slowest_tier: "ram" }
+    }
+
+    /// What was found of a chain, without a tail: jobs move whole chunks.
+    fn of(opened: &OpenChain) -> Self {
+        let chunk_tokens = opened.chain().space().chunk_tokens();
+        let n_chunks = opened.n_found_tokens() / chunk_tokens;
+        Self {
+            n_chunks,
+            n_tokens: n_chunks * chunk_tokens,
+            n_memory_tokens: opened.n_memory_tokens() / chunk_tokens * chunk_tokens,
+            slowest_tier: opened.slowest_tier().name(),
+        }
     }
 }

@@ -7,6 +7,7 @@
 //! | 2 | handle, and above 32 bits the first chunk | handle |
 //! | 3 | first word of the payload, and above 32 bits a count of chunks | tokens |
 //! | 4 | an argument | the slowest tier of what was found |
+//! | 5 | | its tokens in memory; 0 from older daemons |
 //!
 //! The payload of an `open` is the names of the chunks, [`NAME_WORDS`] each. That of a `retrieve`, `write` or
 //! `read_layers` is the digests of the chain's first chunks, [`DIGEST_WORDS`] each, over which the daemon writes the
@@ -103,6 +104,8 @@ pub(crate) struct Completion {
     pub(crate) n_tokens: u64,
     /// The slowest tier of what was found.
     pub(crate) tier: TierKind,
+    /// Tokens of it that are in memory.
+    pub(crate) n_memory_tokens: u64,
 }
 
 /// How a request ended.
@@ -202,7 +205,16 @@ impl Submission {
 impl Completion {
     pub(crate) fn encode(self) -> Entry {
         let first = self.status as u64 | u64::from(self.n_chunks) << 32;
-        [first, self.request, self.handle.into(), self.n_tokens, tier_code(self.tier), 0, 0, 0]
+        [
+            first,
+            self.request,
+            self.handle.into(),
+            self.n_tokens,
+            tier_code(self.tier),
+            self.n_memory_tokens,
+            0,
+            0,
+        ]
     }
 
     /// `None` where it has a status that does not exist.
@@ -218,7 +230,7 @@ impl Completion {
             Status::TooMany,
             Status::Moving,
         ];
-        let [first, request, handle, n_tokens, tier, ..] = entry;
+        let [first, request, handle, n_tokens, tier, n_memory_tokens, ..] = entry;
         Some(Self {
             request,
             status: *STATUSES.get(first as u32 as usize)?,
@@ -226,6 +238,7 @@ impl Completion {
             handle: u32::try_from(handle).ok()?,
             n_tokens,
             tier: tier_of(tier)?,
+            n_memory_tokens,
         })
     }
 }
@@ -376,7 +389,7 @@ mod tests {
             tier in 0..TIERS.len(),
         ) {
             let (request, n_chunks, handle, n_tokens) = words;
-            let entry = [status | u64::from(n_chunks) << 32, request, handle.into(), n_tokens, tier as u64, 0, 0, 0];
+            let entry = [status | u64::from(n_chunks) << 32, request, handle.into(), n_tokens, tier as u64, n_tokens, 0, 0];
             let completion = Completion::decode(entry).unwrap();
             prop_assert_eq!((completion.encode(), completion.tier), (entry, TIERS[tier]));
             let offset = n_tokens & OFFSET_MASK;

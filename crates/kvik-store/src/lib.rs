@@ -66,7 +66,7 @@ pub use digest::DigestKey;
 pub use error::{Result, StoreError};
 pub use extras::ExtraKey;
 pub use format::{ChunkFormat, MAX_RANKS};
-pub use lower::{SpeedMeter, TierSpeed};
+pub use lower::{MeasuredRead, SpeedMeter, TierSpeed};
 pub use observer::{ChunkChange, ChunkObserver};
 pub use options::{StoreOptions, WriteBack};
 pub use retention::{Priority, Retention};

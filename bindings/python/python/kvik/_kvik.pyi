@@ -65,6 +65,9 @@ class Found:
     @property
     def n_tokens(self) -> int: ...
     @property
+    def n_memory_tokens(self) -> int:
+        """The first of these tokens, which are in memory."""
+    @property
     def slowest_tier(self) -> str: ...
 
 @final
@@ -80,12 +83,36 @@ class Job:
     @property
     def result(self) -> int:
         """Chunks for loads and saves, tokens for lookups; 0 where it failed, was cancelled or is not done."""
+    @property
+    def found(self) -> Found | None:
+        """What a lookup found; `None` for other jobs, where there is no daemon, and until it is done."""
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for the end; says whether it came in time."""
     def cancel(self) -> bool:
         """Keeps it from starting; says whether it has not started and will not."""
     def __await__(self) -> Generator[Any, None, int]: ...
     def __repr__(self) -> str: ...
+
+@final
+class LoadPlanner:
+    """What an engine's passes and its loads from each tier took, and which of the two is faster."""
+
+    def __init__(self) -> None: ...
+    def note_pass(self, n_tokens: int, n_attended: int, seconds: float) -> None:
+        """Takes a pass that computed `n_tokens`, which looked at `n_attended` together."""
+    def begin_load(self, tier: str) -> MeasuredLoad:
+        """Begins to measure a load from `tier`; loads of a tier that overlap share what it can do."""
+    def is_load_faster(self, tier: str, n_bytes: int, first_token: int, end_token: int) -> bool | None:
+        """Whether `n_bytes` of `tier` are there before the tokens have been computed; `None` where one was never measured."""
+    def claim_measurement(self, tier: str, max_age_s: float) -> bool:
+        """Whether loads from `tier` were not measured for so long; one caller gets that answer."""
+
+@final
+class MeasuredLoad:
+    """A load that is under way."""
+
+    def end(self, n_bytes: int) -> None:
+        """Ends the load; one that brought no bytes says nothing."""
 
 @final
 class EngineMemory:

@@ -18,6 +18,7 @@ pub struct OpenChain {
     n_found: usize,
     n_found_tokens: usize,
     slowest_tier: TierKind,
+    n_memory_tokens: usize,
 }
 
 impl OpenChain {
@@ -47,6 +48,7 @@ impl OpenChain {
             n_found: completion.n_chunks as usize,
             n_found_tokens: completion.n_tokens as usize,
             slowest_tier: completion.tier,
+            n_memory_tokens: completion.n_memory_tokens as usize,
         })
     }
 
@@ -68,6 +70,14 @@ impl OpenChain {
     /// The slowest tier that a chunk of them is in.
     pub fn slowest_tier(&self) -> TierKind {
         self.slowest_tier
+    }
+
+    /// The found tokens that are in memory, which are the first ones. A daemon of an older version does not tell of some of them.
+    pub fn n_memory_tokens(&self) -> usize {
+        if self.slowest_tier == TierKind::Ram {
+            return self.n_found_tokens;
+        }
+        self.n_memory_tokens.min(self.n_found_tokens)
     }
 
     /// Leases the chunks that were found, from `first_chunk` on; those of lower tiers are read for it. Chunks may have

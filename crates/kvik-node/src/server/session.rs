@@ -108,6 +108,7 @@ impl Session {
                     n_chunks: found.n_chunks as u32,
                     n_tokens: found.n_tokens as u64,
                     tier: slowest,
+                    n_memory_tokens: found.tokens_in(TierKind::Ram) as u64,
                     ..kept
                 }
             }
@@ -283,7 +284,15 @@ impl Session {
 }
 
 fn done(request: u64) -> Completion {
-    Completion { request, status: Status::Done, n_chunks: 0, handle: 0, n_tokens: 0, tier: TierKind::Ram }
+    Completion {
+        request,
+        status: Status::Done,
+        n_chunks: 0,
+        handle: 0,
+        n_tokens: 0,
+        tier: TierKind::Ram,
+        n_memory_tokens: 0,
+    }
 }
 
 fn broken(_: BrokenRing) -> NodeError {

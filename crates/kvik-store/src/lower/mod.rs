@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 
 use kvik_tier::{ChunkKey, GetItem, GetOutcome, Lease, Tier};
 pub(crate) use queue::{Batch, Queue};
-pub use speed::{SpeedMeter, TierSpeed};
+pub use speed::{MeasuredRead, SpeedMeter, TierSpeed};
 
 use crate::chain::Chain;
 use crate::flight::{Flight, FlightEnd};

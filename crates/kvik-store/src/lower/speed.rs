@@ -1,5 +1,7 @@
 //! How fast a tier gives chunks, learned from its reads.
 
+use std::ops::Deref;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -28,6 +30,13 @@ pub struct TierSpeed {
 /// the tier can do.
 #[derive(Debug)]
 pub struct SpeedMeter(Mutex<Meter>);
+
+/// A read that is under way; dropping it ends it without bytes, also where it panics.
+#[derive(Debug)]
+pub struct MeasuredRead<M: Deref<Target = SpeedMeter>> {
+    meter: M,
+    n_bytes: u64,
+}
 
 #[derive(Debug)]
 struct Meter {
@@ -65,11 +74,15 @@ impl Default for SpeedMeter {
 impl SpeedMeter {
     /// Runs a read that says how many bytes it brought.
     pub fn measure<T>(&self, read: impl FnOnce() -> T, n_bytes: impl FnOnce(&T) -> u64) -> T {
-        self.0.lock().begin(Instant::now());
-        let mut under_way = UnderWay { meter: self, n_bytes: 0 };
+        let measured = MeasuredRead::begin(self);
         let result = read();
-        under_way.n_bytes = n_bytes(&result);
+        measured.end(n_bytes(&result));
         result
+    }
+
+    /// Begins a read that another call ends.
+    pub fn begin(self: &Arc<Self>) -> MeasuredRead<Arc<Self>> {
+        MeasuredRead::begin(Arc::clone(self))
     }
 
     /// Whether nothing was measured for `max_age`: the caller should measure then. Another caller gets that answer after as much
@@ -84,13 +97,19 @@ impl SpeedMeter {
     }
 }
 
-/// A read, which also ends when it panics.
-struct UnderWay<'a> {
-    meter: &'a SpeedMeter,
-    n_bytes: u64,
+impl<M: Deref<Target = SpeedMeter>> MeasuredRead<M> {
+    fn begin(meter: M) -> Self {
+        meter.0.lock().begin(Instant::now());
+        Self { meter, n_bytes: 0 }
+    }
+
+    /// Ends the read, which brought so many bytes.
+    pub fn end(mut self, n_bytes: u64) {
+        self.n_bytes = n_bytes;
+    }
 }
 
-impl Drop for UnderWay<'_> {
+impl<M: Deref<Target = SpeedMeter>> Drop for MeasuredRead<M> {
     fn drop(&mut self) {
         self.meter.0.lock().end(Instant::now(), self.n_bytes);
     }

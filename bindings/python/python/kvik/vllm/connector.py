@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 import kvik
+from kvik.planner import Planner
 from kvik.vllm.elastic_plan import ElasticPlan
 from kvik.vllm.elastic_scheduler import ElasticScheduler
 from kvik.vllm.elastic_worker import ElasticWorker
@@ -71,11 +72,20 @@ class KvikConnector(KVConnectorBase_V1):
             return
         if is_scheduler:
             self.store = attach(vllm_config, self.settings, self.geometry, 0)
-            self.scheduler = SchedulerHalf(self.store, self.settings, self.geometry)
+            self.scheduler = SchedulerHalf(self.store, self.settings, self.geometry, self.planner())
             self.log_start()
         else:
             self.store = attach(vllm_config, self.settings, self.geometry, vllm_config.parallel_config.rank)
             self.worker = WorkerHalf(self.store, self.settings, self.geometry)
+
+    def planner(self) -> Planner | None:
+        if self.settings.planner == "load":
+            return None
+        token_bytes = self.geometry.token_layer_bytes * len(self.geometry.layer_names)
+        return Planner(
+            token_bytes=token_bytes * self.config.parallel_config.world_size,
+            n_steps_ahead=getattr(self.config, "max_concurrent_batches", 2),
+        )
 
     def log_start(self) -> None:
         state = "attached"
@@ -181,6 +191,8 @@ class KvikConnector(KVConnectorBase_V1):
         return metadata
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        if self.scheduler is not None:
+            self.scheduler.reported(connector_output)
         if self.elastic_scheduler is not None:
             self.elastic_scheduler.reported(connector_output)
 
@@ -208,8 +220,10 @@ class KvikConnector(KVConnectorBase_V1):
         counts: dict[str, Any] = {}
         if self.worker is not None:
             counts = self.worker.take_counts()
+        if self.scheduler is not None and self.scheduler.planner is not None:
+            counts |= self.scheduler.planner.take_counts()
         if self.elastic_scheduler is not None:
-            counts = self.elastic_scheduler.counts()
+            counts |= self.elastic_scheduler.counts()
         stats = KvikStats(data=counts)
         return None if stats.is_empty() else stats
 

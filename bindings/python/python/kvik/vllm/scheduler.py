@@ -8,12 +8,14 @@ from vllm.logger import init_logger
 
 import kvik
 from kvik.controls import Controls, refused
+from kvik.planner import Planner
 from kvik.vllm.metadata import KvikMetadata, LoadOrder, SaveOrder
 from kvik.vllm.settings import Geometry, Settings
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")
@@ -35,6 +37,8 @@ class Tracked:
     lookup_begin: float = 0.0
     # Whether that was before the scheduler asked.
     is_ahead: bool = False
+    # What the last lookup found; None without a planner.
+    found: kvik.Found | None = None
     block_ids: list[int] = field(default_factory=list)
     # Tokens that the engine itself has; what is loaded comes behind them.
     n_local_tokens: int = 0
@@ -47,9 +51,13 @@ class Tracked:
 class SchedulerHalf:
     """Answers the scheduler from what the store's session knows; nothing here waits longer than `lookup_wait_ms`."""
 
-    def __init__(self, store: kvik.Store, settings: Settings, geometry: Geometry) -> None:
+    def __init__(
+        self, store: kvik.Store, settings: Settings, geometry: Geometry, planner: Planner | None = None
+    ) -> None:
         self.store = store
         self.settings = settings
+        # Without one, all that is found is loaded.
+        self.planner = planner
         self.block_tokens = geometry.block_tokens
         self.tracked: dict[str, Tracked] = {}
         self.loads: list[LoadOrder] = []
@@ -92,6 +100,10 @@ class SchedulerHalf:
             tracked.lookup = None
             return 0, False
         n_found = tracked.lookup.result
+        if self.planner is not None and (found := tracked.lookup.found) is not None:
+            tracked.found = found
+            # What is computed instead is saved again, so that memory has it.
+            n_found = self.planner.tokens_to_load(found, n_computed_tokens)
         # Asked again if the request is preempted: what the store has may be another then.
         tracked.lookup = None
         tracked.n_stored_tokens = n_found
@@ -105,9 +117,12 @@ class SchedulerHalf:
         """Notes the blocks that are to be loaded."""
         tracked = self.track(request)
         tracked.block_ids = list(blocks.get_block_ids()[0])
+        end_token = tracked.n_local_tokens + n_external_tokens
+        if self.planner is not None and tracked.found is not None:
+            self.planner.planned(request.request_id, tracked.found, tracked.n_local_tokens, end_token)
+            tracked.found = None
         if n_external_tokens == 0 or tracked.chain is None:
             return
-        end_token = tracked.n_local_tokens + n_external_tokens
         first, end = tracked.n_local_tokens // self.block_tokens, end_token // self.block_tokens
         chunk_tokens = self.store.chunk_tokens
         # Without a daemon the order is given all the same: the worker reports that nothing came.
@@ -132,15 +147,25 @@ class SchedulerHalf:
                 else:
                     tracked.block_ids.extend(new_block_ids[0])
             self.save_prompt(tracked, n_computed_tokens + output.num_scheduled_tokens[request_id])
+        if self.planner is not None:
+            self.planner.step_began(output)
         orders = KvikMetadata(self.loads, self.saves, set(output.preempted_req_ids or ()))
         self.loads, self.saves = [], []
         return orders
+
+    def reported(self, output: "KVConnectorOutput") -> None:
+        """Takes what the workers made of a step."""
+        if self.planner is not None:
+            self.planner.step_ended()
+            self.planner.loads_ended(output.finished_recving or (), is_whole=not output.invalid_block_ids)
 
     def finished(self, request: "Request", block_ids: list[int]) -> bool:
         """Saves what is left of a request that ended; says whether its blocks are still read."""
         tracked = self.tracked.pop(request.request_id, None)
         if tracked is None:
             return False
+        if self.planner is not None:
+            self.planner.loads_ended([request.request_id], is_whole=False)
         # The last token was sampled and never computed.
         n_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         chain = None

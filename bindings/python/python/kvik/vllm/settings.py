@@ -36,6 +36,8 @@ class Settings:
     token_file: str | None = None
     # What is stored: `prompts`, `all` (answers too, for the next turn) or `nothing`.
     save: str = "all"
+    # Whether KV of slow tiers is computed where that is faster (`auto`), or all that is found is loaded (`load`).
+    planner: str = "auto"
     # Longest time in milliseconds that one call of the scheduler waits for a lookup; it asks again in the next step.
     lookup_wait_ms: float = 2.0
     # Longest time in seconds after which a request computes what it still waits for.
@@ -74,6 +76,8 @@ class Settings:
         settings = cls(**extra_config)
         if settings.save not in ("prompts", "all", "nothing"):
             raise kvik.InvalidValueError(f"`save` is {settings.save}; allowed: prompts, all, nothing")
+        if settings.planner not in ("auto", "load"):
+            raise kvik.InvalidValueError(f"`planner` is {settings.planner}; allowed: auto, load")
         settings.check_elastic()
         return settings
 

@@ -11,6 +11,7 @@ COUNTERS = {
     "loaded_blocks": "Blocks that were loaded from the store of kvik.",
     "failed_blocks": "Blocks that could not be loaded and were computed.",
     "saved_blocks": "Blocks that were given to the store of kvik.",
+    "computed_slow_tokens": "Tokens that were computed because a slow tier of kvik would have taken longer.",
 }
 
 # States of the elastic memory; the later one holds.
