@@ -67,12 +67,18 @@ def test_the_first_load_of_a_tier_is_a_part_that_measures_it() -> None:
     assert planner.take_counts() == {"computed_slow_tokens": 0}
 
 
-def test_a_load_that_failed_or_was_given_up_says_nothing() -> None:
+def test_a_load_that_failed_makes_its_tier_slow_and_one_that_was_given_up_says_nothing() -> None:
     planner = Planner(token_bytes=TOKEN_BYTES, n_steps_ahead=1)
     planner.measured.note_pass(1000, 0, 0.01)
     planner.planned("r", found(2048), 0, 2048)
-    planner.loads_ended(["r", "never began"], is_whole=False)
+    planner.forget("r")
+    planner.loads_ended(["r", "never began"], is_whole=True)
     assert planner.measured.is_load_faster("nvme", 1, 0, 1000) is None
+    planner.planned("r", found(2048), 0, 2048)
+    time.sleep(0.01)
+    planner.loads_ended(["r"], is_whole=False)
+    # 2 048 tokens are computed in 20 ms; a tenth of their bytes came in 10.
+    assert planner.measured.is_load_faster("nvme", 2048 * TOKEN_BYTES, 0, 2048) is False
     # Memory is not measured.
     planner.planned("s", found(2048, 2048, "ram"), 0, 2048)
     assert planner.loads == {}

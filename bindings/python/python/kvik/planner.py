@@ -19,6 +19,9 @@ MAX_AGE_S = 60.0
 # The part of a prompt's slow chunks that is loaded to measure a tier.
 MEASURED_SHARE = 8
 
+# The part of its bytes that a load counts as having brought when it failed, so that its tier is known to be slow.
+FAILED_SHARE = 10
+
 
 @dataclass
 class Step:
@@ -80,11 +83,15 @@ class Planner:
             self.loads[request_id] = (load, n_slow_tokens * self.token_bytes)
 
     def loads_ended(self, request_ids: Iterable[str], *, is_whole: bool) -> None:
-        """Loads whose requests go on; where blocks could not be loaded, they say nothing."""
+        """Loads whose requests go on; where blocks could not be loaded, mostly because they did not come in time."""
         for request_id in request_ids:
             load, n_bytes = self.loads.pop(request_id, (None, 0))
             if load is not None:
-                load.end(n_bytes if is_whole else 0)
+                load.end(n_bytes if is_whole else n_bytes // FAILED_SHARE)
+
+    def forget(self, request_id: str) -> None:
+        """A request that ended before its load did."""
+        self.loads.pop(request_id, None)
 
     def take_counts(self) -> dict[str, int]:
         counts = {"computed_slow_tokens": self.n_computed_tokens}

@@ -40,6 +40,8 @@ class Tracked:
     # What the last lookup found; None without a planner.
     found: kvik.Found | None = None
     block_ids: list[int] = field(default_factory=list)
+    # Whether a load was ordered since it began, or was preempted last.
+    was_loaded: bool = False
     # Tokens that the engine itself has; what is loaded comes behind them.
     n_local_tokens: int = 0
     # Tokens that the store has, or gets by an order that was given.
@@ -86,7 +88,8 @@ class SchedulerHalf:
         """How many tokens behind the computed ones the store has; None while that is not known."""
         tracked = self.track(request)
         tracked.n_local_tokens = n_computed_tokens
-        if tracked.controls.skip_load:
+        # Asked again though it was loaded: the load failed, and would again.
+        if tracked.controls.skip_load or tracked.was_loaded:
             return 0, False
         if tracked.is_ahead and time.monotonic() > tracked.lookup_begin + FRESH_S:
             # It has waited for its turn: others may have stored what it needs, or displaced it.
@@ -128,6 +131,7 @@ class SchedulerHalf:
         # Without a daemon the order is given all the same: the worker reports that nothing came.
         n_chunks = 0 if chunk_tokens is None else -(-end_token // chunk_tokens)
         packed = tracked.chain.pack(n_chunks)
+        tracked.was_loaded = True
         self.loads.append(LoadOrder(request.request_id, packed, first, tracked.block_ids[first:end]))
 
     def metadata(self, output: "SchedulerOutput") -> KvikMetadata:
@@ -149,7 +153,10 @@ class SchedulerHalf:
             self.save_prompt(tracked, n_computed_tokens + output.num_scheduled_tokens[request_id])
         if self.planner is not None:
             self.planner.step_began(output)
-        orders = KvikMetadata(self.loads, self.saves, set(output.preempted_req_ids or ()))
+        preempted = set(output.preempted_req_ids or ())
+        for request_id in preempted & self.tracked.keys():
+            self.tracked[request_id].was_loaded = False
+        orders = KvikMetadata(self.loads, self.saves, preempted)
         self.loads, self.saves = [], []
         return orders
 
@@ -165,7 +172,7 @@ class SchedulerHalf:
         if tracked is None:
             return False
         if self.planner is not None:
-            self.planner.loads_ended([request.request_id], is_whole=False)
+            self.planner.forget(request.request_id)
         # The last token was sampled and never computed.
         n_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         chain = None
