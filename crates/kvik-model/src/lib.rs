@@ -66,8 +66,9 @@ pub use engine::{
 pub use error::{ModelError, Result};
 pub use forward::{
     Backend, BlockImport, BlockSource, ChosenToken, CpuBackend, CpuBackendOptions, CudaBackend,
-    CudaBackendOptions, DeviceMonitor, DeviceName, DeviceUsage, KvImport, KvSharing, KvSize, LayerKv,
-    LayerProgress, Logits, PinnedKv, RowPositions, SegmentPart, SequenceRows, WantedLogits,
+    CudaBackendOptions, DeviceMonitor, DeviceName, DeviceUsage, FileBlocks, FileRead, FileReads, KvFile,
+    KvImport, KvSharing, KvSize, LayerKv, LayerProgress, Logits, PinnedKv, RowPositions, SegmentPart,
+    SequenceRows, WantedLogits,
 };
 pub use kernels::Isa;
 pub use model::{BackendOptions, Model};

@@ -27,6 +27,9 @@ pub fn cache_stats(store: &Store) -> CacheStats {
         ("promoted_chunks", stats.n_promoted),
         ("flights", stats.n_flights),
         ("joined_flights", stats.n_joined_flights),
+        ("direct_chunks", stats.n_direct),
+        ("direct_bytes", stats.direct_bytes),
+        ("failed_direct_reads", stats.n_failed_direct),
         ("indexed_chunks", stats.n_entries),
         ("index_bytes", stats.directory_bytes),
     ]

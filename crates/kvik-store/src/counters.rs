@@ -19,6 +19,9 @@ pub(crate) enum Counter {
     PromotedChunks,
     Flights,
     JoinedFlights,
+    DirectChunks,
+    DirectBytes,
+    FailedDirectReads,
     HitTokens(TierIdx),
     Written(TierIdx),
     DroppedWrites(TierIdx),
@@ -28,7 +31,7 @@ pub(crate) enum Counter {
     TokenMismatches(TierIdx),
 }
 
-const N_PLAIN: usize = 12;
+const N_PLAIN: usize = 15;
 const N_COUNTERS: usize = N_PLAIN + 7 * MAX_TIERS;
 
 /// All counts. They order nothing, so they are relaxed.
@@ -53,6 +56,9 @@ impl Counter {
             Self::PromotedChunks => 9,
             Self::Flights => 10,
             Self::JoinedFlights => 11,
+            Self::DirectChunks => 12,
+            Self::DirectBytes => 13,
+            Self::FailedDirectReads => 14,
             Self::HitTokens(tier) => of_tier(0, tier),
             Self::Written(tier) => of_tier(1, tier),
             Self::DroppedWrites(tier) => of_tier(2, tier),

@@ -72,9 +72,9 @@ pub use options::{StoreOptions, WriteBack};
 pub use retention::{Priority, Retention};
 pub use space::Space;
 pub use store::{
-    Arriving, ChunkPlaces, ChunkWriter, Clear, Cleared, Commit, CommittedChunk, Inquiry, KeptChunk,
-    KeptMemory, KeptParent, KeptPin, KeptPins, KeptTime, Layer, LayerReader, LayerWrite, LayerWriter,
-    LocalRange, LocalRead, Lookup, Observation, Prefetch, Retrieved, RetrievedChunk, Store, StoreBuilder,
-    StoreStats, TierQueues, TierWrite, Write,
+    Arriving, ChunkPlaces, ChunkRead, ChunkWriter, Clear, Cleared, Commit, CommittedChunk, FileChunks,
+    Inquiry, KeptChunk, KeptMemory, KeptParent, KeptPin, KeptPins, KeptTime, Layer, LayerReader, LayerWrite,
+    LayerWriter, LocalRange, LocalRead, Lookup, Observation, OpenChunk, Prefetch, Retrieved, RetrievedChunk,
+    Store, StoreBuilder, StoreStats, TierQueues, TierWrite, Write,
 };
 pub use tiers::{LowerTier, TierLabel, TierName};

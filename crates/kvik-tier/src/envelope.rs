@@ -152,6 +152,11 @@ impl<'a> Envelope<'a> {
         self.u16_at(14)
     }
 
+    /// CRC-64/NVME of each section.
+    pub fn section_checksums(self) -> impl Iterator<Item = u64> + 'a {
+        (0..usize::from(self.n_sections())).map(move |idx| self.u64_at(SECTION_TABLE + 8 * idx))
+    }
+
     /// The range of whole sections that has all bytes from `offset` to `end`; none if the chunk has not.
     pub fn widen(self, offset: u64, end: u64) -> Option<(u64, u64)> {
         let (chunk_bytes, section_bytes) = (self.chunk_bytes(), self.section_bytes());

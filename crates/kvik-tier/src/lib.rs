@@ -59,7 +59,7 @@ pub use lm::{
     LM_KEY_BYTES, LM_MAX_VALUE_BYTES, LM_REPLY_BYTES, LM_REQUEST_BYTES, LmCommand, LmForm, LmKey, LmOptions,
     LmReply, LmRequest, LmSource, LmTier, LmUrl, LmWriter, serve_lm,
 };
-pub use nvme::{IoKind, NvmeOptions, NvmeTier, format_device};
+pub use nvme::{ChunkFile, IoKind, NvmeOptions, NvmeTier, format_device};
 pub use object::{ObjectOptions, ObjectTier, ObjectUrl};
 pub use operations::OperationMetrics;
 pub use peer::{PeerAddress, PeerOptions, PeerTier};

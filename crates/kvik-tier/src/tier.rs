@@ -4,6 +4,7 @@ use std::fmt;
 
 use crate::error::{Result, TierError};
 use crate::key::{ChunkKey, TokenDigest};
+use crate::nvme::ChunkFile;
 use crate::operations::OperationMetrics;
 
 /// A place that holds chunks.
@@ -88,6 +89,21 @@ pub trait Tier: fmt::Debug + Send + Sync {
     /// # Errors
     /// If the medium does not confirm.
     fn flush(&self) -> Result<()>;
+
+    /// Whether chunks may be read from files by the caller itself ([`Tier::open_chunk`]). Default: no.
+    fn has_files(&self) -> bool {
+        false
+    }
+
+    /// A chunk where it lies in a file, with what proves it, for a caller that reads and proves its bytes itself. `digest` is
+    /// that of the tokens it must be for. Default: none.
+    ///
+    /// # Errors
+    /// The outcome that a read would have, which is no hit.
+    fn open_chunk(&self, key: ChunkKey, digest: TokenDigest) -> std::result::Result<ChunkFile, GetOutcome> {
+        let _ = (key, digest);
+        Err(GetOutcome::Skipped)
+    }
 
     /// The codec of chunks that are put; `None` where they are stored as they are. Default: none.
     fn codec(&self) -> Option<&str> {

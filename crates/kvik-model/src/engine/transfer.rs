@@ -54,6 +54,11 @@ impl Engine {
         self.backend.block_layer_bytes()
     }
 
+    /// The longest section of a [`KvFile`](crate::KvFile) that KV comes in from; `None` where it comes from memory alone.
+    pub fn max_file_section_bytes(&self) -> Option<usize> {
+        self.backend.max_file_section_bytes()
+    }
+
     /// How many tokens of its prompt a request would find in the pool now; whole blocks.
     ///
     /// Nothing is held: they may be gone when the request is admitted.

@@ -7,6 +7,7 @@ mod checked;
 mod cpu;
 #[expect(unsafe_code, reason = "kernels get addresses, and the driver is a C library")]
 mod cuda;
+mod files;
 mod layer_import;
 mod layout;
 mod logits;
@@ -15,6 +16,7 @@ mod tensors;
 
 pub use cpu::{CpuBackend, CpuBackendOptions};
 pub use cuda::{CudaBackend, CudaBackendOptions, DeviceMonitor, DeviceUsage};
+pub use files::{FileBlocks, FileRead, FileReads, KvFile};
 pub use layout::KvSharing;
 pub use logits::{ChosenToken, Logits, WantedLogits};
 pub use place::{DeviceName, KvSize};
@@ -90,6 +92,19 @@ pub trait BlockSource: Send + Sync + std::fmt::Debug {
     /// The bytes of one block of one layer, as [`Backend::export_block`] gave them; `block_idx` counts from the start of the
     /// prompt. `None` where there is no such block.
     fn block(&self, layer_idx: usize, block_idx: usize) -> Option<&[u8]>;
+
+    /// The blocks, all of the prompt's, that lie with this one in a file; `None` where [`BlockSource::block`] has its bytes. Only a
+    /// backend with [`Backend::max_file_section_bytes`] is given a source with files.
+    fn file_blocks(&self, block_idx: usize) -> Option<FileBlocks> {
+        let _ = block_idx;
+        None
+    }
+
+    /// Opens the file of a block; `None` where it is not there any more.
+    fn open_file(&self, block_idx: usize) -> Option<Box<dyn KvFile>> {
+        let _ = block_idx;
+        None
+    }
 
     /// How many layers of all its blocks have come. A source of which layers are still to come MUST say after some time that it
     /// has ended.
@@ -322,6 +337,11 @@ pub trait Backend: Send + std::fmt::Debug {
     /// Whether blocks can be copied in while passes go on.
     fn imports_beside_passes(&self) -> bool {
         false
+    }
+
+    /// The longest section of a [`KvFile`] that blocks are copied in from; `None` where that is not done.
+    fn max_file_section_bytes(&self) -> Option<usize> {
+        None
     }
 
     /// Begins to copy all layers of blocks in while passes go on: of each pair, the block of the source with this index

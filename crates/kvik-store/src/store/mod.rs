@@ -3,13 +3,14 @@
 //! Each file stands on those named before it. `core` is the state that all share. On it stand `room` (what
 //! leaves memory), `publish` (what becomes visible there) and `survey` (what remote tiers have), then `reads`
 //! and `write_back`, which work on the queues of the lower tiers. What callers use comes last: `lookup`,
-//! `inquiry`, `retrieve` with `prefetch` and `arriving`, `layers` with `promotion`, `write` with `layer_write`, `times` (chunks that end), `pins`, `moves`, `one_tier`, `recode`, `clear`, `observe`,
+//! `inquiry`, `retrieve` with `prefetch` and `arriving`, `layers` with `promotion`, `direct` (chunks that a device reads from files), `write` with `layer_write`, `times` (chunks that end), `pins`, `moves`, `one_tier`, `recode`, `clear`, `observe`,
 //! `provide` (for other nodes) and `stats`; `builder`, `threads` and `kept` begin and end a store.
 
 mod arriving;
 mod builder;
 mod clear;
 mod core;
+mod direct;
 mod inquiry;
 mod kept;
 mod kept_pins;
@@ -47,6 +48,7 @@ use kvik_types::Namespace;
 pub use arriving::Arriving;
 pub use builder::StoreBuilder;
 pub use clear::{Clear, Cleared};
+pub use direct::{ChunkRead, FileChunks, OpenChunk};
 pub use inquiry::{ChunkPlaces, Inquiry};
 pub use kept::{KeptChunk, KeptMemory};
 pub use kept_pins::{KeptParent, KeptPin, KeptPins};

@@ -50,6 +50,12 @@ pub struct StoreStats {
     pub n_flights: u64,
     /// Reads that were not begun because another one was under way.
     pub n_joined_flights: u64,
+    /// Payloads that readers fetched from files by themselves.
+    pub n_direct: u64,
+    /// Their bytes.
+    pub direct_bytes: u64,
+    /// Payloads that readers could not fetch from files, or found wrong.
+    pub n_failed_direct: u64,
     /// Chunks in the directory.
     pub n_entries: u64,
     /// Memory of the directory, in bytes.
@@ -94,6 +100,9 @@ impl Store {
             n_promoted: count(Counter::PromotedChunks),
             n_flights: count(Counter::Flights),
             n_joined_flights: count(Counter::JoinedFlights),
+            n_direct: count(Counter::DirectChunks),
+            direct_bytes: count(Counter::DirectBytes),
+            n_failed_direct: count(Counter::FailedDirectReads),
             n_entries: core.directory.n_entries() as u64,
             directory_bytes: core.directory.memory_bytes() as u64,
         }

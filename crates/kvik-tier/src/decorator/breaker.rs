@@ -15,7 +15,8 @@ use parking_lot::Mutex;
 
 use super::{Clock, SystemClock, get_error, not_asked, put_error, skip_gets, skip_puts};
 use crate::error::{Result, TierError};
-use crate::key::ChunkKey;
+use crate::key::{ChunkKey, TokenDigest};
+use crate::nvme::ChunkFile;
 use crate::tier::{
     Change, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierHealth, TierKind, TierStat,
 };
@@ -183,6 +184,21 @@ impl<T: Tier> Tier for Breaker<T> {
 
     fn flush(&self) -> Result<()> {
         self.call(Tier::flush)
+    }
+
+    fn has_files(&self) -> bool {
+        self.inner.has_files()
+    }
+
+    fn open_chunk(&self, key: ChunkKey, digest: TokenDigest) -> std::result::Result<ChunkFile, GetOutcome> {
+        let permit = self.gate.enter().ok_or(GetOutcome::Skipped)?;
+        let opened = self.inner.open_chunk(key, digest);
+        permit.settle(std::iter::once(match &opened {
+            Err(GetOutcome::Pending | GetOutcome::Skipped) => Verdict::Nothing,
+            Err(outcome) => verdict_of_error(get_error(outcome)),
+            Ok(_) => Verdict::Success,
+        }));
+        opened
     }
 
     fn codec(&self) -> Option<&str> {

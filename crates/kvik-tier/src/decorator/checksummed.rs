@@ -1,13 +1,14 @@
 //! Proof that what is read is what was stored.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use super::scratch::ScratchPool;
 use super::wanted::{Wanted, get_by_range, section_bytes_behind_page};
 use crate::envelope::{ENVELOPE_BYTES, Envelope, seal};
 use crate::error::Result;
 use crate::key::{ChunkKey, TokenDigest};
+use crate::nvme::ChunkFile;
 use crate::tier::{
     Change, GetItem, GetOutcome, Heads, PutItem, PutOutcome, Rewritten, Tier, TierKind, TierStat,
 };
@@ -32,7 +33,7 @@ const MAX_TRUSTED_BYTES: u64 = 16 << 20;
 pub struct Checksummed<T> {
     inner: T,
     scratch: ScratchPool,
-    n_corrupt: AtomicU64,
+    n_corrupt: Arc<AtomicU64>,
     n_token_mismatches: AtomicU64,
 }
 
@@ -60,7 +61,7 @@ impl<T: Tier> Checksummed<T> {
         Self {
             inner,
             scratch: ScratchPool::default(),
-            n_corrupt: AtomicU64::new(0),
+            n_corrupt: Arc::default(),
             n_token_mismatches: AtomicU64::new(0),
         }
     }
@@ -97,16 +98,32 @@ impl<T: Tier> Checksummed<T> {
                 // Never told of: nothing says that these bytes are right.
                 None => GetOutcome::Pending,
             };
-            // Relaxed: counts for people.
-            match outcome {
-                GetOutcome::Corrupt(_) => self.n_corrupt.fetch_add(1, Ordering::Relaxed),
-                GetOutcome::TokenMismatch => self.n_token_mismatches.fetch_add(1, Ordering::Relaxed),
-                _ => 0,
-            };
+            self.count(&outcome);
             outcomes.push(outcome);
         }
         self.scratch.give_back(scratch);
         outcomes
+    }
+
+    fn count(&self, outcome: &GetOutcome) {
+        // Relaxed: counts for people.
+        match outcome {
+            GetOutcome::Corrupt(_) => self.n_corrupt.fetch_add(1, Ordering::Relaxed),
+            GetOutcome::TokenMismatch => self.n_token_mismatches.fetch_add(1, Ordering::Relaxed),
+            _ => 0,
+        };
+    }
+
+    /// The chunk behind its envelope, which is proven.
+    fn open_behind(&self, key: ChunkKey, digest: TokenDigest) -> std::result::Result<ChunkFile, GetOutcome> {
+        let file = self.inner.open_chunk(key, TokenDigest::NONE)?;
+        let head = file.read_head::<ENVELOPE_BYTES>()?;
+        let envelope = prove_head(&head, key, digest)?;
+        if envelope.chunk_bytes() + ENVELOPE_BYTES as u64 != file.n_bytes() {
+            return Err(GetOutcome::Corrupt("length"));
+        }
+        let checksums = envelope.section_checksums().collect();
+        Ok(file.behind(ENVELOPE_BYTES, envelope.section_bytes(), checksums, &self.n_corrupt))
     }
 
     /// Reads a range that cuts through sections with the rest of them.
@@ -208,6 +225,14 @@ impl<T: Tier> Tier for Checksummed<T> {
         self.inner.flush()
     }
 
+    fn has_files(&self) -> bool {
+        self.inner.has_files()
+    }
+
+    fn open_chunk(&self, key: ChunkKey, digest: TokenDigest) -> std::result::Result<ChunkFile, GetOutcome> {
+        self.open_behind(key, digest).inspect_err(|outcome| self.count(outcome))
+    }
+
     fn rewrite(&self, key: ChunkKey, change: Change<'_>) -> Result<Rewritten> {
         self.inner.rewrite(key, &mut |sealed| {
             let (envelope, chunk) = sealed.split_at_checked(ENVELOPE_BYTES)?;
@@ -254,14 +279,10 @@ fn judge(item: &GetItem<'_>, digest: TokenDigest, offset: u64, chunk_bytes: Opti
         return Verdict::Final(item.outcome.clone());
     }
     let corrupt = |reason| Verdict::Final(GetOutcome::Corrupt(reason));
-    let envelope = match Envelope::decode(item.head) {
-        Ok(envelope) if envelope.key() == item.key => envelope,
-        Ok(_) => return corrupt("key"),
-        Err(reason) => return corrupt(reason),
+    let envelope = match prove_head(item.head, item.key, digest) {
+        Ok(envelope) => envelope,
+        Err(outcome) => return Verdict::Final(outcome),
     };
-    if envelope.digest() != digest {
-        return Verdict::Final(GetOutcome::TokenMismatch);
-    }
     if chunk_bytes.is_some_and(|chunk_bytes| chunk_bytes != envelope.chunk_bytes()) {
         return corrupt("length");
     }
@@ -271,6 +292,19 @@ fn judge(item: &GetItem<'_>, digest: TokenDigest, offset: u64, chunk_bytes: Opti
         Some((end, sections)) if sections != (offset, end) => Verdict::Cut(sections.0, sections.1),
         Some(_) => Verdict::Final(outcome_of_proof(envelope.prove(offset, item.buffer))),
     }
+}
+
+/// The envelope of a chunk, if it is that of this key and these tokens.
+fn prove_head(
+    head: &[u8],
+    key: ChunkKey,
+    digest: TokenDigest,
+) -> std::result::Result<Envelope<'_>, GetOutcome> {
+    let envelope = Envelope::decode(head).map_err(GetOutcome::Corrupt)?;
+    if envelope.key() != key {
+        return Err(GetOutcome::Corrupt("key"));
+    }
+    if envelope.digest() == digest { Ok(envelope) } else { Err(GetOutcome::TokenMismatch) }
 }
 
 fn outcome_of_proof(proof: Result<(), &'static str>) -> GetOutcome {

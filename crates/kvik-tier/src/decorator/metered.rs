@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::{Clock, SystemClock};
 use crate::error::Result;
 use crate::histogram::Histogram;
-use crate::key::ChunkKey;
+use crate::key::{ChunkKey, TokenDigest};
+use crate::nvme::ChunkFile;
 use crate::operations::OperationMetrics;
 use crate::tier::{Change, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierKind, TierStat};
 
@@ -148,6 +149,14 @@ impl<T: Tier> Tier for Metered<T> {
 
     fn flush(&self) -> Result<()> {
         self.call(FLUSH, Tier::flush)
+    }
+
+    fn has_files(&self) -> bool {
+        self.inner.has_files()
+    }
+
+    fn open_chunk(&self, key: ChunkKey, digest: TokenDigest) -> std::result::Result<ChunkFile, GetOutcome> {
+        self.inner.open_chunk(key, digest)
     }
 
     fn codec(&self) -> Option<&str> {

@@ -38,7 +38,8 @@ pub use retry::{Retry, RetryOptions};
 pub use throttled::{Throttled, ThrottledOptions};
 
 use crate::error::{Result, TierError};
-use crate::key::ChunkKey;
+use crate::key::{ChunkKey, TokenDigest};
+use crate::nvme::ChunkFile;
 use crate::tier::{
     Arrived, Change, GetItem, GetOutcome, Heads, PutItem, PutOutcome, Rewritten, Tier, TierKind, TierStat,
 };
@@ -89,6 +90,18 @@ macro_rules! impl_tier_for_pointer {
 
             fn stat(&self) -> TierStat {
                 (**self).stat()
+            }
+
+            fn has_files(&self) -> bool {
+                (**self).has_files()
+            }
+
+            fn open_chunk(
+                &self,
+                key: ChunkKey,
+                digest: TokenDigest,
+            ) -> std::result::Result<ChunkFile, GetOutcome> {
+                (**self).open_chunk(key, digest)
             }
 
             fn codec(&self) -> Option<&str> {

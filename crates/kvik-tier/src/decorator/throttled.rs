@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use super::bandwidth::{Bandwidth, BandwidthShare};
 use super::{Clock, SystemClock, not_asked, skip_gets, skip_puts};
 use crate::error::Result;
-use crate::key::ChunkKey;
+use crate::key::{ChunkKey, TokenDigest};
+use crate::nvme::ChunkFile;
 use crate::tier::{Change, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierKind, TierStat};
 
 /// The bounds of a throttled tier.
@@ -216,6 +217,18 @@ impl<T: Tier> Tier for Throttled<T> {
 
     fn flush(&self) -> Result<()> {
         self.inner.flush()
+    }
+
+    fn has_files(&self) -> bool {
+        // What is read from files is not counted against the bounds.
+        self.share.is_none()
+            && self.options.max_calls == usize::MAX
+            && self.options.max_bytes_in_flight == u64::MAX
+            && self.inner.has_files()
+    }
+
+    fn open_chunk(&self, key: ChunkKey, digest: TokenDigest) -> std::result::Result<ChunkFile, GetOutcome> {
+        self.inner.open_chunk(key, digest)
     }
 
     fn codec(&self) -> Option<&str> {

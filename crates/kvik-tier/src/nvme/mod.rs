@@ -22,6 +22,7 @@
 //! right.
 
 mod aligned;
+mod chunk_file;
 mod counters;
 mod device;
 mod file;
@@ -51,6 +52,7 @@ use parking_lot::{Condvar, Mutex};
 use rustix::fs::Access;
 
 pub(crate) use aligned::AlignedBuffer;
+pub use chunk_file::ChunkFile;
 pub use device::format_device;
 pub use io::IoKind;
 pub use options::{NvmeOptions, SyncMode};
@@ -67,8 +69,10 @@ use segment::{Reservation, max_chunk_bytes};
 use transfer::Gather;
 
 use crate::error::{Result, TierError};
-use crate::key::ChunkKey;
-use crate::tier::{Change, GetItem, PutItem, PutOutcome, Rewritten, Tier, TierHealth, TierKind, TierStat};
+use crate::key::{ChunkKey, TokenDigest};
+use crate::tier::{
+    Change, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierHealth, TierKind, TierStat,
+};
 
 /// The name of the file whose lock says that a tier uses the directory.
 const LOCK_NAME: &str = "lock";
@@ -82,6 +86,8 @@ pub struct NvmeTier {
     log: Log,
     /// Why nothing is written, if so since the start.
     read_only: Option<String>,
+    /// Whether segments are files, and not parts of a device.
+    is_folder: bool,
     /// Held for the lock on it.
     _lock: Option<FileLock>,
 }
@@ -166,7 +172,7 @@ impl NvmeTier {
         for walked in recovery.walked.iter().filter(|_| read_only.is_none()) {
             log.seal_walked(walked);
         }
-        Self { log, read_only, _lock: lock }
+        Self { log, read_only, is_folder: options.dir.is_dir(), _lock: lock }
     }
 
     /// Stores the items of one batch of the log, from the front of `waiting` on; returns how many have an outcome.
@@ -279,6 +285,15 @@ impl Tier for NvmeTier {
         transfer::read_batch(&*self.log.io, batch, |key| self.log.index.get(key));
         let hits = batch.iter().filter(|item| item.outcome.is_hit());
         self.log.counters.get_bytes.add(hits.map(|item| item.n_bytes() as u64).sum());
+    }
+
+    fn has_files(&self) -> bool {
+        self.is_folder
+    }
+
+    fn open_chunk(&self, key: ChunkKey, _: TokenDigest) -> std::result::Result<ChunkFile, GetOutcome> {
+        let location = self.log.index.get(&key).filter(|_| self.is_folder).ok_or(GetOutcome::Miss)?;
+        Ok(ChunkFile::new(location, &self.log.io))
     }
 
     fn rewrite(&self, key: ChunkKey, change: Change<'_>) -> Result<Rewritten> {

@@ -46,6 +46,8 @@ pub enum CopyWay {
     Batch,
     /// To the GPU, as `Batch` or, if the pieces are small, by a kernel.
     BatchOrKernel,
+    /// From memory of the GPU to memory of the GPU, by a kernel where there is one.
+    Inside,
 }
 
 #[derive(Debug)]
@@ -128,6 +130,7 @@ impl CudaCopier {
         let CopyStream { stream, kernel, staging } = &mut *locked;
         let after = after.map(|event| ptr::with_exposed_provenance_mut(event as usize));
         let is_small = way == CopyWay::BatchOrKernel && is_aligned(pieces);
+        let is_inside = way == CopyWay::Inside && is_aligned(pieces);
         if is_small
             && mean_bytes(pieces) < STAGED_BYTES
             && let (Some(kernel), Some(staging)) = (kernel.as_mut(), staging.as_mut())
@@ -143,7 +146,7 @@ impl CudaCopier {
             check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(*stream, event, 0) })?;
         }
         let queued = match kernel {
-            Some(kernel) if is_small && mean_bytes(pieces) < KERNEL_BYTES => {
+            Some(kernel) if is_inside || (is_small && mean_bytes(pieces) < KERNEL_BYTES) => {
                 // SAFETY: the caller answers for the pieces; the stream has ended its work before it is unlocked.
                 unsafe { kernel.queue(pieces, *stream) }
             }

@@ -10,6 +10,7 @@ use kvik_memory::vmm::cuda::{CopyPiece, CopyWay, CudaCopier};
 use parking_lot::{Condvar, Mutex};
 
 use super::device::Device;
+use super::files::{FileReader, READ_BYTES};
 use super::pages::{PageAddresses, Pages, add_piece};
 use crate::error::{ModelError, Result};
 use crate::forward::{BlockImport, BlockSource, KvImport};
@@ -36,6 +37,8 @@ struct Copier {
     device: Arc<Device>,
     stream: CudaCopier,
     pages: PageAddresses,
+    /// Of KV in files.
+    files: Option<FileReader>,
 }
 
 /// A copy that the thread does.
@@ -92,12 +95,13 @@ impl Importer {
     ///
     /// # Errors
     /// If the device gives no stream, or the system no thread.
-    pub(super) fn start(device: &Arc<Device>, pages: &Pages) -> Result<Self> {
+    pub(super) fn start(device: &Arc<Device>, pages: &Pages, files: Option<FileReader>) -> Result<Self> {
         let stream = CudaCopier::open_staged(device.ordinal());
         let copier = Arc::new(Copier {
             device: Arc::clone(device),
             stream: stream.map_err(|error| ModelError::Memory(Box::new(error)))?,
             pages: pages.addresses(),
+            files,
         });
         let (jobs, received) = channel();
         let for_thread = Arc::clone(&copier);
@@ -106,6 +110,11 @@ impl Importer {
         let thread = thread
             .map_err(|error| ModelError::Device { call: "start a thread", reason: error.to_string() })?;
         Ok(Self { copier, jobs: Some(jobs), thread: Some(thread) })
+    }
+
+    /// The longest section of a file that blocks are copied from; `None` where that is not done.
+    pub(super) fn max_file_section_bytes(&self) -> Option<usize> {
+        self.copier.files.as_ref().map(|_| READ_BYTES)
     }
 
     /// Copies blocks in at once. The caller has waited for what uses them, and has checked their lengths.
@@ -144,11 +153,39 @@ impl Copier {
     fn run(&self, jobs: &Receiver<Job>) {
         let mut known = KnownMemory::default();
         for Job { source, blocks, teller } in jobs {
-            let result = self.copy_blocks(source.as_ref(), &blocks, &mut known, &teller.0);
+            let result = self.copy_all(source.as_ref(), &blocks, &mut known, &teller.0);
             // The bytes are let go before the end is reported: they may be lent by the store.
             drop(source);
             teller.0.tell(result);
         }
+    }
+
+    /// Copies blocks of `source` from where each of them is.
+    fn copy_all(
+        &self,
+        source: &dyn BlockSource,
+        blocks: &[(usize, BlockId)],
+        known: &mut KnownMemory,
+        ending: &Ending,
+    ) -> Result<()> {
+        let (in_files, others): (Vec<_>, Vec<_>) =
+            blocks.iter().copied().partition(|(block_idx, _)| source.file_blocks(*block_idx).is_some());
+        if in_files.is_empty() {
+            return self.copy_blocks(source, &others, known, &|n_there| ending.tell_layers(n_there));
+        }
+        let files = self.files.as_ref();
+        let files = files.ok_or_else(|| ModelError::request("kv", "in files", "in memory"))?;
+        // A layer is there when it has come from everywhere.
+        if !others.is_empty() {
+            self.copy_blocks(source, &others, known, &|_| ())?;
+        }
+        let copy = |pieces: &[CopyPiece]| {
+            // SAFETY: the reader's memory stays until this returns, and the targets are blocks that the request alone holds.
+            unsafe { self.stream.copy(pieces, CopyWay::Inside, None) }
+                .map_err(|error| ModelError::Memory(Box::new(error)))
+        };
+        // SAFETY: the targets are blocks that the request alone holds.
+        unsafe { files.read(source, &in_files, &self.pages, &copy, &|n_there| ending.tell_layers(n_there)) }
     }
 
     /// Copies blocks of `source`, layer after layer, and gathers the next layers meanwhile.
@@ -157,7 +194,7 @@ impl Copier {
         source: &dyn BlockSource,
         blocks: &[(usize, BlockId)],
         known: &mut KnownMemory,
-        ending: &Ending,
+        tell: &dyn Fn(usize),
     ) -> Result<()> {
         let (n_layers, layer_bytes) = (self.pages.n_layers(), blocks.len() * self.pages.block_bytes());
         // What is still coming is copied as it comes.
@@ -179,7 +216,7 @@ impl Copier {
                 let (gathered, n_there) = gathered?;
                 // SAFETY: `source` is borrowed until this returns, and the targets are blocks that the request alone holds.
                 unsafe { self.copy(&gathered)? };
-                ending.tell_layers(n_there);
+                tell(n_there);
             }
             Ok(())
         })

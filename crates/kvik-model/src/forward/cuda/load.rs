@@ -14,6 +14,7 @@ use crate::paging::ElasticMemory;
 
 use super::activations::Activations;
 use super::device::{Buffer, Device};
+use super::files::FileReader;
 use super::graphs::PassGraphs;
 use super::import::Importer;
 use super::kernels::Kernels;
@@ -86,7 +87,8 @@ impl CudaBackend {
                 (Pages::on_pool(&device, &config, kv_dtype, memory.pool())?, Some(memory))
             }
         };
-        let importer = Importer::start(&device, &pages)?;
+        let files = FileReader::open(&device, options.file_reads, cache)?;
+        let importer = Importer::start(&device, &pages, files)?;
         device.synchronize()?;
         tracing::info!(
             device = device.ordinal(),

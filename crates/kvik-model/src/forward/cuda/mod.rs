@@ -9,6 +9,7 @@ mod activations;
 #[cfg(feature = "cuda-tests")]
 mod choice;
 mod device;
+mod files;
 mod graphs;
 mod import;
 mod kernels;
@@ -35,8 +36,8 @@ use crate::paging::{BlockId, BlockMemory, ElasticMemory, MemoryGroup};
 
 use super::checked::{check_sequences, plan_rows, spans_of};
 use super::{
-    Backend, BlockImport, BlockSource, ChosenToken, KvImport, KvSharing, KvSize, LayerKv, Logits, PinnedKv,
-    SegmentPart, SequenceRows, WantedLogits,
+    Backend, BlockImport, BlockSource, ChosenToken, FileReads, KvImport, KvSharing, KvSize, LayerKv, Logits,
+    PinnedKv, SegmentPart, SequenceRows, WantedLogits,
 };
 use activations::{Activations, CHOSEN_BYTES};
 use device::{Buffer, Device};
@@ -71,6 +72,8 @@ pub struct CudaBackendOptions {
     pub max_rows: usize,
     /// Folder in which compiled kernels are kept for the next start. Default: none.
     pub kernel_cache: Option<PathBuf>,
+    /// Whether KV is read from files by the device itself. Default: off.
+    pub file_reads: FileReads,
 }
 
 impl Default for CudaBackendOptions {
@@ -83,6 +86,7 @@ impl Default for CudaBackendOptions {
             kv_sharing: KvSharing::Exact,
             max_rows: 512,
             kernel_cache: None,
+            file_reads: FileReads::Off,
         }
     }
 }
@@ -420,6 +424,10 @@ impl Backend for CudaBackend {
 
     fn imports_beside_passes(&self) -> bool {
         true
+    }
+
+    fn max_file_section_bytes(&self) -> Option<usize> {
+        self.importer.max_file_section_bytes()
     }
 
     fn start_import(

@@ -173,8 +173,7 @@ impl Device {
         check("cuMemcpyDtoHAsync", unsafe {
             sys::cuMemcpyDtoHAsync_v2(bytes.as_mut_ptr().cast(), address, bytes.len(), self.copies)
         })?;
-        // SAFETY: the stream lives as long as `self`.
-        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.copies) })
+        self.synchronize_copies()
     }
 
     /// Queues a copy from the device to `target`, from `offset` on.

@@ -4,6 +4,7 @@
 //! stream, in order, but for copies beside it. [`Device::enter`] makes the context current on the calling thread; every method here does so itself.
 
 mod compiler;
+mod cufile;
 mod graph;
 mod memory;
 mod module;
@@ -18,6 +19,7 @@ use tracing::warn;
 use crate::error::{ModelError, Result};
 
 pub(super) use compiler::compile;
+pub(super) use cufile::{CuFile, FileHandle};
 pub(super) use graph::Graph;
 pub(super) use memory::{Buffer, HostBuffer};
 pub(super) use module::{Function, Module, Swizzle, TensorMap, TensorShape, arguments};
@@ -139,6 +141,13 @@ impl Device {
         self.enter()?;
         // SAFETY: the stream lives as long as `self`.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.stream) })
+    }
+
+    /// Waits until all that was queued beside the stream is done.
+    pub(super) fn synchronize_copies(&self) -> Result<()> {
+        self.enter()?;
+        // SAFETY: the stream lives as long as `self`.
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.copies) })
     }
 
     fn stream(&self) -> sys::CUstream {

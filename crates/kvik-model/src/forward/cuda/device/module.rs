@@ -176,6 +176,35 @@ impl Function {
     }
 }
 
+impl Function {
+    /// Queues the kernel with so many blocks beside the stream of passes; the device's context must be current.
+    ///
+    /// # Safety
+    /// As for [`Self::launch`], until [`Device::synchronize_copies`] has returned; no queued work writes what it reads.
+    pub(in super::super) unsafe fn launch_beside(
+        &self,
+        n_blocks: u32,
+        arguments: &mut [*mut c_void],
+    ) -> Result<()> {
+        // SAFETY: the arguments are read before the call returns; the caller answers for them.
+        check("cuLaunchKernel", unsafe {
+            sys::cuLaunchKernel(
+                self.raw,
+                n_blocks,
+                1,
+                1,
+                self.n_threads,
+                1,
+                1,
+                self.shared_bytes,
+                self.module.device.copies,
+                arguments.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        })
+    }
+}
+
 impl TensorMap {
     /// Names the tensor of 16-bit elements at `address`.
     pub(in super::super) fn of(address: u64, shape: TensorShape) -> Result<Self> {

@@ -1,0 +1,337 @@
+//! KV that the device reads from files by itself: into memory beside the blocks, where it is proven before it is copied to them.
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use kvik_memory::vmm::cuda::CopyPiece;
+use parking_lot::Mutex;
+
+use super::device::{Buffer, CuFile, Device, FileHandle, Function, HostBuffer, Module, arguments, compile};
+use super::pages::{PageAddresses, add_piece};
+use crate::error::{ModelError, Result};
+use crate::forward::{BlockSource, FileRead, FileReads, KvFile};
+use crate::paging::BlockId;
+
+const SOURCE: &str = include_str!("kernels/checksum.cu");
+
+/// Threads of a block of the kernel, as `checksum.cu` has it.
+const CHECKSUM_THREADS: u32 = 256;
+
+/// What files are read in.
+const FILE_BLOCK_BYTES: u64 = 4096;
+
+/// Bytes of sections that are read by one call, and the longest section: enough that calls cost little beside them.
+pub(super) const READ_BYTES: usize = 8 << 20;
+
+/// Reads under way at a time: disks are fast only when they are asked for much, and bytes that have come are proven meanwhile.
+const N_LANES: usize = 4;
+
+/// Most sections of a read.
+const MAX_SECTIONS: usize = 512;
+
+/// Reads KV from files.
+#[derive(Debug)]
+pub(super) struct FileReader {
+    device: Arc<Device>,
+    library: &'static CuFile,
+    checksum: Function,
+    lanes: [Mutex<Lane>; N_LANES],
+}
+
+/// Where one read goes.
+#[derive(Debug)]
+struct Lane {
+    memory: Buffer,
+    checksums: HostBuffer,
+}
+
+/// Arguments of `checksum_sections`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct SectionArguments {
+    words: u64,
+    checksums: u64,
+    n_words: u64,
+}
+
+/// Blocks of a prompt that lie in one file.
+struct FileBlocks<'a> {
+    source: &'a dyn BlockSource,
+    /// All that the file has.
+    blocks: Range<usize>,
+    /// Those that are wanted, and where they go.
+    wanted: &'a [(usize, BlockId)],
+    file: OnceLock<Option<Box<dyn KvFile>>>,
+    n_left_layers: AtomicUsize,
+}
+
+/// The files that the library knows, of those that are read together: chunks may share one.
+struct Handles<'a> {
+    library: &'static CuFile,
+    known: Mutex<Vec<Arc<FileHandle<'a>>>>,
+}
+
+/// What is read of each file at a time, and what is left of it.
+struct Progress {
+    layers_at_a_time: usize,
+    /// Files whose layers have not come, for each of these groups.
+    n_left_files: Mutex<Vec<usize>>,
+    has_failed: AtomicBool,
+}
+
+/// What takes the pieces of a read to the blocks.
+pub(super) type CopyInside<'a> = &'a (dyn Fn(&[CopyPiece]) -> Result<()> + Sync);
+
+impl FileReader {
+    /// Sets up what `wanted` says; `None` where there is to be none, or what it needs is not there and need not be.
+    ///
+    /// # Errors
+    /// If it is wanted in any case and the library is not there.
+    pub(super) fn open(
+        device: &Arc<Device>,
+        wanted: FileReads,
+        cache: Option<&Path>,
+    ) -> Result<Option<Self>> {
+        match wanted {
+            FileReads::Off => Ok(None),
+            FileReads::On => Self::new(device, cache).map(Some),
+            FileReads::Auto => Ok(Self::new(device, cache)
+                .inspect_err(|error| tracing::info!(%error, "the device does not read files by itself"))
+                .ok()),
+        }
+    }
+
+    fn new(device: &Arc<Device>, cache: Option<&Path>) -> Result<Self> {
+        device.enter()?;
+        let library = CuFile::get()?;
+        let module = Module::load(device, &compile(SOURCE, &[], cache)?)?;
+        let checksum = module.function("checksum_sections", CHECKSUM_THREADS, 0)?;
+        let lanes: Vec<Mutex<Lane>> =
+            (0..N_LANES).map(|_| Lane::new(device, library).map(Mutex::new)).collect::<Result<_>>()?;
+        device.synchronize()?;
+        let lanes = <[Mutex<Lane>; N_LANES]>::try_from(lanes).map_err(|_| failed("a number of lanes"))?;
+        Ok(Self { device: Arc::clone(device), library, checksum, lanes })
+    }
+
+    /// Reads all layers of `blocks`, which lie in files of `source`, and has `copy` bring them to `pages`; `tell` hears how many
+    /// layers are there. A file that cannot be read, or has other bytes than were stored, ends it; the file is told.
+    ///
+    /// # Safety
+    /// The blocks are the caller's alone until this returns.
+    ///
+    /// # Errors
+    /// As said; any of the blocks may have been written.
+    pub(super) unsafe fn read(
+        &self,
+        source: &dyn BlockSource,
+        blocks: &[(usize, BlockId)],
+        pages: &PageAddresses,
+        copy: CopyInside<'_>,
+        tell: &(dyn Fn(usize) + Sync),
+    ) -> Result<()> {
+        let (n_layers, block_bytes) = (pages.n_layers(), pages.block_bytes());
+        let files = files_of(source, blocks, n_layers)?;
+        let longest = files.iter().map(|file| file.blocks.len() * block_bytes).max().unwrap_or(0);
+        if longest == 0 || READ_BYTES < longest || !longest.is_multiple_of(8) {
+            return Err(failed(format!("a layer of {longest} bytes, of at most {READ_BYTES}")));
+        }
+        let layers_at_a_time = (READ_BYTES / longest).min(MAX_SECTIONS);
+        let n_groups = n_layers.div_ceil(layers_at_a_time);
+        let n_left_files = Mutex::new(vec![files.len(); n_groups]);
+        let progress = Progress { layers_at_a_time, n_left_files, has_failed: AtomicBool::new(false) };
+        // Given back before the files are.
+        let handles = Handles { library: self.library, known: Mutex::default() };
+        let next = AtomicUsize::new(0);
+        let read_next = |lane: &Mutex<Lane>| -> Result<()> {
+            let mut lane = lane.lock();
+            self.device.enter()?;
+            while !progress.has_failed.load(Ordering::Relaxed) {
+                // By layers: those that passes need first come first.
+                let turn = next.fetch_add(1, Ordering::Relaxed);
+                let (group, file) = (turn / files.len(), &files[turn % files.len()]);
+                if n_groups <= group {
+                    break;
+                }
+                let first = group * progress.layers_at_a_time;
+                let layers = first..n_layers.min(first + progress.layers_at_a_time);
+                let n_read_layers = layers.len();
+                let pieces = self.read_layers(&mut lane, file, &handles, layers, pages)?;
+                copy(&pieces)?;
+                file.note_layers(n_read_layers);
+                progress.note(group, n_layers, tell);
+            }
+            Ok(())
+        };
+        let read_lane =
+            |lane| read_next(lane).inspect_err(|_| progress.has_failed.store(true, Ordering::Relaxed));
+        std::thread::scope(|scope| {
+            let read_lane = &read_lane;
+            let others: Vec<_> =
+                self.lanes[1..].iter().map(|lane| scope.spawn(move || read_lane(lane))).collect();
+            let first = read_lane(&self.lanes[0]);
+            let ended = others
+                .into_iter()
+                .map(|lane| lane.join().unwrap_or_else(|_| Err(failed("a thread that reads has panicked"))));
+            ended.fold(first, Result::and)
+        })
+    }
+
+    /// Reads some layers of a file and proves them; says which pieces go where.
+    fn read_layers<'a>(
+        &self,
+        lane: &mut Lane,
+        blocks: &'a FileBlocks<'_>,
+        handles: &Handles<'a>,
+        layers: Range<usize>,
+        pages: &PageAddresses,
+    ) -> Result<Vec<CopyPiece>> {
+        let block_bytes = pages.block_bytes();
+        let section_bytes = blocks.blocks.len() * block_bytes;
+        let file = blocks.open()?;
+        let checksums = file.checksums().get(layers.clone());
+        let checksums = checksums.ok_or_else(|| failed("checksums of all layers"))?;
+        let start = file.offset() + (layers.start * section_bytes) as u64;
+        let read = || -> Result<u64> {
+            let handle = handles.of(file)?;
+            let end = start + (layers.len() * section_bytes) as u64;
+            let first = start - start % FILE_BLOCK_BYTES;
+            let n_bytes = (end.next_multiple_of(FILE_BLOCK_BYTES) - first) as usize;
+            if lane.memory.n_bytes() < n_bytes {
+                return Err(failed(format!("{n_bytes} bytes at a time")));
+            }
+            // SAFETY: the lane has so many bytes, and is this thread's while it is locked; all kernels that used them have ended.
+            unsafe { handle.read(lane.memory.address(), n_bytes, first)? };
+            Ok(lane.memory.address() + (start - first))
+        };
+        let address = read().inspect_err(|_| file.note_read(FileRead::Failed))?;
+        let found = self.checksums_of(lane, address, section_bytes, layers.len());
+        let found = found.inspect_err(|_| file.note_read(FileRead::Failed))?;
+        if found != checksums {
+            file.note_read(FileRead::Corrupt);
+            return Err(failed("a layer whose bytes are those that were stored"));
+        }
+        let mut pieces = Vec::with_capacity(layers.len() * blocks.wanted.len());
+        for (place, layer_idx) in layers.enumerate() {
+            for &(block_idx, block) in blocks.wanted {
+                let offset = place * section_bytes + (block_idx - blocks.blocks.start) * block_bytes;
+                let target = pages.address(layer_idx, block);
+                let piece = CopyPiece { target, source: address + offset as u64, n_bytes: block_bytes };
+                add_piece(&mut pieces, piece);
+            }
+        }
+        Ok(pieces)
+    }
+
+    /// The checksums of sections that lie one behind the other in a lane's memory.
+    fn checksums_of(
+        &self,
+        lane: &Lane,
+        address: u64,
+        section_bytes: usize,
+        n_sections: usize,
+    ) -> Result<Vec<u64>> {
+        let sections = SectionArguments {
+            words: address,
+            checksums: lane.checksums.address(),
+            n_words: section_bytes as u64 / 8,
+        };
+        // SAFETY: the caller has read so many sections to the lane, which has room for as many checksums and is the caller's until the
+        // kernel has ended; each section is whole words long.
+        unsafe { self.checksum.launch_beside(n_sections as u32, &mut arguments![sections])? };
+        self.device.synchronize_copies()?;
+        let (words, _) = lane.checksums.bytes()[..n_sections * 8].as_chunks::<8>();
+        Ok(words.iter().map(|word| u64::from_le_bytes(*word)).collect())
+    }
+}
+
+impl Lane {
+    fn new(device: &Arc<Device>, library: &'static CuFile) -> Result<Self> {
+        // A read begins and ends with whole blocks of the file.
+        let memory = Buffer::zeroed(device, READ_BYTES + 2 * FILE_BLOCK_BYTES as usize)?;
+        let checksums = HostBuffer::zeroed(device, MAX_SECTIONS * 8)?;
+        // SAFETY: the memory is alive until this is dropped, and so is the registration.
+        if let Err(error) = unsafe { library.register_memory(memory.address(), memory.n_bytes()) } {
+            tracing::debug!(%error, "memory for reading files is mapped for each read");
+        }
+        Ok(Self { memory, checksums })
+    }
+}
+
+impl Drop for FileReader {
+    fn drop(&mut self) {
+        if self.device.enter().is_ok() {
+            for lane in &mut self.lanes {
+                // SAFETY: nothing reads any more. What was not registered is refused.
+                unsafe { self.library.deregister_memory(lane.get_mut().memory.address()) };
+            }
+        }
+    }
+}
+
+impl FileBlocks<'_> {
+    fn open(&self) -> Result<&dyn KvFile> {
+        let file = self.file.get_or_init(|| self.source.open_file(self.blocks.start));
+        file.as_deref().ok_or_else(|| failed("a file that is still there"))
+    }
+
+    /// Tells the file when all of its layers have come.
+    fn note_layers(&self, n_layers: usize) {
+        if self.n_left_layers.fetch_sub(n_layers, Ordering::AcqRel) == n_layers
+            && let Ok(file) = self.open()
+        {
+            file.note_read(FileRead::Whole);
+        }
+    }
+}
+
+impl<'a> Handles<'a> {
+    fn of(&self, file: &'a dyn KvFile) -> Result<Arc<FileHandle<'a>>> {
+        use std::os::fd::AsRawFd as _;
+
+        let mut known = self.known.lock();
+        let descriptor = file.file().as_raw_fd();
+        if let Some(handle) = known.iter().find(|handle| handle.descriptor() == descriptor) {
+            return Ok(Arc::clone(handle));
+        }
+        let handle = Arc::new(self.library.handle(file.file())?);
+        known.push(Arc::clone(&handle));
+        Ok(handle)
+    }
+}
+
+impl Progress {
+    /// Notes that a group of layers of a file has come.
+    fn note(&self, group: usize, n_layers: usize, tell: &(dyn Fn(usize) + Sync)) {
+        let mut n_left_files = self.n_left_files.lock();
+        n_left_files[group] -= 1;
+        let n_whole = n_left_files.iter().take_while(|n_left| **n_left == 0).count();
+        // Under the lock: what is told never falls.
+        tell(n_layers.min(n_whole * self.layers_at_a_time));
+    }
+}
+
+/// The files of blocks, which are in rising order.
+fn files_of<'a>(
+    source: &'a dyn BlockSource,
+    mut blocks: &'a [(usize, BlockId)],
+    n_layers: usize,
+) -> Result<Vec<FileBlocks<'a>>> {
+    let mut files = Vec::new();
+    while let Some((first, _)) = blocks.first() {
+        let of_file = source.file_blocks(*first).filter(|of_file| of_file.contains(first));
+        let of_file = of_file.ok_or_else(|| failed("blocks that lie in files"))?;
+        let n_wanted = blocks.iter().take_while(|(block_idx, _)| of_file.contains(block_idx)).count();
+        let (wanted, rest) = blocks.split_at(n_wanted);
+        let (file, n_left_layers) = (OnceLock::new(), AtomicUsize::new(n_layers));
+        files.push(FileBlocks { source, blocks: of_file, wanted, file, n_left_layers });
+        blocks = rest;
+    }
+    Ok(files)
+}
+
+fn failed(allowed: impl Into<String>) -> ModelError {
+    ModelError::request("kv", "in a file", allowed.into())
+}
