@@ -111,6 +111,10 @@ pub struct StoreConfig {
     pub nvme_max_calls: usize,
     /// GPU through which the memory is registered with CUDA, for engines that copy from it. Default: none.
     pub cuda_device: Option<u32>,
+    /// Whether a worker on a GPU reads chunks from the disk into the GPU's memory by `cuFile`: `off`; `on`, or end
+    /// with an error where the library is not there; `auto`, where it is. Chunks that are read so do not come into memory, so
+    /// they are read from the disk again. Default: `off`.
+    pub gpu_direct: String,
     /// Codec of chunks in the remote tier, as `nvme_codec`. Stores that share a remote tier read what others have coded; coded
     /// chunks and those of `none` are not found by each other. Default: `none`.
     pub remote_codec: String,
@@ -210,6 +214,7 @@ impl Default for StoreConfig {
             nvme_bytes_per_s: "0".to_owned(),
             nvme_max_calls: 0,
             cuda_device: None,
+            gpu_direct: "off".to_owned(),
             remote_codec: "none".to_owned(),
             remote_timeout_ms: 2000,
             remote_ttl_s: None,

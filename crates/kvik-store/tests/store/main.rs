@@ -4,6 +4,7 @@
 
 mod clears;
 mod collisions;
+mod direct;
 mod disks;
 mod failures;
 mod flights;

@@ -1,7 +1,8 @@
 //! The device that the model runs on, and its memory for keys and values.
 
 use kvik_model::{
-    BackendOptions, CpuBackendOptions, CudaBackendOptions, DeviceName, KvSharing, KvSize, ModelError,
+    BackendOptions, CpuBackendOptions, CudaBackendOptions, DeviceName, FileReads, KvSharing, KvSize,
+    ModelError,
 };
 use kvik_types::Dtype;
 
@@ -32,6 +33,8 @@ impl WorkerConfig {
                 let without = "none with device cpu, whose KV has `kv_blocks`";
                 check(self.kv_memory.is_none(), "kv_memory", "set", without)?;
                 check(self.kernel_cache.is_none(), "kernel_cache", "set", "none with device cpu")?;
+                let is_possible = self.file_reads()? != FileReads::On;
+                check(is_possible, "store.gpu_direct", "on", "off or auto with device cpu")?;
                 let mut options = CpuBackendOptions::default();
                 options.n_blocks = if blocks == 0 { CPU_KV_BLOCKS } else { blocks };
                 options.memory = self.memory.group(label.to_owned());
@@ -52,9 +55,19 @@ impl WorkerConfig {
                 options.kv_dtype = self.dtype(Dtype::BF16)?;
                 options.kv_sharing = self.sharing()?;
                 options.kernel_cache.clone_from(&self.kernel_cache);
+                options.file_reads = self.file_reads()?;
                 Ok(BackendOptions::Cuda(options))
             }
         }
+    }
+
+    /// Whether the device reads chunks of its own store from files.
+    fn file_reads(&self) -> Result<FileReads> {
+        self.store.gpu_direct.parse().map_err(|_| WorkerError::InvalidConfig {
+            field: "store.gpu_direct",
+            value: self.store.gpu_direct.clone(),
+            allowed: "off, auto or on",
+        })
     }
 
     /// The memory of keys and values on a GPU; `None` for the default.
@@ -133,6 +146,14 @@ mod tests {
         assert_eq!(
             message(&|config| config.device = "tpu".into()),
             "`device` is tpu; allowed: cpu, or cuda:N with the index of a GPU"
+        );
+        assert_eq!(
+            message(&|config| config.store.gpu_direct = "on".into()),
+            "`store.gpu_direct` is on; allowed: off or auto with device cpu"
+        );
+        assert_eq!(
+            message(&|config| config.store.gpu_direct = "yes".into()),
+            "`store.gpu_direct` is yes; allowed: off, auto or on"
         );
         let both = |config: &mut WorkerConfig| {
             config.device = "cuda:0".into();

@@ -11,6 +11,7 @@ use kvik_tier::TierKind;
 
 use super::PanicGuard;
 use super::arriving::{ArrivingPrefix, TakenTokens};
+use super::direct::{DirectPrefix, DirectReads};
 use super::job::JobHandle;
 use super::layered::LayeredPrefix;
 use super::load_threads::LoadThreads;
@@ -44,6 +45,8 @@ pub(crate) enum PromptKv {
     Arriving(ArrivingPrefix),
     /// Some layers do.
     Layered(LayeredPrefix),
+    /// The device reads some of it by itself.
+    Direct(DirectPrefix),
 }
 
 /// The tokens that came from the store, by chunk, and the tier of each.
@@ -77,6 +80,8 @@ pub(super) struct LoadPlanner {
     pub(super) planner: Arc<Planner>,
     /// Read layer by layer; without them, chunks are read whole.
     pub(super) layer_threads: Option<Arc<LoadThreads>>,
+    /// Where the device reads files by itself.
+    pub(super) direct_reads: Option<Arc<DirectReads>>,
     pub(super) panic_guard: PanicGuard,
     pub(super) timeout: Duration,
 }
@@ -100,7 +105,22 @@ enum Bytes {
 }
 
 /// Begins to load whole chunks.
-pub(super) fn begin(store: &Store, chain: &Chain, first_chunk: usize, timeout: Duration) -> Loading {
+pub(super) fn begin(
+    store: &Store,
+    chain: &Chain,
+    first_chunk: usize,
+    direct_reads: Option<&Arc<DirectReads>>,
+    timeout: Duration,
+) -> Loading {
+    if let Some(reads) = direct_reads {
+        // What must be asked of remote tiers first comes the usual way.
+        let inquiry = store.inquire(chain, first_chunk);
+        if inquiry.is_done()
+            && let Some(prefix) = reads.begin(store, chain, first_chunk, &inquiry.places())
+        {
+            return Loading::Ready(PromptKv::Direct(prefix));
+        }
+    }
     let prefetch = store.prefetch(chain, first_chunk);
     if prefetch.is_done() {
         return match LoadedPrefix::from_chunks(prefetch.wait(Duration::ZERO)) {
@@ -131,13 +151,19 @@ impl LoadPlanner {
 impl PlannedLoad {
     /// Plans with what was found by now, and begins.
     fn finish(self) -> Option<PromptKv> {
-        let Self { planner: LoadPlanner { store, planner, layer_threads, panic_guard, timeout }, .. } = &self;
+        let LoadPlanner { store, planner, layer_threads, direct_reads, panic_guard, timeout } = &self.planner;
         let (request, places) = (&self.request, self.inquiry.places());
         if places.n_chunks() == 0 {
             return None;
         }
         let planned = planner.plan(store, request, &places);
         planner.count(&planned);
+        if planned.plan.decision != Decision::Compute
+            && let Some(reads) = direct_reads
+            && let Some(prefix) = reads.begin(store, &request.chain, request.first_chunk(), &places)
+        {
+            return Some(PromptKv::Direct(prefix));
+        }
         match (planned.plan.decision, layer_threads) {
             (Decision::Layers, Some(threads)) => {
                 let layers = begin_layers(store, threads, panic_guard, request, &places, &planned, *timeout);
@@ -164,6 +190,10 @@ impl PromptKv {
                 (Arc::new(prefix), ChunkTiers::Loaded(chunks))
             }
             Self::Arriving(prefix) => {
+                let taken = prefix.taken();
+                (Arc::new(prefix), ChunkTiers::Taken(taken))
+            }
+            Self::Direct(prefix) => {
                 let taken = prefix.taken();
                 (Arc::new(prefix), ChunkTiers::Taken(taken))
             }

@@ -10,6 +10,7 @@ use kvik_store::{Chain, ChunkFormat, ChunkObserver, Observation, Space, Store, W
 use kvik_tier::TierKind;
 use kvik_types::{BlockHash, CacheSalt, Namespace, TokenId};
 
+use super::direct::DirectReads;
 use super::job::Job;
 use super::layered::{LayerBytes, layered};
 use super::load::LoadPlanner;
@@ -31,6 +32,8 @@ pub(crate) struct LocalStore {
     namespace: Namespace,
     load_timeout: Duration,
     layer_reads: LayerReads,
+    /// Where the device reads files by itself.
+    direct_reads: Option<Arc<DirectReads>>,
     panic_guard: PanicGuard,
     segments: Arc<SegmentStore>,
     sink_counts: Arc<SinkCounts>,
@@ -49,7 +52,8 @@ enum LayerReads {
 }
 
 impl LocalStore {
-    /// Opens the store of `config` for chunks of `format` and for segments behind `priming`; `None` where there is to be none.
+    /// Opens the store of `config` for chunks of `format` and for segments behind `priming`; `None` where there is to be none. A device
+    /// that reads files by itself has a `max_file_section_bytes`.
     ///
     /// # Errors
     /// If the configuration is wrong or a local tier cannot be used.
@@ -58,6 +62,7 @@ impl LocalStore {
         namespace: &Namespace,
         format: ChunkFormat,
         priming: &[TokenId],
+        max_file_section_bytes: Option<usize>,
     ) -> Result<Option<Self>> {
         let Some(plan) = config.resolve()? else { return Ok(None) };
         let store = open_store(config, &plan, None)?;
@@ -90,6 +95,7 @@ impl LocalStore {
             namespace,
             load_timeout: plan.load_timeout,
             layer_reads,
+            direct_reads: max_file_section_bytes.map(DirectReads::new),
             panic_guard,
             segments: Arc::new(segments),
             sink_counts: Arc::default(),
@@ -171,12 +177,13 @@ impl LocalStore {
                 store: self.store.clone(),
                 planner: Arc::clone(&self.planner),
                 layer_threads: threads,
+                direct_reads: self.direct_reads.clone(),
                 panic_guard: self.panic_guard.clone(),
                 timeout: self.load_timeout,
             };
             planner.begin(request)
         } else {
-            load::begin(&self.store, chain, first_chunk, self.load_timeout)
+            load::begin(&self.store, chain, first_chunk, self.direct_reads.as_ref(), self.load_timeout)
         }
     }
 

@@ -2,7 +2,7 @@
 //!
 //! Parts: [`KvStore`] is what the engine's thread asks for, `local` a store in this process (`local_layers` reads it layer by layer), `daemon` that of a daemon on
 //! this machine, whose bytes `daemon_chunks` copies if `daemon_planner` wants them; `segments` are parts of prompts in either of them; `transfer` takes KV out of the engine, `load` is a prompt's KV on its way, `planner` decides what of it is loaded,
-//! `arriving` is what comes chunk by chunk while the engine computes, `layered` what comes layer by layer, and `loader` reads where reading blocks, in `load_threads`.
+//! `arriving` is what comes chunk by chunk while the engine computes, `layered` what comes layer by layer, `direct` what the device reads from files, and `loader` reads where reading blocks, in `load_threads`.
 //!
 //! **Invariant:** nothing here can fail a request. What the store does not have, or does not give in time,
 //! is computed; a store that panics is not asked again.
@@ -11,6 +11,7 @@ mod arriving;
 mod daemon;
 mod daemon_chunks;
 mod daemon_planner;
+mod direct;
 mod job;
 mod layered;
 mod load;
@@ -113,7 +114,8 @@ impl WorkerStore {
             let store = DaemonStore::start(plan, engine.namespace(), format, priming)?;
             return Ok(Some(Self::Daemon(Arc::new(store))));
         }
-        Ok(LocalStore::open(config, engine.namespace(), format, priming)?.map(Self::Local))
+        Ok(LocalStore::open(config, engine.namespace(), format, priming, engine.max_file_section_bytes())?
+            .map(Self::Local))
     }
 
     /// Where chains are made; `None` where the daemon did not come in time.

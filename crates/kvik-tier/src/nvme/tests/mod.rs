@@ -4,6 +4,7 @@ mod blocks;
 mod damage;
 mod device;
 mod failures;
+mod files;
 mod power_loss;
 mod recorder;
 
