@@ -303,6 +303,13 @@ fn plan(tiers: &StoreConfig) -> Result<StorePlan> {
             "not set: a daemon gives its engines all that they ask for",
         );
     }
+    if tiers.gpu_direct != StoreConfig::default().gpu_direct {
+        return refuse(
+            "tiers.gpu_direct",
+            &tiers.gpu_direct,
+            "not set: a worker reads only the disks of its own store by its GPU",
+        );
+    }
     if let Some(id) = &tiers.lmcache_instance_id {
         return refuse(
             "tiers.lmcache_instance_id",

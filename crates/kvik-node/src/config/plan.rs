@@ -168,6 +168,13 @@ impl StoreConfig {
         let write_back = self.write_back.as_str();
         check(["store", "reuse"].contains(&write_back), "store.write_back", write_back, "store or reuse")?;
         let planner = self.planner_mode()?;
+        let gpu_direct = self.gpu_direct.as_str();
+        check(
+            ["off", "auto", "on"].contains(&gpu_direct),
+            "store.gpu_direct",
+            gpu_direct,
+            "off, auto or on",
+        )?;
         let io = self.nvme_io.as_str();
         check(
             ["auto", "uring", "positional"].contains(&io),

@@ -171,3 +171,140 @@ impl KvFile for DirectFile {
         self.chunk.note_read(of_chunk);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt as _;
+    use std::path::Path;
+
+    use kvik_store::{ChunkFormat, Clear, Commit, StoreOptions, Write};
+    use kvik_tier::{Arena, ArenaOptions, Checksummed, NvmeOptions, NvmeTier, RamTier, TierKind};
+    use kvik_types::{BlockSize, Dtype, Namespace};
+
+    use super::*;
+
+    const N_LAYERS: usize = 2;
+    const CHUNK_TOKENS: usize = 32;
+    const BLOCK_BYTES: usize = 16 * 64;
+
+    /// The bytes of a block, which tell its place.
+    fn content(layer_idx: usize, block_idx: usize) -> Vec<u8> {
+        vec![(layer_idx * 16 + block_idx) as u8; BLOCK_BYTES]
+    }
+
+    /// A store whose disk has three chunks, of which memory has the first `n_in_memory`.
+    fn store_in(dir: &Path, n_in_memory: usize) -> (Store, Chain) {
+        let disk = Checksummed::new(NvmeTier::open(&NvmeOptions::new(dir, 32 << 20)).unwrap());
+        let ram = RamTier::new(Arena::new(ArenaOptions::new(1 << 20)).unwrap());
+        let chunk_tokens = BlockSize::try_new(CHUNK_TOKENS).unwrap();
+        let options = StoreOptions { chunk_tokens, ..StoreOptions::default() };
+        let store = Store::builder(options, ram).local(Arc::new(disk)).open().unwrap();
+        let namespace =
+            Namespace { model: "m".into(), dtype: Dtype::F32, layout: "l".into(), tenant: String::new() };
+        let block_tokens = BlockSize::try_new(BLOCK_TOKENS).unwrap();
+        let format =
+            ChunkFormat { n_layers: N_LAYERS as u32, token_layer_bytes: 64, n_ranks: 1, block_tokens };
+        let space = store.space(&namespace, format).unwrap();
+        let chain = space.chain(&(0..3 * CHUNK_TOKENS as u32).collect::<Vec<_>>());
+        for chunk_idx in 0..3 {
+            let Write::Slot(mut writer) = store.begin_write(&chain, chunk_idx, 0) else { panic!("no room") };
+            let blocks = 2 * chunk_idx..2 * chunk_idx + 2;
+            let layers =
+                (0..N_LAYERS).flat_map(|layer| blocks.clone().flat_map(move |block| content(layer, block)));
+            writer.payload_mut().copy_from_slice(&layers.collect::<Vec<u8>>());
+            assert!(matches!(writer.commit(), Commit::Stored));
+        }
+        assert!(store.flush(std::time::Duration::from_secs(30)));
+        store.clear(&Clear { tiers: Some(vec![TierKind::Ram.into()]), ..Clear::default() });
+        let front = space.chain(&(0..(n_in_memory * CHUNK_TOKENS) as u32).collect::<Vec<_>>());
+        assert_eq!(store.retrieve(&front, 0).chunks().len(), n_in_memory);
+        (store, chain)
+    }
+
+    fn begin(reads: &Arc<DirectReads>, store: &Store, chain: &Chain) -> Option<DirectPrefix> {
+        reads.begin(store, chain, 0, &store.inquire(chain, 0).places())
+    }
+
+    /// Reads a block as a device does, but for the checksums.
+    fn fetch(prefix: &DirectPrefix, layer_idx: usize, block_idx: usize) -> Vec<u8> {
+        let blocks = prefix.file_blocks(block_idx).unwrap();
+        let file = prefix.open_file(block_idx).unwrap();
+        assert_eq!(file.checksums().len(), N_LAYERS);
+        let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&file.file()));
+        let place = layer_idx * blocks.len() + block_idx - blocks.start;
+        let mut bytes = vec![0; BLOCK_BYTES];
+        let opened = std::fs::File::open(path).unwrap();
+        opened.read_exact_at(&mut bytes, file.offset() + (place * BLOCK_BYTES) as u64).unwrap();
+        file.note_read(FileRead::Whole);
+        bytes
+    }
+
+    #[test]
+    fn blocks_lie_in_memory_or_in_files_and_the_engine_gets_both() {
+        let dir = tempfile::tempdir().unwrap();
+        let (store, chain) = store_in(dir.path(), 1);
+        let reads = DirectReads::new(2 * BLOCK_BYTES);
+        let prefix = begin(&reads, &store, &chain).unwrap();
+        assert_eq!(prefix.there_until(0), 3 * CHUNK_TOKENS);
+        for (layer_idx, block_idx) in [(0, 0), (1, 0), (1, 1)] {
+            assert_eq!(prefix.block(layer_idx, block_idx), Some(content(layer_idx, block_idx).as_slice()));
+            assert_eq!(prefix.file_blocks(block_idx), None);
+        }
+        for (layer_idx, block_idx) in [(0, 2), (1, 3), (0, 5), (1, 4)] {
+            assert_eq!(prefix.block(layer_idx, block_idx), None);
+            assert_eq!(fetch(&prefix, layer_idx, block_idx), content(layer_idx, block_idx));
+        }
+        assert_eq!(
+            (prefix.block(0, 6), prefix.file_blocks(6), prefix.block(N_LAYERS, 0)),
+            (None, None, None)
+        );
+        prefix.note_taken(16..70);
+        let taken = [(16..32, TierKind::Ram), (32..64, TierKind::Nvme), (64..70, TierKind::Nvme)];
+        assert_eq!(*prefix.taken().lock(), taken);
+        assert!(begin(&DirectReads::new(2 * BLOCK_BYTES - 1), &store, &chain).is_none(), "too long a layer");
+    }
+
+    #[test]
+    fn a_chunk_that_cannot_be_read_or_is_wrong_ends_the_prefix_before_it() {
+        for read in [FileRead::Corrupt, FileRead::Failed] {
+            let dir = tempfile::tempdir().unwrap();
+            let (store, chain) = store_in(dir.path(), 0);
+            let reads = DirectReads::new(2 * BLOCK_BYTES);
+            let prefix = begin(&reads, &store, &chain).unwrap();
+            prefix.open_file(2).unwrap().note_read(read);
+            assert_eq!(prefix.there_until(0), CHUNK_TOKENS);
+            assert_eq!((prefix.there_until(CHUNK_TOKENS), prefix.file_blocks(2)), (CHUNK_TOKENS, None));
+            assert!(prefix.open_file(2).is_none() && prefix.open_file(4).is_none());
+            assert_eq!(fetch(&prefix, 1, 1), content(1, 1));
+            let n_left = if read == FileRead::Corrupt { 1 } else { 3 };
+            assert_eq!(store.lookup_local(&chain).n_chunks, n_left, "only what is wrong leaves the disk");
+        }
+    }
+
+    #[test]
+    fn a_chunk_that_left_its_disk_before_it_was_read_ends_the_prefix() {
+        let dir = tempfile::tempdir().unwrap();
+        let (store, chain) = store_in(dir.path(), 0);
+        let prefix = begin(&DirectReads::new(2 * BLOCK_BYTES), &store, &chain).unwrap();
+        store.clear(&Clear::default());
+        assert!(prefix.open_file(0).is_none());
+        assert_eq!((prefix.there_until(0), prefix.file_blocks(0)), (0, None));
+    }
+
+    #[test]
+    fn a_device_that_keeps_failing_is_not_asked_any_more() {
+        let dir = tempfile::tempdir().unwrap();
+        let (store, chain) = store_in(dir.path(), 0);
+        let reads = DirectReads::new(2 * BLOCK_BYTES);
+        let fail =
+            || begin(&reads, &store, &chain).unwrap().open_file(0).unwrap().note_read(FileRead::Failed);
+        for _ in 1..MAX_FAILURES {
+            fail();
+        }
+        fetch(&begin(&reads, &store, &chain).unwrap(), 0, 0);
+        for _ in 0..MAX_FAILURES {
+            fail();
+        }
+        assert!(begin(&reads, &store, &chain).is_none());
+    }
+}

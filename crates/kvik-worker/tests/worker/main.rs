@@ -6,6 +6,8 @@ mod chat;
 mod codecs;
 mod completions;
 mod compress;
+#[cfg(feature = "cuda-tests")]
+mod cuda;
 mod errors;
 mod kv;
 mod kv_events;

@@ -335,3 +335,111 @@ fn files_of<'a>(
 fn failed(allowed: impl Into<String>) -> ModelError {
     ModelError::request("kv", "in a file", allowed.into())
 }
+
+#[cfg(test)]
+mod tests {
+    use crc_fast::{CrcAlgorithm, checksum};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// As `checksum.cu` has it.
+    const POLYNOMIAL: u64 = 0x9a6c_9329_ac4b_c9b5;
+
+    fn multiply(a: u64, mut b: u64) -> u64 {
+        let mut product = 0;
+        for power in (0..64).rev() {
+            if (a >> power) & 1 == 1 {
+                product ^= b;
+            }
+            b = (b >> 1) ^ (if b & 1 == 1 { POLYNOMIAL } else { 0 });
+        }
+        product
+    }
+
+    /// What the kernel does with a section, thread by thread.
+    fn by_threads(words: &[u64], n_threads: usize) -> u64 {
+        let mut shift = POLYNOMIAL;
+        for _ in 0..n_threads.ilog2() {
+            shift = multiply(shift, shift);
+        }
+        let n_missing = words.len().next_multiple_of(n_threads) - words.len();
+        let mut sums = vec![0; n_threads];
+        for row in 0..words.len().div_ceil(n_threads) {
+            for (thread, sum) in sums.iter_mut().enumerate() {
+                let word = match (row * n_threads + thread).checked_sub(n_missing) {
+                    None => 0,
+                    Some(0) => !words[0],
+                    Some(at) => words[at],
+                };
+                *sum = multiply(*sum, shift) ^ word;
+            }
+        }
+        let (mut step, mut shift) = (1, POLYNOMIAL);
+        while step < n_threads {
+            for thread in (0..n_threads).step_by(2 * step) {
+                sums[thread] = multiply(sums[thread], shift) ^ sums[thread + step];
+            }
+            (step, shift) = (2 * step, multiply(shift, shift));
+        }
+        !multiply(sums[0], POLYNOMIAL)
+    }
+
+    proptest! {
+        #[test]
+        fn remainders_of_threads_add_up_to_the_checksum_of_the_section(
+            words in prop::collection::vec(any::<u64>(), 1..1500),
+            log_threads in 0_u32..9,
+        ) {
+            let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+            let expected = checksum(CrcAlgorithm::Crc64Nvme, &bytes);
+            prop_assert_eq!(by_threads(&words, 1 << log_threads), expected);
+        }
+    }
+
+    #[test]
+    fn the_kernel_has_the_numbers_of_this_file() {
+        assert!(SOURCE.contains(&format!("#define N_THREADS {CHECKSUM_THREADS}\n")));
+        assert!(SOURCE.contains(&format!("#define POLYNOMIAL {POLYNOMIAL:#x}ull\n")));
+    }
+
+    /// Blocks 3 to 10 lie in files of four, the first of them from block 2 on.
+    #[derive(Debug)]
+    struct Files;
+
+    impl BlockSource for Files {
+        fn block(&self, _: usize, _: usize) -> Option<&[u8]> {
+            None
+        }
+
+        fn file_blocks(&self, block_idx: usize) -> Option<Range<usize>> {
+            let start = block_idx.checked_sub(2)? / 4 * 4 + 2;
+            (start < 10).then_some(start..start + 4)
+        }
+    }
+
+    #[test]
+    fn blocks_are_taken_from_the_files_that_have_them() {
+        let blocks: Vec<_> = (3..9).map(|block_idx| (block_idx, BlockId::new(block_idx as u32))).collect();
+        let files = files_of(&Files, &blocks, 5).unwrap();
+        let found: Vec<_> = files.iter().map(|file| (file.blocks.clone(), file.wanted.len())).collect();
+        assert_eq!(found, [(2..6, 3), (6..10, 3)]);
+        assert!(files_of(&Files, &[(1, BlockId::new(1))], 5).is_err());
+        let gone = files[0].open().map(|_| ()).unwrap_err().to_string();
+        assert!(gone.contains("a file that is still there"), "{gone}");
+    }
+
+    #[test]
+    fn a_layer_is_told_when_it_has_come_from_every_file() {
+        let progress = Progress {
+            layers_at_a_time: 2,
+            n_left_files: Mutex::new(vec![2, 2, 2]),
+            has_failed: false.into(),
+        };
+        let told = Mutex::new(Vec::new());
+        for group in [0, 1, 1, 0, 2, 2] {
+            progress.note(group, 5, &|n_there| told.lock().push(n_there));
+        }
+        assert_eq!(*told.lock(), [0, 0, 0, 4, 4, 5]);
+    }
+}

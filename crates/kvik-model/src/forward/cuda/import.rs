@@ -7,11 +7,11 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kvik_memory::vmm::cuda::{CopyPiece, CopyWay, CudaCopier};
-use parking_lot::{Condvar, Mutex};
 
 use super::device::Device;
 use super::files::{FileReader, READ_BYTES};
 use super::pages::{PageAddresses, Pages, add_piece};
+use super::progress::{self, Teller};
 use crate::error::{ModelError, Result};
 use crate::forward::{BlockImport, BlockSource, KvImport};
 use crate::paging::BlockId;
@@ -23,10 +23,19 @@ const BYTES_AT_A_TIME: usize = 64 << 20;
 /// How long the copy waits for a layer of its source: other copies wait behind it.
 const LAYER_PATIENCE: Duration = Duration::from_millis(200);
 
-/// Copies blocks in, at once or on a thread of its own, which ends with this.
+/// Copies blocks in, at once or on threads of its own, which end with this.
 #[derive(Debug)]
 pub(super) struct Importer {
     copier: Arc<Copier>,
+    /// Of memory.
+    thread: CopyThread,
+    /// Of files, which may keep it waiting.
+    file_thread: Option<CopyThread>,
+}
+
+/// A thread that copies.
+#[derive(Debug)]
+struct CopyThread {
     /// `None` only while this is dropped.
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
@@ -49,33 +58,6 @@ struct Job {
     teller: Teller,
 }
 
-/// How far a copy is.
-#[derive(Debug)]
-enum Progress {
-    /// So many layers are copied.
-    UnderWay(usize),
-    Ended(Result<()>),
-    Told,
-}
-
-/// Tells of the layers and the end of a copy.
-#[derive(Debug)]
-struct Ending {
-    progress: Mutex<Progress>,
-    changed: Condvar,
-}
-
-/// The obligation to report the end of a copy; one that is dropped reports a failure.
-#[derive(Debug)]
-struct Teller(Arc<Ending>);
-
-/// A copy under way.
-#[derive(Debug)]
-struct DeviceImport {
-    ending: Arc<Ending>,
-    n_layers: usize,
-}
-
 /// A copy of many blocks, ready for the driver.
 #[derive(Debug)]
 struct Gathered {
@@ -91,7 +73,7 @@ type GatheredLayers = (Gathered, usize);
 struct KnownMemory(Option<Range<usize>>);
 
 impl Importer {
-    /// Starts the thread.
+    /// Starts the threads.
     ///
     /// # Errors
     /// If the device gives no stream, or the system no thread.
@@ -103,13 +85,9 @@ impl Importer {
             pages: pages.addresses(),
             files,
         });
-        let (jobs, received) = channel();
-        let for_thread = Arc::clone(&copier);
-        let thread = std::thread::Builder::new().name("kvik-import".to_owned());
-        let thread = thread.spawn(move || for_thread.run(&received));
-        let thread = thread
-            .map_err(|error| ModelError::Device { call: "start a thread", reason: error.to_string() })?;
-        Ok(Self { copier, jobs: Some(jobs), thread: Some(thread) })
+        let thread = CopyThread::start("kvik-import", &copier)?;
+        let file_thread = copier.files.is_some().then(|| CopyThread::start("kvik-files", &copier));
+        Ok(Self { copier, thread, file_thread: file_thread.transpose()? })
     }
 
     /// The longest section of a file that blocks are copied from; `None` where that is not done.
@@ -131,14 +109,27 @@ impl Importer {
         source: Arc<dyn BlockSource>,
         blocks: Vec<(usize, BlockId)>,
     ) -> Option<Box<dyn KvImport>> {
-        let ending = Arc::new(Ending::default());
-        let job = Job { source, blocks, teller: Teller(Arc::clone(&ending)) };
-        self.jobs.as_ref()?.send(job).ok()?;
-        Some(Box::new(DeviceImport { ending, n_layers: self.copier.pages.n_layers() }))
+        let is_in_files = blocks.iter().any(|(block_idx, _)| source.file_blocks(*block_idx).is_some());
+        let thread = if is_in_files { self.file_thread.as_ref()? } else { &self.thread };
+        let (teller, import) = progress::begin(self.copier.pages.n_layers(), is_in_files);
+        thread.jobs.as_ref()?.send(Job { source, blocks, teller }).ok()?;
+        Some(Box::new(import))
     }
 }
 
-impl Drop for Importer {
+impl CopyThread {
+    fn start(name: &str, copier: &Arc<Copier>) -> Result<Self> {
+        let (jobs, received) = channel();
+        let copier = Arc::clone(copier);
+        let thread = std::thread::Builder::new().name(name.to_owned());
+        let thread = thread.spawn(move || copier.run(&received));
+        let thread = thread
+            .map_err(|error| ModelError::Device { call: "start a thread", reason: error.to_string() })?;
+        Ok(Self { jobs: Some(jobs), thread: Some(thread) })
+    }
+}
+
+impl Drop for CopyThread {
     fn drop(&mut self) {
         drop(self.jobs.take());
         if let Some(thread) = self.thread.take()
@@ -153,10 +144,10 @@ impl Copier {
     fn run(&self, jobs: &Receiver<Job>) {
         let mut known = KnownMemory::default();
         for Job { source, blocks, teller } in jobs {
-            let result = self.copy_all(source.as_ref(), &blocks, &mut known, &teller.0);
+            let result = self.copy_all(source.as_ref(), &blocks, &mut known, &teller);
             // The bytes are let go before the end is reported: they may be lent by the store.
             drop(source);
-            teller.0.tell(result);
+            teller.end(result);
         }
     }
 
@@ -166,26 +157,29 @@ impl Copier {
         source: &dyn BlockSource,
         blocks: &[(usize, BlockId)],
         known: &mut KnownMemory,
-        ending: &Ending,
+        teller: &Teller,
     ) -> Result<()> {
         let (in_files, others): (Vec<_>, Vec<_>) =
             blocks.iter().copied().partition(|(block_idx, _)| source.file_blocks(*block_idx).is_some());
         if in_files.is_empty() {
-            return self.copy_blocks(source, &others, known, &|n_there| ending.tell_layers(n_there));
+            return self.copy_blocks(source, &others, known, &|n_there| teller.tell_layers(n_there));
         }
         let files = self.files.as_ref();
         let files = files.ok_or_else(|| ModelError::request("kv", "in files", "in memory"))?;
         // A layer is there when it has come from everywhere.
         if !others.is_empty() {
-            self.copy_blocks(source, &others, known, &|_| ())?;
+            teller.write(|| self.copy_blocks(source, &others, known, &|_| ()))?;
         }
         let copy = |pieces: &[CopyPiece]| {
-            // SAFETY: the reader's memory stays until this returns, and the targets are blocks that the request alone holds.
-            unsafe { self.stream.copy(pieces, CopyWay::Inside, None) }
-                .map_err(|error| ModelError::Memory(Box::new(error)))
+            teller.write(|| {
+                // SAFETY: the reader's memory stays until this returns, and the targets are blocks that the request alone holds as
+                // long as the copy was not given up.
+                unsafe { self.stream.copy(pieces, CopyWay::Inside, None) }
+                    .map_err(|error| ModelError::Memory(Box::new(error)))
+            })
         };
-        // SAFETY: the targets are blocks that the request alone holds.
-        unsafe { files.read(source, &in_files, &self.pages, &copy, &|n_there| ending.tell_layers(n_there)) }
+        // SAFETY: `copy` writes only blocks that the request alone holds.
+        unsafe { files.read(source, &in_files, &self.pages, &copy, &|n_there| teller.tell_layers(n_there)) }
     }
 
     /// Copies blocks of `source`, layer after layer, and gathers the next layers meanwhile.
@@ -275,82 +269,6 @@ impl Copier {
         // SAFETY: the caller answers for the bytes and the blocks.
         unsafe { self.stream.copy(&gathered.pieces, gathered.way, None) }
             .map_err(|error| ModelError::Memory(Box::new(error)))
-    }
-}
-
-impl Default for Ending {
-    fn default() -> Self {
-        Self { progress: Mutex::new(Progress::UnderWay(0)), changed: Condvar::new() }
-    }
-}
-
-impl Ending {
-    fn tell_layers(&self, n_there: usize) {
-        let mut progress = self.progress.lock();
-        if let Progress::UnderWay(n_told) = &mut *progress {
-            *n_told = n_there;
-            self.changed.notify_all();
-        }
-    }
-
-    fn tell(&self, result: Result<()>) {
-        let mut progress = self.progress.lock();
-        if let Progress::UnderWay(_) = *progress {
-            *progress = Progress::Ended(result);
-            self.changed.notify_all();
-        }
-    }
-
-    /// Waits until so many layers are copied, or no more will be.
-    fn wait_layers(&self, n_layers: usize) {
-        let mut progress = self.progress.lock();
-        let is_short = |progress: &mut Progress| matches!(progress, Progress::UnderWay(n) if *n < n_layers);
-        self.changed.wait_while(&mut progress, is_short);
-    }
-
-    /// Waits for the end; says once how it was.
-    fn wait(&self) -> Result<()> {
-        let mut progress = self.progress.lock();
-        self.changed.wait_while(&mut progress, |progress| matches!(progress, Progress::UnderWay(_)));
-        match std::mem::replace(&mut *progress, Progress::Told) {
-            Progress::Ended(result) => result,
-            Progress::UnderWay(_) | Progress::Told => Ok(()),
-        }
-    }
-}
-
-impl Drop for Teller {
-    fn drop(&mut self) {
-        let reason = "the thread that copies has ended".to_owned();
-        self.0.tell(Err(ModelError::Device { call: "copy KV in", reason }));
-    }
-}
-
-impl KvImport for DeviceImport {
-    fn is_done(&self) -> bool {
-        !matches!(*self.ending.progress.lock(), Progress::UnderWay(_))
-    }
-
-    fn n_layers_there(&self) -> usize {
-        match *self.ending.progress.lock() {
-            Progress::UnderWay(n_there) => n_there,
-            Progress::Ended(_) | Progress::Told => self.n_layers,
-        }
-    }
-
-    fn take_layer(&self, layer_idx: usize, _put: &mut dyn FnMut(BlockId, &[u8])) {
-        self.ending.wait_layers(layer_idx + 1);
-    }
-
-    fn finish(self: Box<Self>) -> Result<()> {
-        self.ending.wait()
-    }
-}
-
-impl Drop for DeviceImport {
-    fn drop(&mut self) {
-        // How it ended does not matter any more, but the blocks may be used again only then.
-        drop(self.ending.wait());
     }
 }
 

@@ -20,6 +20,7 @@ mod pages;
 mod pass;
 mod place;
 mod products;
+mod progress;
 mod watch;
 mod weights;
 

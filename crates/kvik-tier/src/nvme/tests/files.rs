@@ -12,6 +12,9 @@ use crate::nvme::aligned::AlignedBuffer;
 use crate::nvme::{ChunkFile, NvmeTier};
 use crate::tier::{GetOutcome, PutItem, Tier};
 
+/// A chunk of two blocks behind its envelope, beside those that tests count up from 0.
+const HELD: u64 = 7001;
+
 type Opened = Result<ChunkFile, GetOutcome>;
 
 fn open_chunk(tier: &dyn Tier, chunk_idx: u64) -> Opened {
@@ -70,17 +73,17 @@ fn a_file_has_the_bytes_of_its_chunk_in_sections_with_their_checksums_also_after
 fn a_file_that_is_held_keeps_its_bytes_whatever_is_deleted_and_emptied() {
     let dir = temporary_directory();
     let tier = open(dir.path());
-    assert!(put(&tier, 0).is_present());
-    let file = open_chunk(&tier, 0).unwrap();
-    tier.delete(&[content_key(0)]).unwrap();
-    assert!(matches!(open_chunk(&tier, 0), Err(GetOutcome::Miss)), "a deleted chunk is not opened again");
+    assert!(put(&tier, HELD).is_present());
+    let file = open_chunk(&tier, HELD).unwrap();
+    tier.delete(&[content_key(HELD)]).unwrap();
+    assert!(matches!(open_chunk(&tier, HELD), Err(GetOutcome::Miss)), "a deleted chunk is not opened again");
     // Many lives of all other segments.
     for chunk_idx in 1..400 {
         assert!(put(&tier, chunk_idx).is_present(), "chunk {chunk_idx}");
         tier.delete(&[content_key(chunk_idx)]).unwrap();
         let read = read(&file);
         assert!(
-            read == content(content_key(0), length_of(0)) && is_proven(&file, &read),
+            read == content(content_key(HELD), length_of(HELD)) && is_proven(&file, &read),
             "chunk {chunk_idx}"
         );
     }
@@ -103,8 +106,8 @@ fn a_file_that_is_held_keeps_its_bytes_whatever_is_deleted_and_emptied() {
 fn a_file_that_moves_while_it_is_held_is_read_where_it_was() {
     let dir = temporary_directory();
     let tier = open(dir.path());
-    assert!(put(&tier, 0).is_present());
-    let held = open_chunk(&tier, 0).unwrap();
+    assert!(put(&tier, HELD).is_present());
+    let held = open_chunk(&tier, HELD).unwrap();
     // The chunk stays, so it is what moves when its segment is emptied.
     let mut chunk_idx = 1;
     while detail(&tier, "copied_bytes") == 0 {
@@ -115,9 +118,9 @@ fn a_file_that_moves_while_it_is_held_is_read_where_it_was() {
         chunk_idx += 1;
         assert!(chunk_idx < 500, "nothing moves");
     }
-    for file in [held, open_chunk(&tier, 0).unwrap()] {
+    for file in [held, open_chunk(&tier, HELD).unwrap()] {
         let read = read(&file);
-        assert!(read == content(content_key(0), length_of(0)) && is_proven(&file, &read));
+        assert!(read == content(content_key(HELD), length_of(HELD)) && is_proven(&file, &read));
     }
 }
 
@@ -152,9 +155,9 @@ fn what_is_not_what_was_stored_is_not_opened_or_not_proven_and_is_counted() {
     assert!(matches!(open_chunk(&tier, 0), Err(GetOutcome::Corrupt("key"))));
     drop(tier);
     // Bytes of the chunk itself: the reader finds out.
-    for at in [0, 1, length_of(0) - 1] {
-        let tier = with(&|bytes| bytes[places[0] as usize + at] ^= 0x40);
-        let file = open_chunk(&tier, 0).unwrap();
+    for at in [0, 1, 4096, length_of(1) - 1] {
+        let tier = with(&|bytes| bytes[places[1] as usize + at] ^= 0x40);
+        let file = open_chunk(&tier, 1).unwrap();
         assert!(!is_proven(&file, &read(&file)), "byte {at}");
         file.note_corrupt();
         assert_eq!(detail(&tier, "corrupt_reads"), 1);
