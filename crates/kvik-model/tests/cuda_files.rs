@@ -12,13 +12,14 @@ use std::ops::Range;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crc_fast::{CrcAlgorithm, checksum};
 use kvik_model::{
     Backend, BlockId, BlockSource, CudaBackend, CudaBackendOptions, FileRead, FileReads, KvFile, KvSize,
 };
 use kvik_types::Dtype;
+use parking_lot::Mutex;
 use support::schedule::{forward_alone, whole};
 use support::{KV_DTYPES, TestModel};
 
@@ -26,6 +27,7 @@ use support::{KV_DTYPES, TestModel};
 const O_DIRECT: i32 = 0o40000;
 
 /// A backend that reads files; `None`, and why, where it cannot.
+#[expect(clippy::print_stderr, reason = "a test that cannot run says so")]
 fn backend(model: &TestModel, n_blocks: usize, kv_dtype: Dtype) -> Option<CudaBackend> {
     let mut options = CudaBackendOptions::default();
     options.kv_size = KvSize::Blocks(n_blocks);
@@ -89,7 +91,7 @@ impl InFile {
     }
 
     fn told(&self) -> Vec<FileRead> {
-        self.told.lock().unwrap().clone()
+        self.told.lock().clone()
     }
 }
 
@@ -107,7 +109,7 @@ impl KvFile for InFile {
     }
 
     fn note_read(&self, read: FileRead) {
-        self.told.lock().unwrap().push(read);
+        self.told.lock().push(read);
     }
 }
 

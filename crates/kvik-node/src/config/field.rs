@@ -66,6 +66,22 @@ pub(super) fn gigabytes(field: &'static str, size: f64) -> Result<u64> {
     Ok((size * 1e9) as u64)
 }
 
+/// Reads a switch given as a word; in YAML `on` and `off` are other words for true and false.
+pub(super) fn switch_text<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> std::result::Result<String, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Given {
+        Switch(bool),
+        Text(String),
+    }
+    Ok(match Given::deserialize(deserializer)? {
+        Given::Switch(is_on) => (if is_on { "on" } else { "off" }).to_owned(),
+        Given::Text(text) => text,
+    })
+}
+
 /// Reads a size given as a number of bytes or as text.
 pub(super) fn size_text<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<String, D::Error> {
     #[derive(Deserialize)]

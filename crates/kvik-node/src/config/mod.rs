@@ -25,7 +25,7 @@ pub use blending::BlendingPlan;
 pub(crate) use cluster::store_info;
 pub(crate) use daemon::PeerPlans;
 pub use daemon::{DaemonConfig, TenantConfig};
-use field::size_text;
+use field::{size_text, switch_text};
 pub use lm::LmConfig;
 pub use peer::{PeerConfig, PeerPlan, PeerTlsConfig};
 pub use plan::{DaemonPlan, PlannerMode, StorePlan};
@@ -114,6 +114,7 @@ pub struct StoreConfig {
     /// Whether a worker on a GPU reads chunks from the disk into the GPU's memory by `cuFile`: `off`; `on`, or end
     /// with an error where the library is not there; `auto`, where it is. Chunks that are read so do not come into memory, so
     /// they are read from the disk again. Default: `off`.
+    #[serde(deserialize_with = "switch_text")]
     pub gpu_direct: String,
     /// Codec of chunks in the remote tier, as `nvme_codec`. Stores that share a remote tier read what others have coded; coded
     /// chunks and those of `none` are not found by each other. Default: `none`.

@@ -21,6 +21,7 @@ fn config_of(folder: &Path, planner: &str, gpu_direct: &str) -> WorkerConfig {
 }
 
 /// A worker that reads files; `None`, and why, where the library is not there.
+#[expect(clippy::print_stderr, reason = "a test that cannot run says so")]
 async fn start(folder: &Path, planner: &str) -> Option<TestWorker> {
     let config = config_of(folder, planner, "on");
     let shutdown = kvik_runtime::shutdown::Shutdown::new();

@@ -162,7 +162,9 @@ impl Copier {
         let (in_files, others): (Vec<_>, Vec<_>) =
             blocks.iter().copied().partition(|(block_idx, _)| source.file_blocks(*block_idx).is_some());
         if in_files.is_empty() {
-            return self.copy_blocks(source, &others, known, &|n_there| teller.tell_layers(n_there));
+            // Also of a source whose files are gone by now.
+            return teller
+                .write(|| self.copy_blocks(source, &others, known, &|n_there| teller.tell_layers(n_there)));
         }
         let files = self.files.as_ref();
         let files = files.ok_or_else(|| ModelError::request("kv", "in files", "in memory"))?;
