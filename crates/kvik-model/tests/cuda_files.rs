@@ -44,6 +44,11 @@ fn backend(model: &TestModel, n_blocks: usize, kv_dtype: Dtype) -> Option<CudaBa
     }
 }
 
+/// A folder that is not in memory: such file systems may refuse direct reads.
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir_in("/var/tmp").unwrap()
+}
+
 /// Blocks in a file of their own, some of which may be missing.
 #[derive(Debug, Clone)]
 struct InFile {
@@ -162,7 +167,7 @@ fn import(to: &mut CudaBackend, source: &Arc<Source>, pairs: &[(usize, BlockId)]
 fn tokens_go_on_from_blocks_in_files_and_in_memory() {
     let model = TestModel::bundled();
     let prompt: Vec<u32> = (0..112).map(|place| (place * 37 + 11) % model.config.vocab_size as u32).collect();
-    let dir = tempfile::tempdir().unwrap();
+    let dir = folder();
     for (kv_dtype, is_direct) in
         KV_DTYPES.into_iter().flat_map(|kv_dtype| [(kv_dtype, true), (kv_dtype, false)])
     {
@@ -202,7 +207,7 @@ fn tokens_go_on_from_blocks_in_files_and_in_memory() {
 #[test]
 fn files_of_many_reads_come_whole_whatever_their_sections_length() {
     let model = TestModel::bundled();
-    let dir = tempfile::tempdir().unwrap();
+    let dir = folder();
     let n_layers = model.config.n_layers;
     let Some(mut to) = backend(&model, 2048, Dtype::F32) else { return };
     let block_bytes = to.block_layer_bytes();
@@ -238,7 +243,7 @@ fn files_of_many_reads_come_whole_whatever_their_sections_length() {
 #[test]
 fn two_chunks_of_one_file_are_read_through_one_handle() {
     let model = TestModel::bundled();
-    let dir = tempfile::tempdir().unwrap();
+    let dir = folder();
     let Some(mut to) = backend(&model, 64, Dtype::BF16) else { return };
     let memory: Vec<Vec<Vec<u8>>> = (0..model.config.n_layers)
         .map(|layer_idx| {
@@ -274,7 +279,7 @@ fn two_chunks_of_one_file_are_read_through_one_handle() {
 #[test]
 fn one_wrong_bit_anywhere_is_refused() {
     let model = TestModel::bundled();
-    let dir = tempfile::tempdir().unwrap();
+    let dir = folder();
     let Some(mut to) = backend(&model, 16, Dtype::BF16) else { return };
     let (n_layers, block_bytes) = (model.config.n_layers, to.block_layer_bytes());
     let memory: Vec<Vec<Vec<u8>>> = (0..n_layers)
@@ -304,7 +309,7 @@ fn one_wrong_bit_anywhere_is_refused() {
 #[test]
 fn files_that_end_early_or_are_gone_are_refused() {
     let model = TestModel::bundled();
-    let dir = tempfile::tempdir().unwrap();
+    let dir = folder();
     let Some(mut to) = backend(&model, 16, Dtype::BF16) else { return };
     let memory = vec![vec![noise(to.block_layer_bytes(), 5); 4]; model.config.n_layers];
     let path = dir.path().join("a");

@@ -60,7 +60,7 @@ async fn counts(worker: &TestWorker) -> [u64; 3] {
 #[tokio::test]
 async fn a_prompt_is_read_from_disk_into_the_gpu_and_its_answer_is_the_same() {
     for planner in ["load_all", "auto"] {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = tempfile::tempdir_in("/var/tmp").unwrap();
         let Some(worker) = start(folder.path(), planner).await else { return };
         let (computed, found) = ask(&worker).await;
         assert_eq!(found["nvme"].as_u64().unwrap_or(0), 0);
@@ -105,7 +105,7 @@ async fn a_prompt_is_read_from_disk_into_the_gpu_and_its_answer_is_the_same() {
 
 #[tokio::test]
 async fn a_worker_that_does_not_read_files_finds_what_one_that_does_has_written() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = tempfile::tempdir_in("/var/tmp").unwrap();
     let worker = start_with(config_of(folder.path(), "load_all", "auto")).await;
     let (computed, _) = ask(&worker).await;
     worker.client.wait_for_copies().await;

@@ -22,7 +22,7 @@ const OPAQUE_DESCRIPTOR: c_int = 1;
 /// The setting that lets the library read where the GPU cannot be reached from the disk.
 const ALLOW_COMPATIBILITY: c_int = 1;
 
-/// What calls answer; both are 0 if all is well.
+/// What calls answer: 0 if all is well, and for one error that of the driver.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 struct Status {
@@ -182,7 +182,7 @@ impl Drop for FileHandle<'_> {
 impl Status {
     fn check(self, call: &'static str) -> Result<()> {
         match self {
-            Self { error: 0, driver_error: 0 } => Ok(()),
+            Self { error: 0, .. } => Ok(()),
             Self { error, driver_error } => Err(ModelError::Device {
                 call,
                 reason: format!("error {error}, of the driver {driver_error}"),
