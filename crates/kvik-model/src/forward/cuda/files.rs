@@ -135,7 +135,7 @@ impl FileReader {
         let (n_layers, block_bytes) = (pages.n_layers(), pages.block_bytes());
         let files = files_of(source, blocks, n_layers)?;
         let longest = files.iter().map(|file| file.blocks.len() * block_bytes).max().unwrap_or(0);
-        if longest == 0 || READ_BYTES < longest || !longest.is_multiple_of(8) {
+        if longest == 0 || READ_BYTES < longest || !block_bytes.is_multiple_of(8) {
             return Err(failed(format!("a layer of {longest} bytes, of at most {READ_BYTES}")));
         }
         let layers_at_a_time = (READ_BYTES / longest).min(MAX_SECTIONS);
