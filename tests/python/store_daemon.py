@@ -18,16 +18,17 @@ def whole_chunks(n_tokens: int) -> int:
 class Daemon:
     """A store daemon, which can be killed and started again with the same disk."""
 
-    def __init__(self, folder: pathlib.Path, *flags: str) -> None:
+    def __init__(self, folder: pathlib.Path, *flags: str, ram: str = "128MiB", has_disk: bool = True) -> None:
         folder.chmod(0o700)
         self.socket = folder / "store.sock"
         self.disk = folder / "disk"
-        self.flags = ["--nvme", f"{self.disk}:256MiB", *flags]
+        disk = ["--nvme", f"{self.disk}:256MiB"] if has_disk else []
+        self.flags = ["--ram", ram, *disk, *flags]
         self.process: subprocess.Popen | None = None
         self.start()
 
     def start(self) -> None:
-        settings = ["--set", f"tiers.chunk_tokens={CHUNK_TOKENS}", "--ram", "128MiB", "--log", "warn"]
+        settings = ["--set", f"tiers.chunk_tokens={CHUNK_TOKENS}", "--log", "warn"]
         self.process = subprocess.Popen([binary(), "store", "serve", "--socket", str(self.socket), *settings, *self.flags])
         eventually(self.socket.exists, lambda: "no socket")
 
@@ -35,6 +36,13 @@ class Daemon:
         self.process.kill()
         self.process.wait()
         self.socket.unlink(missing_ok=True)
+
+    def pause(self) -> None:
+        """It answers nothing until it is resumed."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """Ends it well: what waits for the disk is written."""

@@ -45,13 +45,14 @@ def engine(arguments: argparse.Namespace) -> LLM:
         dtype=arguments.dtype,
         block_size=32,
         max_model_len=arguments.max_tokens,
-        max_num_batched_tokens=4096,
+        max_num_batched_tokens=arguments.step_tokens,
         max_num_seqs=32,
         enforce_eager=True,
         num_gpu_blocks_override=arguments.blocks,
         kv_transfer_config=transfer,
         distributed_executor_backend="mp" if HAS_PROCESSES else "uni",
         tensor_parallel_size=arguments.ranks,
+        disable_hybrid_kv_cache_manager=True if arguments.one_group else None,
         disable_log_stats=False,
     )
 
@@ -76,6 +77,27 @@ def generate(llm: LLM, request: dict) -> dict:
     }
 
 
+def groups(llm: LLM) -> dict:
+    """The kinds of the groups of KV, and how often vLLM frees other blocks of them than `kvik.windows` says. Of an engine in
+    this process."""
+    from types import SimpleNamespace
+
+    from kvik.vllm.groups import window_of
+    from kvik.windows import Window
+    from vllm.v1.core.single_type_kv_cache_manager import ChunkedLocalAttentionManager
+
+    managers = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.coordinator.single_type_managers
+    n_different = 0
+    for n_tokens in range(2048):
+        for manager in managers:
+            first_block = manager.get_num_skipped_tokens(n_tokens) // manager.block_size
+            n_different += first_block != window_of(manager.kv_cache_spec).first_block(n_tokens)
+        local = SimpleNamespace(attention_chunk_size=96)
+        skipped = ChunkedLocalAttentionManager.get_num_skipped_tokens(local, n_tokens)
+        n_different += skipped // 32 != Window(32, section_tokens=96).first_block(n_tokens)
+    return {"kinds": [type(manager.kv_cache_spec).__name__ for manager in managers], "n_different": n_different}
+
+
 def preemptions(llm: LLM) -> int:
     return sum(int(metric.value) for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
 
@@ -98,11 +120,14 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=256)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--step-tokens", type=int, default=4096)
+    parser.add_argument("--one-group", action="store_true")
     llm = engine(parser.parse_args())
     print(json.dumps({"is_ready": True}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        answer = {"generate": generate, "reset": lambda llm, _: reset(llm)}[request["op"]](llm, request)
+        operations = {"generate": generate, "reset": lambda llm, _: reset(llm), "groups": lambda llm, _: groups(llm)}
+        answer = operations[request["op"]](llm, request)
         print(json.dumps(answer), flush=True)
 
 

@@ -7,17 +7,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    SupportsHMA,
 )
 from vllm.logger import init_logger
 
 import kvik
 from kvik.planner import Planner
-from kvik.vllm.elastic_plan import ElasticPlan
+from kvik.vllm.elastic_plan import ElasticPlan, n_spare_tokens
 from kvik.vllm.elastic_scheduler import ElasticScheduler
 from kvik.vllm.elastic_worker import ElasticWorker
+from kvik.vllm.groups import KNOWS_FAILED_LOADS, Group, GroupStores, has_windows, read_groups, writes_before_orders
+from kvik.vllm.groups_scheduler import GroupsScheduler
+from kvik.vllm.groups_worker import GroupsWorker
 from kvik.vllm.metadata import KvikMetadata
 from kvik.vllm.scheduler import SchedulerHalf
-from kvik.vllm.self_test import run_self_test
+from kvik.vllm.self_test import run_group_tests, run_self_test
 from kvik.vllm.settings import Geometry, Settings, attach
 from kvik.vllm.stats import KvikPromMetrics, KvikStats
 from kvik.vllm.worker import WorkerHalf
@@ -26,7 +30,10 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -39,13 +46,16 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
+BASES = (KVConnectorBase_V1, SupportsHMA) if KNOWS_FAILED_LOADS else (KVConnectorBase_V1,)
 
-class KvikConnector(KVConnectorBase_V1):
+
+class KvikConnector(*BASES):
     """Keeps the KV of ended and running requests in the store of the node, and loads it for later ones. With `elastic`, there
     is memory behind the blocks that are needed only, and other engines of the device use the rest.
 
     Loads run in the background while other requests are computed. A load that fails is reported block by block, and vLLM
-    computes those blocks if `kv_load_failure_policy` is `recompute`. Without a daemon, vLLM goes on as without a
+    computes those blocks if `kv_load_failure_policy` is `recompute`. Where layers have several groups of KV, such as windows
+    beside full attention, a load that fails is computed whole. Without a daemon, vLLM goes on as without a
     connector, and the store is used as soon as the daemon is there.
     """
 
@@ -55,10 +65,17 @@ class KvikConnector(KVConnectorBase_V1):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self.config = vllm_config
         self.settings = Settings.read(dict(vllm_config.kv_transfer_config.kv_connector_extra_config))
-        self.geometry = Geometry.read(vllm_config, kv_cache_config)
+        # Empty where the model has one group, of which requests keep all blocks.
+        self.groups: tuple[Group, ...] = ()
+        if has_windows(self.settings, kv_cache_config):
+            self.groups = read_groups(vllm_config, self.settings, kv_cache_config)
+        self.geometry = self.groups[0].geometry if self.groups else Geometry.read(vllm_config, kv_cache_config)
         self.store: kvik.Store | None = None
+        # All sessions, where there are several groups.
+        self.stores: GroupStores | None = None
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
+        self.groups_worker: GroupsWorker | None = None
         self.elastic_scheduler: ElasticScheduler | None = None
         self.elastic_worker: ElasticWorker | None = None
         is_scheduler = role == KVConnectorRole.SCHEDULER
@@ -68,15 +85,27 @@ class KvikConnector(KVConnectorBase_V1):
                 self.elastic_scheduler = ElasticScheduler(plan, n_spare_tokens(vllm_config, self.geometry))
             else:
                 self.elastic_worker = ElasticWorker(plan, kv_cache_config)
-        if not self.settings.store:
-            return
-        if is_scheduler:
-            self.store = attach(vllm_config, self.settings, self.geometry, 0)
-            self.scheduler = SchedulerHalf(self.store, self.settings, self.geometry, self.planner())
-            self.log_start()
+        if self.settings.store:
+            self.open_store(0 if is_scheduler else vllm_config.parallel_config.rank)
+
+    def open_store(self, rank: int) -> None:
+        is_scheduler = self.role == KVConnectorRole.SCHEDULER
+        if self.groups:
+            self.stores = GroupStores(self.config, self.settings, self.groups, rank)
+            self.store = self.stores.first
+            if is_scheduler:
+                self.scheduler = GroupsScheduler(self.stores, self.settings, self.groups)
+            else:
+                waits_for_saves = writes_before_orders(self.config, self._kv_cache_config)
+                self.groups_worker = GroupsWorker(self.stores, self.groups, waits_for_saves)
         else:
-            self.store = attach(vllm_config, self.settings, self.geometry, vllm_config.parallel_config.rank)
-            self.worker = WorkerHalf(self.store, self.settings, self.geometry)
+            self.store = attach(self.config, self.settings, self.geometry, rank)
+            if is_scheduler:
+                self.scheduler = SchedulerHalf(self.store, self.settings, self.geometry, self.planner())
+            else:
+                self.worker = WorkerHalf(self.store, self.settings, self.geometry)
+        if is_scheduler:
+            self.log_start()
 
     def planner(self) -> Planner | None:
         if self.settings.planner == "load":
@@ -89,15 +118,17 @@ class KvikConnector(KVConnectorBase_V1):
 
     def log_start(self) -> None:
         state = "attached"
-        if not self.store.is_attached:
-            state = f"not attached, vLLM goes on without it until it is: {self.store.last_error}"
-        block_bytes = self.geometry.page_bytes * len(self.geometry.layer_names)
+        stores = [self.store] if self.stores is None else self.stores.by_shape.values()
+        if (lost := next((store for store in stores if not store.is_attached), None)) is not None:
+            state = f"not attached, vLLM goes on without it until it is: {lost.last_error}"
+        geometries = [group.geometry for group in self.groups] or [self.geometry]
         logger.info(
-            "kvik: KV is kept in the store at %s (%s): chunks of %s tokens, %d bytes a token, saved: %s",
+            "kvik: KV is kept in the store at %s (%s): %d groups, chunks of %s tokens, %d bytes a token, saved: %s",
             self.settings.socket,
             state,
+            len(geometries),
             self.store.chunk_tokens,
-            block_bytes // self.geometry.block_tokens,
+            sum(geometry.token_layer_bytes * len(geometry.layer_names) for geometry in geometries),
             self.settings.save,
         )
 
@@ -107,6 +138,11 @@ class KvikConnector(KVConnectorBase_V1):
         return None if self.elastic_worker is None else self.elastic_worker.allocation
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self.groups_worker is not None:
+            self.groups_worker.register(kv_caches)
+            if self.settings.self_test:
+                run_group_tests(self.config, self.settings, self.groups, kv_caches)
+            return
         is_tested = self.worker is not None and self.settings.self_test
         if self.elastic_worker is not None:
             n_test_blocks = (self.store.chunk_tokens or 0) // self.geometry.block_tokens if is_tested else 0
@@ -120,6 +156,9 @@ class KvikConnector(KVConnectorBase_V1):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if not isinstance(kv_connector_metadata, KvikMetadata):
             return
+        if self.groups_worker is not None:
+            self.groups_worker.wait_for_saves_of(kv_connector_metadata.preempted)
+            self.groups_worker.wait_for_saves(kv_connector_metadata.overtaken)
         if self.worker is not None:
             self.worker.wait_for_saves_of(kv_connector_metadata.preempted)
         if self.elastic_worker is not None and kv_connector_metadata.elastic is not None:
@@ -129,6 +168,8 @@ class KvikConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         if self.worker is not None:
             self.worker.begin_loads(self.orders().loads)
+        if self.groups_worker is not None:
+            self.groups_worker.begin_loads(self.orders().group_loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before their request is scheduled."""
@@ -141,12 +182,21 @@ class KvikConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         if self.worker is not None:
             self.worker.begin_saves(self.orders().saves)
+        if self.groups_worker is not None:
+            self.groups_worker.begin_saves(self.orders().group_saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self.worker is None:
+        half = self.worker or self.groups_worker
+        if half is None:
             return None, None
-        saved, loaded = self.worker.finished(finished_req_ids)
+        saved, loaded = half.finished(finished_req_ids)
         return saved or None, loaded or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> "KVConnectorTransferResults":
+        results = super().get_transfer_results(finished_req_ids)
+        if self.groups_worker is not None:
+            results.failed_recving = self.groups_worker.take_failed_requests()
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set() if self.worker is None else self.worker.take_failed_blocks()
@@ -203,6 +253,13 @@ class KvikConnector(KVConnectorBase_V1):
             self.elastic_scheduler.finished(request)
         return self.scheduler is not None and self.scheduler.finished(request, block_ids), None
 
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if isinstance(self.scheduler, GroupsScheduler):
+            return self.scheduler.finished_groups(request, block_ids), None
+        return self.request_finished(request, block_ids[0])
+
     def has_pending_block_frees(self) -> bool:
         return self.elastic_scheduler is not None and self.elastic_scheduler.waits_for_memory()
 
@@ -218,8 +275,8 @@ class KvikConnector(KVConnectorBase_V1):
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
         counts: dict[str, Any] = {}
-        if self.worker is not None:
-            counts = self.worker.take_counts()
+        if (half := self.worker or self.groups_worker) is not None:
+            counts = half.take_counts()
         if self.scheduler is not None and self.scheduler.planner is not None:
             counts |= self.scheduler.planner.take_counts()
         if self.elastic_scheduler is not None:
@@ -230,7 +287,9 @@ class KvikConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self.elastic_worker is not None:
             self.elastic_worker.close()
-        if self.store is not None:
+        if self.stores is not None:
+            self.stores.close()
+        elif self.store is not None:
             self.store.close()
 
     @classmethod
@@ -246,10 +305,3 @@ class KvikConnector(KVConnectorBase_V1):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KvikPromMetrics:
         return KvikPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def n_spare_tokens(config: "VllmConfig", geometry: Geometry) -> int:
-    """Tokens for which a running request has blocks ahead: a block, and what is computed in advance."""
-    speculative = config.speculative_config
-    n_speculative = 0 if speculative is None else speculative.num_speculative_tokens or 0
-    return geometry.block_tokens + n_speculative

@@ -91,3 +91,10 @@ def gpu_page_bytes(geometry: Geometry, limit_bytes: int | None, is_one_buffer: b
     ):
         page_bytes //= 2
     return page_bytes
+
+
+def n_spare_tokens(config: "VllmConfig", geometry: Geometry) -> int:
+    """Tokens for which a running request has blocks ahead: a block, and what is computed in advance."""
+    speculative = config.speculative_config
+    n_speculative = 0 if speculative is None else speculative.num_speculative_tokens or 0
+    return geometry.block_tokens + n_speculative

@@ -36,6 +36,54 @@ class SaveOrder:
 
 
 @dataclass
+class GroupLoad:
+    """Blocks of one group that come from the store, for a model with several groups."""
+
+    # The group's number.
+    group: int
+    # Its chunks, packed.
+    chain: bytes
+    # The first block's number in the chain.
+    first_block: int
+    block_ids: list[int]
+
+
+@dataclass
+class GroupsLoadOrder:
+    """Blocks of a request in all groups that come from the store; they come all or none does."""
+
+    request_id: str
+    parts: list[GroupLoad]
+
+
+@dataclass
+class GroupSave:
+    """Blocks of one group that go to the store."""
+
+    group: int
+    # Its chunks, packed.
+    chain: bytes
+    # The first block's number in the chain that is not stored yet.
+    first_block: int
+    # From the start of the chain on.
+    block_ids: list[int]
+
+
+@dataclass
+class GroupsSaveOrder:
+    """Blocks of a request that go to the store after this step's forward pass."""
+
+    request_id: str
+    # Counts the orders from 1 on.
+    number: int
+    parts: list[GroupSave]
+    # As in `SaveOrder`.
+    pin_s: float | None = None
+    ttl_s: float | None = None
+    priority: str = "normal"
+
+
+@dataclass
 class ElasticOrders:
     """What a worker does with its memory before this step's forward pass: first it gives back, then it takes."""
 
@@ -84,5 +132,10 @@ class KvikMetadata(KVConnectorMetadata):
     saves: list[SaveOrder] = field(default_factory=list)
     # Requests whose blocks are given to others in this step.
     preempted: set[str] = field(default_factory=set)
+    # Of a model with several groups; it has no others.
+    group_loads: list[GroupsLoadOrder] = field(default_factory=list)
+    group_saves: list[GroupsSaveOrder] = field(default_factory=list)
+    # Numbers of saves that read blocks which are written in this step.
+    overtaken: set[int] = field(default_factory=set)
     # Where the memory is elastic.
     elastic: ElasticOrders | None = None

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from vllm.logger import init_logger
 
@@ -24,6 +24,17 @@ logger = init_logger(f"vllm.{__name__}")
 FRESH_S = 0.1
 
 
+class Lookup(Protocol):
+    """What is asked of the store for a request."""
+
+    @property
+    def result(self) -> int:
+        """Tokens that the store has."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for the answer; says whether it came in time."""
+
+
 @dataclass
 class Tracked:
     """A request that the scheduler has."""
@@ -32,7 +43,7 @@ class Tracked:
     controls: Controls
     # None where its KV is not shared.
     chain: kvik.Chain | None = None
-    lookup: kvik.Job | None = None
+    lookup: Lookup | None = None
     # When its lookup was begun.
     lookup_begin: float = 0.0
     # Whether that was before the scheduler asked.
@@ -52,6 +63,8 @@ class Tracked:
 
 class SchedulerHalf:
     """Answers the scheduler from what the store's session knows; nothing here waits longer than `lookup_wait_ms`."""
+
+    tracked_type: type[Tracked] = Tracked
 
     def __init__(
         self, store: kvik.Store, settings: Settings, geometry: Geometry, planner: Planner | None = None
@@ -78,11 +91,14 @@ class SchedulerHalf:
         if tracked.chain is None or tracked.chain.n_tokens <= n_computed_tokens:
             return False
         try:
-            tracked.lookup = self.store.start_lookup(tracked.chain)
+            tracked.lookup = self.start_lookup(tracked)
         except kvik.StoreGoneError:
             return False
         tracked.lookup_begin = time.monotonic()
         return True
+
+    def start_lookup(self, tracked: Tracked) -> Lookup:
+        return self.store.start_lookup(tracked.chain)
 
     def matched_tokens(self, request: "Request", n_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens behind the computed ones the store has; None while that is not known."""
@@ -180,18 +196,22 @@ class SchedulerHalf:
             chain = self.chain(tracked, n_tokens, after=tracked.chain)
             tracked.block_ids = list(block_ids)
             self.save(tracked, chain, n_tokens)
-        chain = chain or tracked.chain
-        if chain is not None and len(chain) > 0:
-            try:
-                self.store.note_request(chain, request.num_output_tokens)
-            except kvik.StoreGoneError:
-                logger.debug("the store is closed")
+        self.note(request, chain or tracked.chain)
         return tracked.has_saves
+
+    def note(self, request: "Request", chain: kvik.Chain | None) -> None:
+        """Tells the eviction policies of a request that has ended."""
+        if chain is None or len(chain) == 0:
+            return
+        try:
+            self.store.note_request(chain, request.num_output_tokens)
+        except kvik.StoreGoneError:
+            logger.debug("the store is closed")
 
     def track(self, request: "Request") -> Tracked:
         tracked = self.tracked.get(request.request_id)
         if tracked is None:
-            tracked = self.tracked[request.request_id] = Tracked(request, self.controls(request))
+            tracked = self.tracked[request.request_id] = self.tracked_type(request, self.controls(request))
         return tracked
 
     def controls(self, request: "Request") -> Controls:

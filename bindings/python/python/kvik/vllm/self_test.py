@@ -1,12 +1,14 @@
 """One chunk that is written, read back and compared before the engine serves."""
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
 
 import kvik
+from kvik.vllm.groups import Group, by_blocks
 from kvik.vllm.settings import Geometry, Settings, attach, layout_name
 from kvik.vllm.worker import WorkerHalf
 
@@ -61,6 +63,15 @@ def run_self_test(
                 load.wait()
         for tensor in tensors:
             tensor[blocks] = 0
+
+
+def run_group_tests(
+    config: "VllmConfig", settings: Settings, groups: Sequence[Group], kv_caches: dict[str, torch.Tensor]
+) -> None:
+    """Tests one group of each shape."""
+    kv_caches = by_blocks(kv_caches, groups[0].geometry.n_blocks)
+    for group in {group.shape: group for group in groups}.values():
+        run_self_test(config, settings, group.geometry, kv_caches)
 
 
 def byte_view(tensor: torch.Tensor, blocks: list[int]) -> torch.Tensor:

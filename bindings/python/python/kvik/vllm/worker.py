@@ -46,25 +46,13 @@ class WorkerHalf:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Learns where the blocks lie."""
         tensors = [kv_caches[name] for name in self.geometry.layer_names]
-        n_blocks = tensors[0].shape[0]
         pieces = list(itertools.chain.from_iterable(pieces_of(tensor) for tensor in tensors))
         self.device = tensors[0].device
-        self.memory = kvik.EngineMemory(
-            pieces,
-            n_blocks=n_blocks,
-            block_tokens=self.geometry.block_tokens,
-            owner=tensors,
-            cuda_device=self.device.index if self.device.type == "cuda" else None,
-        )
+        self.memory = memory_of(tensors, pieces, self.geometry.block_tokens)
         self.store.prepare(self.memory)
 
     def event(self) -> torch.cuda.Event | None:
-        """Behind all work that the engine has begun; `None` where the engine works at once."""
-        if self.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return event_of(self.device)
 
     def begin_loads(self, orders: list[LoadOrder]) -> None:
         # The blocks may have had other owners, whose work is in the engine's stream.
@@ -132,6 +120,29 @@ class WorkerHalf:
     def take_counts(self) -> dict[str, int]:
         counts, self.counts = self.counts, new_counts()
         return counts
+
+
+def memory_of(
+    tensors: list[torch.Tensor], pieces: list[tuple[int, int, int]], block_tokens: int
+) -> kvik.EngineMemory:
+    """The blocks of layers, with one tensor each."""
+    device = tensors[0].device
+    return kvik.EngineMemory(
+        pieces,
+        n_blocks=tensors[0].shape[0],
+        block_tokens=block_tokens,
+        owner=tensors,
+        cuda_device=device.index if device.type == "cuda" else None,
+    )
+
+
+def event_of(device: torch.device) -> torch.cuda.Event | None:
+    """Behind all work that the engine has begun; `None` where the engine works at once."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def number_of(event: torch.cuda.Event | None) -> int | None:
