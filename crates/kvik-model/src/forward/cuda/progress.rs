@@ -125,15 +125,19 @@ impl Ending {
         true
     }
 
-    /// Ends a copy from files now, if it has not ended: no block is written any more.
-    fn give_up(&self) -> Result<()> {
+    /// Ends a copy from files now, if it has not ended: no block is written any more, and it has failed whatever comes.
+    fn give_up(&self) {
         if let Some(patience) = &self.patience {
             *patience.is_given_up.lock() = true;
         }
-        match std::mem::replace(&mut *self.progress.lock(), Progress::Told) {
+        self.tell(Err(late()));
+    }
+
+    /// How it ended; said once.
+    fn take_result(progress: &mut Progress) -> Result<()> {
+        match std::mem::replace(progress, Progress::Told) {
             Progress::Ended(result) => result,
-            Progress::UnderWay(_) => Err(late()),
-            Progress::Told => Ok(()),
+            Progress::UnderWay(_) | Progress::Told => Ok(()),
         }
     }
 
@@ -154,10 +158,15 @@ impl Ending {
     }
 
     /// Waits until so many layers are copied, or no more will be.
+    ///
+    /// A copy that stands still ends here: a pass goes on without the layer, so its end must not be told as a good one.
     fn wait_layers(&self, n_layers: usize) {
         let mut progress = self.progress.lock();
         let is_short = |progress: &Progress| matches!(progress, Progress::UnderWay(n) if *n < n_layers);
-        self.wait_while(&mut progress, is_short);
+        if !self.wait_while(&mut progress, is_short) {
+            drop(progress);
+            self.give_up();
+        }
     }
 
     /// Waits for the end; says once how it was.
@@ -165,12 +174,10 @@ impl Ending {
         let mut progress = self.progress.lock();
         if !self.wait_while(&mut progress, |progress| matches!(progress, Progress::UnderWay(_))) {
             drop(progress);
-            return self.give_up();
+            self.give_up();
+            progress = self.progress.lock();
         }
-        match std::mem::replace(&mut *progress, Progress::Told) {
-            Progress::Ended(result) => result,
-            Progress::UnderWay(_) | Progress::Told => Ok(()),
-        }
+        Self::take_result(&mut progress)
     }
 }
 
@@ -206,8 +213,11 @@ impl KvImport for DeviceImport {
 impl Drop for DeviceImport {
     fn drop(&mut self) {
         // How it ended does not matter any more, but the blocks may be used again only then.
-        let ended = if self.ending.patience.is_some() { self.ending.give_up() } else { self.ending.wait() };
-        drop(ended);
+        if self.ending.patience.is_some() {
+            self.ending.give_up();
+        } else {
+            drop(self.ending.wait());
+        }
     }
 }
 
@@ -243,6 +253,18 @@ mod tests {
         assert!(Box::new(import).finish().unwrap_err().to_string().contains("in time"));
         assert!(teller.write(|| panic!("a block that is not the copy's any more")).is_err());
         teller.end(Ok(()));
+    }
+
+    #[test]
+    fn a_pass_that_went_on_without_a_layer_is_told_so_though_the_layer_comes_later() {
+        let (teller, import) = begin(3, true);
+        teller.tell_layers(1);
+        stand_still(&teller);
+        import.take_layer(1, &mut |_, _| {});
+        assert!(teller.write(|| panic!("a block that is not the copy's any more")).is_err());
+        teller.tell_layers(3);
+        teller.end(Ok(()));
+        assert!(Box::new(import).finish().unwrap_err().to_string().contains("in time"));
     }
 
     #[test]
