@@ -104,8 +104,11 @@ class SchedulerHalf:
         """How many tokens behind the computed ones the store has; None while that is not known."""
         tracked = self.track(request)
         tracked.n_local_tokens = n_computed_tokens
-        # Asked again though it was loaded: the load failed, and would again.
-        if tracked.controls.skip_load or tracked.was_loaded:
+        if tracked.was_loaded:
+            # Asked again though it was loaded: the load failed, and would again. What is computed is saved.
+            tracked.n_stored_tokens = 0
+            return 0, False
+        if tracked.controls.skip_load:
             return 0, False
         if tracked.is_ahead and time.monotonic() > tracked.lookup_begin + FRESH_S:
             # It has waited for its turn: others may have stored what it needs, or displaced it.
