@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use rustix::process::setpriority_process;
 
 use crate::awaiting::{Waiter, future_of};
-use crate::store::Found;
+use crate::found::Found;
 
 /// The lowest priority that Linux has for a thread that is not real-time.
 const LOWEST_PRIORITY: i32 = 19;

@@ -15,6 +15,7 @@ mod dlpack;
 mod elastic;
 mod engine;
 mod error;
+mod found;
 mod gpu;
 mod index;
 mod job;
@@ -44,6 +45,6 @@ fn _kvik(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<planner::LoadPlanner>()?;
     module.add_class::<planner::MeasuredLoad>()?;
     module.add_class::<store::Store>()?;
-    module.add_class::<store::Found>()?;
+    module.add_class::<found::Found>()?;
     error::add_to(module)
 }

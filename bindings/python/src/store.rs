@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use kvik_memory::SocketAddress;
-use kvik_node::{AttachOptions, NodeManager, NodeSession, OpenChain, StoreConfig};
+use kvik_node::{AttachOptions, NodeManager, NodeSession, StoreConfig};
 use kvik_store::{ChunkFormat, Space};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -16,6 +16,7 @@ use crate::client::Client;
 use crate::copies::Transfer;
 use crate::engine::{EngineOptions, retention_of, time_of};
 use crate::error::{StoreGoneError, exception_of, invalid};
+use crate::found::Found;
 use crate::gpu::Gpu;
 use crate::job::Job;
 use crate::memory::EngineMemory;
@@ -35,20 +36,6 @@ pub(crate) struct Store {
     n_copy_threads: usize,
     /// The store of this process, where it has one; dropped after the sessions.
     own: Option<OwnStore>,
-}
-
-/// How much of a sequence the store has.
-#[pyclass(frozen, get_all, module = "kvik")]
-#[derive(Debug, Clone)]
-pub(crate) struct Found {
-    /// Chunks, from the first on.
-    n_chunks: usize,
-    /// Their tokens.
-    n_tokens: usize,
-    /// The first of these tokens, which are in memory.
-    n_memory_tokens: usize,
-    /// The slowest tier that has one of them, such as `ram` or `nvme`.
-    slowest_tier: &'static str,
 }
 
 #[pymethods]
@@ -401,23 +388,5 @@ impl Store {
     ) -> PyResult<Transfer> {
         let transfer = Transfer::try_new(&self.format, chain.inner.clone(), first_block, memory, blocks)?;
         Ok(Transfer { n_threads: self.n_copy_threads, after, ..transfer })
-    }
-}
-
-impl Found {
-    fn nothing() -> Self {
-        Self { n_chunks: 0, n_tokens: 0, n_memory_tokens: 0, slowest_tier: "ram" }
-    }
-
-    /// What was found of a chain, without a tail: jobs move whole chunks.
-    fn of(opened: &OpenChain) -> Self {
-        let chunk_tokens = opened.chain().space().chunk_tokens();
-        let n_chunks = opened.n_found_tokens() / chunk_tokens;
-        Self {
-            n_chunks,
-            n_tokens: n_chunks * chunk_tokens,
-            n_memory_tokens: opened.n_memory_tokens() / chunk_tokens * chunk_tokens,
-            slowest_tier: opened.slowest_tier().name(),
-        }
     }
 }
