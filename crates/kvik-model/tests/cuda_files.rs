@@ -1,4 +1,4 @@
-//! KV that a GPU reads from files by itself: the same as from memory, and nothing that is not what was stored.
+//! KV that a GPU reads from files and writes to them by itself: the same as by way of memory, and nothing that is not what was stored.
 //!
 //! Needs a GPU, NVIDIA's cuFile and the feature `cuda-tests`; `benches/gpu/run` runs it on a machine that has them.
 
@@ -327,4 +327,131 @@ fn files_that_end_early_or_are_gone_are_refused() {
     let source = Arc::new(Source { memory, files: vec![gone] });
     assert!(import(&mut to, &source, &pairs).is_err());
     assert!(source.files[0].told().is_empty());
+}
+
+/// A file of `n_bytes` for direct writes.
+fn empty_file(path: &Path, n_bytes: usize) -> File {
+    let mut file = File::create(path).unwrap();
+    file.write_all(&vec![0x77; n_bytes]).unwrap();
+    file.sync_all().unwrap();
+    File::options().read(true).write(true).custom_flags(O_DIRECT).open(path).unwrap()
+}
+
+#[test]
+fn blocks_that_the_device_writes_are_those_that_memory_gets_and_are_read_again() {
+    let model = TestModel::bundled();
+    let dir = folder();
+    for kv_dtype in KV_DTYPES {
+        let Some(mut backend) = backend(&model, 2048, kv_dtype) else { return };
+        let block_bytes = backend.block_layer_bytes();
+        let (n_layers, longest) =
+            (model.config.n_layers, backend.max_file_section_bytes().unwrap() / block_bytes);
+        // Lengths that are whole blocks of a file, one of them in many writes, with blocks in no order.
+        let unit = 4096 / (4096.min(block_bytes & block_bytes.wrapping_neg()));
+        for (case, n_blocks) in
+            [unit, 3 * unit, 16 * unit, (longest / unit * unit).min(960)].into_iter().enumerate()
+        {
+            let blocks: Vec<BlockId> =
+                (0..n_blocks).map(|idx| BlockId::new(((idx * 7 + case) % 1024) as u32)).collect();
+            let expected: Vec<Vec<Vec<u8>>> = (0..n_layers)
+                .map(|layer| {
+                    (0..n_blocks)
+                        .map(|idx| noise(block_bytes, (layer * 10_000 + idx * 3 + case) as u64))
+                        .collect()
+                })
+                .collect();
+            for (layer_idx, layer) in expected.iter().enumerate() {
+                for (block, bytes) in blocks.iter().zip(layer) {
+                    backend.import_block(layer_idx, *block, bytes).unwrap();
+                }
+            }
+            let path = dir.path().join(format!("{kv_dtype}-{case}"));
+            let n_bytes = n_layers * n_blocks * block_bytes;
+            let file = empty_file(&path, 8192 + n_bytes + 4096);
+            let pinned = backend.pin_blocks(&blocks).unwrap();
+            let checksums = pinned.write_file(0..n_layers, 0..n_blocks, file.as_fd(), 8192).unwrap();
+            drop(pinned);
+            let found = std::fs::read(&path).unwrap();
+            let layers: Vec<Vec<u8>> = expected.iter().map(|layer| layer.concat()).collect();
+            assert!(
+                found[8192..8192 + n_bytes] == layers.concat(),
+                "{kv_dtype}, {n_blocks} blocks: other bytes"
+            );
+            let around = [&found[..8192], &found[8192 + n_bytes..]].concat();
+            assert!(around.iter().all(|byte| *byte == 0x77), "what lies around it was written");
+            let by_cpu: Vec<u64> =
+                layers.iter().map(|layer| checksum(CrcAlgorithm::Crc64Nvme, layer)).collect();
+            assert_eq!(checksums, by_cpu);
+            let in_file = InFile::open(&path, 8192, checksums, 0..n_blocks, true);
+            let source = Arc::new(Source { memory: expected, files: vec![in_file] });
+            let pairs: Vec<_> = (0..n_blocks).map(|idx| (idx, BlockId::new(1024 + idx as u32))).collect();
+            import(&mut backend, &source, &pairs).unwrap();
+            assert!(exported(&backend, 1024..1024 + n_blocks as u32) == source.memory);
+        }
+    }
+}
+
+#[test]
+fn writes_that_cannot_be_whole_are_refused() {
+    let model = TestModel::bundled();
+    let dir = folder();
+    let Some(mut backend) = backend(&model, 2048, Dtype::BF16) else { return };
+    let n_layers = model.config.n_layers;
+    let blocks: Vec<BlockId> = (0..2048).map(BlockId::new).collect();
+    let longest = backend.max_file_section_bytes().unwrap() / backend.block_layer_bytes();
+    let pinned = backend.pin_blocks(&blocks).unwrap();
+    let file = empty_file(&dir.path().join("a"), 1 << 20);
+    assert!(pinned.write_file(0..n_layers, 0..4, file.as_fd(), 100).is_err(), "an offset inside of a block");
+    assert!(pinned.write_file(0..n_layers, 0..0, file.as_fd(), 0).is_err(), "nothing");
+    if longest < 2048 {
+        assert!(pinned.write_file(0..n_layers, 0..longest + 1, file.as_fd(), 0).is_err(), "too long");
+    }
+    let read_only = File::open(dir.path().join("a")).unwrap();
+    assert!(pinned.write_file(0..n_layers, 0..4, read_only.as_fd(), 0).is_err(), "a file for reading");
+    // What failed before does not hinder what comes behind it.
+    pinned.write_file(0..n_layers, 0..4, file.as_fd(), 0).unwrap();
+}
+
+#[test]
+fn files_are_written_while_others_are_read() {
+    let model = TestModel::bundled();
+    let dir = folder();
+    let Some(mut backend) = backend(&model, 256, Dtype::BF16) else { return };
+    let (n_layers, block_bytes) = (model.config.n_layers, backend.block_layer_bytes());
+    let memory: Vec<Vec<Vec<u8>>> = (0..n_layers)
+        .map(|layer| (0..64).map(|idx| noise(block_bytes, (layer * 64 + idx + 1) as u64)).collect())
+        .collect();
+    let n_bytes = n_layers * 64 * block_bytes;
+    let path = dir.path().join("segment");
+    let read = InFile::new(&dir.path().join("part"), &memory, 0..64, 4096, true);
+    let mut bytes = vec![0_u8; 4096];
+    bytes.extend(memory.iter().flat_map(|layer| layer.concat()));
+    bytes.resize(8192 + 2 * n_bytes, 0);
+    std::fs::write(&path, &bytes).unwrap();
+    let file = Arc::new(File::options().read(true).write(true).custom_flags(O_DIRECT).open(&path).unwrap());
+    let source = Arc::new(Source {
+        files: vec![InFile { file: Arc::clone(&file), offset: 4096, ..read }],
+        memory: memory.clone(),
+    });
+    let pairs: Vec<_> = (0..64).map(|idx| (idx, BlockId::new(idx as u32))).collect();
+    import(&mut backend, &source, &pairs).unwrap();
+    let blocks: Vec<BlockId> = (0..64).map(BlockId::new).collect();
+    let pinned = backend.pin_blocks(&blocks).unwrap();
+    let targets: Vec<_> = (0..64).map(|idx| (idx, BlockId::new(128 + idx as u32))).collect();
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            let offset = 8192 + n_bytes as u64;
+            for _ in 0..20 {
+                pinned.write_file(0..n_layers, 0..64, file.as_fd(), offset / 4096 * 4096).unwrap();
+            }
+        });
+        for _ in 0..20 {
+            import(&mut backend, &source, &targets).unwrap();
+            assert!(exported(&backend, 128..192) == memory);
+        }
+        writer.join().unwrap();
+    });
+    let found = std::fs::read(&path).unwrap();
+    let at = (8192 + n_bytes) / 4096 * 4096;
+    assert!(found[at..at + n_bytes] == bytes[4096..4096 + n_bytes]);
 }

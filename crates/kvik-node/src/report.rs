@@ -30,6 +30,9 @@ pub fn cache_stats(store: &Store) -> CacheStats {
         ("direct_chunks", stats.n_direct),
         ("direct_bytes", stats.direct_bytes),
         ("failed_direct_reads", stats.n_failed_direct),
+        ("direct_written_chunks", stats.n_direct_writes),
+        ("direct_written_bytes", stats.direct_written_bytes),
+        ("failed_direct_writes", stats.n_failed_direct_writes),
         ("indexed_chunks", stats.n_entries),
         ("index_bytes", stats.directory_bytes),
     ]

@@ -22,6 +22,9 @@ pub(crate) enum Counter {
     DirectChunks,
     DirectBytes,
     FailedDirectReads,
+    DirectWrites,
+    DirectWrittenBytes,
+    FailedDirectWrites,
     HitTokens(TierIdx),
     Written(TierIdx),
     DroppedWrites(TierIdx),
@@ -31,7 +34,7 @@ pub(crate) enum Counter {
     TokenMismatches(TierIdx),
 }
 
-const N_PLAIN: usize = 15;
+const N_PLAIN: usize = 18;
 const N_COUNTERS: usize = N_PLAIN + 7 * MAX_TIERS;
 
 /// All counts. They order nothing, so they are relaxed.
@@ -59,6 +62,9 @@ impl Counter {
             Self::DirectChunks => 12,
             Self::DirectBytes => 13,
             Self::FailedDirectReads => 14,
+            Self::DirectWrites => 15,
+            Self::DirectWrittenBytes => 16,
+            Self::FailedDirectWrites => 17,
             Self::HitTokens(tier) => of_tier(0, tier),
             Self::Written(tier) => of_tier(1, tier),
             Self::DroppedWrites(tier) => of_tier(2, tier),

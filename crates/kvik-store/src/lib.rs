@@ -73,8 +73,8 @@ pub use retention::{Priority, Retention};
 pub use space::Space;
 pub use store::{
     Arriving, ChunkPlaces, ChunkRead, ChunkWriter, Clear, Cleared, Commit, CommittedChunk, FileChunks,
-    Inquiry, KeptChunk, KeptMemory, KeptParent, KeptPin, KeptPins, KeptTime, Layer, LayerReader, LayerWrite,
-    LayerWriter, LocalRange, LocalRead, Lookup, Observation, OpenChunk, Prefetch, Retrieved, RetrievedChunk,
-    Store, StoreBuilder, StoreStats, TierQueues, TierWrite, Write,
+    FileWrite, Inquiry, KeptChunk, KeptMemory, KeptParent, KeptPin, KeptPins, KeptTime, Layer, LayerReader,
+    LayerWrite, LayerWriter, LocalRange, LocalRead, Lookup, Observation, OpenChunk, Prefetch, Retrieved,
+    RetrievedChunk, Store, StoreBuilder, StoreStats, TierQueues, TierWrite, Write,
 };
 pub use tiers::{LowerTier, TierLabel, TierName};

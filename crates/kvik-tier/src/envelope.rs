@@ -62,23 +62,57 @@ pub fn seal(
 ) {
     let chunk_bytes: u64 = parts.iter().map(|part| part.len() as u64).sum();
     let sections = Sections::at_most(MAX_SECTIONS, chunk_bytes, section_bytes as u64);
-    let (section_bytes, n_sections) = (sections.section_bytes, sections.n_sections() as u16);
+    write_fields(key, digest, sections, envelope);
+    let mut section_idx = 0;
+    for_each_section_checksum(parts, sections.section_bytes, |checksum| {
+        write_checksum(envelope, section_idx, checksum);
+        section_idx += 1;
+    });
+    write_own_checksum(envelope);
+}
+
+/// Writes the envelope of a chunk whose sections have these checksums; false where it cannot have so many, or has another number.
+pub(crate) fn seal_sections(
+    key: ChunkKey,
+    digest: TokenDigest,
+    sections: Sections,
+    checksums: &[u64],
+    envelope: &mut [u8; ENVELOPE_BYTES],
+) -> bool {
+    let Sections { chunk_bytes, section_bytes } = sections;
+    let is_right = section_bytes > 0
+        && sections == Sections::at_most(MAX_SECTIONS, chunk_bytes, section_bytes)
+        && sections.n_sections() == checksums.len() as u64;
+    if is_right {
+        write_fields(key, digest, sections, envelope);
+        for (section_idx, checksum) in checksums.iter().enumerate() {
+            write_checksum(envelope, section_idx, *checksum);
+        }
+        write_own_checksum(envelope);
+    }
+    is_right
+}
+
+/// All but the checksums, which are zeros then.
+fn write_fields(key: ChunkKey, digest: TokenDigest, sections: Sections, envelope: &mut [u8; ENVELOPE_BYTES]) {
     envelope.fill(0);
     let mut write = |offset: usize, field: &[u8]| envelope[offset..][..field.len()].copy_from_slice(field);
     write(0, &MAGIC);
     write(8, &FORMAT_VERSION.to_le_bytes());
     write(12, &key.rank.to_le_bytes());
-    write(14, &n_sections.to_le_bytes());
+    write(14, &(sections.n_sections() as u16).to_le_bytes());
     write(16, &key.namespace.0.0);
     write(32, &key.chunk.0);
-    write(48, &section_bytes.to_le_bytes());
-    write(56, &chunk_bytes.to_le_bytes());
+    write(48, &sections.section_bytes.to_le_bytes());
+    write(56, &sections.chunk_bytes.to_le_bytes());
     write(64, &digest.0);
-    let mut section_idx = 0;
-    for_each_section_checksum(parts, section_bytes, |checksum| {
-        write(SECTION_TABLE + 8 * section_idx, &checksum.to_le_bytes());
-        section_idx += 1;
-    });
+}
+
+fn write_checksum(envelope: &mut [u8; ENVELOPE_BYTES], section_idx: usize, checksum: u64) {
+    envelope[SECTION_TABLE + 8 * section_idx..][..8].copy_from_slice(&checksum.to_le_bytes());
+}
+
+fn write_own_checksum(envelope: &mut [u8; ENVELOPE_BYTES]) {
     let own_checksum = checksum_of(&envelope[..OWN_CHECKSUM]);
     envelope[OWN_CHECKSUM..].copy_from_slice(&own_checksum.to_le_bytes());
 }

@@ -68,6 +68,6 @@ pub use ram::{PlacedChunk, RamTier};
 pub use redis::{RedisOptions, RedisTier, RedisUrl, Reply, ReplyReader, ValueReply};
 pub use remote::{RemoteOptions, RemoteUrl, open_remote};
 pub use tier::{
-    Arrived, Change, GetItem, GetOutcome, Heads, PutItem, PutOutcome, Rewritten, Tier, TierExt, TierHealth,
-    TierKind, TierStat,
+    Arrived, Change, FileItem, Fill, GetItem, GetOutcome, Heads, PutItem, PutOutcome, Rewritten, Tier,
+    TierExt, TierHealth, TierKind, TierStat,
 };

@@ -1,6 +1,8 @@
 //! The trait of all tiers.
 
 use std::fmt;
+use std::io;
+use std::os::fd::BorrowedFd;
 
 use crate::error::{Result, TierError};
 use crate::key::{ChunkKey, TokenDigest};
@@ -105,6 +107,13 @@ pub trait Tier: fmt::Debug + Send + Sync {
         Err(GetOutcome::Skipped)
     }
 
+    /// Stores a chunk whose bytes `fill` writes to a file by itself, past memory of this process. The chunk becomes visible after
+    /// that, as a whole or not at all. Only where [`Tier::has_files`]. Default: skipped.
+    fn put_file(&self, item: &FileItem, fill: Fill<'_>) -> PutOutcome {
+        let _ = (item, fill);
+        PutOutcome::Skipped
+    }
+
     /// The codec of chunks that are put; `None` where they are stored as they are. Default: none.
     fn codec(&self) -> Option<&str> {
         None
@@ -159,6 +168,26 @@ impl Heads for NoHeads {
 
 /// Makes other bytes of a chunk, with the unit in which they will be read; `None` leaves it as it is.
 pub type Change<'a> = &'a mut dyn FnMut(&[u8]) -> Option<(Vec<u8>, usize)>;
+
+/// A chunk whose bytes are written to a file by its writer itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileItem {
+    /// Its name.
+    pub key: ChunkKey,
+    /// The tokens it is for. Only a tier that keeps digests stores it.
+    pub digest: TokenDigest,
+    /// Its length, which is not 0.
+    pub n_bytes: u64,
+    /// The unit in which it will be read.
+    pub section_bytes: u64,
+}
+
+/// Writes all bytes of a chunk to a file, from the offset on, which is a multiple of 4096, and returns the CRC-64/NVME of each of
+/// its sections.
+///
+/// The file has room for whole blocks of 4096 up to the chunk's end, which are the writer's alone until it returns; it is open for
+/// direct I/O where its file system can do that.
+pub type Fill<'a> = &'a mut dyn FnMut(BorrowedFd<'_>, u64) -> io::Result<Vec<u64>>;
 
 /// What became of a chunk that was to be changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,6 +7,7 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
 
@@ -149,6 +150,19 @@ impl EndedSequence {
     /// As [`EndedSequence::read_block`], if `out` is not exactly as long as all of them.
     pub fn read_blocks(&self, blocks: Range<usize>, out: &mut [u8]) -> Result<()> {
         self.kv.read_blocks(0..self.n_layers, blocks, out)
+    }
+
+    /// Has the device write some of the blocks to a file by itself, from `offset` on, a multiple of 4096: layer by layer, and in each
+    /// block by block. Returns the CRC-64/NVME of each layer. A device that reads files does this too
+    /// ([`Engine::max_file_section_bytes`](super::Engine::max_file_section_bytes)), for layers of whole 4096 bytes.
+    ///
+    /// # Errors
+    /// If the device does not write files, or it or the file fails; the file may have any bytes there then.
+    ///
+    /// # Panics
+    /// If there is no such block.
+    pub fn write_file(&self, blocks: Range<usize>, file: BorrowedFd<'_>, offset: u64) -> Result<Vec<u64>> {
+        self.kv.write_file(0..self.n_layers, blocks, file, offset)
     }
 }
 

@@ -22,13 +22,14 @@ pub use logits::{ChosenToken, Logits, WantedLogits};
 pub use place::{DeviceName, KvSize};
 
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvik_types::{Dtype, TokenId};
 
 use crate::config::ModelConfig;
-use crate::error::Result;
+use crate::error::{ModelError, Result};
 use crate::paging::{BlockId, BlockMemory};
 
 /// Tokens of one sequence that a forward pass computes.
@@ -180,6 +181,30 @@ pub trait PinnedKv: Send + Sync + std::fmt::Debug {
         }
         Ok(())
     }
+
+    /// Writes `layers` of `blocks` to a file by the device itself, from `offset` on, a multiple of 4096: layer by layer, and in each block
+    /// by block. Returns the CRC-64/NVME of each layer. Only devices with a [`Backend::max_file_section_bytes`] do, for layers of whole
+    /// 4096 bytes that are not longer. Default: refused.
+    ///
+    /// The caller guarantees that the file's bytes are its own.
+    ///
+    /// # Errors
+    /// If the device does not write files, or it or the file fails; the file may have any bytes there then.
+    fn write_file(
+        &self,
+        layers: Range<usize>,
+        blocks: Range<usize>,
+        file: BorrowedFd<'_>,
+        offset: u64,
+    ) -> Result<Vec<u64>> {
+        let _ = (layers, blocks, file, offset);
+        Err(no_file_writes())
+    }
+}
+
+/// The answer of a device that does not write files.
+fn no_file_writes() -> ModelError {
+    ModelError::request("kv", "to a file", "a device that moves KV between files and its memory")
 }
 
 /// A device that runs the model.

@@ -116,6 +116,9 @@ pub struct StoreConfig {
     /// they are read from the disk again. Default: `off`.
     #[serde(deserialize_with = "switch_text")]
     pub gpu_direct: String,
+    /// Whether the GPU of a worker with `gpu_direct` also writes chunks of ended requests to the disk by itself, where the disk is the
+    /// only tier beside memory. They do not come into memory then, and requests find them on the disk. Default: false.
+    pub gpu_direct_writes: bool,
     /// Codec of chunks in the remote tier, as `nvme_codec`. Stores that share a remote tier read what others have coded; coded
     /// chunks and those of `none` are not found by each other. Default: `none`.
     pub remote_codec: String,
@@ -216,6 +219,7 @@ impl Default for StoreConfig {
             nvme_max_calls: 0,
             cuda_device: None,
             gpu_direct: "off".to_owned(),
+            gpu_direct_writes: false,
             remote_codec: "none".to_owned(),
             remote_timeout_ms: 2000,
             remote_ttl_s: None,

@@ -175,6 +175,8 @@ impl StoreConfig {
             gpu_direct,
             "off, auto or on",
         )?;
+        let is_possible = !self.gpu_direct_writes || gpu_direct != "off";
+        check(is_possible, "store.gpu_direct_writes", "true", "false where `store.gpu_direct` is off")?;
         let io = self.nvme_io.as_str();
         check(
             ["auto", "uring", "positional"].contains(&io),

@@ -57,14 +57,20 @@ pub(crate) type Task = Box<dyn FnOnce(&Lower) + Send>;
 /// What one rank holds of one chunk, to be written.
 #[derive(Debug)]
 pub(crate) struct PutJob {
+    pub(crate) part: ChunkPart,
+    pub(crate) lease: Lease,
+    /// Keeps it in memory until it is written.
+    pub(crate) _pin: Option<ResidentPin>,
+}
+
+/// Names what one rank holds of one chunk.
+#[derive(Debug, Clone)]
+pub(crate) struct ChunkPart {
     pub(crate) chain: Chain,
     pub(crate) chunk_idx: usize,
     pub(crate) rank: u16,
-    pub(crate) lease: Lease,
     /// The namespace's generation when it was stored.
     pub(crate) generation: u64,
-    /// Keeps it in memory until it is written.
-    pub(crate) _pin: Option<ResidentPin>,
 }
 
 impl Lower {
@@ -122,7 +128,7 @@ pub(crate) fn lose(jobs: Vec<ReadJob>) {
     }
 }
 
-impl PutJob {
+impl ChunkPart {
     pub(crate) fn key(&self) -> ChunkKey {
         self.chain.key_of(self.chunk_idx, self.rank)
     }

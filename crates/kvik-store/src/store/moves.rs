@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::Store;
 use super::retrieve::Retrieved;
 use crate::chain::Chain;
-use crate::lower::{PutJob, WriteJob};
+use crate::lower::{ChunkPart, PutJob, WriteJob};
 use crate::promise::promise;
 use crate::tiers::{RAM, TierIdx, TierName};
 
@@ -72,7 +72,8 @@ impl Store {
             let jobs: Vec<PutJob> = (0..chain.n_ranks())
                 .filter_map(|rank| {
                     let lease = chunk.lease(rank)?.clone();
-                    Some(PutJob { chain: chain.clone(), chunk_idx, rank, lease, generation, _pin: None })
+                    let part = ChunkPart { chain: chain.clone(), chunk_idx, rank, generation };
+                    Some(PutJob { part, lease, _pin: None })
                 })
                 .collect();
             let n_bytes = jobs.iter().map(|job| job.lease.len() as u64).sum();

@@ -8,7 +8,7 @@ use super::prefetch::{Prefetch, Purpose, Wish};
 use super::retrieve::Retrieved;
 use super::write::{Commit, Write};
 use crate::chain::Chain;
-use crate::lower::{PutJob, WriteJob};
+use crate::lower::{ChunkPart, PutJob, WriteJob};
 use crate::promise::promise;
 use crate::tiers::{RAM, TierIdx, TierName};
 
@@ -110,7 +110,8 @@ impl Store {
         fill(&mut slot);
         let lease = slot.freeze();
         let n_bytes = lease.len() as u64;
-        let job = PutJob { chain: chain.clone(), chunk_idx, rank, lease, generation, _pin: None };
+        let part = ChunkPart { chain: chain.clone(), chunk_idx, rank, generation };
+        let job = PutJob { part, lease, _pin: None };
         let (promise, answer) = promise();
         let writing = Arc::clone(core);
         let task = WriteJob::Task(Box::new(move |lower| {

@@ -56,6 +56,12 @@ pub struct StoreStats {
     pub direct_bytes: u64,
     /// Payloads that readers could not fetch from files, or found wrong.
     pub n_failed_direct: u64,
+    /// Payloads that writers put into files by themselves.
+    pub n_direct_writes: u64,
+    /// Their bytes.
+    pub direct_written_bytes: u64,
+    /// Payloads that writers could not put into files.
+    pub n_failed_direct_writes: u64,
     /// Chunks in the directory.
     pub n_entries: u64,
     /// Memory of the directory, in bytes.
@@ -103,6 +109,9 @@ impl Store {
             n_direct: count(Counter::DirectChunks),
             direct_bytes: count(Counter::DirectBytes),
             n_failed_direct: count(Counter::FailedDirectReads),
+            n_direct_writes: count(Counter::DirectWrites),
+            direct_written_bytes: count(Counter::DirectWrittenBytes),
+            n_failed_direct_writes: count(Counter::FailedDirectWrites),
             n_entries: core.directory.n_entries() as u64,
             directory_bytes: core.directory.memory_bytes() as u64,
         }

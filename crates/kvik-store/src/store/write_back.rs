@@ -7,12 +7,12 @@ use kvik_tier::{Lease, PutItem, PutOutcome};
 use super::core::Core;
 use crate::chain::Chain;
 use crate::counters::Counter;
-use crate::lower::{Lower, PutJob, QueueGuard, WriteJob};
+use crate::lower::{ChunkPart, Lower, PutJob, QueueGuard, WriteJob};
 use crate::residents::ResidentPin;
 use crate::tiers::{RAM, TierIdx};
 
 /// Doublings of the number of victims before a full tier is given up.
-const MAX_ROUNDS: u32 = 8;
+pub(crate) const MAX_ROUNDS: u32 = 8;
 
 impl Core {
     /// Works on a tier's writes until its queue ends, then makes them durable.
@@ -48,11 +48,8 @@ impl Core {
         generation: u64,
     ) {
         let job = PutJob {
-            chain: chain.clone(),
-            chunk_idx,
-            rank,
+            part: ChunkPart { chain: chain.clone(), chunk_idx, rank, generation },
             lease: lease.clone(),
-            generation,
             _pin: ResidentPin::new(&self.ram_residents, chain.id(chunk_idx)),
         };
         if lower.writes.push(job.lease.len() as u64, WriteJob::Put(job)).is_err() {
@@ -66,11 +63,11 @@ impl Core {
         let mut n_there = 0;
         let mut waiting: Vec<PutJob> = Vec::with_capacity(n_jobs);
         for job in jobs {
-            if self.has_written(lower, &job) {
+            if self.has_written(lower, &job.part) {
                 n_there += 1;
-            } else if waiting.iter().any(|other| other.key() == job.key()) {
+            } else if waiting.iter().any(|other| other.part.key() == job.part.key()) {
                 n_jobs -= 1;
-            } else if self.may_write(lower, &job, &waiting) {
+            } else if self.may_write(lower, &job.part, &waiting) {
                 waiting.push(job);
             }
         }
@@ -83,7 +80,7 @@ impl Core {
             for (job, outcome) in waiting.into_iter().zip(outcomes) {
                 match outcome {
                     PutOutcome::NoRoom => refused.push(job),
-                    _ if outcome.is_present() && self.note_written(lower, &job) => {
+                    _ if outcome.is_present() && self.note_written(lower, &job.part) => {
                         self.counters.add(Counter::Written(lower.tier_idx), 1);
                         n_there += 1;
                     }
@@ -100,21 +97,22 @@ impl Core {
         n_there
     }
 
-    fn has_written(&self, lower: &Lower, job: &PutJob) -> bool {
-        let ranks = self.directory.view(job.chain.hash(job.chunk_idx)).ranks[lower.tier_idx];
-        ranks & (1 << job.rank) != 0
+    pub(crate) fn has_written(&self, lower: &Lower, part: &ChunkPart) -> bool {
+        let ranks = self.directory.view(part.chain.hash(part.chunk_idx)).ranks[lower.tier_idx];
+        ranks & (1 << part.rank) != 0
     }
 
     /// A chunk without its parent would lie in a local tier for nothing, and one with a time beyond it.
-    fn may_write(&self, lower: &Lower, job: &PutJob, before: &[PutJob]) -> bool {
-        if job.is_stale() || self.directory.view(job.chain.hash(job.chunk_idx)).is_timed() {
+    pub(crate) fn may_write(&self, lower: &Lower, part: &ChunkPart, before: &[PutJob]) -> bool {
+        let ChunkPart { chain, chunk_idx, rank, .. } = part;
+        if part.is_stale() || self.directory.view(chain.hash(*chunk_idx)).is_timed() {
             return false;
         }
-        if !lower.is_local() || self.has_parent_in(lower.tier_idx, &job.chain, job.chunk_idx, job.rank) {
+        if !lower.is_local() || self.has_parent_in(lower.tier_idx, chain, *chunk_idx, *rank) {
             return true;
         }
-        let parent = job.chain.key_of(job.chunk_idx - 1, job.rank);
-        before.iter().any(|other| other.key() == parent)
+        let parent = chain.key_of(chunk_idx - 1, *rank);
+        before.iter().any(|other| other.part.key() == parent)
     }
 
     /// Those of the chunks that a full tier refused for which others shall leave.
@@ -123,8 +121,9 @@ impl Core {
             return Vec::new();
         };
         let mut residents = residents.lock();
-        let (admitted, dropped): (Vec<PutJob>, Vec<PutJob>) =
-            refused.into_iter().partition(|job| residents.admits(self.now_ms(), &job.chain, job.chunk_idx));
+        let (admitted, dropped): (Vec<PutJob>, Vec<PutJob>) = refused
+            .into_iter()
+            .partition(|PutJob { part, .. }| residents.admits(self.now_ms(), &part.chain, part.chunk_idx));
         // What is dropped unpins, which takes the lock of another tier's residents.
         drop(residents);
         drop(dropped);
@@ -132,8 +131,8 @@ impl Core {
     }
 
     /// Makes a written chunk known; false, and takes it back, where it may not be.
-    fn note_written(&self, lower: &Lower, job: &PutJob) -> bool {
-        let PutJob { chain, chunk_idx, rank, .. } = job;
+    pub(crate) fn note_written(&self, lower: &Lower, part: &ChunkPart) -> bool {
+        let ChunkPart { chain, chunk_idx, rank, .. } = part;
         let mut residents = lower.residents.as_ref().map(|residents| residents.lock());
         let (mut is_known, mut leaves_early) = (true, false);
         if let Some(residents) = &mut residents {
@@ -142,7 +141,7 @@ impl Core {
         }
         if is_known {
             let noted = self.directory.update(chain, *chunk_idx, |entry| {
-                if job.is_stale() {
+                if part.is_stale() {
                     return false;
                 }
                 entry.ranks[lower.tier_idx] |= 1 << rank;
@@ -163,13 +162,13 @@ impl Core {
         drop(residents);
         if !is_known {
             // Where that fails, an unknown chunk lies there until the next start finds it.
-            let _ = lower.tier.delete(&[job.key()]);
+            let _ = lower.tier.delete(&[part.key()]);
         }
         is_known
     }
 
     /// Makes chunks leave a local tier; says how many did.
-    fn evict_from(&self, lower: &Lower, n_wanted: usize) -> usize {
+    pub(crate) fn evict_from(&self, lower: &Lower, n_wanted: usize) -> usize {
         let Some(residents) = &lower.residents else { return 0 };
         let mut keys = Vec::new();
         let mut n_evicted = 0;
@@ -201,10 +200,10 @@ fn put_all(lower: &Lower, jobs: &[PutJob]) -> Vec<PutOutcome> {
     let mut items: Vec<PutItem<'_>> = jobs
         .iter()
         .zip(&parts)
-        .map(|(job, parts)| {
-            let section_bytes = job.chain.section_bytes(job.chunk_idx);
-            let digest = job.chain.digest_of(job.chunk_idx);
-            PutItem::with_sections(job.key(), parts, section_bytes).for_tokens(digest)
+        .map(|(PutJob { part, .. }, parts)| {
+            let section_bytes = part.chain.section_bytes(part.chunk_idx);
+            let digest = part.chain.digest_of(part.chunk_idx);
+            PutItem::with_sections(part.key(), parts, section_bytes).for_tokens(digest)
         })
         .collect();
     lower.tier.put(&mut items);

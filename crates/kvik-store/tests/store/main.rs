@@ -5,6 +5,7 @@
 mod clears;
 mod collisions;
 mod direct;
+mod direct_writes;
 mod disks;
 mod failures;
 mod flights;

@@ -18,7 +18,8 @@ use crate::error::{Result, TierError};
 use crate::key::{ChunkKey, TokenDigest};
 use crate::nvme::ChunkFile;
 use crate::tier::{
-    Change, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierHealth, TierKind, TierStat,
+    Change, FileItem, Fill, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierHealth, TierKind,
+    TierStat,
 };
 
 /// When a breaker opens, and for how long.
@@ -144,10 +145,7 @@ impl<T: Tier> Tier for Breaker<T> {
             return skip_puts(batch);
         };
         self.inner.put(batch);
-        permit.settle(batch.iter().map(|item| match &item.outcome {
-            PutOutcome::Pending | PutOutcome::Skipped => Verdict::Nothing,
-            outcome => verdict_of_error(put_error(outcome)),
-        }));
+        permit.settle(batch.iter().map(|item| verdict_of_put(&item.outcome)));
     }
 
     fn get(&self, batch: &mut [GetItem<'_>]) {
@@ -199,6 +197,18 @@ impl<T: Tier> Tier for Breaker<T> {
             Ok(_) => Verdict::Success,
         }));
         opened
+    }
+
+    fn put_file(&self, item: &FileItem, fill: Fill<'_>) -> PutOutcome {
+        let Some(permit) = self.gate.enter() else { return PutOutcome::Skipped };
+        // A writer that fails says nothing of the tier, which keeps what comes by way of memory.
+        let mut has_writer_failed = false;
+        let outcome = self
+            .inner
+            .put_file(item, &mut |file, offset| fill(file, offset).inspect_err(|_| has_writer_failed = true));
+        let verdict = if has_writer_failed { Verdict::Nothing } else { verdict_of_put(&outcome) };
+        permit.settle(std::iter::once(verdict));
+        outcome
     }
 
     fn codec(&self) -> Option<&str> {
@@ -321,6 +331,13 @@ impl Drop for Permit<'_> {
         if self.is_probe && !self.is_settled {
             self.gate.open(&mut self.gate.state.lock());
         }
+    }
+}
+
+fn verdict_of_put(outcome: &PutOutcome) -> Verdict {
+    match outcome {
+        PutOutcome::Pending | PutOutcome::Skipped => Verdict::Nothing,
+        outcome => verdict_of_error(put_error(outcome)),
     }
 }
 

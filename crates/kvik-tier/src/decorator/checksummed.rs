@@ -1,16 +1,19 @@
 //! Proof that what is read is what was stored.
 
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::scratch::ScratchPool;
 use super::wanted::{Wanted, get_by_range, section_bytes_behind_page};
-use crate::envelope::{ENVELOPE_BYTES, Envelope, seal};
+use crate::envelope::{ENVELOPE_BYTES, Envelope, seal, seal_sections};
 use crate::error::Result;
 use crate::key::{ChunkKey, TokenDigest};
 use crate::nvme::ChunkFile;
+use crate::sections::Sections;
 use crate::tier::{
-    Change, GetItem, GetOutcome, Heads, PutItem, PutOutcome, Rewritten, Tier, TierKind, TierStat,
+    Change, FileItem, Fill, GetItem, GetOutcome, Heads, PutItem, PutOutcome, Rewritten, Tier, TierKind,
+    TierStat,
 };
 
 /// Sections up to this length are read without asking first whether they are there.
@@ -231,6 +234,23 @@ impl<T: Tier> Tier for Checksummed<T> {
 
     fn open_chunk(&self, key: ChunkKey, digest: TokenDigest) -> std::result::Result<ChunkFile, GetOutcome> {
         self.open_behind(key, digest).inspect_err(|outcome| self.count(outcome))
+    }
+
+    fn put_file(&self, item: &FileItem, fill: Fill<'_>) -> PutOutcome {
+        let FileItem { key, digest, n_bytes, section_bytes } = *item;
+        let behind = FileItem { n_bytes: n_bytes + ENVELOPE_BYTES as u64, ..*item };
+        self.inner.put_file(&behind, &mut |file, offset| {
+            let checksums = fill(file, offset + ENVELOPE_BYTES as u64)?;
+            let mut envelope = AlignedEnvelope([0; ENVELOPE_BYTES]);
+            let sections = Sections { chunk_bytes: n_bytes, section_bytes };
+            if !seal_sections(key, digest, sections, &checksums, &mut envelope.0) {
+                return Err(io::Error::other("the sections of a chunk cannot have these checksums"));
+            }
+            if rustix::io::pwrite(file, &envelope.0, offset)? < ENVELOPE_BYTES {
+                return Err(io::ErrorKind::WriteZero.into());
+            }
+            Ok(checksums)
+        })
     }
 
     fn rewrite(&self, key: ChunkKey, change: Change<'_>) -> Result<Rewritten> {

@@ -9,7 +9,9 @@ use crate::histogram::Histogram;
 use crate::key::{ChunkKey, TokenDigest};
 use crate::nvme::ChunkFile;
 use crate::operations::OperationMetrics;
-use crate::tier::{Change, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierKind, TierStat};
+use crate::tier::{
+    Change, FileItem, Fill, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierKind, TierStat,
+};
 
 /// Counts every operation by outcome, its bytes, and the time of its calls.
 #[derive(Debug)]
@@ -91,6 +93,16 @@ impl<T: Tier> Metered<T> {
         result
     }
 
+    fn count_put(&self, outcome: &PutOutcome, n_bytes: usize) {
+        match outcome {
+            PutOutcome::Stored => self.operations[PUT].count(0, n_bytes),
+            PutOutcome::Present => self.operations[PUT].count(1, 0),
+            PutOutcome::NoRoom => self.operations[PUT].count(2, 0),
+            PutOutcome::Skipped => self.operations[PUT].count(3, 0),
+            PutOutcome::Pending | PutOutcome::Failed(_) => self.operations[PUT].count(4, 0),
+        }
+    }
+
     /// Makes a call whose failure is an error.
     fn call<R>(&self, operation: usize, call: impl FnOnce(&T) -> Result<R>) -> Result<R> {
         let result = self.time(operation, call);
@@ -111,13 +123,7 @@ impl<T: Tier> Tier for Metered<T> {
     fn put(&self, batch: &mut [PutItem<'_>]) {
         self.time(PUT, |inner| inner.put(batch));
         for item in batch {
-            match &item.outcome {
-                PutOutcome::Stored => self.operations[PUT].count(0, item.n_bytes()),
-                PutOutcome::Present => self.operations[PUT].count(1, 0),
-                PutOutcome::NoRoom => self.operations[PUT].count(2, 0),
-                PutOutcome::Skipped => self.operations[PUT].count(3, 0),
-                PutOutcome::Pending | PutOutcome::Failed(_) => self.operations[PUT].count(4, 0),
-            }
+            self.count_put(&item.outcome, item.n_bytes());
         }
     }
 
@@ -157,6 +163,12 @@ impl<T: Tier> Tier for Metered<T> {
 
     fn open_chunk(&self, key: ChunkKey, digest: TokenDigest) -> std::result::Result<ChunkFile, GetOutcome> {
         self.inner.open_chunk(key, digest)
+    }
+
+    fn put_file(&self, item: &FileItem, fill: Fill<'_>) -> PutOutcome {
+        let outcome = self.time(PUT, |inner| inner.put_file(item, fill));
+        self.count_put(&outcome, item.n_bytes as usize);
+        outcome
     }
 
     fn codec(&self) -> Option<&str> {

@@ -41,7 +41,8 @@ use crate::error::{Result, TierError};
 use crate::key::{ChunkKey, TokenDigest};
 use crate::nvme::ChunkFile;
 use crate::tier::{
-    Arrived, Change, GetItem, GetOutcome, Heads, PutItem, PutOutcome, Rewritten, Tier, TierKind, TierStat,
+    Arrived, Change, FileItem, Fill, GetItem, GetOutcome, Heads, PutItem, PutOutcome, Rewritten, Tier,
+    TierKind, TierStat,
 };
 
 /// Implements [`Tier`] for pointers to one.
@@ -102,6 +103,10 @@ macro_rules! impl_tier_for_pointer {
                 digest: TokenDigest,
             ) -> std::result::Result<ChunkFile, GetOutcome> {
                 (**self).open_chunk(key, digest)
+            }
+
+            fn put_file(&self, item: &FileItem, fill: Fill<'_>) -> PutOutcome {
+                (**self).put_file(item, fill)
             }
 
             fn codec(&self) -> Option<&str> {

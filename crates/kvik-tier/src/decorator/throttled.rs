@@ -8,7 +8,9 @@ use super::{Clock, SystemClock, not_asked, skip_gets, skip_puts};
 use crate::error::Result;
 use crate::key::{ChunkKey, TokenDigest};
 use crate::nvme::ChunkFile;
-use crate::tier::{Change, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierKind, TierStat};
+use crate::tier::{
+    Change, FileItem, Fill, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierKind, TierStat,
+};
 
 /// The bounds of a throttled tier.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -229,6 +231,10 @@ impl<T: Tier> Tier for Throttled<T> {
 
     fn open_chunk(&self, key: ChunkKey, digest: TokenDigest) -> std::result::Result<ChunkFile, GetOutcome> {
         self.inner.open_chunk(key, digest)
+    }
+
+    fn put_file(&self, item: &FileItem, fill: Fill<'_>) -> PutOutcome {
+        if self.has_files() { self.inner.put_file(item, fill) } else { PutOutcome::Skipped }
     }
 
     fn codec(&self) -> Option<&str> {

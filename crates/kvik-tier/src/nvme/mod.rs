@@ -25,6 +25,7 @@ mod aligned;
 mod chunk_file;
 mod counters;
 mod device;
+mod direct;
 mod file;
 pub mod format;
 mod index;
@@ -71,7 +72,8 @@ use transfer::Gather;
 use crate::error::{Result, TierError};
 use crate::key::{ChunkKey, TokenDigest};
 use crate::tier::{
-    Change, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierHealth, TierKind, TierStat,
+    Change, FileItem, Fill, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierHealth, TierKind,
+    TierStat,
 };
 
 /// The name of the file whose lock says that a tier uses the directory.
@@ -229,10 +231,9 @@ impl NvmeTier {
     }
 
     /// The outcome of an item that needs no writing; none if it does, and its room is claimed.
-    fn outcome_without_writing(&self, item: &PutItem<'_>) -> Option<PutOutcome> {
-        let n_bytes = item.n_bytes() as u64;
+    fn outcome_without_writing(&self, key: ChunkKey, n_bytes: u64) -> Option<PutOutcome> {
         let max_bytes = max_chunk_bytes(self.log.segment_bytes);
-        if self.log.index.contains(&item.key) {
+        if self.log.index.contains(&key) {
             Some(PutOutcome::Present)
         } else if let Some(reason) = &self.read_only {
             let error = std::io::Error::new(std::io::ErrorKind::ReadOnlyFilesystem, reason.as_str());
@@ -263,7 +264,7 @@ impl Tier for NvmeTier {
                 repeated.push((item_idx, first_idx));
                 continue;
             }
-            match self.outcome_without_writing(item) {
+            match self.outcome_without_writing(item.key, item.n_bytes() as u64) {
                 Some(outcome) => item.outcome = outcome,
                 None => waiting.push(item_idx),
             }
@@ -294,6 +295,16 @@ impl Tier for NvmeTier {
     fn open_chunk(&self, key: ChunkKey, _: TokenDigest) -> std::result::Result<ChunkFile, GetOutcome> {
         let location = self.log.index.get(&key).filter(|_| self.is_folder).ok_or(GetOutcome::Miss)?;
         Ok(ChunkFile::new(location, &self.log.io))
+    }
+
+    fn put_file(&self, item: &FileItem, fill: Fill<'_>) -> PutOutcome {
+        if !self.is_folder {
+            return PutOutcome::Skipped;
+        }
+        match self.outcome_without_writing(item.key, item.n_bytes) {
+            Some(outcome) => outcome,
+            None => self.put_claimed(item, fill),
+        }
     }
 
     fn rewrite(&self, key: ChunkKey, change: Change<'_>) -> Result<Rewritten> {

@@ -6,11 +6,12 @@ use std::time::{Duration, Instant};
 
 use kvik_model::{BLOCK_TOKENS, EndedSequence, KvSink};
 use kvik_node::{PlannerMode, open_store};
-use kvik_store::{Chain, ChunkFormat, ChunkObserver, Observation, Space, Store, Write};
+use kvik_store::{Chain, ChunkFormat, ChunkObserver, FileWrite, Observation, Space, Store, Write};
 use kvik_tier::TierKind;
 use kvik_types::{BlockHash, CacheSalt, Namespace, TokenId};
 
 use super::direct::DirectReads;
+use super::direct_write::DirectWrites;
 use super::job::Job;
 use super::layered::{LayerBytes, layered};
 use super::load::LoadPlanner;
@@ -34,6 +35,8 @@ pub(crate) struct LocalStore {
     layer_reads: LayerReads,
     /// Where the device reads files by itself.
     direct_reads: Option<Arc<DirectReads>>,
+    /// Where the device writes files by itself.
+    direct_writes: Option<Arc<DirectWrites>>,
     panic_guard: PanicGuard,
     segments: Arc<SegmentStore>,
     sink_counts: Arc<SinkCounts>,
@@ -96,6 +99,7 @@ impl LocalStore {
             load_timeout: plan.load_timeout,
             layer_reads,
             direct_reads: max_file_section_bytes.map(DirectReads::new),
+            direct_writes: max_file_section_bytes.filter(|_| config.gpu_direct_writes).map(DirectWrites::new),
             panic_guard,
             segments: Arc::new(segments),
             sink_counts: Arc::default(),
@@ -201,6 +205,12 @@ impl LocalStore {
         for chunk_idx in 0..chain.n_chunks() {
             if is_given_up.load(Ordering::Relaxed) {
                 return;
+            }
+            let direct = self.direct_writes.as_ref();
+            match direct.map(|direct| direct.store(&self.store, &chain, chunk_idx, sequence)) {
+                Some(FileWrite::Stored | FileWrite::Present) => continue,
+                Some(FileWrite::Refused) => return,
+                Some(FileWrite::Elsewhere | FileWrite::Failed) | None => {}
             }
             let mut writer = match self.store.begin_write(&chain, chunk_idx, 0) {
                 Write::Slot(writer) => writer,

@@ -2,7 +2,7 @@
 //!
 //! Parts: [`KvStore`] is what the engine's thread asks for, `local` a store in this process (`local_layers` reads it layer by layer), `daemon` that of a daemon on
 //! this machine, whose bytes `daemon_chunks` copies if `daemon_planner` wants them; `segments` are parts of prompts in either of them; `transfer` takes KV out of the engine, `load` is a prompt's KV on its way, `planner` decides what of it is loaded,
-//! `arriving` is what comes chunk by chunk while the engine computes, `layered` what comes layer by layer, `direct` what the device reads from files, and `loader` reads where reading blocks, in `load_threads`.
+//! `arriving` is what comes chunk by chunk while the engine computes, `layered` what comes layer by layer, `direct` what the device reads from files and `direct_write` what it writes to them, and `loader` reads where reading blocks, in `load_threads`.
 //!
 //! **Invariant:** nothing here can fail a request. What the store does not have, or does not give in time,
 //! is computed; a store that panics is not asked again.
@@ -12,6 +12,7 @@ mod daemon;
 mod daemon_chunks;
 mod daemon_planner;
 mod direct;
+mod direct_write;
 mod job;
 mod layered;
 mod load;

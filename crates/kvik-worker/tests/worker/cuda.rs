@@ -21,9 +21,12 @@ fn config_of(folder: &Path, planner: &str, gpu_direct: &str) -> WorkerConfig {
 }
 
 /// A worker that reads files; `None`, and why, where the library is not there.
-#[expect(clippy::print_stderr, reason = "a test that cannot run says so")]
 async fn start(folder: &Path, planner: &str) -> Option<TestWorker> {
-    let config = config_of(folder, planner, "on");
+    start_if_possible(config_of(folder, planner, "on")).await
+}
+
+#[expect(clippy::print_stderr, reason = "a test that cannot run says so")]
+async fn start_if_possible(config: WorkerConfig) -> Option<TestWorker> {
     let shutdown = kvik_runtime::shutdown::Shutdown::new();
     match Worker::start(config.clone(), &shutdown).await {
         Ok(running) => {
@@ -52,9 +55,12 @@ async fn ask(worker: &TestWorker) -> (Value, Value) {
 }
 
 async fn counts(worker: &TestWorker) -> [u64; 3] {
+    counts_of(worker, ["direct_chunks", "direct_bytes", "failed_direct_reads"]).await
+}
+
+async fn counts_of<const N: usize>(worker: &TestWorker, names: [&str; N]) -> [u64; N] {
     let stats = worker.client.get("/cache/stats").await.json();
-    ["direct_chunks", "direct_bytes", "failed_direct_reads"]
-        .map(|name| stats["counts"][name].as_u64().unwrap())
+    names.map(|name| stats["counts"][name].as_u64().unwrap())
 }
 
 #[tokio::test]
@@ -115,4 +121,32 @@ async fn a_worker_that_does_not_read_files_finds_what_one_that_does_has_written(
     assert_eq!((loaded, &found["nvme"]), (computed, &json!(512)));
     assert_eq!(counts(&worker).await, [0; 3]);
     worker.end().await;
+}
+
+#[tokio::test]
+async fn a_sequence_that_the_gpu_writes_to_the_disk_is_found_there_by_all_ways_of_reading() {
+    let folder = tempfile::tempdir_in("/var/tmp").unwrap();
+    let mut config = config_of(folder.path(), "load_all", "on");
+    config.store.gpu_direct_writes = true;
+    let Some(worker) = start_if_possible(config.clone()).await else { return };
+    let (computed, _) = ask(&worker).await;
+    worker.client.wait_for_copies().await;
+    let written = ["direct_written_chunks", "failed_direct_writes", "stored_chunks", "written_chunks_nvme"];
+    assert_eq!(counts_of(&worker, written).await, [2, 0, 2, 2]);
+    let stats = worker.client.get("/cache/stats").await.json();
+    let in_memory = &stats["tiers"].as_array().unwrap()[0];
+    assert_eq!((&in_memory["tier"], &in_memory["chunks"]), (&json!("ram"), &json!(0)), "{stats}");
+    // The answer is longer by another chunk, whose front is on the disk alone.
+    let body = json!({"prompt": prompt(), "max_tokens": 200, "temperature": 0, "ignore_eos": true});
+    worker.client.ask("/v1/completions", &body).await;
+    worker.client.wait_for_copies().await;
+    assert_eq!(counts_of(&worker, written).await, [3, 0, 3, 3]);
+    worker.end().await;
+
+    for gpu_direct in ["on", "off"] {
+        let worker = start_with(config_of(folder.path(), "load_all", gpu_direct)).await;
+        let (loaded, found) = ask(&worker).await;
+        assert_eq!((loaded, &found["nvme"]), (computed.clone(), &json!(512)), "{gpu_direct}");
+        worker.end().await;
+    }
 }

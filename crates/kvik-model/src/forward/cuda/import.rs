@@ -9,7 +9,7 @@ use std::time::Duration;
 use kvik_memory::vmm::cuda::{CopyPiece, CopyWay, CudaCopier};
 
 use super::device::Device;
-use super::files::{FileReader, READ_BYTES};
+use super::files::{FileMover, READ_BYTES};
 use super::pages::{PageAddresses, Pages, add_piece};
 use super::progress::{self, Teller};
 use crate::error::{ModelError, Result};
@@ -47,7 +47,7 @@ struct Copier {
     stream: CudaCopier,
     pages: PageAddresses,
     /// Of KV in files.
-    files: Option<FileReader>,
+    files: Option<Arc<FileMover>>,
 }
 
 /// A copy that the thread does.
@@ -77,7 +77,7 @@ impl Importer {
     ///
     /// # Errors
     /// If the device gives no stream, or the system no thread.
-    pub(super) fn start(device: &Arc<Device>, pages: &Pages, files: Option<FileReader>) -> Result<Self> {
+    pub(super) fn start(device: &Arc<Device>, pages: &Pages, files: Option<Arc<FileMover>>) -> Result<Self> {
         let stream = CudaCopier::open_staged(device.ordinal());
         let copier = Arc::new(Copier {
             device: Arc::clone(device),

@@ -14,7 +14,7 @@ use crate::paging::ElasticMemory;
 
 use super::activations::Activations;
 use super::device::{Buffer, Device};
-use super::files::FileReader;
+use super::files::FileMover;
 use super::graphs::PassGraphs;
 use super::import::Importer;
 use super::kernels::Kernels;
@@ -87,8 +87,8 @@ impl CudaBackend {
                 (Pages::on_pool(&device, &config, kv_dtype, memory.pool())?, Some(memory))
             }
         };
-        let files = FileReader::open(&device, options.file_reads, cache)?;
-        let importer = Importer::start(&device, &pages, files)?;
+        let files = FileMover::open(&device, options.file_reads, cache)?.map(Arc::new);
+        let importer = Importer::start(&device, &pages, files.clone())?;
         device.synchronize()?;
         tracing::info!(
             device = device.ordinal(),
@@ -109,6 +109,7 @@ impl CudaBackend {
             kernels,
             graphs: PassGraphs::default(),
             importer,
+            files,
             device,
         })
     }

@@ -111,6 +111,8 @@ pub struct CudaBackend {
     graphs: PassGraphs,
     /// Copies KV that comes in.
     importer: Importer,
+    /// Where the device moves KV between files and blocks.
+    files: Option<Arc<files::FileMover>>,
     device: Arc<Device>,
 }
 
@@ -400,7 +402,7 @@ impl Backend for CudaBackend {
     fn pin_blocks(&mut self, blocks: &[BlockId]) -> Result<Box<dyn PinnedKv>> {
         // Copies beside the stream see what was queued before.
         self.device.synchronize()?;
-        Ok(Box::new(self.pages.pin(blocks)))
+        Ok(Box::new(self.pages.pin(blocks, self.files.as_ref())))
     }
 
     fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) -> Result<()> {

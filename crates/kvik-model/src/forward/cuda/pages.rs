@@ -1,6 +1,7 @@
 //! The device's memory in which keys and values lie, block by block.
 
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use kvik_memory::geometry::PageId;
@@ -12,8 +13,9 @@ use crate::config::ModelConfig;
 use crate::error::{ModelError, Result};
 use crate::paging::{BLOCK_TOKENS, BlockId};
 
-use super::super::{LayerKv, PinnedKv};
+use super::super::{LayerKv, PinnedKv, no_file_writes};
 use super::device::{Buffer, Device, Swizzle, TensorMap, TensorShape};
+use super::files::FileMover;
 
 /// Keys and values of all layers.
 ///
@@ -86,6 +88,8 @@ enum Owner {
 pub(super) struct PinnedBlocks {
     memory: Arc<PageMemory>,
     blocks: Vec<BlockId>,
+    /// Where the device moves KV between files and blocks.
+    files: Option<Arc<FileMover>>,
 }
 
 /// Whether there are instructions of a warpgroup for heads of this kind.
@@ -201,8 +205,8 @@ impl Pages {
         PageAddresses(Arc::clone(&self.memory))
     }
 
-    pub(super) fn pin(&self, blocks: &[BlockId]) -> PinnedBlocks {
-        PinnedBlocks { memory: Arc::clone(&self.memory), blocks: blocks.to_vec() }
+    pub(super) fn pin(&self, blocks: &[BlockId], files: Option<&Arc<FileMover>>) -> PinnedBlocks {
+        PinnedBlocks { memory: Arc::clone(&self.memory), blocks: blocks.to_vec(), files: files.cloned() }
     }
 
     pub(super) fn copy_block(&self, from: BlockId, to: BlockId) -> Result<()> {
@@ -329,6 +333,23 @@ impl PinnedKv for PinnedBlocks {
         }
         // SAFETY: `out` is borrowed until this returns and as long as the pieces; the blocks stay as they are while they are pinned.
         unsafe { memory.copier.copy(&pieces, way, None) }.map_err(|error| ModelError::Memory(Box::new(error)))
+    }
+
+    fn write_file(
+        &self,
+        layers: Range<usize>,
+        blocks: Range<usize>,
+        file: BorrowedFd<'_>,
+        offset: u64,
+    ) -> Result<Vec<u64>> {
+        let Some(files) = &self.files else { return Err(no_file_writes()) };
+        let copy = |pieces: &[CopyPiece]| {
+            // SAFETY: the blocks stay as they are while they are pinned, and the targets are the mover's until this returns.
+            unsafe { self.memory.copier.copy(pieces, CopyWay::Inside, None) }
+                .map_err(|error| ModelError::Memory(Box::new(error)))
+        };
+        let pages = PageAddresses(Arc::clone(&self.memory));
+        files.write(layers, &self.blocks[blocks], &pages, &copy, (file, offset))
     }
 }
 

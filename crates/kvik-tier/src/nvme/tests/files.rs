@@ -22,7 +22,7 @@ fn open_chunk(tier: &dyn Tier, chunk_idx: u64) -> Opened {
 }
 
 /// Reads a chunk past the tier, by whole blocks as direct I/O wants them.
-fn read(file: &ChunkFile) -> Vec<u8> {
+pub(super) fn read(file: &ChunkFile) -> Vec<u8> {
     let n_bytes = file.n_bytes() as usize;
     let mut buffer = AlignedBuffer::new(n_bytes.next_multiple_of(4096));
     let n_read = rustix::io::pread(file.file(), &mut buffer[..], file.offset()).unwrap();
@@ -31,13 +31,13 @@ fn read(file: &ChunkFile) -> Vec<u8> {
 }
 
 /// Whether every section of what was read has its checksum, as a reader finds out.
-fn is_proven(file: &ChunkFile, bytes: &[u8]) -> bool {
+pub(super) fn is_proven(file: &ChunkFile, bytes: &[u8]) -> bool {
     let found =
         bytes.chunks(file.section_bytes() as usize).map(|part| checksum(CrcAlgorithm::Crc64Nvme, part));
     found.eq(file.checksums().iter().copied())
 }
 
-fn detail(tier: &dyn Tier, name: &str) -> u64 {
+pub(super) fn detail(tier: &dyn Tier, name: &str) -> u64 {
     tier.stat().details.iter().find(|(known, _)| *known == name).unwrap().1
 }
 

@@ -4,6 +4,7 @@ mod blocks;
 mod damage;
 mod device;
 mod failures;
+mod file_writes;
 mod files;
 mod power_loss;
 mod recorder;

@@ -1,4 +1,4 @@
-//! Files that are read into memory of the device: NVIDIA's cuFile, loaded when it is asked for.
+//! Files that are read into memory of the device and written from there: NVIDIA's cuFile, loaded when it is asked for.
 //!
 //! Between a disk and a GPU that its driver knows, bytes go past memory of the host; elsewhere the library moves them through
 //! buffers of its own ("compatibility mode").
@@ -52,6 +52,7 @@ pub(in super::super) struct CuFile {
     register_memory: unsafe extern "C" fn(*const c_void, usize, c_int) -> Status,
     deregister_memory: unsafe extern "C" fn(*const c_void) -> Status,
     read: unsafe extern "C" fn(*mut c_void, *mut c_void, usize, i64, i64) -> isize,
+    write: unsafe extern "C" fn(*mut c_void, *const c_void, usize, i64, i64) -> isize,
     /// Keeps the calls.
     _library: Library,
 }
@@ -66,7 +67,7 @@ pub(in super::super) struct FileHandle<'a> {
 
 // SAFETY: the library's handles can be used by any thread of the process.
 unsafe impl Send for FileHandle<'_> {}
-// SAFETY: as above; reads of several threads go side by side.
+// SAFETY: as above; reads and writes of several threads go side by side.
 unsafe impl Sync for FileHandle<'_> {}
 
 impl CuFile {
@@ -105,12 +106,13 @@ impl CuFile {
                 register_memory: *library.get(b"cuFileBufRegister").map_err(missing)?,
                 deregister_memory: *library.get(b"cuFileBufDeregister").map_err(missing)?,
                 read: *library.get(b"cuFileRead").map_err(missing)?,
+                write: *library.get(b"cuFileWrite").map_err(missing)?,
                 _library: library,
             })
         }
     }
 
-    /// Lets the library keep memory of the device mapped for its reads; without that it maps it for each.
+    /// Lets the library keep memory of the device mapped; without that it maps it for each call.
     ///
     /// # Safety
     /// The memory is the device's, and alive until [`Self::deregister_memory`].
@@ -122,7 +124,7 @@ impl CuFile {
     /// Ends that.
     ///
     /// # Safety
-    /// The memory was registered, and no read is under way.
+    /// The memory was registered, and no call with it is under way.
     pub(in super::super) unsafe fn deregister_memory(&self, address: u64) {
         // SAFETY: the caller answers for the memory; what cannot be given back is the library's until the process ends.
         let _ = unsafe { (self.deregister_memory)(pointer(address)) };
@@ -158,23 +160,30 @@ impl FileHandle<'_> {
     /// # Errors
     /// If the file ends before, or the library refuses.
     pub(in super::super) unsafe fn read(&self, address: u64, n_bytes: usize, offset: u64) -> Result<()> {
-        let failed = |reason: String| Err(ModelError::Device { call: "cuFileRead", reason });
-        let Ok(file_offset) = i64::try_from(offset) else { return failed(format!("offset {offset}")) };
-        // SAFETY: the file is open as long as this is, and the caller answers for the memory.
-        let n_read =
-            unsafe { (self.library.read)(self.handle, pointer(address).cast_mut(), n_bytes, file_offset, 0) };
-        match usize::try_from(n_read) {
-            Ok(n_read) if n_read == n_bytes => Ok(()),
-            Ok(n_read) => failed(format!("{n_read} of {n_bytes} bytes at {offset}")),
-            Err(_) if n_read == -1 => failed(std::io::Error::last_os_error().to_string()),
-            Err(_) => failed(format!("error {}", -n_read)),
-        }
+        check_moved("cuFileRead", n_bytes, offset, |offset| {
+            // SAFETY: the file is open as long as this is, and the caller answers for the memory.
+            unsafe { (self.library.read)(self.handle, pointer(address).cast_mut(), n_bytes, offset, 0) }
+        })
+    }
+
+    /// Writes exactly `n_bytes` of the device's memory from `offset` on; the device's context is current.
+    ///
+    /// # Safety
+    /// The memory at `address` is the device's, as long as `n_bytes`, and written by nothing else until this returns.
+    ///
+    /// # Errors
+    /// If the file takes fewer, or the library refuses.
+    pub(in super::super) unsafe fn write(&self, address: u64, n_bytes: usize, offset: u64) -> Result<()> {
+        check_moved("cuFileWrite", n_bytes, offset, |offset| {
+            // SAFETY: the file is open as long as this is, and the caller answers for the memory.
+            unsafe { (self.library.write)(self.handle, pointer(address), n_bytes, offset, 0) }
+        })
     }
 }
 
 impl Drop for FileHandle<'_> {
     fn drop(&mut self) {
-        // SAFETY: registered once, given back once here; no read is under way, because reads borrow this.
+        // SAFETY: registered once, given back once here; nothing is under way, because reads and writes borrow this.
         unsafe { (self.library.deregister_file)(self.handle) };
     }
 }
@@ -188,6 +197,24 @@ impl Status {
                 reason: format!("error {error}, of the driver {driver_error}"),
             }),
         }
+    }
+}
+
+/// Makes a call that moves bytes from or to `offset` of a file; all of them or it has failed.
+fn check_moved(
+    call: &'static str,
+    n_bytes: usize,
+    offset: u64,
+    do_move: impl FnOnce(i64) -> isize,
+) -> Result<()> {
+    let failed = |reason: String| Err(ModelError::Device { call, reason });
+    let Ok(file_offset) = i64::try_from(offset) else { return failed(format!("offset {offset}")) };
+    let n_moved = do_move(file_offset);
+    match usize::try_from(n_moved) {
+        Ok(n_moved) if n_moved == n_bytes => Ok(()),
+        Ok(n_moved) => failed(format!("{n_moved} of {n_bytes} bytes at {offset}")),
+        Err(_) if n_moved == -1 => failed(std::io::Error::last_os_error().to_string()),
+        Err(_) => failed(format!("error {}", -n_moved)),
     }
 }
 

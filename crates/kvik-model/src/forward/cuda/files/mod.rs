@@ -1,4 +1,8 @@
-//! KV that the device reads from files by itself: into memory beside the blocks, where it is proven before it is copied to them.
+//! KV that the device reads from files and writes to them by itself, by way of memory beside the blocks (`lane.rs`): what comes is
+//! proven there before it is copied to blocks, and what leaves is summed up there (`write.rs`).
+
+mod lane;
+mod write;
 
 use std::ops::Range;
 use std::path::Path;
@@ -7,54 +11,35 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use kvik_memory::vmm::cuda::CopyPiece;
+use lane::{CHECKSUM_THREADS, Lane, MAX_SECTIONS};
 use parking_lot::Mutex;
 
-use super::device::{Buffer, CuFile, Device, FileHandle, Function, HostBuffer, Module, arguments, compile};
+use super::device::{CuFile, Device, FileHandle, Function, Module, compile};
 use super::pages::{PageAddresses, add_piece};
 use crate::error::{ModelError, Result};
 use crate::forward::{BlockSource, FileRead, FileReads, KvFile};
 use crate::paging::BlockId;
 
-const SOURCE: &str = include_str!("kernels/checksum.cu");
+const SOURCE: &str = include_str!("../kernels/checksum.cu");
 
-/// Threads of a block of the kernel, as `checksum.cu` has it.
-const CHECKSUM_THREADS: u32 = 256;
-
-/// What files are read in.
+/// What files are read and written in.
 const FILE_BLOCK_BYTES: u64 = 4096;
 
-/// Bytes of sections that are read by one call, and the longest section: enough that calls cost little beside them.
+/// Bytes of sections that are read or written by one call, and the longest section: enough that calls cost little beside them.
 pub(super) const READ_BYTES: usize = 8 << 20;
 
 /// Reads under way at a time: disks are fast only when they are asked for much, and bytes that have come are proven meanwhile.
 const N_LANES: usize = 4;
 
-/// Most sections of a read.
-const MAX_SECTIONS: usize = 512;
-
-/// Reads KV from files.
+/// Moves KV between files and blocks.
 #[derive(Debug)]
-pub(super) struct FileReader {
+pub(super) struct FileMover {
     device: Arc<Device>,
     library: &'static CuFile,
     checksum: Function,
     lanes: [Mutex<Lane>; N_LANES],
-}
-
-/// Where one read goes.
-#[derive(Debug)]
-struct Lane {
-    memory: Buffer,
-    checksums: HostBuffer,
-}
-
-/// Arguments of `checksum_sections`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy)]
-struct SectionArguments {
-    words: u64,
-    checksums: u64,
-    n_words: u64,
+    /// Of what is written, there from the first write on.
+    write_lanes: Mutex<Option<write::Lanes>>,
 }
 
 /// Blocks of a prompt that lie in one file.
@@ -85,7 +70,7 @@ struct Progress {
 /// What takes the pieces of a read to the blocks.
 pub(super) type CopyInside<'a> = &'a (dyn Fn(&[CopyPiece]) -> Result<()> + Sync);
 
-impl FileReader {
+impl FileMover {
     /// Sets up what `wanted` says; `None` where there is to be none, or what it needs is not there and need not be.
     ///
     /// # Errors
@@ -113,7 +98,8 @@ impl FileReader {
             (0..N_LANES).map(|_| Lane::new(device, library).map(Mutex::new)).collect::<Result<_>>()?;
         device.synchronize()?;
         let lanes = <[Mutex<Lane>; N_LANES]>::try_from(lanes).map_err(|_| failed("a number of lanes"))?;
-        Ok(Self { device: Arc::clone(device), library, checksum, lanes })
+        let device = Arc::clone(device);
+        Ok(Self { device, library, checksum, lanes, write_lanes: Mutex::default() })
     }
 
     /// Reads all layers of `blocks`, which lie in files of `source`, and has `copy` bring them to `pages`; `tell` hears how many
@@ -194,20 +180,16 @@ impl FileReader {
         let checksums = file.checksums().get(layers.clone());
         let checksums = checksums.ok_or_else(|| failed("checksums of all layers"))?;
         let start = file.offset() + (layers.start * section_bytes) as u64;
-        let read = || -> Result<u64> {
+        let mut read = || -> Result<u64> {
             let handle = handles.of(file)?;
             let end = start + (layers.len() * section_bytes) as u64;
             let first = start - start % FILE_BLOCK_BYTES;
             let n_bytes = (end.next_multiple_of(FILE_BLOCK_BYTES) - first) as usize;
-            if lane.memory.n_bytes() < n_bytes {
-                return Err(failed(format!("{n_bytes} bytes at a time")));
-            }
-            // SAFETY: the lane has so many bytes, and is this thread's while it is locked; all kernels that used them have ended.
-            unsafe { handle.read(lane.memory.address(), n_bytes, first)? };
-            Ok(lane.memory.address() + (start - first))
+            lane.read(&handle, n_bytes, first)?;
+            Ok(lane.address() + (start - first))
         };
         let address = read().inspect_err(|_| file.note_read(FileRead::Failed))?;
-        let found = self.checksums_of(lane, address, section_bytes, layers.len());
+        let found = lane.checksums_of(&self.checksum, address, section_bytes, layers.len());
         let found = found.inspect_err(|_| file.note_read(FileRead::Failed))?;
         if found != checksums {
             file.note_read(FileRead::Corrupt);
@@ -223,51 +205,6 @@ impl FileReader {
             }
         }
         Ok(pieces)
-    }
-
-    /// The checksums of sections that lie one behind the other in a lane's memory.
-    fn checksums_of(
-        &self,
-        lane: &Lane,
-        address: u64,
-        section_bytes: usize,
-        n_sections: usize,
-    ) -> Result<Vec<u64>> {
-        let sections = SectionArguments {
-            words: address,
-            checksums: lane.checksums.address(),
-            n_words: section_bytes as u64 / 8,
-        };
-        // SAFETY: the caller has read so many sections to the lane, which has room for as many checksums and is the caller's until the
-        // kernel has ended; each section is whole words long.
-        unsafe { self.checksum.launch_beside(n_sections as u32, &mut arguments![sections])? };
-        self.device.synchronize_copies()?;
-        let (words, _) = lane.checksums.bytes()[..n_sections * 8].as_chunks::<8>();
-        Ok(words.iter().map(|word| u64::from_le_bytes(*word)).collect())
-    }
-}
-
-impl Lane {
-    fn new(device: &Arc<Device>, library: &'static CuFile) -> Result<Self> {
-        // A read begins and ends with whole blocks of the file.
-        let memory = Buffer::zeroed(device, READ_BYTES + 2 * FILE_BLOCK_BYTES as usize)?;
-        let checksums = HostBuffer::zeroed(device, MAX_SECTIONS * 8)?;
-        // SAFETY: the memory is alive until this is dropped, and so is the registration.
-        if let Err(error) = unsafe { library.register_memory(memory.address(), memory.n_bytes()) } {
-            tracing::debug!(%error, "memory for reading files is mapped for each read");
-        }
-        Ok(Self { memory, checksums })
-    }
-}
-
-impl Drop for FileReader {
-    fn drop(&mut self) {
-        if self.device.enter().is_ok() {
-            for lane in &mut self.lanes {
-                // SAFETY: nothing reads any more. What was not registered is refused.
-                unsafe { self.library.deregister_memory(lane.get_mut().memory.address()) };
-            }
-        }
     }
 }
 
