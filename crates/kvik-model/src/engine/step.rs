@@ -131,7 +131,8 @@ impl Engine {
         let chosen = self.logits.chosen(logits_row);
         let is_finite = match chosen {
             Some(chosen) => chosen.is_finite,
-            None => self.logits.row(logits_row).iter().all(|logit| logit.is_finite()),
+            // To the end in any case, which is faster than to look whether to stop.
+            None => self.logits.row(logits_row).iter().fold(true, |all, logit| all & logit.is_finite()),
         };
         if !is_finite {
             let request = self.running[idx].request;

@@ -14,6 +14,7 @@
 mod activation;
 mod attention;
 mod gemm;
+mod logits;
 mod math;
 mod matrix;
 mod norm;
@@ -28,6 +29,7 @@ mod threads;
 pub(crate) use activation::{gelu_tanh_rows, silu_gate_rows};
 pub(crate) use attention::{AttentionShape, attend};
 pub(crate) use gemm::{Combine, matmul};
+pub(crate) use logits::summarize_logits;
 pub(crate) use matrix::{MatrixSource, PackedMatrix, padded};
 pub(crate) use norm::{layer_norm_row, rms_norm_row};
 pub(crate) use pages::{KvElement, KvPages, KvRows, PageShape, PinnedBlocks};
