@@ -159,7 +159,7 @@ fn most_likely(logits: &[f32]) -> TokenId {
         }
     }
     let largest = largest.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max);
-    logits.iter().position(|&logit| logit == largest).unwrap_or(0) as TokenId
+    logits.iter().position(|&logit| largest <= logit).unwrap_or(0) as TokenId
 }
 
 #[cfg(test)]
