@@ -68,7 +68,7 @@ pub use forward::{
     Backend, BlockImport, BlockSource, ChosenToken, CpuBackend, CpuBackendOptions, CudaBackend,
     CudaBackendOptions, DeviceMonitor, DeviceName, DeviceUsage, FileBlocks, FileRead, FileReads, KvFile,
     KvImport, KvSharing, KvSize, LayerKv, LayerProgress, Logits, PinnedKv, RowPositions, SegmentPart,
-    SequenceRows, WantedLogits,
+    SequenceRows, WantedLogits, WantedRow,
 };
 pub use kernels::Isa;
 pub use model::{BackendOptions, Model};

@@ -14,7 +14,7 @@ use std::time::Duration;
 use kvik_model::{
     Backend, BlockId, BlockSource, Checkpoint, ChosenToken, CpuBackend, CudaBackend, CudaBackendOptions,
     EngineEvent, EngineOptions, GenerateRequest, KvSize, LayerProgress, Logits, Model, ModelConfig,
-    RowPositions, SamplingParams, SequenceRows, TokenDraw, WantedLogits, WeightDtype,
+    RowPositions, SamplingParams, SequenceRows, TokenDraw, WantedLogits, WantedRow, WeightDtype,
 };
 use kvik_types::Dtype;
 use safetensors::SafeTensors;
@@ -299,19 +299,24 @@ fn a_pass_gives_tokens_where_a_draw_is_enough_and_logits_elsewhere() {
         block_table: &table,
         n_logits: 200,
     };
-    let wanted: Vec<_> = (0..200).zip(draws(200)).map(|(row, draw)| (row % 7 != 3).then_some(draw)).collect();
+    let wanted: Vec<WantedRow> = (0..200)
+        .zip(draws(200))
+        .map(|(row, draw)| match row % 7 {
+            3 => WantedRow::Logits,
+            0 | 5 => WantedRow::TokenAndLogits(draw),
+            _ => WantedRow::Token(draw),
+        })
+        .collect();
     let (mut logits, mut given) = (Logits::default(), Logits::default());
     backend.forward(&[rows], &mut logits).unwrap();
     backend.forward_wanted(&[rows], WantedLogits::Tokens(&wanted), &mut given).unwrap();
     assert_eq!(given.n_rows(), 200);
-    for (row, draw) in wanted.iter().enumerate() {
-        match draw {
-            Some(draw) => {
-                let token = draw.choose(logits.row(row));
-                assert_eq!(given.chosen(row), Some(ChosenToken { token, is_finite: true }), "{draw:?}");
-            }
-            None => assert!(bits(given.row(row)) == bits(logits.row(row)), "row {row}"),
-        }
+    for (row, wanted) in wanted.iter().enumerate() {
+        let token = wanted.draw().map(|draw| draw.choose(logits.row(row)));
+        let chosen = token.map(|token| ChosenToken { token, is_finite: true });
+        assert_eq!(given.chosen(row), chosen, "{wanted:?}");
+        assert_eq!(given.has_row(row), wanted.has_logits(), "{wanted:?}");
+        assert!(!given.has_row(row) || bits(given.row(row)) == bits(logits.row(row)), "row {row}");
     }
     let too_few = backend.forward_wanted(&[rows], WantedLogits::Tokens(&wanted[1..]), &mut given);
     assert!(too_few.unwrap_err().to_string().contains("draws"));
@@ -320,11 +325,13 @@ fn a_pass_gives_tokens_where_a_draw_is_enough_and_logits_elsewhere() {
 #[test]
 fn a_seed_gives_the_same_text_whether_the_device_or_the_host_draws() {
     let model = Model::bundled().unwrap();
-    let text_of = |logprobs: Option<u32>| {
+    // A penalty too small to change a logit, which the host applies.
+    let text_of = |logprobs: Option<u32>, presence_penalty: f32| {
         let mut engine = model.cuda_engine(&options(2048, Dtype::BF16), EngineOptions::default()).unwrap();
         for number in 0..12 {
             let mut sampling = SamplingParams {
                 logprobs,
+                presence_penalty,
                 seed: Some(number),
                 n: 1 + number as u32 % 3,
                 ..Default::default()
@@ -344,9 +351,10 @@ fn a_seed_gives_the_same_text_whether_the_device_or_the_host_draws() {
         tokens.sort_by_key(|(request, choice, _)| (*request, *choice));
         tokens
     };
-    let drawn = text_of(None);
+    let drawn = text_of(None, 0.0);
     assert!(drawn.len() > 1000);
-    assert!(drawn == text_of(Some(0)));
+    assert!(drawn == text_of(None, f32::MIN_POSITIVE));
+    assert!(drawn == text_of(Some(3), 0.0), "with log probabilities");
 }
 
 #[test]

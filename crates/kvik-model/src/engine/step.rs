@@ -5,7 +5,7 @@ use std::time::Instant;
 use kvik_tokens::Tokenizer;
 
 use crate::error::{ModelError, Result};
-use crate::forward::{KvImport, SequenceRows, WantedLogits};
+use crate::forward::{KvImport, SequenceRows, WantedLogits, WantedRow};
 
 use super::lost_device::lose;
 use super::scheduler::ScheduledRows;
@@ -102,7 +102,12 @@ impl Engine {
             if n_logits == 1 {
                 // Choices that begin together draw from one row.
                 let is_one = sequence.n_forks() == 0;
-                draws.push(if is_one { sequence.sampler_input().draw_alone() } else { None });
+                let input = sequence.sampler_input();
+                draws.push(match input.draw_alone().filter(|_| is_one) {
+                    None => WantedRow::Logits,
+                    Some(draw) if input.params.logprobs.is_some() => WantedRow::TokenAndLogits(draw),
+                    Some(draw) => WantedRow::Token(draw),
+                });
             }
             self.stats.n_attended_tokens += positions.n_attended(rows.n_rows);
             sequences.push(SequenceRows { tokens, positions, block_table: sequence.table(), n_logits });
@@ -156,7 +161,11 @@ impl Engine {
         let config_end_tokens = &self.backend.config().eos_token_ids;
         for sequence in &mut self.running[idx..=idx + n_forks as usize] {
             let (token, logprobs) = match chosen {
-                Some(chosen) => (chosen.token, None),
+                Some(chosen) => {
+                    let row = logits.has_row(logits_row).then(|| logits.row(logits_row));
+                    let input = sequence.sampler_input();
+                    (chosen.token, row.and_then(|row| input.logprobs(row, chosen.token)))
+                }
                 None => self.sampler.sample(logits.row(logits_row), sequence.sampler_input()),
             };
             let is_end = end_tokens.contains(&token) || config_end_tokens.contains(&token);

@@ -18,7 +18,7 @@ pub use cpu::{CpuBackend, CpuBackendOptions};
 pub use cuda::{CudaBackend, CudaBackendOptions, DeviceMonitor, DeviceUsage};
 pub use files::{FileBlocks, FileRead, FileReads, KvFile};
 pub use layout::KvSharing;
-pub use logits::{ChosenToken, Logits, WantedLogits};
+pub use logits::{ChosenToken, Logits, WantedLogits, WantedRow};
 pub use place::{DeviceName, KvSize};
 
 use std::ops::Range;
@@ -237,8 +237,8 @@ pub trait Backend: Send + std::fmt::Debug {
     /// fails: all blocks are lost then.
     fn forward(&mut self, sequences: &[SequenceRows<'_>], logits: &mut Logits) -> Result<()>;
 
-    /// As [`Backend::forward`] where not all logits are needed: a backend may give [`Logits::chosen`] instead of rows that have a
-    /// draw.
+    /// As [`Backend::forward`] where not all logits are needed: a backend may give [`Logits::chosen`] for rows whose token is
+    /// wanted.
     ///
     /// # Errors
     /// As [`Backend::forward`].

@@ -31,9 +31,14 @@ pub(crate) struct Sampler {
 }
 
 impl SamplerInput<'_> {
-    /// The draw, where the choice depends on the logits alone and they are not reported.
+    /// The draw, where the choice depends on the logits alone.
     pub(crate) fn draw_alone(&self) -> Option<TokenDraw> {
-        (self.counts.is_none() && self.params.logprobs.is_none()).then(|| self.draw())
+        self.counts.is_none().then(|| self.draw())
+    }
+
+    /// What is reported with a token that was chosen from `logits`.
+    pub(crate) fn logprobs(&self, logits: &[f32], token: TokenId) -> Option<TokenLogprobs> {
+        self.params.logprobs.map(|n_top| TokenLogprobs::of(logits, token, n_top as usize))
     }
 
     fn draw(&self) -> TokenDraw {
@@ -49,8 +54,7 @@ impl Sampler {
         input: SamplerInput<'_>,
     ) -> (TokenId, Option<TokenLogprobs>) {
         let token = self.choose(logits, input);
-        let logprobs = input.params.logprobs.map(|n_top| TokenLogprobs::of(logits, token, n_top as usize));
-        (token, logprobs)
+        (token, input.logprobs(logits, token))
     }
 
     fn choose(&mut self, logits: &[f32], input: SamplerInput<'_>) -> TokenId {

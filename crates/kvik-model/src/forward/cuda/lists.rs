@@ -3,7 +3,7 @@
 use crate::paging::BlockId;
 use crate::sampling::TokenDraw;
 
-use super::super::SequenceRows;
+use super::super::{SequenceRows, WantedRow};
 use super::kernels::{CHUNK_QUERIES, CHUNK_TOKENS};
 
 /// Rows of an item of the kernel without matrix instructions: one for each of its warps.
@@ -54,7 +54,7 @@ pub(super) struct ListSizes {
 impl RowLists {
     /// The lists of one pass; the caller has checked that tables cover their rows, and that there is a draw for each row of
     /// logits, or none.
-    pub(super) fn new(sequences: &[SequenceRows<'_>], draws: &[Option<TokenDraw>], shape: ListShape) -> Self {
+    pub(super) fn new(sequences: &[SequenceRows<'_>], draws: &[WantedRow], shape: ListShape) -> Self {
         let mut words = Vec::new();
         let n_rows = sequences.iter().map(|sequence| sequence.tokens.len()).sum();
         words.reserve(4 * n_rows);
@@ -88,7 +88,7 @@ impl RowLists {
         }
         let n_logits = words.len() - chosen;
         let first_draw = words.len();
-        words.extend(draws.iter().flat_map(|draw| words_of(&draw.unwrap_or(TokenDraw::BEST))));
+        words.extend(draws.iter().flat_map(|draw| words_of(&draw.draw().unwrap_or(TokenDraw::BEST))));
         let items = words.len();
         let sizes = ListSizes {
             n_rows,

@@ -256,8 +256,7 @@ impl CudaBackend {
         match wanted {
             WantedLogits::Rows => logits.reset(lists.n_logits, vocab_size),
             WantedLogits::Tokens(draws) => {
-                let chosen = draws.iter().zip(self.chosen(lists.n_logits));
-                logits.reset_chosen(chosen.map(|(draw, chosen)| draw.map(|_| chosen)), vocab_size);
+                logits.reset_chosen(draws.iter().copied().zip(self.chosen(lists.n_logits)), vocab_size);
             }
         }
         self.fetch_rows(lists.n_logits, logits)
@@ -273,10 +272,10 @@ impl CudaBackend {
         })
     }
 
-    /// Copies the rows of logits whose tokens were not chosen.
+    /// Copies the rows of logits that are wanted.
     fn fetch_rows(&mut self, n_logits: usize, logits: &mut Logits) -> Result<()> {
         let row_bytes = self.config.vocab_size * 4;
-        let wanted: Vec<usize> = (0..n_logits).filter(|&row_idx| logits.chosen(row_idx).is_none()).collect();
+        let wanted: Vec<usize> = (0..n_logits).filter(|&row_idx| logits.has_row(row_idx)).collect();
         if wanted.is_empty() {
             return Ok(());
         }
