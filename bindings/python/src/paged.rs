@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvik_memory::blocks::BlocksOutcome;
@@ -19,6 +20,9 @@ use crate::error::{invalid, memory_exception_of};
 /// How long a page that is given back stays ready to be taken again, unless others need its memory.
 const READY_FOR: Duration = Duration::from_secs(1);
 
+/// The longest wait of a call, where the caller names a longer one.
+const LONGEST_WAIT: Duration = Duration::from_hours(24);
+
 /// One buffer of addresses, with memory behind the pages that are taken: for an engine that chooses its blocks itself.
 ///
 /// Pages that are given back are kept for a second, or until others of the device need their memory. With `cuda_device` the
@@ -32,8 +36,12 @@ pub(crate) struct PagedMemory {
     geometry: Geometry,
     cuda_device: Option<u32>,
     wanted: Arc<Wanted>,
-    /// Held while pages are taken or given back: what is given back in one thread may be taken in another.
+    /// Held while pages are taken or given back, and not while memory is waited for: what is given back in one thread may be
+    /// taken in another.
     changes: Mutex<()>,
+    /// Whether the next wait ends at once. Sequentially consistent: it is set before waiters are woken and read after they
+    /// joined, so a wait that does not see it is woken.
+    is_interrupted: AtomicBool,
 }
 
 /// What the agent is to ask of the engine.
@@ -79,19 +87,47 @@ impl PagedMemory {
             let wanted = Arc::clone(&wanted);
             move |n_bytes| wanted.ask(n_bytes)
         });
-        Ok(Self { pool, geometry, cuda_device, wanted, changes: Mutex::new(()) })
+        Ok(Self {
+            pool,
+            geometry,
+            cuda_device,
+            wanted,
+            changes: Mutex::new(()),
+            is_interrupted: AtomicBool::new(false),
+        })
     }
 
     /// Takes pages, all of them or none; says whether there was memory for them. Their bytes are whatever was there.
     ///
-    /// Raises where a page is taken already, is listed twice or does not exist.
-    fn take(&self, py: Python<'_>, pages: Vec<u32>) -> PyResult<bool> {
+    /// Waits up to `timeout_s` for others to give memory back, without the interpreter's lock; other threads may take and give
+    /// back meanwhile. Raises where a page is taken already, is listed twice or does not exist.
+    #[pyo3(signature = (pages, *, timeout_s=0.0))]
+    fn take(&self, py: Python<'_>, pages: Vec<u32>, timeout_s: f64) -> PyResult<bool> {
         let pages: Vec<PageId> = pages.into_iter().map(PageId).collect();
+        let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(LONGEST_WAIT);
         let outcome = py.detach(|| {
-            let _changes = self.changes.lock();
-            self.pool.alloc_pages(&pages)
+            if timeout.is_zero() {
+                return self.try_take(&pages).map(|outcome| outcome == BlocksOutcome::Allocated);
+            }
+            let deadline = Instant::now() + timeout.min(LONGEST_WAIT);
+            let answer = self.pool.wait_for(deadline, || match self.try_take(&pages) {
+                Ok(BlocksOutcome::NoMemory(_)) if !self.is_interrupted.swap(false, Ordering::SeqCst) => None,
+                answer => Some(answer.map(|outcome| outcome == BlocksOutcome::Allocated)),
+            });
+            answer.unwrap_or(Ok(false))
         });
-        Ok(outcome.map_err(|error| memory_exception_of(&error))? == BlocksOutcome::Allocated)
+        outcome.map_err(|error| memory_exception_of(&error))
+    }
+
+    /// Makes a `take` that waits, or else the next one that would, return at once.
+    fn interrupt(&self) {
+        self.is_interrupted.store(true, Ordering::SeqCst);
+        self.pool.wake();
+    }
+
+    /// Tells that the pages that were refused last are not waited for any more, so that others give nothing up for them.
+    fn stop_waiting(&self, py: Python<'_>) {
+        py.detach(|| self.pool.stop_waiting());
     }
 
     /// Gives pages back; nothing may read or write them any more. Raises and gives none back where one is not taken.
@@ -119,8 +155,8 @@ impl PagedMemory {
     /// given back, once.
     #[pyo3(signature = (*, timeout_s=0.0))]
     fn wanted_bytes(&self, py: Python<'_>, timeout_s: f64) -> u64 {
-        let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(Duration::from_hours(1));
-        py.detach(|| self.wanted.take(Instant::now() + timeout.min(Duration::from_hours(24))))
+        let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(LONGEST_WAIT);
+        py.detach(|| self.wanted.take(Instant::now() + timeout.min(LONGEST_WAIT)))
     }
 
     /// Number of pages.
@@ -195,6 +231,11 @@ impl PagedMemory {
 }
 
 impl PagedMemory {
+    fn try_take(&self, pages: &[PageId]) -> kvik_memory::Result<BlocksOutcome> {
+        let _changes = self.changes.lock();
+        self.pool.alloc_pages(pages)
+    }
+
     /// What the pool's own limit leaves of `n_bytes`.
     fn bounded(&self, n_bytes: u64) -> u64 {
         let limit_pages = self.pool.counters().pages.limit_pages;

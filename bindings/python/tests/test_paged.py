@@ -3,6 +3,7 @@
 import ctypes
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import kvik
 import pytest
@@ -116,6 +117,37 @@ def test_a_lowered_limit_is_told_with_what_is_to_be_given_back_until_it_is(tmp_p
     eventually(lambda: memory.wanted_bytes() == 0)
     assert not memory.take([9])
     assert memory.limit_bytes == 3 * PAGE
+
+
+def test_pages_that_are_refused_can_be_waited_for(tmp_path):
+    one, other = opened(group="mine", directory=tmp_path), opened(group="mine", directory=tmp_path)
+    assert one.take(list(range(8)))
+    lower_limit(tmp_path, 8 * PAGE)
+    eventually(lambda: other.limit_bytes == 8 * PAGE)
+    assert not other.take([0, 1], timeout_s=0.01)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(other.take, [0, 1], timeout_s=20)
+        assert one.wanted_bytes(timeout_s=20) > 0
+        # Another thread takes and gives back meanwhile.
+        assert not other.take([2])
+        one.give_back([6, 7])
+        assert waiting.result()
+    assert other.held_bytes == 2 * PAGE
+
+
+def test_a_wait_for_pages_can_be_ended(tmp_path):
+    memory = opened(max_bytes=PAGE)
+    assert memory.take([0])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(memory.take, [1], timeout_s=3600)
+        memory.interrupt()
+        assert not waiting.result()
+    memory.stop_waiting()
+    memory.give_back([0])
+    # An interruption that came too early ends the next wait, and no `take` that finds memory.
+    memory.interrupt()
+    assert memory.take([1], timeout_s=3600)
+    assert not memory.take([2], timeout_s=3600)
 
 
 def test_torch_sees_the_same_bytes_and_keeps_the_memory_alive():

@@ -455,8 +455,12 @@ class PagedMemory:
         directory: str | PathLike[str] = "/dev/shm",
     ) -> None:
         """Never more than `max_bytes` is held. With `group` memory is granted by the ledger of the device."""
-    def take(self, pages: Sequence[int]) -> bool:
-        """Takes pages, all of them or none; says whether there was memory for them."""
+    def take(self, pages: Sequence[int], *, timeout_s: float = 0.0) -> bool:
+        """Takes pages, all of them or none; says whether there was memory for them. Waits for others to give memory back."""
+    def interrupt(self) -> None:
+        """Makes a `take` that waits, or else the next one that would, return at once."""
+    def stop_waiting(self) -> None:
+        """Tells that the pages that were refused last are not waited for any more."""
     def give_back(self, pages: Sequence[int]) -> None:
         """Gives pages back, all of them or none; they stay mapped for a second, or until others need their memory."""
     def note_starved(self) -> None:

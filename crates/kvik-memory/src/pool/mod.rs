@@ -15,7 +15,7 @@ use self::waiters::Waiters;
 use crate::blocks::{BlockAllocator, BlockCounters, BlocksOutcome, Epoch, Fragmentation};
 use crate::geometry::{BlockGeometry, BlockId, PageId};
 use crate::pages::{
-    GrantEvents, Grants, PageAllocator, PageCounters, PageMapper, PageObserver, PageSettings,
+    GrantEvents, Grants, PageAllocator, PageCounters, PageMapper, PageObserver, PageSettings, Shortage,
 };
 use crate::region::Region;
 use crate::{MemoryError, Result};
@@ -216,18 +216,45 @@ impl KvPool {
         deadline: Instant,
         blocks: &mut Vec<BlockId>,
     ) -> Result<BlocksOutcome> {
+        let mut refused = Shortage::DeviceFull;
+        let answer = self.wait_for(deadline, || match self.alloc(n_blocks, blocks) {
+            Ok(BlocksOutcome::NoMemory(shortage)) => {
+                refused = shortage;
+                None
+            }
+            answer => Some(answer),
+        });
+        answer.unwrap_or_else(|| {
+            self.stop_waiting();
+            Ok(BlocksOutcome::NoMemory(refused))
+        })
+    }
+
+    /// Calls `attempt` until it returns something, and a last time at `deadline`.
+    ///
+    /// Between two calls the thread sleeps until blocks of this pool are freed, the ledger reports memory or a new limit, or
+    /// [`wake`](Self::wake) is called; it calls four times a second in any case, so that the ledger knows that it still waits.
+    pub fn wait_for<T>(&self, deadline: Instant, mut attempt: impl FnMut() -> Option<T>) -> Option<T> {
         let mut waiter = self.shared.waiters.join();
         loop {
-            let outcome = self.alloc(n_blocks, blocks)?;
-            if outcome == BlocksOutcome::Allocated {
-                return Ok(outcome);
+            if let Some(answer) = attempt() {
+                return Some(answer);
             }
             if Instant::now() >= deadline {
-                self.shared.grants.stop_waiting();
-                return Ok(outcome);
+                return None;
             }
             waiter.wait(deadline.min(Instant::now() + ASK_AGAIN_AFTER));
         }
+    }
+
+    /// Lets all threads that wait for memory try again at once.
+    pub fn wake(&self) {
+        self.shared.waiters.notify();
+    }
+
+    /// Tells that what was refused last is not waited for any more, so that nothing is kept for it.
+    pub fn stop_waiting(&self) {
+        self.shared.grants.stop_waiting();
     }
 
     /// Tells that the owner can do nothing until what was refused last is there; see [`Grants::note_starved`].

@@ -285,6 +285,25 @@ fn a_waiter_gets_blocks_when_the_limit_rises() {
 }
 
 #[test]
+fn a_waiter_looks_again_when_it_is_woken() {
+    let Setup { pool, .. } = start(settings());
+    let (is_enough, n_looks) = (AtomicBool::new(false), AtomicU64::new(0));
+    thread::scope(|scope| {
+        let waiter = scope.spawn(|| {
+            pool.wait_for(Instant::now() + Duration::from_secs(20), || {
+                n_looks.fetch_add(1, Ordering::SeqCst);
+                is_enough.load(Ordering::SeqCst).then_some(7)
+            })
+        });
+        eventually("looking", || n_looks.load(Ordering::SeqCst) > 0);
+        is_enough.store(true, Ordering::SeqCst);
+        pool.wake();
+        assert_eq!(waiter.join().unwrap(), Some(7));
+    });
+    assert_eq!(pool.wait_for(Instant::now(), || None::<()>), None);
+}
+
+#[test]
 fn a_wait_in_vain_ends_at_the_deadline() {
     let Setup { pool, grants, .. } = start(settings());
     grants.set_limit_bytes(0);
