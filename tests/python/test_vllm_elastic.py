@@ -212,6 +212,7 @@ config = types.SimpleNamespace(
     scheduler_config=types.SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
     device_config=types.SimpleNamespace(device_type="cpu"),
     model_config=types.SimpleNamespace(max_model_len=100),
+    parallel_config=types.SimpleNamespace(world_size=3),
 )
 cache = types.SimpleNamespace(kv_cache_tensors=[])
 for extra in json.loads(sys.argv[1]):
@@ -228,10 +229,11 @@ for n_blocks, limit, is_one in [
     geometry.n_blocks = n_blocks
     sizes.append(gpu_page_bytes(geometry, limit, is_one) >> 20)
 print(json.dumps(sizes))
-# A slab has memory where every rank has it.
-ranks = [ElasticReport({1, 2}, {3}, None, 10), ElasticReport({1, 3}, {2}, 7, 20), ElasticReport({1}, set(), 5, 30)]
+# A slab has memory where no rank misses it.
+ranks = [ElasticReport(4, {3}, {(3, 2)}, None, 10), ElasticReport(5, {2}, set(), 7, 20), ElasticReport(6, set(), set(), 5, 30)]
 whole = ranks[0].aggregate(ranks[1]).aggregate(ranks[2])
-print(json.dumps([sorted(whole.taken), sorted(whole.refused), whole.most_slabs, whole.taken_bytes]))
+print(json.dumps([whole.number, sorted(whole.missing), sorted(whole.refused), whole.most_slabs, whole.taken_bytes, whole.n_ranks]))
+print(json.dumps([plan.n_ranks]))
 def allocating(*sizes):
     return Allocation("vLLM", sizes, torch.int8, 2 << 20, ROUNDING_BYTES)
 
@@ -294,12 +296,13 @@ def test_settings_are_checked_ranks_are_added_and_one_allocation_is_answered() -
     command = [f"{ENGINES}/bin/python", "-W", "ignore", "-c", SETTINGS, f"[{','.join(cases)}]"]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     answers = [json.loads(line) for line in output.splitlines() if line[:1] in '["']
-    assert len(answers) == len(cases) + 13
+    assert len(answers) == len(cases) + 14
     for answer, expected in zip(answers, cases.values(), strict=False):
         assert expected in answer if isinstance(expected, str) else expected == answer
-    sizes, ranks, several, is_inside, none, layers, *pieces = answers[len(cases) :]
+    sizes, ranks, n_ranks, several, is_inside, none, layers, *pieces = answers[len(cases) :]
     assert sizes == [16, 8, 8, 2, 2, 4]
-    assert ranks == [[1], [2, 3], 5, 60]
+    assert ranks == [4, [2, 3], [[3, 2]], 5, 60, 3]
+    assert n_ranks == [3]
     assert "more buffers of KV than it told; allowed with `elastic`: 1" in several
     assert is_inside == [True, False, 0]
     assert "0 of 1 buffers" in none
@@ -310,10 +313,19 @@ def test_settings_are_checked_ranks_are_added_and_one_allocation_is_answered() -
     assert "the strides (1, 10)" in pieces[6]
 
 
-def test_the_scheduler_follows_need_limits_and_refusals_on_the_blocks_of_vllm() -> None:
+def played(driver: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.path.abspath(PACKAGE), "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [f"{ENGINES}/bin/python", "-W", "ignore", str(DRIVERS / "elastic_scheduler.py")]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [f"{ENGINES}/bin/python", "-W", "ignore", str(DRIVERS / driver)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def test_the_scheduler_follows_need_limits_and_refusals_on_the_blocks_of_vllm() -> None:
+    ended = played("elastic_scheduler.py")
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_no_step_uses_memory_that_a_rank_has_not_mapped_whatever_order_threads_run_in() -> None:
+    ended = played("elastic_ranks.py")
     assert ended.returncode == 0, ended.stderr
 
 

@@ -21,9 +21,11 @@ BLOCK_TOKENS, SLAB_BLOCKS, N_SLABS = 16, 8, 10
 class Played:
     """A scheduler's half, the blocks of vLLM, and workers that have as much memory as `n_slabs`."""
 
-    def __init__(self, n_cache_slabs: int = 0) -> None:
+    def __init__(self, n_cache_slabs: int = 0, max_step_tokens: int = 4096, n_ranks: int = 1) -> None:
         slabs = Slabs(SLAB_BLOCKS * N_SLABS, SLAB_BLOCKS)
-        plan = ElasticPlan(slabs, 2 << 20, None, n_cache_slabs, None, "/dev/shm", BLOCK_TOKENS, 4, 4096, 40, 1)
+        plan = ElasticPlan(
+            slabs, 2 << 20, None, n_cache_slabs, None, "/dev/shm", BLOCK_TOKENS, 4, max_step_tokens, 40, 1, n_ranks
+        )
         self.half = ElasticScheduler(plan, BLOCK_TOKENS)
         self.pool = BlockPool(SLAB_BLOCKS * N_SLABS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
         self.half.bind(self.pool)
@@ -40,16 +42,19 @@ class Played:
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
         )
-        orders = self.half.orders(output)
+        self.orders = orders = self.half.orders(output)
         self.parked = orders.park
         self.taken -= set(orders.park)
-        report = ElasticReport(most_slabs=self.most, can_lend=True)
+        report = ElasticReport(orders.number, most_slabs=self.most, can_lend=True)
         for slab in orders.take:
             if len(self.taken) < self.n_slabs:
                 self.taken.add(slab)
-                report.taken.add(slab)
             else:
-                report.refused.add(slab)
+                report.missing.add(slab)
+                report.refused.add((slab, orders.number))
+        self.report(report)
+
+    def report(self, report: ElasticReport) -> None:
         self.half.reported(SimpleNamespace(finished_sending=None, kv_connector_worker_meta=report))
         for slab, state in enumerate(self.half.balloon.states):
             assert slab in self.taken or state not in (State.IN, State.LEAVING), "a block without memory can be used"
@@ -101,6 +106,106 @@ def requests_that_the_next_step_cannot_begin_get_nothing_yet() -> None:
         other.arrive(str(number), 300 * BLOCK_TOKENS)
     other.step()
     assert other.n_in == N_SLABS, "the first in any case, though a step has fewer tokens"
+
+
+def memory_is_asked_for_steps_before_it_is_needed() -> None:
+    played = Played(max_step_tokens=16 * BLOCK_TOKENS)
+    played.n_slabs = 1
+    for number in range(4):
+        played.arrive(str(number), 16 * BLOCK_TOKENS)
+    played.step()
+    # Of 17 blocks for each of three requests and the seven that are there.
+    assert (len(played.orders.take), played.orders.needed) == (6, played.orders.take[:2])
+    assert (played.orders.is_idle, played.orders.is_patient, played.orders.is_starved) == (True, True, False)
+    assert not played.half.asked, "all was refused"
+    played.step()
+    assert (len(played.orders.take), played.orders.is_starved) == (2, True), "nothing for later steps while others use it"
+    assert set(played.orders.park) == set(range(1, 7)), "ranks that have memory for them give it back"
+    played.n_slabs = N_SLABS
+    played.step()
+    assert played.n_in == 3
+    played.half.look_at = 0.0
+    played.step()
+    assert played.n_in == 7
+
+
+def memory_for_later_steps_that_is_refused_preempts_nothing() -> None:
+    played = Played(max_step_tokens=16 * BLOCK_TOKENS)
+    played.n_slabs = 3
+    for number in range(4):
+        played.arrive(str(number), 16 * BLOCK_TOKENS)
+    played.step()
+    assert played.n_in == 3
+    assert played.half.refused_until == 0.0
+    assert played.half.look_at > 0.0
+
+
+def a_slab_is_used_when_no_rank_misses_it_and_answers_to_earlier_orders_do_not_count() -> None:
+    played = Played(n_ranks=2)
+    played.report = lambda report: None
+    played.arrive("a", 10 * BLOCK_TOKENS)
+    played.step()
+    first = played.orders.take[0]
+    del played.report
+
+    def answers(number: int, *missing: int, refused: dict[int, int] | None = None, n_ranks: int = 1) -> ElasticReport:
+        return ElasticReport(number, set(missing), set((refused or {}).items()), n_ranks=n_ranks)
+
+    played.report(answers(1))
+    assert played.n_in == 1, "one rank did not report"
+    played.report(answers(1).aggregate(answers(1, first)))
+    assert played.n_in == 1, "one rank misses it"
+    played.report(answers(0).aggregate(answers(1)))
+    assert played.n_in == 1, "one rank has not seen the orders"
+    played.report(answers(1).aggregate(answers(1, first, refused={first: 1})))
+    assert (played.half.asked, played.half.half_taken) == ({}, [first])
+    played.report = lambda report: None
+    played.step()
+    assert (played.orders.park, played.orders.take) == ([first], [first])
+    del played.report
+    # Reports of the orders before, which were under way.
+    played.report(answers(1, first, refused={first: 1}).aggregate(answers(1)))
+    played.report(answers(1).aggregate(answers(1)))
+    assert (played.half.asked, played.n_in) == ({first: 2}, 1)
+    played.taken.add(first)
+    played.report(answers(2).aggregate(answers(3)))
+    assert (played.half.asked, played.n_in) == ({}, 2)
+
+
+def what_was_asked_for_is_taken_back_before_used_slabs_leave() -> None:
+    played = Played()
+    request = played.arrive("a", 30 * BLOCK_TOKENS)
+    played.step()
+    assert played.n_in == 4
+    played.pool.get_new_blocks(31)
+    request.num_computed_tokens = request.num_tokens
+    request.num_tokens = 60 * BLOCK_TOKENS
+    played.report = lambda report: None
+    played.step({"a": 1})
+    coming = played.orders.take
+    assert len(coming) == 4
+    del played.report
+    played.report(ElasticReport(played.orders.number - 1, set(coming), most_slabs=4))
+    played.step({"a": 1})
+    assert sorted(played.orders.park) == sorted(coming)
+    assert (played.n_in, played.half.balloon.count(State.LEAVING)) == (4, 0)
+
+
+def memory_that_comes_when_its_request_is_gone_is_given_back() -> None:
+    played = Played()
+    played.report = lambda report: None
+    request = played.arrive("a", 20 * BLOCK_TOKENS)
+    played.step()
+    coming = played.orders.take
+    assert len(coming) == 2
+    played.half.finished(request)
+    assert played.half.wants_step(), "no step would tell of it"
+    played.step()
+    assert (sorted(played.orders.park), played.orders.needed) == (sorted(coming), [])
+    assert not played.half.wants_step()
+    del played.report
+    played.report(ElasticReport(1))
+    assert played.n_in == 1
 
 
 def refused_memory_is_not_waited_for_but_by_a_lone_request() -> None:
@@ -193,6 +298,11 @@ def metrics_are_named() -> None:
 for check in (
     memory_comes_for_a_request_and_goes_with_it,
     requests_that_the_next_step_cannot_begin_get_nothing_yet,
+    memory_is_asked_for_steps_before_it_is_needed,
+    memory_for_later_steps_that_is_refused_preempts_nothing,
+    a_slab_is_used_when_no_rank_misses_it_and_answers_to_earlier_orders_do_not_count,
+    what_was_asked_for_is_taken_back_before_used_slabs_leave,
+    memory_that_comes_when_its_request_is_gone_is_given_back,
     refused_memory_is_not_waited_for_but_by_a_lone_request,
     less_is_used_when_others_need_memory,
     the_prefix_cache_is_kept_and_others_take_it_while_nothing_runs,

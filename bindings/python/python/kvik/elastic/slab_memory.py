@@ -1,5 +1,6 @@
 """The memory behind slabs: takes and gives back their pages."""
 
+import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 
@@ -26,6 +27,9 @@ class SlabMemory:
         self.pages = PageTable(slabs, pieces, memory.page_bytes)
         self.taken: set[int] = set()
         self.has_warned = False
+        # Where the engine begins its work on a device.
+        self.stream: torch.cuda.Stream | None = None
+        self.note_stream()
 
     @property
     def slab_bytes(self) -> int:
@@ -47,38 +51,100 @@ class SlabMemory:
 
     def take(self, slabs: Sequence[int]) -> bool:
         """Takes memory for all of the slabs, or for none; says whether there was so much."""
-        pages = self.pages.missing(slabs)
         try:
-            if pages and not self.memory.take(pages):
-                return False
+            return self.try_take(slabs)
         except kvik.InvalidValueError:
             # The books of pages are wrong: nothing can be trusted.
             raise
         except kvik.KvikError as error:
             # The device could not do it; it may the next time.
-            if not self.has_warned:
-                self.has_warned = True
-                logger.warning("kvik: memory for KV could not be mapped: %s", error)
+            self.note_failure(error)
+            return False
+
+    def try_take(self, slabs: Sequence[int], timeout_s: float = 0.0) -> bool:
+        """As `take`, but waits up to `timeout_s` for memory, and raises where the device fails.
+
+        New pages of a device are zeroed in the stream of the calling thread.
+        """
+        pages = self.pages.missing(slabs)
+        if pages and not self.memory.take(pages, timeout_s=timeout_s):
             return False
         self.pages.add(slabs)
         self.taken.update(slabs)
-        if self.buffer.device.type == "cuda":
+        if self.is_on_device:
             # A device gives memory with what was there, which may not even be numbers. Memory of this machine comes as zeros.
             page_bytes = self.memory.page_bytes
             for first, end in runs_of(pages):
                 self.buffer[first * page_bytes : end * page_bytes].zero_()
         return True
 
+    def note_failure(self, error: Exception) -> None:
+        if not self.has_warned:
+            self.has_warned = True
+            logger.warning("kvik: memory for KV could not be mapped: %s", error)
+
+    def n_claimable(self) -> int:
+        """For how many slabs there is memory now."""
+        return max(0, self.memory.claimable_bytes - self.taken_bytes) // self.slab_bytes
+
     def give_back(self, slabs: Sequence[int]) -> None:
         """Gives back memory of slabs that are taken and that no step which begins later uses."""
-        if not slabs:
-            return
-        pages = self.pages.remove(slabs)
-        self.taken.difference_update(slabs)
-        if self.buffer.device.type == "cuda":
+        if slabs and self.is_on_device:
             # Steps that were begun may still read and write there.
             torch.cuda.synchronize(self.buffer.device)
-        self.memory.give_back(pages)
+        self.release(slabs)
+
+    def release(self, slabs: Sequence[int]) -> None:
+        """Gives back memory of slabs that are taken and that nothing uses any more."""
+        if slabs:
+            pages = self.pages.remove(slabs)
+            self.taken.difference_update(slabs)
+            self.memory.give_back(pages)
+
+    # === Beside the engine ===
+
+    @property
+    def is_on_device(self) -> bool:
+        return self.buffer.device.type == "cuda"
+
+    def note_stream(self) -> None:
+        """The engine begins its work in the stream that is current now."""
+        if self.is_on_device:
+            self.stream = torch.cuda.current_stream(self.buffer.device)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """A point in the engine's stream behind all that was begun; `None` where it works at once."""
+        if not self.is_on_device:
+            return None
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return event
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """What this thread does with the device inside of it does not wait for the engine's work."""
+        if not self.is_on_device:
+            yield
+            return
+        # Before the blocks of a pass that runs already: a page is zeroed in microseconds.
+        stream = torch.cuda.Stream(self.buffer.device, priority=-1)
+        # Engines allocate in inference mode, and such memory is written in it only.
+        with torch.inference_mode(), torch.cuda.device(self.buffer.device), torch.cuda.stream(stream):
+            yield
+
+    def settle(self) -> None:
+        """Waits until what this thread began on the device is done."""
+        if self.is_on_device:
+            torch.cuda.current_stream(self.buffer.device).synchronize()
+
+    def interrupt(self) -> None:
+        self.memory.interrupt()
+
+    def note_starved(self) -> None:
+        self.memory.note_starved()
+
+    def stop_waiting(self) -> None:
+        self.memory.stop_waiting()
 
 
 def runs_of(pages: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -42,6 +42,8 @@ class ElasticPlan:
     n_request_blocks: int
     # Blocks that are used before the first step, block 0 among them.
     n_warm_up_blocks: int
+    # Workers of this engine, each of which reports.
+    n_ranks: int
 
     @classmethod
     def read(
@@ -72,6 +74,7 @@ class ElasticPlan:
             max_step_tokens=config.scheduler_config.max_num_batched_tokens,
             n_request_blocks=-(-config.model_config.max_model_len // geometry.block_tokens),
             n_warm_up_blocks=1 + (WARM_UP_BLOCKS * max_requests if is_gpu else 0),
+            n_ranks=config.parallel_config.world_size,
         )
 
 

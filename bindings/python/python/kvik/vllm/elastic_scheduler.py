@@ -1,7 +1,8 @@
 """The scheduler's half of the elastic memory: how much of it the requests need, and which blocks go when others need it.
 
 A slab is used only after every rank has reported that it has memory for it, and memory is given back only for slabs without a block
-in use, by orders that a worker obeys behind all steps that were scheduled before.
+in use, by orders that a worker obeys behind all steps that were scheduled before. Workers map beside the steps, so memory is asked
+for steps before it is needed.
 """
 
 import time
@@ -25,8 +26,17 @@ logger = init_logger(f"vllm.{__name__}")
 # How long memory that no request needs is kept while others are computed.
 SURPLUS_S = 5.0
 
-# Memory that was refused is asked for again after this; the ledger forgets a wait after a second.
+# For how many steps memory is asked ahead. What is asked with the orders of a step is mapped while it runs, in about the time of a
+# step at most, and reported with it or the next one. vLLM schedules that one before it knows the report, so that two steps later
+# the memory may be there, and three steps later it is.
+LOOK_AHEAD_STEPS = 3
+
+# Memory that was refused is asked for again after this; the ledger forgets a wait after a second. A step without tokens asks at once:
+# its worker waits.
 ASK_AGAIN_S = 0.05
+
+# Memory for later steps that was refused is asked for again after this, unless it is needed before: others use it.
+LOOK_AGAIN_S = 0.5
 
 # How long a refusal counts: vLLM preempts requests meanwhile instead of waiting.
 REFUSED_S = 1.0
@@ -54,6 +64,11 @@ class ElasticScheduler:
         self.requests: dict[str, "Request"] = {}
         self.running: set[str] = set()
         self.n_orders = 0
+        # Slabs that are COMING, the first one first, each with the number of the orders that asked for it: an answer to earlier ones
+        # is not meant.
+        self.asked: dict[int, int] = {}
+        # Those of them that the next step needs.
+        self.needed: list[int] = []
         # Slabs of which some ranks have memory and others do not.
         self.half_taken: list[int] = []
         # Whether vLLM found too few blocks for a running request in this step.
@@ -61,7 +76,7 @@ class ElasticScheduler:
         # Whether there may be something to give back when the last request ends.
         self.is_dirty = False
         self.n_stalled_steps = 0
-        self.needed_at = self.ask_at = self.refused_until = self.log_at = 0.0
+        self.needed_at = self.ask_at = self.look_at = self.refused_until = self.log_at = 0.0
         # The most slabs to use, and until when.
         self.bound: tuple[int, float] | None = None
         self.taken_bytes = 0
@@ -94,35 +109,46 @@ class ElasticScheduler:
         is_stalled = is_waiting and output.total_num_scheduled_tokens == 0
         self.n_stalled_steps = self.n_stalled_steps + 1 if is_stalled else 0
 
-    def needed_blocks(self, output: "SchedulerOutput") -> int:
-        """Blocks that the next steps take, beside those that requests have."""
+    def needed_blocks(self, output: "SchedulerOutput") -> tuple[int, int]:
+        """Blocks that the next step takes, beside those that requests have, and blocks that the steps of the look-ahead take.
+
+        Running requests count with the tokens they have ahead of them in both: a block of each lasts for more steps than those.
+        """
         block_tokens = self.plan.block_tokens
-        n_needed = 0
+        n_next = n_ahead = 0
         n_free_places = self.plan.max_requests - len(self.running)
-        # Waiting requests count as far as the next step could begin them, and the first one in any case. What the prefix cache has
-        # of them is not subtracted: such blocks are among the free ones, unless other requests use them.
-        n_step_tokens = self.plan.max_step_tokens
+        # Waiting requests count as far as a step could begin them, and the first one in any case. What the prefix cache has of them is
+        # not subtracted: such blocks are among the free ones, unless other requests use them.
+        n_tokens_before = 0
         for request_id, request in self.requests.items():
+            n_tokens = request.num_tokens + self.n_spare_tokens
             if request_id in self.running:
                 n_computed = request.num_computed_tokens + output.num_scheduled_tokens.get(request_id, 0)
-                n_tokens = request.num_tokens + self.n_spare_tokens
-                n_needed += max(0, -(-n_tokens // block_tokens) - -(-n_computed // block_tokens))
-            elif n_free_places > 0 and n_step_tokens > 0 and request.status.name != "WAITING_FOR_REMOTE_KVS":
-                n_free_places -= 1
-                n_step_tokens -= request.num_tokens
-                n_tokens = request.num_tokens + self.n_spare_tokens
+                n_blocks = max(0, -(-n_tokens // block_tokens) - -(-n_computed // block_tokens))
+                n_next += n_blocks
+                n_ahead += n_blocks
+            elif (
+                n_free_places > 0
+                and n_tokens_before < LOOK_AHEAD_STEPS * self.plan.max_step_tokens
+                and request.status.name != "WAITING_FOR_REMOTE_KVS"
+            ):
                 # What was loaded for it is in blocks that it has.
-                n_needed += -(-n_tokens // block_tokens) - request.num_computed_tokens // block_tokens
-        return n_needed
+                n_blocks = -(-n_tokens // block_tokens) - request.num_computed_tokens // block_tokens
+                n_next += n_blocks if n_tokens_before < self.plan.max_step_tokens else 0
+                n_ahead += n_blocks
+                n_free_places -= 1
+                n_tokens_before += request.num_tokens
+        return n_next, n_ahead
 
     # === Steps ===
 
     def orders(self, output: "SchedulerOutput") -> ElasticOrders:
-        """What the workers do before the forward pass of this step."""
+        """What the workers do beside the forward pass of this step."""
         now = time.monotonic()
         self.wake()
         self.note_scheduled(output)
         self.n_orders += 1
+        is_idle = output.total_num_scheduled_tokens == 0
         parks, self.half_taken = self.half_taken, []
         parks += self.balloon.settle()
         parks += self.obey_bound(now)
@@ -134,8 +160,17 @@ class ElasticScheduler:
             takes, surplus = self.follow_need(output, now)
             parks += surplus
         self.is_short = False
-        is_starved = now < self.refused_until and output.total_num_scheduled_tokens == 0
-        return ElasticOrders(self.n_orders, parks, takes, None if self.lease is None else self.lease.path, is_starved)
+        was_refused = now < self.refused_until
+        return ElasticOrders(
+            self.n_orders,
+            parks,
+            takes,
+            None if self.lease is None else self.lease.path,
+            self.needed,
+            is_idle,
+            is_patient=is_idle or not was_refused,
+            is_starved=is_idle and was_refused,
+        )
 
     def sleep(self) -> list[int]:
         """No request is left: all slabs go but those that are kept for the prefix cache, which are offered to others.
@@ -143,14 +178,24 @@ class ElasticScheduler:
         What is offered is not looked at again before `wake`.
         """
         self.is_dirty = False
+        self.needed = []
+        out = self.cancel(len(self.asked))
         unused = sorted(self.balloon.unused_slabs())
         n_cached = sum(cost[0] > 0 for cost, _ in unused)
         n_kept = min(n_cached, self.plan.cache_slabs) if self.can_lend else 0
-        out = self.balloon.shrink(len(unused) - n_kept)
+        out += self.balloon.shrink(len(unused) - n_kept)
         if n_kept > 0:
             self.lease.offer(self.n_orders, [slab for _, slab in unused[len(unused) - n_kept :]])
             self.is_lent = True
         return out
+
+    def cancel(self, n_slabs: int) -> list[int]:
+        """Takes back what was asked for, the last one first: up to `n_slabs` slabs that were COMING are OUT."""
+        slabs = [slab for slab, _ in zip(reversed(self.asked), range(n_slabs), strict=False)]
+        for slab in slabs:
+            del self.asked[slab]
+        self.balloon.refused(slabs)
+        return slabs
 
     def wake(self) -> None:
         """Ends the offer; slabs that others took are OUT, on the other ranks too with the next orders."""
@@ -167,33 +212,47 @@ class ElasticScheduler:
             self.balloon.stay_all()
             return []
         n_excess = self.n_slabs_used() - self.bound[0]
-        return self.balloon.shrink(n_excess, drains=True) if n_excess > 0 else []
+        if n_excess <= 0:
+            return []
+        # What has not come is given up before what is used.
+        out = self.cancel(n_excess)
+        return out + self.balloon.shrink(n_excess - len(out), drains=True)
 
     def n_slabs_used(self) -> int:
         return sum(state is not State.OUT for state in self.balloon.states)
 
     def follow_need(self, output: "SchedulerOutput", now: float) -> tuple[list[int], list[int]]:
         """Slabs to take for what requests need, or slabs to give back that they have not needed for a while."""
-        slab_blocks = self.plan.slabs.slab_blocks
-        n_coming = self.balloon.count(State.COMING) * slab_blocks
-        n_lacking = self.needed_blocks(output) - self.balloon.pool.get_num_free_blocks() - n_coming
+        slabs = self.plan.slabs
+        n_free = self.balloon.pool.get_num_free_blocks()
+        n_next, n_ahead = (n_blocks - n_free for n_blocks in self.needed_blocks(output))
         if self.is_short or self.n_stalled_steps > STALLED_STEPS:
-            n_lacking = max(n_lacking, 1 - n_coming)
-        if n_lacking > -2 * slab_blocks:
+            n_next = max(n_next, 1)
+        n_ahead = max(n_ahead, n_next)
+        self.needed = []
+        if n_ahead > -2 * slabs.slab_blocks:
             self.needed_at = now
-        if n_lacking > 0:
-            n_slabs = -(-n_lacking // slab_blocks)
-            if self.bound is not None:
-                n_slabs = min(n_slabs, self.bound[0] - self.n_slabs_used())
-            if n_slabs <= 0 or now < self.ask_at:
-                return [], []
-            return self.balloon.grow(n_slabs), []
-        if now > self.needed_at + SURPLUS_S:
-            return [], self.balloon.shrink(-n_lacking // slab_blocks - 1 - self.plan.cache_slabs)
-        return [], []
+        if n_ahead <= 0:
+            if now > self.needed_at + SURPLUS_S:
+                return [], self.balloon.shrink(-n_ahead // slabs.slab_blocks - 1 - self.plan.cache_slabs)
+            return [], []
+        n_needed = slabs.holding(max(0, n_next))
+        n_slabs = (slabs.holding(n_ahead) if self.looks_ahead(now) else n_needed) - len(self.asked)
+        if self.bound is not None:
+            n_slabs = min(n_slabs, self.bound[0] - self.n_slabs_used())
+        takes: list[int] = []
+        if n_slabs > 0 and (now >= self.ask_at or output.total_num_scheduled_tokens == 0):
+            takes = self.balloon.grow(n_slabs)
+            self.asked.update(dict.fromkeys(takes, self.n_orders))
+        self.needed = list(self.asked)[:n_needed]
+        return takes, []
+
+    def looks_ahead(self, now: float) -> bool:
+        """Whether memory is asked for later steps: not while others want it, nor where what is needed was refused."""
+        return self.bound is None and now >= max(self.look_at, self.refused_until)
 
     def reported(self, output: "KVConnectorOutput") -> None:
-        """What the workers made of orders, and what others want of them."""
+        """How far the workers have obeyed, and what others want of them."""
         if output.finished_sending:
             self.is_dirty = True
         report = output.kv_connector_worker_meta
@@ -204,17 +263,28 @@ class ElasticScheduler:
         self.can_lend = self.lease is not None and report.can_lend
         if report.most_slabs is not None:
             self.bound = (report.most_slabs, now + ASKED_S)
-        self.balloon.arrived(sorted(report.taken - report.refused))
-        if report.refused:
-            self.balloon.refused(sorted(report.refused))
-            self.half_taken += sorted(report.refused)
-            self.ask_at = now + ASK_AGAIN_S
-            self.refused_until = now + REFUSED_S
-            self.log_refusal(now)
-        elif report.taken:
+        refused = sorted(slab for slab, number in report.refused if self.asked.get(slab) == number)
+        # Of a rank that did not report it is not known what it misses.
+        is_whole = report.n_ranks >= self.plan.n_ranks
+        arrived = [
+            slab
+            for slab, number in self.asked.items()
+            if is_whole and number <= report.number and slab not in report.missing
+        ]
+        if refused:
+            self.look_at = now + LOOK_AGAIN_S
+            if not set(self.needed).isdisjoint(refused):
+                self.ask_at = now + ASK_AGAIN_S
+                self.refused_until = now + REFUSED_S
+                self.log_refusal(now)
+        elif arrived:
             self.refused_until = 0.0
-        if report.taken and not self.requests:
-            self.is_dirty = True
+        for slab in (*refused, *arrived):
+            del self.asked[slab]
+        self.balloon.arrived(arrived)
+        self.balloon.refused(refused)
+        # The ranks that have memory for them give it back, and the others forget that they were asked.
+        self.half_taken += refused
 
     def log_refusal(self, now: float) -> None:
         if now > self.log_at:
@@ -247,7 +317,7 @@ class ElasticScheduler:
         """Whether vLLM should run a step without requests: for the first orders, and to give back what was freed last."""
         if self.n_orders == 0:
             return True
-        return self.is_dirty and not self.requests and self.balloon.count(State.IN) > 1
+        return self.is_dirty and not self.requests and (self.n_slabs_used() > 1 or bool(self.half_taken))
 
     def forget_prefixes(self) -> None:
         """Empties the prefix cache: vLLM itself does so only where no block is in use, and what the balloon holds counts."""

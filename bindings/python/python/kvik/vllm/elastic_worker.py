@@ -1,4 +1,4 @@
-"""A worker's half of the elastic memory: maps and unmaps what the scheduler's half orders.
+"""A worker's half of the elastic memory: has mapped and unmapped what the scheduler's half orders, and reports how far that is.
 
 The process that holds memory is the member of the ledger that is granted it: each rank on its own device, or all of a CPU
 under one name. So memory is granted once, where it is, and a process that dies gives back what it held.
@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 import kvik
 from kvik.elastic.allocation import Allocation
 from kvik.elastic.lease import LeaseTable
+from kvik.elastic.mapper import Mapper
 from kvik.elastic.slab_memory import SlabMemory, pieces_of_layer
 from kvik.elastic.slabs import Piece
 from kvik.vllm.allocation import ROUNDING_BYTES, buffer_sizes
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
 # How long the end of the worker waits for its thread at most.
 LISTEN_S = 0.5
 
+# How long the report of a step with tokens waits for memory that the next step needs and that is being mapped. The step runs on its
+# device meanwhile, for longer than this with a prompt; later the memory would come to use a step later.
+REPORT_WAIT_S = 0.005
+
+# How long a step without tokens waits for memory: requests that need none may have come meanwhile.
+IDLE_WAIT_S = 0.02
+
 
 class ElasticWorker:
     """The memory of one rank.
@@ -32,7 +40,8 @@ class ElasticWorker:
     Invariant: pages of every slab that the scheduler may use are taken; before the first orders, those of all blocks that
     vLLM warms up with.
 
-    A thread listens to what others want: while the scheduler sleeps, it gives back slabs that are offered.
+    One thread maps and unmaps. Another one listens to what others want: while the scheduler sleeps, it gives back slabs that are
+    offered.
     """
 
     def __init__(self, plan: ElasticPlan, cache: "KVCacheConfig") -> None:
@@ -51,13 +60,15 @@ class ElasticWorker:
         self.is_asked_for_context = hasattr(KVConnectorBase_V1, "get_mem_pool_context")
         if not self.is_asked_for_context:
             self.allocation.__enter__()
-        # None before the tensors are known.
+        # None before the tensors are known. After that only the mapper's thread uses `slabs`.
         self.slabs: SlabMemory | None = None
-        self.report = ElasticReport()
-        # Held while anything of the above is used, but by the allocation itself.
+        self.mapper: Mapper | None = None
+        # Held while anything below is used.
         self.lock = threading.Lock()
         self.lease: LeaseTable | None = None
         self.n_obeyed = 0
+        # Whether the step of the last orders computes nothing.
+        self.is_idle = False
         # Bytes that others want and did not get.
         self.wanted_bytes = 0
         self.is_closed = threading.Event()
@@ -88,10 +99,14 @@ class ElasticWorker:
                 f"there is no memory for the first {len(first)} x {self.slabs.slab_bytes} bytes of KV: "
                 f"{self.memory.claimable_bytes} bytes may be held"
             )
+        self.mapper = Mapper(self.slabs)
+        self.mapper.start()
         self.listener.start()
 
     def close(self) -> None:
         self.is_closed.set()
+        if self.mapper is not None:
+            self.mapper.close()
         if self.listener.is_alive():
             self.listener.join()
 
@@ -105,14 +120,15 @@ class ElasticWorker:
         """Gives others slabs that are offered; the rest goes to the scheduler with the next report."""
         with self.lock:
             slab_bytes = self.slabs.slab_bytes
+            present, n_leaving = self.mapper.counts()
+            n_missing = -(-n_bytes // slab_bytes) - n_leaving
             slabs: list[int] = []
             if self.lease is not None:
                 # What other ranks took is lost for the scheduler already.
-                slabs = [slab for slab in self.lease.gone(self.n_obeyed) if slab in self.slabs.taken]
-                n_missing = -(-n_bytes // slab_bytes) - len(slabs)
-                slabs += self.lease.take(max(0, n_missing), self.n_obeyed)
-            self.slabs.give_back([slab for slab in slabs if slab in self.slabs.taken])
-            self.wanted_bytes = max(0, n_bytes - len(slabs) * slab_bytes)
+                slabs = [slab for slab in self.lease.gone(self.n_obeyed) if slab in present]
+                slabs += self.lease.take(max(0, n_missing - len(slabs)), self.n_obeyed)
+            self.mapper.let_go(slabs)
+            self.wanted_bytes = max(0, n_bytes - (n_leaving + len(slabs)) * slab_bytes)
 
     def check_limit(self) -> None:
         """A request of the greatest length must fit, as vLLM itself wants it of its KV memory."""
@@ -125,35 +141,40 @@ class ElasticWorker:
             )
 
     def obey(self, orders: ElasticOrders) -> None:
-        """Gives memory back and takes memory, before this step's forward pass."""
+        """Has the mapper do what is ordered, beside this step's forward pass, which is not begun yet."""
         with self.lock:
             if self.lease is None and orders.lease is not None:
                 self.lease = LeaseTable.open(orders.lease, len(self.plan.slabs))
             # Before the first orders there is what vLLM warmed up with.
-            first = self.slabs.taken - {0} if orders.number == 1 else ()
-            self.slabs.give_back(sorted({slab for slab in orders.park if slab in self.slabs.taken}.union(first)))
-            takes = [slab for slab in orders.take if slab not in self.slabs.taken]
-            if takes and not self.slabs.take(takes):
-                if orders.is_starved:
-                    # A part of it would not help, and another engine that waits may need no more than that.
-                    self.memory.note_starved()
-                else:
-                    for slab in takes:
-                        if not self.slabs.take([slab]):
-                            break
-            self.report.taken.update(slab for slab in orders.take if slab in self.slabs.taken)
-            self.report.refused.update(slab for slab in orders.take if slab not in self.slabs.taken)
+            first = self.mapper.counts()[0] - {0} if orders.number == 1 else set()
+            self.slabs.note_stream()
+            self.mapper.obey(
+                orders.number,
+                first.union(orders.park),
+                orders.take,
+                orders.needed,
+                is_starved=orders.is_starved,
+                is_patient=orders.is_patient,
+            )
             self.n_obeyed = orders.number
+            self.is_idle = orders.is_idle
 
     def take_report(self) -> ElasticReport:
-        """What became of the orders since the last report, and what others want."""
+        """How far the orders are obeyed, and what others want."""
+        # Not under the lock: slabs are lent meanwhile.
+        self.mapper.wait_for_needed(IDLE_WAIT_S if self.is_idle else REPORT_WAIT_S, is_idle=self.is_idle)
         with self.lock:
-            report, self.report = self.report, ElasticReport()
+            report = ElasticReport(self.n_obeyed, can_lend=self.lease is not None)
+            with self.mapper.changed:
+                self.mapper.check()
+                report.missing = {*self.mapper.wanted, *self.mapper.refused}
+                report.refused = set(self.mapper.refused.items())
+                report.taken_bytes = self.mapper.taken_bytes
+                n_present, n_leaving = len(self.mapper.present), self.mapper.n_leaving
             wanted_bytes, self.wanted_bytes = self.wanted_bytes, 0
-            report.taken_bytes = self.slabs.taken_bytes
-            report.can_lend = self.lease is not None
-            excess_bytes = max(wanted_bytes, report.taken_bytes - self.memory.claimable_bytes)
+            leaving_bytes = n_leaving * self.slabs.slab_bytes
+            excess_bytes = max(wanted_bytes, report.taken_bytes - leaving_bytes - self.memory.claimable_bytes)
             if excess_bytes > 0:
                 n_excess = -(-excess_bytes // self.slabs.slab_bytes)
-                report.most_slabs = max(1, len(self.slabs.taken) - n_excess)
+                report.most_slabs = max(1, n_present - n_excess)
             return report

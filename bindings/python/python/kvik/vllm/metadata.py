@@ -85,44 +85,64 @@ class GroupsSaveOrder:
 
 @dataclass
 class ElasticOrders:
-    """What a worker does with its memory before this step's forward pass: first it gives back, then it takes."""
+    """What a worker is to do with its memory, beside this step's forward pass and those behind it.
+
+    Slabs of `park` are not used by this step nor by later ones, until they are asked for again and have come.
+    """
 
     # Counts the orders from 1 on.
     number: int
     # Slabs whose memory is given back; a worker that has none for one ignores it.
     park: list[int]
-    # Slabs that are to get memory.
+    # Slabs that are to get memory, in this order.
     take: list[int]
     # The file of the table in which slabs are offered while the scheduler sleeps.
     lease: str | None = None
+    # Of all slabs that were asked for and have not come, those that the next step needs.
+    needed: list[int] = field(default_factory=list)
+    # Whether this step computes nothing.
+    is_idle: bool = False
+    # Whether others may be waited for, or a refusal is wanted at once.
+    is_patient: bool = True
     # Whether no request can go on without this memory.
     is_starved: bool = False
 
 
 @dataclass
 class ElasticReport(KVConnectorWorkerMetadata):
-    """What a worker, or all of them, made of the orders since the last report."""
+    """What a worker, or all of them, made of the orders up to one.
 
-    # Slabs that have memory now, and slabs that did not get it.
-    taken: set[int] = field(default_factory=set)
-    refused: set[int] = field(default_factory=set)
+    It says how things are, and not what happened since the last report: ranks may come to have the memory of a slab in different
+    steps, and the scheduler sends orders before it has seen the reports of earlier ones.
+    """
+
+    # The last orders that were seen.
+    number: int
+    # Slabs that were asked for by then and have no memory, and those of them that were refused, each with the orders that asked
+    # for it. All others that were asked for have it.
+    missing: set[int] = field(default_factory=set)
+    refused: set[tuple[int, int]] = field(default_factory=set)
     # The most slabs to use, where others need memory or less may be held.
     most_slabs: int | None = None
     # Memory behind all slabs that have some.
     taken_bytes: int = 0
     # Whether slabs may be offered: the table was found.
     can_lend: bool = False
+    # How many workers this is the report of.
+    n_ranks: int = 1
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ElasticReport":
-        """A slab has memory where it has it on every rank."""
+        """A slab has memory where no rank misses it."""
         assert isinstance(other, ElasticReport)
         bounds = [bound for bound in (self.most_slabs, other.most_slabs) if bound is not None]
         return ElasticReport(
-            taken=self.taken & other.taken,
+            number=min(self.number, other.number),
+            missing=self.missing | other.missing,
             refused=self.refused | other.refused,
             most_slabs=min(bounds, default=None),
             taken_bytes=self.taken_bytes + other.taken_bytes,
             can_lend=self.can_lend and other.can_lend,
+            n_ranks=self.n_ranks + other.n_ranks,
         )
 
 
