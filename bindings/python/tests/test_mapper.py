@@ -391,6 +391,46 @@ def test_two_engines_get_what_the_other_gives_back_without_asking_twice(tmp_path
     assert not any(mapper.thread.is_alive() for mapper in mappers)
 
 
+def test_of_two_engines_that_wait_for_each_other_one_gets_what_the_other_gives_back(tmp_path):
+    options = {"group": "mine", "directory": tmp_path}
+    memories = [Paged(**options), Paged(**options)]
+    with (tmp_path / "mine").open("r+b") as file:
+        file.write((4 * PAGE).to_bytes(8, "little"))
+    eventually(lambda: all(memory.memory.limit_bytes == 4 * PAGE for memory in memories))
+    mappers = [Mapper(memory, wait_s=0.02) for memory in memories]
+    for mapper in mappers:
+        mapper.start()
+        mapper.obey(1, [], [0, 1], [0, 1])
+        mapper.wait_for_needed(20, is_idle=True)
+    numbers = [1, 1]
+
+    def steps_until_served() -> int:
+        """Both are starved, and give back what they have when they are asked; returns which one got the third slab."""
+        for place, (mapper, memory) in enumerate(zip(mappers, memories, strict=True)):
+            present = mapper.counts()[0]
+            if {0, 1, 2} <= present:
+                return place
+            numbers[place] += 1
+            given = present if memory.memory.wanted_bytes() > 0 else set()
+            wanted, refused = mapper.missing()
+            asked = [slab for slab in range(3) if slab not in present - given and slab not in wanted]
+            needed = {*asked, *wanted}
+            mapper.obey(numbers[place], [*given, *refused], [] if given else asked, needed, is_starved=True)
+        return -1
+
+    served = []
+    eventually(lambda: served.append(steps_until_served()) or served[-1] >= 0)
+    one, other = served[-1], 1 - served[-1]
+    # It ends, and the other one is served.
+    mappers[one].obey(9999, [0, 1, 2], [])
+    lacking = [slab for slab in range(3) if slab not in mappers[other].counts()[0]]
+    mappers[other].obey(9999, mappers[other].missing()[1], lacking, range(3))
+    mappers[other].wait_s = 3600
+    eventually(lambda: {0, 1, 2} <= mappers[other].counts()[0])
+    for mapper in mappers:
+        mapper.close()
+
+
 def test_a_mapper_that_waits_for_memory_ends_at_once(tmp_path):
     memory = Paged(max_bytes=2 * PAGE)
     mapper = Mapper(memory, wait_s=3600)
