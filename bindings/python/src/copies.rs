@@ -3,7 +3,7 @@
 use std::slice;
 use std::sync::Arc;
 
-use kvik_node::{NodeClient, NodeError, OpenChain};
+use kvik_node::{NodeClient, NodeError, OpenChain, RemoteLease};
 use kvik_store::{ChunkFormat, Commit, Retention};
 use pyo3::prelude::*;
 
@@ -80,11 +80,7 @@ impl Transfer {
 
     /// Reads chunks into the blocks; how many blocks came, from the first on.
     pub(crate) fn load(&self, client: &NodeClient) -> Result<usize, NodeError> {
-        if self.n_chunks() == 0 || !client.space().names_as(self.chain.space()) {
-            // A daemon that came back with other settings names chunks otherwise.
-            return Ok(0);
-        }
-        let lease = client.open(&self.chain)?.retrieve(self.first_chunk())?;
+        let Some(lease) = self.lease(client)? else { return Ok(0) };
         let n_chunks = lease.n_chunks().min(self.n_chunks());
         if let Some(gpu) = &self.memory.get().gpu {
             let places = (0..n_chunks).filter_map(|place| Some((place, lease.offset(place)?)));
@@ -98,8 +94,17 @@ impl Transfer {
         Ok(self.n_blocks_up_to(n_chunks))
     }
 
+    /// The chunks of a load, as far as they are there; `None` where nothing is to be loaded.
+    pub(crate) fn lease(&self, client: &NodeClient) -> Result<Option<RemoteLease>, NodeError> {
+        if self.n_chunks() == 0 || !client.space().names_as(self.chain.space()) {
+            // A daemon that came back with other settings names chunks otherwise.
+            return Ok(None);
+        }
+        client.open(&self.chain)?.retrieve(self.first_chunk()).map(Some)
+    }
+
     /// Blocks of the first `n_chunks` chunks.
-    fn n_blocks_up_to(&self, n_chunks: usize) -> usize {
+    pub(crate) fn n_blocks_up_to(&self, n_chunks: usize) -> usize {
         ((self.first_chunk() + n_chunks) * self.chunk_blocks()).saturating_sub(self.first_block)
     }
 
@@ -181,14 +186,27 @@ impl Transfer {
 
     /// Where the pieces of the blocks of a chunk lie, each with its place in the chunk: piece by piece, block by block.
     fn pieces(&self, place: usize) -> impl Iterator<Item = (usize, (usize, usize))> {
+        self.layer_pieces(place, 0, 1)
+    }
+
+    /// The same for one of `n_layers` layers, which have as many pieces each.
+    pub(crate) fn layer_pieces(
+        &self,
+        place: usize,
+        layer_idx: usize,
+        n_layers: usize,
+    ) -> impl Iterator<Item = (usize, (usize, usize))> {
         let chunk_blocks = self.chunk_blocks();
         // Blocks of the first chunk that come before the transfer.
         let n_before = self.first_block % chunk_blocks;
         let first = (place * chunk_blocks).saturating_sub(n_before);
         let n_skipped = if place == 0 { n_before } else { 0 };
         let blocks = &self.blocks[first..][..chunk_blocks - n_skipped];
-        let mut start = 0;
-        self.memory.get().pieces.iter().flat_map(move |Piece { address, block_bytes, block_stride }| {
+        let pieces = &self.memory.get().pieces;
+        let n_layer_pieces = pieces.len() / n_layers;
+        let (before, pieces) = pieces.split_at(layer_idx * n_layer_pieces);
+        let mut start: usize = before.iter().map(|piece| chunk_blocks * piece.block_bytes).sum();
+        pieces[..n_layer_pieces].iter().flat_map(move |Piece { address, block_bytes, block_stride }| {
             let piece_start = start;
             start += chunk_blocks * block_bytes;
             blocks.iter().enumerate().map(move |(idx, block)| {
@@ -205,7 +223,7 @@ fn piece<'a>((address, n_bytes): (usize, usize)) -> &'a [u8] {
     unsafe { slice::from_raw_parts(address as *const u8, n_bytes) }
 }
 
-fn piece_mut<'a>((address, n_bytes): (usize, usize)) -> &'a mut [u8] {
+pub(crate) fn piece_mut<'a>((address, n_bytes): (usize, usize)) -> &'a mut [u8] {
     // SAFETY: as in `piece`; the engine neither reads nor writes blocks that a load writes, and the blocks of a load are
     // distinct, which is checked when it is begun, so no two pieces overlap.
     unsafe { slice::from_raw_parts_mut(address as *mut u8, n_bytes) }

@@ -11,7 +11,9 @@ use pyo3::prelude::*;
 use rustix::process::setpriority_process;
 
 use crate::awaiting::{Waiter, future_of};
+use crate::error::invalid;
 use crate::found::Found;
+use crate::layers::{LayerProgress, LayerReporter};
 
 /// The lowest priority that Linux has for a thread that is not real-time.
 const LOWEST_PRIORITY: i32 = 19;
@@ -28,6 +30,8 @@ pub(crate) struct Job {
     state: Arc<JobState>,
     /// Set by a lookup before it is done.
     found: Arc<OnceLock<Found>>,
+    /// How far a load has come that brings layer after layer.
+    layers: Option<Arc<LayerProgress>>,
 }
 
 #[derive(Debug, Default)]
@@ -92,20 +96,25 @@ impl Job {
     /// Waits for the end; says whether it came within `timeout_s` seconds, or for ever without it.
     #[pyo3(signature = (timeout_s=None))]
     fn wait(&self, py: Python<'_>, timeout_s: Option<f64>) -> PyResult<bool> {
-        let deadline = timeout_s
-            .and_then(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).ok())
-            .and_then(|timeout| Instant::now().checked_add(timeout));
-        loop {
-            let next_look = Instant::now() + SIGNAL_INTERVAL;
-            let until = deadline.map_or(next_look, |deadline| deadline.min(next_look));
-            if py.detach(|| self.state.wait_until(until)) {
-                return Ok(true);
-            }
-            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                return Ok(false);
-            }
-            py.check_signals()?;
-        }
+        let ended = wait_for(py, timeout_s, |until| self.state.wait_until(until).then_some(()))?;
+        Ok(ended.is_some())
+    }
+
+    /// Waits for the first `n_layers` layers of a load by layers; says whether all blocks have them within `timeout_s` seconds. Where
+    /// the load ends without them, that is known at once.
+    #[pyo3(signature = (n_layers, timeout_s=None))]
+    fn wait_layers(&self, py: Python<'_>, n_layers: usize, timeout_s: Option<f64>) -> PyResult<bool> {
+        let layers = self.layers()?;
+        let has_come = wait_for(py, timeout_s, |until| layers.wait_until(n_layers, until))?;
+        Ok(has_come.unwrap_or(false))
+    }
+
+    /// Gives a load by layers up. When this returns, nothing writes its blocks any more; it may end later, with 0 as its result or
+    /// with what had come.
+    fn abandon(&self, py: Python<'_>) -> PyResult<()> {
+        let layers = self.layers()?;
+        py.detach(|| layers.abandon());
+        Ok(())
     }
 
     /// Keeps it from starting; says whether it has not started and will not. One that runs goes on: wait for it.
@@ -126,7 +135,35 @@ impl Job {
     }
 }
 
+/// Asks again and again, each time until the given moment at most, whether something is known; `None` after `timeout_s` seconds.
+fn wait_for<T: Send>(
+    py: Python<'_>,
+    timeout_s: Option<f64>,
+    mut ask: impl FnMut(Instant) -> Option<T> + Send,
+) -> PyResult<Option<T>> {
+    let deadline = timeout_s
+        .and_then(|seconds| Duration::try_from_secs_f64(seconds.max(0.0)).ok())
+        .and_then(|timeout| Instant::now().checked_add(timeout));
+    loop {
+        let next_look = Instant::now() + SIGNAL_INTERVAL;
+        let until = deadline.map_or(next_look, |deadline| deadline.min(next_look));
+        if let Some(answer) = py.detach(|| ask(until)) {
+            return Ok(Some(answer));
+        }
+        if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            return Ok(None);
+        }
+        py.check_signals()?;
+    }
+}
+
 impl Job {
+    fn layers(&self) -> PyResult<&Arc<LayerProgress>> {
+        self.layers
+            .as_ref()
+            .ok_or_else(|| invalid("job", &"without layers", "a load that was started with `by_layers`"))
+    }
+
     /// The job of a lookup, which sets `found`.
     pub(crate) fn with_found(self, found: Arc<OnceLock<Found>>) -> Self {
         Self { found, ..self }
@@ -227,7 +264,15 @@ impl Workers {
             }
         }
         self.shared.wake.notify_one();
-        Job { state, found: Arc::default() }
+        Job { state, found: Arc::default(), layers: None }
+    }
+
+    /// Begins work that tells which layers have come.
+    pub(crate) fn submit_layers(&self, work: impl FnOnce(&LayerReporter) -> usize + Send + 'static) -> Job {
+        let layers = Arc::<LayerProgress>::default();
+        let reporter = LayerReporter::new(Arc::clone(&layers));
+        let job = self.submit(move || work(&reporter));
+        Job { layers: Some(layers), ..job }
     }
 
     /// Cancels what waits, and waits for what runs.

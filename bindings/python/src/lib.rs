@@ -19,6 +19,7 @@ mod found;
 mod gpu;
 mod index;
 mod job;
+mod layers;
 mod memory;
 mod own_store;
 mod paged;

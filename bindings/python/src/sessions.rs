@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 
 use crate::error::{KvikError, StoreGoneError, exception_of};
 use crate::job::{Job, Workers};
+use crate::layers::LayerReporter;
 
 /// A session for each kind of call.
 #[derive(Debug)]
@@ -28,6 +29,8 @@ pub(crate) struct Sessions {
 struct SessionWorkers {
     lookups: Workers,
     loads: Workers,
+    /// For loads that a pass of the engine waits for, so that they wait for no other.
+    layers: Workers,
     saves: Workers,
 }
 
@@ -46,6 +49,7 @@ impl Sessions {
         let workers = SessionWorkers {
             lookups: workers("kvik-lookups", 1, false)?,
             loads: workers("kvik-loads", 2, false)?,
+            layers: workers("kvik-layers", 1, false)?,
             saves: workers("kvik-saves", 1, idle_saves)?,
         };
         Ok(Self {
@@ -89,6 +93,17 @@ impl Sessions {
         work: impl FnOnce(&NodeSession) -> usize + Send + 'static,
     ) -> PyResult<Job> {
         self.submit(&self.loads, |workers| &workers.loads, work)
+    }
+
+    /// Begins a job on the session of loads that tells which layers have come.
+    pub(crate) fn start_layers(
+        &self,
+        work: impl FnOnce(&NodeSession, &LayerReporter) -> usize + Send + 'static,
+    ) -> PyResult<Job> {
+        let session = Arc::clone(&self.loads);
+        let workers = self.workers.lock();
+        let workers = workers.as_ref().ok_or_else(closed)?;
+        Ok(workers.layers.submit_layers(move |reporter| work(&session, reporter)))
     }
 
     /// Begins a job on the session of saves.

@@ -206,8 +206,10 @@ impl Store {
 
     /// Begins to read blocks of a chain, from its block `first_block` on, into `blocks` of an engine, as far as they are of whole
     /// chunks; the job's result is how many came, from the first on. Blocks behind those have any bytes. For memory of a GPU,
-    /// `after` is a `CUevent` behind which they may be written; it must live until the job is done.
-    #[pyo3(signature = (chain, first_block, memory, blocks, *, after=None))]
+    /// `after` is a `CUevent` behind which they may be written; it must live until the job is done. With `by_layers` all blocks get
+    /// their first layer first, and so on (`Job.wait_layers`); only for memory of the CPU.
+    #[pyo3(signature = (chain, first_block, memory, blocks, *, after=None, by_layers=false))]
+    #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn start_load(
         &self,
         chain: &Chain,
@@ -215,13 +217,22 @@ impl Store {
         memory: Py<EngineMemory>,
         blocks: Vec<u32>,
         after: Option<u64>,
+        by_layers: bool,
     ) -> PyResult<Job> {
+        if by_layers {
+            self.check_layers(memory.get())?;
+        }
         let transfer = self.transfer(chain, first_block, memory, blocks, after)?;
         let mut distinct = transfer.blocks.clone();
         distinct.sort_unstable();
         distinct.dedup();
         if distinct.len() < transfer.blocks.len() {
             return Err(invalid("blocks", &"some twice", "each block once"));
+        }
+        if by_layers {
+            return self.sessions.start_layers(move |session, reporter| {
+                run(session, |client| transfer.load_layers(client, reporter))
+            });
         }
         self.sessions.start_load(move |session| run(session, |client| transfer.load(client)))
     }
@@ -286,7 +297,7 @@ impl Store {
     /// behind those have any bytes.
     fn load(&self, py: Python<'_>, chain: &Chain, out: &Bound<'_, PyAny>) -> PyResult<usize> {
         let Some((memory, blocks)) = self.memory_of(out, true)? else { return Ok(0) };
-        let job = self.start_load(chain, 0, Py::new(py, memory)?, blocks, None)?;
+        let job = self.start_load(chain, 0, Py::new(py, memory)?, blocks, None, false)?;
         Ok(job.wait_or_stop(py)? * self.format.block_tokens.get())
     }
 
@@ -376,6 +387,19 @@ impl Store {
             let blocks = (0..memory.n_blocks as u32).collect();
             (memory, blocks)
         }))
+    }
+
+    /// Fails if layers of this memory cannot be loaded one after the other.
+    fn check_layers(&self, memory: &EngineMemory) -> PyResult<()> {
+        if memory.gpu.is_some() {
+            return Err(invalid("by_layers", &true, "false for memory of a GPU"));
+        }
+        let n_layers = self.format.n_layers as usize;
+        if !memory.pieces.len().is_multiple_of(n_layers) {
+            let allowed = format!("as many for each of {n_layers} layers");
+            return Err(invalid("pieces", &memory.pieces.len(), &allowed));
+        }
+        Ok(())
     }
 
     fn transfer(

@@ -88,6 +88,13 @@ class Job:
         """What a lookup found; `None` for other jobs, where there is no daemon, and until it is done."""
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits for the end; says whether it came in time."""
+    def wait_layers(self, n_layers: int, timeout_s: float | None = None) -> bool:
+        """Waits for the first layers of a load by layers; says whether all blocks have them in time.
+
+        Where the load ends without them, that is known at once.
+        """
+    def abandon(self) -> None:
+        """Gives a load by layers up: when this returns, nothing writes its blocks any more. It may end later."""
     def cancel(self) -> bool:
         """Keeps it from starting; says whether it has not started and will not."""
     def __await__(self) -> Generator[Any, None, int]: ...
@@ -215,9 +222,19 @@ class Store:
     def start_lookup(self, chain: Chain) -> Job:
         """Begins a lookup; the job's result is the number of tokens."""
     def start_load(
-        self, chain: Chain, first_block: int, memory: EngineMemory, blocks: Sequence[int], *, after: int | None = None
+        self,
+        chain: Chain,
+        first_block: int,
+        memory: EngineMemory,
+        blocks: Sequence[int],
+        *,
+        after: int | None = None,
+        by_layers: bool = False,
     ) -> Job:
-        """Begins to read blocks of whole chunks; the job's result is how many came, from the first on."""
+        """Begins to read blocks of whole chunks; the job's result is how many came, from the first on.
+
+        With `by_layers` all blocks get their first layer first, and so on (`Job.wait_layers`); only for memory of the CPU.
+        """
     def start_save(
         self,
         chain: Chain,

@@ -64,6 +64,19 @@ impl RemoteLease {
         Ok(self.handle.client.shared.reading.copy_out(offset, target)?)
     }
 
+    /// As [`Self::copy_out`], for a piece that must lie inside of the chunk.
+    ///
+    /// # Errors
+    /// If there is no such chunk, or the piece ends behind it.
+    pub fn copy_piece(&self, place: usize, start: usize, piece: &mut [u8]) -> Result<()> {
+        let end = start.saturating_add(piece.len());
+        if end > self.payload_bytes(place) {
+            let allowed = self.payload_bytes(place).to_string();
+            return Err(NodeError::invalid("length of a chunk", &end, allowed));
+        }
+        self.copy_out(place, start, piece)
+    }
+
     /// Copies chunks into pieces, on several threads: those of the first chunk first, each with its start in the chunk.
     ///
     /// # Errors
@@ -76,12 +89,7 @@ impl RemoteLease {
                 let next = chunks.lock().next();
                 let Some((place, pieces)) = next else { return Ok(()) };
                 for (start, piece) in pieces {
-                    let end = start.saturating_add(piece.len());
-                    if end > self.payload_bytes(place) {
-                        let allowed = self.payload_bytes(place).to_string();
-                        return Err(NodeError::invalid("length of a chunk", &end, allowed));
-                    }
-                    self.copy_out(place, start, piece)?;
+                    self.copy_piece(place, start, piece)?;
                 }
             }
         };
