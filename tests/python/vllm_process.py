@@ -17,9 +17,11 @@ QUIET = {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_
 class Vllm(Driver):
     """An engine in a process of its own."""
 
-    def __init__(self, *flags: str, model: pathlib.Path = MODEL_FOLDER) -> None:
+    def __init__(
+        self, *flags: str, model: pathlib.Path = MODEL_FOLDER, driver: str = "vllm_engine.py"
+    ) -> None:
         environment = {**QUIET, "PYTHONPATH": os.path.abspath(PACKAGE)}
-        super().__init__("vllm_engine.py", "--model", str(model), *flags, **environment)
+        super().__init__(driver, "--model", str(model), *flags, **environment)
         assert self.read() == {"is_ready": True}
 
     def generate(
@@ -35,7 +37,7 @@ class Vllm(Driver):
 
 
 @contextlib.contextmanager
-def started(*flags: str, **options: pathlib.Path) -> Iterator[Vllm]:
+def started(*flags: str, **options: pathlib.Path | str) -> Iterator[Vllm]:
     engine = Vllm(*flags, **options)
     try:
         yield engine

@@ -36,7 +36,7 @@ def engine(arguments: argparse.Namespace) -> LLM:
             kv_connector="KvikConnector",
             kv_connector_module_path="kvik.vllm",
             kv_role="kv_both",
-            kv_load_failure_policy="recompute",
+            kv_load_failure_policy=arguments.policy,
             kv_connector_extra_config=extra,
         )
     return LLM(
@@ -110,11 +110,32 @@ def reset(llm: LLM) -> dict:
     return {}
 
 
-def main() -> None:
+def counts(llm: LLM) -> dict:
+    """What kvik has counted, and vLLM has fetched from it."""
+    from prometheus_client import REGISTRY
+
+    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
+    names = {sample.name for sample in samples if sample.name.startswith("kvik_vllm_") and sample.name.endswith("_total")}
+    return {
+        name.removeprefix("kvik_vllm_").removesuffix("_total"): sum(one.value for one in samples if one.name == name)
+        for name in names
+    }
+
+
+OPERATIONS = {
+    "generate": generate,
+    "reset": lambda llm, _: reset(llm),
+    "groups": lambda llm, _: groups(llm),
+    "counts": lambda llm, _: counts(llm),
+}
+
+
+def main(operations: dict = OPERATIONS) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--socket")
     parser.add_argument("--extra")
+    parser.add_argument("--policy", default="recompute")
     parser.add_argument("--processes", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=1024)
@@ -126,7 +147,6 @@ def main() -> None:
     print(json.dumps({"is_ready": True}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        operations = {"generate": generate, "reset": lambda llm, _: reset(llm), "groups": lambda llm, _: groups(llm)}
         answer = operations[request["op"]](llm, request)
         print(json.dumps(answer), flush=True)
 

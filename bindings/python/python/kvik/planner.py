@@ -100,13 +100,13 @@ class Planner:
 
     # === Steps ===
 
-    def step_began(self, output: "SchedulerOutput") -> None:
+    def step_began(self, output: "SchedulerOutput", *, is_measured: bool = True) -> None:
         n_tokens = output.total_num_scheduled_tokens
         n_attended = 0
-        if n_tokens > len(output.num_scheduled_tokens):
+        if n_tokens > len(output.num_scheduled_tokens) and is_measured:
             n_attended = attended_tokens(output)
         else:
-            # It decodes, which says nothing of prompts.
+            # It decodes, which says nothing of prompts, or does more than to compute.
             n_tokens = 0
         self.steps.append(Step(time.monotonic(), n_tokens, n_attended))
 

@@ -19,6 +19,7 @@ from kvik.vllm.elastic_worker import ElasticWorker
 from kvik.vllm.groups import KNOWS_FAILED_LOADS, Group, GroupStores, has_windows, read_groups, writes_before_orders
 from kvik.vllm.groups_scheduler import GroupsScheduler
 from kvik.vllm.groups_worker import GroupsWorker
+from kvik.vllm.layers import StepLoads, obstacle
 from kvik.vllm.metadata import KvikMetadata
 from kvik.vllm.scheduler import SchedulerHalf
 from kvik.vllm.self_test import run_group_tests, run_self_test
@@ -53,10 +54,10 @@ class KvikConnector(*BASES):
     """Keeps the KV of ended and running requests in the store of the node, and loads it for later ones. With `elastic`, there
     is memory behind the blocks that are needed only, and other engines of the device use the rest.
 
-    Loads run in the background while other requests are computed. A load that fails is reported block by block, and vLLM
-    computes those blocks if `kv_load_failure_policy` is `recompute`. Where layers have several groups of KV, such as windows
-    beside full attention, a load that fails is computed whole. Without a daemon, vLLM goes on as without a
-    connector, and the store is used as soon as the daemon is there.
+    Loads run in the background while other requests are computed, or beside the layers of their own. A load that fails is
+    reported block by block, and vLLM computes those blocks if `kv_load_failure_policy` is `recompute`. Where layers have several
+    groups of KV, such as windows beside full attention, a load that fails is computed whole. Without a daemon, vLLM goes on as
+    without a connector, and the store is used as soon as the daemon is there.
     """
 
     def __init__(
@@ -78,6 +79,11 @@ class KvikConnector(*BASES):
         self.groups_worker: GroupsWorker | None = None
         self.elastic_scheduler: ElasticScheduler | None = None
         self.elastic_worker: ElasticWorker | None = None
+        self.step_loads: StepLoads | None = None
+        # Why no load happens inside of a step.
+        self.obstacle = obstacle(vllm_config, self.settings, bool(self.groups))
+        if self.obstacle is not None and self.settings.layerwise == "always":
+            raise kvik.InvalidValueError(f"`layerwise` is always; allowed: auto, never ({self.obstacle})")
         is_scheduler = role == KVConnectorRole.SCHEDULER
         if self.settings.elastic:
             plan = ElasticPlan.read(vllm_config, self.settings, self.geometry, kv_cache_config)
@@ -101,7 +107,10 @@ class KvikConnector(*BASES):
         else:
             self.store = attach(self.config, self.settings, self.geometry, rank)
             if is_scheduler:
-                self.scheduler = SchedulerHalf(self.store, self.settings, self.geometry, self.planner())
+                self.step_loads = None if self.obstacle else StepLoads(self.settings)
+                self.scheduler = SchedulerHalf(
+                    self.store, self.settings, self.geometry, self.planner(), self.step_loads
+                )
             else:
                 self.worker = WorkerHalf(self.store, self.settings, self.geometry)
         if is_scheduler:
@@ -123,13 +132,15 @@ class KvikConnector(*BASES):
             state = f"not attached, vLLM goes on without it until it is: {lost.last_error}"
         geometries = [group.geometry for group in self.groups] or [self.geometry]
         logger.info(
-            "kvik: KV is kept in the store at %s (%s): %d groups, chunks of %s tokens, %d bytes a token, saved: %s",
+            "kvik: KV is kept in the store at %s (%s): %d groups, chunks of %s tokens, %d bytes a token, saved: %s, loaded "
+            "inside of steps: %s",
             self.settings.socket,
             state,
             len(geometries),
             self.store.chunk_tokens,
             sum(geometry.token_layer_bytes * len(geometry.layer_names) for geometry in geometries),
             self.settings.save,
+            self.settings.layerwise if self.obstacle is None else f"never, {self.obstacle}",
         )
 
     # === Worker ===
@@ -167,12 +178,16 @@ class KvikConnector(*BASES):
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         if self.worker is not None:
+            # These are needed first.
+            self.worker.begin_step_loads(self.orders().step_loads)
             self.worker.begin_loads(self.orders().loads)
         if self.groups_worker is not None:
             self.groups_worker.begin_loads(self.orders().group_loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads end before their request is scheduled."""
+        """Waits for a layer of what this step loads. All other loads end before their request is scheduled."""
+        if self.worker is not None:
+            self.worker.layers.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: "AttentionMetadata", **kwargs: Any
@@ -214,6 +229,8 @@ class KvikConnector(*BASES):
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         if self.elastic_scheduler is not None:
             self.elastic_scheduler.bind(gpu_block_pool)
+        if self.step_loads is not None:
+            self.step_loads.block_pool = gpu_block_pool
 
     def on_new_request(self, request: "Request") -> None:
         if self.elastic_scheduler is not None:

@@ -65,6 +65,10 @@ class GroupsLookup:
     def result(self) -> int:
         return 0 if self.asked else self.search.n_chunks * self.search.chunk_tokens
 
+    @property
+    def found(self) -> kvik.Found | None:
+        return None
+
     def wait(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         while self.asked:

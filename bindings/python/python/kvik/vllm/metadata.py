@@ -149,6 +149,8 @@ class ElasticReport(KVConnectorWorkerMetadata):
 @dataclass
 class KvikMetadata(KVConnectorMetadata):
     loads: list[LoadOrder] = field(default_factory=list)
+    # Loads that this step waits for.
+    step_loads: list[LoadOrder] = field(default_factory=list)
     saves: list[SaveOrder] = field(default_factory=list)
     # Requests whose blocks are given to others in this step.
     preempted: set[str] = field(default_factory=set)

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
 
 import kvik
 from kvik.controls import Controls, refused
 from kvik.planner import Planner
+from kvik.vllm.layers import StepLoads
 from kvik.vllm.metadata import KvikMetadata, LoadOrder, SaveOrder
 from kvik.vllm.settings import Geometry, Settings
 
@@ -31,6 +33,10 @@ class Lookup(Protocol):
     def result(self) -> int:
         """Tokens that the store has."""
 
+    @property
+    def found(self) -> kvik.Found | None:
+        """What the store has, and where; `None` where that is not known."""
+
     def wait(self, timeout_s: float) -> bool:
         """Waits for the answer; says whether it came in time."""
 
@@ -51,6 +57,8 @@ class Tracked:
     # What the last lookup found; None without a planner.
     found: kvik.Found | None = None
     block_ids: list[int] = field(default_factory=list)
+    # Whether what was found last is to be loaded inside of the step that computes the rest.
+    is_step_load: bool = False
     # Whether a load was ordered since it began, or was preempted last.
     was_loaded: bool = False
     # Tokens that the engine itself has; what is loaded comes behind them.
@@ -67,12 +75,19 @@ class SchedulerHalf:
     tracked_type: type[Tracked] = Tracked
 
     def __init__(
-        self, store: kvik.Store, settings: Settings, geometry: Geometry, planner: Planner | None = None
+        self,
+        store: kvik.Store,
+        settings: Settings,
+        geometry: Geometry,
+        planner: Planner | None = None,
+        step_loads: StepLoads | None = None,
     ) -> None:
         self.store = store
         self.settings = settings
         # Without one, all that is found is loaded.
         self.planner = planner
+        # Without them, all loads end before their requests are scheduled.
+        self.step_loads = step_loads
         self.block_tokens = geometry.block_tokens
         self.tracked: dict[str, Tracked] = {}
         self.loads: list[LoadOrder] = []
@@ -103,6 +118,8 @@ class SchedulerHalf:
     def matched_tokens(self, request: "Request", n_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens behind the computed ones the store has; None while that is not known."""
         tracked = self.track(request)
+        if self.step_loads is not None and self.step_loads.holds_others:
+            return None, False
         tracked.n_local_tokens = n_computed_tokens
         if tracked.was_loaded:
             # Asked again though it was loaded: the load failed, and would again. What is computed is saved.
@@ -122,7 +139,8 @@ class SchedulerHalf:
             tracked.lookup = None
             return 0, False
         n_found = tracked.lookup.result
-        if self.planner is not None and (found := tracked.lookup.found) is not None:
+        found = tracked.lookup.found
+        if self.planner is not None and found is not None:
             tracked.found = found
             # What is computed instead is saved again, so that memory has it.
             n_found = self.planner.tokens_to_load(found, n_computed_tokens)
@@ -133,7 +151,12 @@ class SchedulerHalf:
         if n_found == request.num_tokens and n_new < (self.store.chunk_tokens or 0):
             # The engine has nearly all of it: computing the rest costs less than a chunk that is loaded.
             return 0, False
-        return (n_new, True) if n_new > 0 else (0, False)
+        if n_new <= 0:
+            return 0, False
+        tracked.is_step_load = self.step_loads is not None and self.step_loads.takes(
+            found, n_found, request.num_tokens, len(self.tracked)
+        )
+        return n_new, not tracked.is_step_load
 
     def after_alloc(self, request: "Request", blocks: "KVCacheBlocks", n_external_tokens: int) -> None:
         """Notes the blocks that are to be loaded."""
@@ -151,10 +174,15 @@ class SchedulerHalf:
         n_chunks = 0 if chunk_tokens is None else -(-end_token // chunk_tokens)
         packed = tracked.chain.pack(n_chunks)
         tracked.was_loaded = True
-        self.loads.append(LoadOrder(request.request_id, packed, first, tracked.block_ids[first:end]))
+        order = LoadOrder(request.request_id, packed, first, tracked.block_ids[first:end])
+        if tracked.is_step_load and self.step_loads is not None:
+            self.step_loads.give(order, tracked.block_ids)
+        else:
+            self.loads.append(order)
 
     def metadata(self, output: "SchedulerOutput") -> KvikMetadata:
         """The orders of this step."""
+        step_orders = [] if self.step_loads is None else self.step_loads.scheduled()
         for new in output.scheduled_new_reqs:
             if (tracked := self.tracked.get(new.req_id)) is not None:
                 tracked.block_ids = list(new.block_ids[0])
@@ -171,11 +199,12 @@ class SchedulerHalf:
                     tracked.block_ids.extend(new_block_ids[0])
             self.save_prompt(tracked, n_computed_tokens + output.num_scheduled_tokens[request_id])
         if self.planner is not None:
-            self.planner.step_began(output)
+            # A step that loads says nothing of computing.
+            self.planner.step_began(output, is_measured=not step_orders)
         preempted = set(output.preempted_req_ids or ())
         for request_id in preempted & self.tracked.keys():
             self.tracked[request_id].was_loaded = False
-        orders = KvikMetadata(self.loads, self.saves, preempted)
+        orders = KvikMetadata(self.loads, step_orders, self.saves, preempted)
         self.loads, self.saves = [], []
         return orders
 
@@ -184,6 +213,10 @@ class SchedulerHalf:
         if self.planner is not None:
             self.planner.step_ended()
             self.planner.loads_ended(output.finished_recving or (), is_whole=not output.invalid_block_ids)
+        failed = None if self.step_loads is None else self.step_loads.reported(output.invalid_block_ids)
+        if failed is not None and (tracked := self.tracked.get(failed)) is not None:
+            # It is computed, and not loaded again. What is computed is saved.
+            tracked.n_stored_tokens = 0
 
     def finished(self, request: "Request", block_ids: list[int]) -> bool:
         """Saves what is left of a request that ended; says whether its blocks are still read."""
@@ -195,12 +228,24 @@ class SchedulerHalf:
         # The last token was sampled and never computed.
         n_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         chain = None
-        if self.settings.save == "all" and n_tokens > tracked.n_stored_tokens:
+        if self.saves_at_end(tracked) and n_tokens > tracked.n_stored_tokens:
+            if self.settings.save == "prompts":
+                n_tokens = min(n_tokens, request.num_prompt_tokens)
             chain = self.chain(tracked, n_tokens, after=tracked.chain)
             tracked.block_ids = list(block_ids)
             self.save(tracked, chain, n_tokens)
         self.note(request, chain or tracked.chain)
         return tracked.has_saves
+
+    def saves_at_end(self, tracked: Tracked) -> bool:
+        """Whether something may be saved when a request ends."""
+        request = tracked.request
+        if self.step_loads is None or not self.step_loads.is_of(request.request_id):
+            return self.settings.save == "all"
+        # The chunks of its prompt were not saved yet. One that is aborted may have a load that failed; one that ends by itself
+        # has none, since vLLM takes no tokens of it then.
+        ended_by_itself = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        return self.settings.save != "nothing" and ended_by_itself
 
     def note(self, request: "Request", chain: kvik.Chain | None) -> None:
         """Tells the eviction policies of a request that has ended."""
@@ -255,6 +300,9 @@ class SchedulerHalf:
         if self.settings.save == "nothing" or tracked.controls.skip_save or chunk_tokens is None:
             return
         if n_tokens // chunk_tokens * chunk_tokens <= tracked.n_stored_tokens:
+            return
+        if self.step_loads is not None and self.step_loads.is_of(request.request_id):
+            # What is computed in this step is right if its load does not fail; a later order is of these chunks too.
             return
         if tracked.chain is None or tracked.chain.n_tokens < n_tokens // chunk_tokens * chunk_tokens:
             tracked.chain = self.chain(tracked, request.num_prompt_tokens)

@@ -38,6 +38,9 @@ class Settings:
     save: str = "all"
     # Whether KV of slow tiers is computed where that is faster (`auto`), or all that is found is loaded (`load`).
     planner: str = "auto"
+    # Whether KV in the store's memory is loaded inside of the step that needs it, layer by layer: where nothing else would wait for
+    # it (`auto`), `always`, or `never`.
+    layerwise: str = "auto"
     # Longest time in milliseconds that one call of the scheduler waits for a lookup; it asks again in the next step.
     lookup_wait_ms: float = 2.0
     # Longest time in seconds after which a request computes what it still waits for.
@@ -78,6 +81,8 @@ class Settings:
             raise kvik.InvalidValueError(f"`save` is {settings.save}; allowed: prompts, all, nothing")
         if settings.planner not in ("auto", "load"):
             raise kvik.InvalidValueError(f"`planner` is {settings.planner}; allowed: auto, load")
+        if settings.layerwise not in ("auto", "always", "never"):
+            raise kvik.InvalidValueError(f"`layerwise` is {settings.layerwise}; allowed: auto, always, never")
         settings.check_elastic()
         return settings
 

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 COUNTERS = {
     "loaded_blocks": "Blocks that were loaded from the store of kvik.",
+    "step_loaded_blocks": "Blocks of these that were loaded layer by layer, in the step that needed them.",
     "failed_blocks": "Blocks that could not be loaded and were computed.",
     "saved_blocks": "Blocks that were given to the store of kvik.",
     "computed_slow_tokens": "Tokens that were computed because a slow tier of kvik would have taken longer.",

@@ -8,7 +8,8 @@ import torch
 from vllm.logger import init_logger
 
 import kvik
-from kvik.vllm.metadata import KvikMetadata, LoadOrder, SaveOrder
+from kvik.vllm.layers import LayerLoads
+from kvik.vllm.metadata import LoadOrder, SaveOrder
 from kvik.vllm.settings import Geometry, Settings
 
 logger = init_logger(f"vllm.{__name__}")
@@ -37,6 +38,7 @@ class WorkerHalf:
         self.memory: kvik.EngineMemory | None = None
         self.device = torch.device("cpu")
         self.loads: dict[str, Running] = {}
+        self.layers = LayerLoads(store, settings, geometry.layer_names)
         self.saves: defaultdict[str, list[Running]] = defaultdict(list)
         # Requests that ended, whose blocks wait for their saves.
         self.ended: set[str] = set()
@@ -65,6 +67,10 @@ class WorkerHalf:
                     chain, order.first_block, self.memory, order.block_ids, after=number_of(event)
                 )
             self.loads[order.request_id] = Running(job, order.block_ids, event)
+
+    def begin_step_loads(self, orders: list[LoadOrder]) -> None:
+        """Begins loads that end with this step; the engine's stream is empty, since it is a CPU."""
+        self.layers.begin(orders, self.memory)
 
     def begin_saves(self, orders: list[SaveOrder]) -> None:
         event = self.event() if orders else None
@@ -103,15 +109,20 @@ class WorkerHalf:
         loaded = {request_id for request_id, load in self.loads.items() if load.is_done}
         for request_id in loaded:
             load = self.loads.pop(request_id)
-            n_loaded = 0 if load.job is None else load.job.result
-            self.failed_blocks.update(load.block_ids[n_loaded:])
-            self.counts["loaded_blocks"] += n_loaded
-            self.counts["failed_blocks"] += len(load.block_ids) - n_loaded
-            if n_loaded < len(load.block_ids):
-                logger.warning(
-                    "kvik: %d of %d blocks of request %s were loaded", n_loaded, len(load.block_ids), request_id
-                )
+            self.note_load(request_id, load.block_ids, 0 if load.job is None else load.job.result)
+        for order, n_loaded in self.layers.end_step():
+            # vLLM does not wait to be told that these have ended.
+            self.note_load(order.request_id, order.block_ids, n_loaded)
+            self.counts["step_loaded_blocks"] += n_loaded
         return saved, loaded
+
+    def note_load(self, request_id: str, block_ids: list[int], n_loaded: int) -> None:
+        """Notes what became of a load that has ended."""
+        self.failed_blocks.update(block_ids[n_loaded:])
+        self.counts["loaded_blocks"] += n_loaded
+        self.counts["failed_blocks"] += len(block_ids) - n_loaded
+        if n_loaded < len(block_ids):
+            logger.warning("kvik: %d of %d blocks of request %s were loaded", n_loaded, len(block_ids), request_id)
 
     def take_failed_blocks(self) -> set[int]:
         failed, self.failed_blocks = self.failed_blocks, set()
@@ -151,7 +162,7 @@ def number_of(event: torch.cuda.Event | None) -> int | None:
 
 
 def new_counts() -> dict[str, int]:
-    return {"loaded_blocks": 0, "failed_blocks": 0, "saved_blocks": 0}
+    return {"loaded_blocks": 0, "step_loaded_blocks": 0, "failed_blocks": 0, "saved_blocks": 0}
 
 
 def pieces_of(tensor: torch.Tensor) -> list[tuple[int, int, int]]:
