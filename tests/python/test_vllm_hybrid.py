@@ -170,6 +170,38 @@ def test_a_load_that_fails_in_any_group_is_computed(plain: Vllm, wide: pathlib.P
         daemon.start()
 
 
+def test_what_a_slow_disk_has_of_groups_is_computed_and_then_loaded_from_memory(
+    plain: Vllm, wide: pathlib.Path, daemon: Daemon
+) -> None:
+    first, second = prompt(25, 700), prompt(26, 700)
+    right = [plain.generate(tokens)["tokens"] for tokens in (first, second)]
+    socket = ("--socket", str(daemon.socket))
+    with started(*socket, model=wide) as engine:
+        assert [engine.generate(tokens)["tokens"] for tokens in (first, second)] == right
+        engine.ask("reset")
+    daemon.stop()
+    disk = {"name": "disk", "nvme": f"{daemon.disk}:256MiB", "bytes_per_s": "1MB", "waits": True}
+    daemon.flags = ["--set", f"tiers.tiers={json.dumps([disk])}"]
+    daemon.start()
+    with started(*socket, model=wide) as engine:
+        # It learns what computing takes, and with a part of what is there how slow the disk is.
+        engine.generate(prompt(27, 700))
+        answer = engine.generate(first)
+        assert (answer["tokens"], answer["cached"]) == (right[0], [CHUNK_TOKENS])
+        answer = engine.generate(second)
+        assert (answer["tokens"], answer["cached"]) == (right[1], [0])
+        assert engine.ask("counts")["computed_slow_tokens"] == 2 * whole_chunks(700) - CHUNK_TOKENS
+        engine.ask("reset")
+        eventually_loaded(engine, second, right[1])
+    # With `load` all of it is loaded.
+    daemon.stop()
+    daemon.flags = ["--set", f"tiers.tiers={json.dumps([disk | {'bytes_per_s': '50MB'}])}"]
+    daemon.start()
+    with started(*socket, "--extra", '{"planner": "load"}', model=wide) as engine:
+        answer = engine.generate(first)
+        assert (answer["tokens"], answer["cached"]) == (right[0], [whole_chunks(700)])
+
+
 def test_without_the_hybrid_manager_all_layers_are_stored_as_one_group(
     plain: Vllm, wide: pathlib.Path, daemon: Daemon
 ) -> None:

@@ -8,8 +8,9 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from engine_processes import ENGINES
+from engine_processes import ENGINES, MODEL_FOLDER
 from store_daemon import CHUNK_TOKENS, Daemon, whole_chunks
+from test_vllm_hybrid import run_driver
 from test_vllm_kvik import eventually_loaded
 from vllm_process import Vllm, prompt, started
 
@@ -181,3 +182,15 @@ def test_a_request_that_ends_behind_a_load_that_failed_leaves_nothing_wrong(
         eventually_loaded(engine, tokens, [right])
     with started("--socket", str(daemon.socket)) as other:
         eventually_loaded(other, tokens, [right])
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_every_number_that_a_layer_reads_is_right_or_reported(seed: int, tmp_path: pathlib.Path) -> None:
+    daemon = Daemon(tmp_path, ram="64MiB", has_disk=False)
+    try:
+        counts = run_driver("layers_played.py", str(daemon.socket), str(MODEL_FOLDER), str(seed))
+    finally:
+        daemon.kill()
+    # With `auto`, a request is seldom alone.
+    names = ("preempted", "aborted", "loads") + (("step_loads", "thrown_away", "aborted_in_step") if seed % 3 else ())
+    assert min(counts.get(name, 0) for name in names) > 0, counts

@@ -73,14 +73,18 @@ def first_read(kind: object, token: int) -> int:
 class Played:
     """The engine."""
 
-    def __init__(self, socket: str, model: str, seed: int) -> None:
+    # More arguments of vLLM, and how often its prefix cache is emptied in a step.
+    arguments: dict[str, object] = {}
+    reset_share = 0.05
+
+    def __init__(self, socket: str, model: str, seed: int, specs: list | None = None, **extra: object) -> None:
         self.rng = random.Random(seed)
         transfer = KVTransferConfig(
             kv_connector="KvikConnector",
             kv_connector_module_path="kvik.vllm",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"socket": socket, "lookup_wait_ms": 50},
+            kv_connector_extra_config={"socket": socket, "lookup_wait_ms": 50, **extra},
         )
         arguments = EngineArgs(
             model=model,
@@ -91,9 +95,10 @@ class Played:
             enforce_eager=True,
             kv_transfer_config=transfer,
             async_scheduling=False,
+            **self.arguments,
         )
         config = arguments.create_engine_config()
-        self.specs = specs_of(seed)
+        self.specs = specs_of(seed) if specs is None else specs
         groups = [
             KVCacheGroupSpec([f"layer-{group}-{layer}" for layer in range(N_LAYERS)], kind)
             for group, kind in enumerate(self.specs)
@@ -228,7 +233,7 @@ class Played:
             self.counts["preempted"] += sum(
                 request.status == RequestStatus.PREEMPTED for request in self.scheduler.requests.values()
             )
-            if self.rng.random() < 0.05:
+            if self.rng.random() < self.reset_share:
                 self.scheduler.reset_prefix_cache()
             self.step()
 

@@ -2,16 +2,20 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import kvik
+from kvik.windows import Window
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 MEMORY = "ram"
+
+# The kinds of tiers, as the daemon orders them.
+TIERS = ("ram", "nvme", "peer", "redis", "object", "lm", "plugin")
 
 # Age of a measurement of a tier that is not repeated, in seconds. It costs a request a part of its chunks.
 MAX_AGE_S = 60.0
@@ -21,6 +25,19 @@ MEASURED_SHARE = 8
 
 # The part of its bytes that a load counts as having brought when it failed, so that its tier is known to be slow.
 FAILED_SHARE = 10
+
+
+class Found(Protocol):
+    """How much of a sequence the store has, as `kvik.Found`."""
+
+    @property
+    def n_chunks(self) -> int: ...
+    @property
+    def n_tokens(self) -> int: ...
+    @property
+    def n_memory_tokens(self) -> int: ...
+    @property
+    def slowest_tier(self) -> str: ...
 
 
 @dataclass
@@ -50,14 +67,14 @@ class Planner:
         # Tokens that a slow tier had and that were computed.
         self.n_computed_tokens = 0
 
-    def tokens_to_load(self, found: kvik.Found, n_computed_tokens: int) -> int:
+    def tokens_to_load(self, found: Found, n_computed_tokens: int) -> int:
         """How many of the found tokens the engine should have before it computes, those included that it has."""
         n_found = found.n_tokens
         # Where what the engine has or memory gives ends.
         n_fast = max(n_computed_tokens, found.n_memory_tokens)
         if found.slowest_tier == MEMORY or n_found <= n_fast:
             return n_found
-        n_bytes = (n_found - n_fast) * self.token_bytes
+        n_bytes = self.bytes_of(n_fast, n_found)
         is_faster = self.measured.is_load_faster(found.slowest_tier, n_bytes, n_fast, n_found)
         if is_faster:
             return n_found
@@ -72,15 +89,19 @@ class Planner:
             return n_found
         return n_load
 
+    def bytes_of(self, first_token: int, end_token: int) -> int:
+        """Bytes that bring a sequence from `first_token` to `end_token`."""
+        return (end_token - first_token) * self.token_bytes
+
     # === Loads ===
 
-    def planned(self, request_id: str, found: kvik.Found, first_token: int, end_token: int) -> None:
+    def planned(self, request_id: str, found: Found, first_token: int, end_token: int) -> None:
         """Begins to measure the load of a request from `first_token` to `end_token`, and counts what is computed instead."""
         self.n_computed_tokens += max(0, found.n_tokens - end_token)
-        n_slow_tokens = end_token - max(first_token, found.n_memory_tokens)
-        if found.slowest_tier != MEMORY and n_slow_tokens > 0:
+        first_slow_token = max(first_token, found.n_memory_tokens)
+        if found.slowest_tier != MEMORY and first_slow_token < end_token:
             load = self.measured.begin_load(found.slowest_tier)
-            self.loads[request_id] = (load, n_slow_tokens * self.token_bytes)
+            self.loads[request_id] = (load, self.bytes_of(first_slow_token, end_token))
 
     def loads_ended(self, request_ids: Iterable[str], *, is_whole: bool) -> None:
         """Loads whose requests go on; where blocks could not be loaded, mostly because they did not come in time."""
@@ -119,6 +140,25 @@ class Planner:
             if step.n_tokens > 0:
                 self.measured.note_pass(step.n_tokens, step.n_attended, seconds)
         self.last_end = now
+
+
+class GroupsPlanner(Planner):
+    """For groups of layers of which some read a window only: a load brings what is read behind it."""
+
+    def __init__(self, *, groups: Sequence[tuple[Window, int]], n_steps_ahead: int) -> None:
+        """`groups` has the window of each, and the bytes of its tokens."""
+        super().__init__(token_bytes=sum(token_bytes for _, token_bytes in groups), n_steps_ahead=n_steps_ahead)
+        self.groups = groups
+
+    def bytes_of(self, first_token: int, end_token: int) -> int:
+        starts = [max(first_token, window.first_block(end_token) * window.block_tokens) for window, _ in self.groups]
+        tokens = [max(0, end_token - start) for start in starts]
+        return sum(n_tokens * token_bytes for n_tokens, (_, token_bytes) in zip(tokens, self.groups, strict=True))
+
+
+def slowest(tiers: Iterable[str]) -> str:
+    """The slowest of some tiers; one that is not known is slower than all others."""
+    return max(tiers, key=lambda tier: TIERS.index(tier) if tier in TIERS else len(TIERS), default=MEMORY)
 
 
 def attended_tokens(output: "SchedulerOutput") -> int:

@@ -78,11 +78,15 @@ class PrefixSearch:
     it and the one that was asked for, because windows only move forward.
     """
 
-    def __init__(self, windows: Sequence[Window], chunk_tokens: int, n_tokens: int) -> None:
+    def __init__(
+        self, windows: Sequence[Window], chunk_tokens: int, n_tokens: int, n_most_chunks: int | None = None
+    ) -> None:
         self.windows = windows
         self.chunk_tokens = chunk_tokens
         self.n_tokens = n_tokens
         self.n_chunks = n_tokens // chunk_tokens
+        if n_most_chunks is not None:
+            self.n_chunks = min(self.n_chunks, n_most_chunks)
         # The chunks of each group that the store has.
         self.found: list[set[int]] = [set() for _ in windows]
         self.leave_last_token()

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 import kvik
-from kvik.planner import Planner
+from kvik.planner import GroupsPlanner, Planner
 from kvik.vllm.elastic_plan import ElasticPlan, n_spare_tokens
 from kvik.vllm.elastic_scheduler import ElasticScheduler
 from kvik.vllm.elastic_worker import ElasticWorker
@@ -100,7 +100,7 @@ class KvikConnector(*BASES):
             self.stores = GroupStores(self.config, self.settings, self.groups, rank)
             self.store = self.stores.first
             if is_scheduler:
-                self.scheduler = GroupsScheduler(self.stores, self.settings, self.groups)
+                self.scheduler = GroupsScheduler(self.stores, self.settings, self.groups, self.planner())
             else:
                 waits_for_saves = writes_before_orders(self.config, self._kv_cache_config)
                 self.groups_worker = GroupsWorker(self.stores, self.groups, waits_for_saves)
@@ -119,11 +119,11 @@ class KvikConnector(*BASES):
     def planner(self) -> Planner | None:
         if self.settings.planner == "load":
             return None
-        token_bytes = self.geometry.token_layer_bytes * len(self.geometry.layer_names)
-        return Planner(
-            token_bytes=token_bytes * self.config.parallel_config.world_size,
-            n_steps_ahead=getattr(self.config, "max_concurrent_batches", 2),
-        )
+        n_ranks, n_steps_ahead = self.config.parallel_config.world_size, getattr(self.config, "max_concurrent_batches", 2)
+        if self.groups:
+            groups = [(group.window, group.geometry.token_bytes * n_ranks) for group in self.groups]
+            return GroupsPlanner(groups=groups, n_steps_ahead=n_steps_ahead)
+        return Planner(token_bytes=self.geometry.token_bytes * n_ranks, n_steps_ahead=n_steps_ahead)
 
     def log_start(self) -> None:
         state = "attached"
@@ -138,7 +138,7 @@ class KvikConnector(*BASES):
             state,
             len(geometries),
             self.store.chunk_tokens,
-            sum(geometry.token_layer_bytes * len(geometry.layer_names) for geometry in geometries),
+            sum(geometry.token_bytes for geometry in geometries),
             self.settings.save,
             self.settings.layerwise if self.obstacle is None else f"never, {self.obstacle}",
         )

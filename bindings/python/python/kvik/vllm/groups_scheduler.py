@@ -1,6 +1,5 @@
 """The scheduler's half for a model with several groups of KV."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -8,11 +7,13 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 import kvik
+from kvik.group_lookup import GroupsFound, GroupsLookup
+from kvik.planner import GroupsPlanner
 from kvik.vllm.groups import Group, GroupStores, keys_of
 from kvik.vllm.metadata import GroupLoad, GroupSave, GroupsLoadOrder, GroupsSaveOrder, KvikMetadata
 from kvik.vllm.scheduler import SchedulerHalf, Tracked
 from kvik.vllm.settings import Settings
-from kvik.windows import BlockReaders, PrefixSearch, Question
+from kvik.windows import BlockReaders
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -44,47 +45,6 @@ class GroupsTracked(Tracked):
         return self.keys
 
 
-class GroupsLookup:
-    """A lookup in all groups: it asks for shorter prefixes until every group can go on behind one."""
-
-    def __init__(self, stores: GroupStores, keys: Sequence[bytes], search: PrefixSearch) -> None:
-        self.stores = stores
-        self.keys = keys
-        self.search = search
-        self.asked: list[tuple[Question, kvik.Job]] = []
-        self.ask()
-
-    def ask(self) -> None:
-        self.asked = []
-        for question in self.search.questions():
-            keys = self.keys[question.first : question.end]
-            part = self.stores.part(question.group, keys, self.search.chunk_tokens)
-            self.asked.append((question, self.stores.stores[question.group].start_lookup(part)))
-
-    @property
-    def result(self) -> int:
-        return 0 if self.asked else self.search.n_chunks * self.search.chunk_tokens
-
-    @property
-    def found(self) -> kvik.Found | None:
-        return None
-
-    def wait(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while self.asked:
-            for _, job in self.asked:
-                if not job.wait(max(0.0, deadline - time.monotonic())):
-                    return False
-            for question, job in self.asked:
-                self.search.answer(question, job.result // self.search.chunk_tokens)
-            try:
-                self.ask()
-            except kvik.StoreGoneError:
-                self.search.n_chunks = 0
-                self.asked = []
-        return True
-
-
 class GroupsScheduler(SchedulerHalf):
     """Answers, loads and saves for all groups of a request together.
 
@@ -95,8 +55,10 @@ class GroupsScheduler(SchedulerHalf):
 
     tracked_type = GroupsTracked
 
-    def __init__(self, stores: GroupStores, settings: Settings, groups: Sequence[Group]) -> None:
-        super().__init__(stores.first, settings, groups[0].geometry)
+    def __init__(
+        self, stores: GroupStores, settings: Settings, groups: Sequence[Group], planner: GroupsPlanner | None = None
+    ) -> None:
+        super().__init__(stores.first, settings, groups[0].geometry, planner)
         self.stores = stores
         self.windows = [group.window for group in groups]
         self.readers = BlockReaders()
@@ -105,12 +67,39 @@ class GroupsScheduler(SchedulerHalf):
         self.overtaken: set[int] = set()
         self.n_save_orders = 0
 
-    def start_lookup(self, tracked: GroupsTracked) -> GroupsLookup:
+    def start_lookup(
+        self, tracked: GroupsTracked, part_of: GroupsFound | None = None, n_most_tokens: int | None = None
+    ) -> GroupsLookup:
         chunk_tokens = self.stores.chunk_tokens
         if chunk_tokens is None:
             raise kvik.StoreGoneError("a group has no session with a daemon")
-        search = PrefixSearch(self.windows, chunk_tokens, tracked.request.num_tokens)
-        return GroupsLookup(self.stores, tracked.chunk_keys(chunk_tokens), search)
+        return GroupsLookup(
+            self.stores,
+            tracked.chunk_keys(chunk_tokens),
+            self.windows,
+            chunk_tokens,
+            tracked.request.num_tokens,
+            asks_for_memory=self.planner is not None,
+            part_of=part_of,
+            n_most_tokens=n_most_tokens,
+        )
+
+    def tokens_to_load(self, tracked: GroupsTracked, n_computed_tokens: int) -> int | None:
+        """As of one group. Where a part of what was found is to be loaded, windows may be missing behind it, and the store is
+        asked again."""
+        found, part_of = tracked.found, tracked.lookup.part_of
+        if part_of is not None:
+            # What could go on behind it, and is more than memory gives.
+            tracked.found = part_of
+            return max(found.n_tokens, part_of.n_memory_tokens)
+        n_tokens = self.planner.tokens_to_load(found, n_computed_tokens)
+        if n_tokens <= n_computed_tokens or n_tokens in (found.n_tokens, found.n_memory_tokens):
+            return n_tokens
+        try:
+            tracked.lookup = self.start_lookup(tracked, found, n_tokens)
+        except kvik.StoreGoneError:
+            return found.n_memory_tokens
+        return None
 
     def matched_tokens(self, request: "Request", n_computed_tokens: int) -> tuple[int | None, bool]:
         tracked = self.track(request)
@@ -124,9 +113,10 @@ class GroupsScheduler(SchedulerHalf):
         """Notes the blocks that are to be loaded, which are those that the engine did not have and needs."""
         tracked = self.track(request)
         tracked.tables = [list(table) for table in blocks.get_block_ids()]
+        end_token = tracked.n_local_tokens + n_external_tokens
+        self.begin_measured_load(tracked, end_token)
         if n_external_tokens == 0 or tracked.chain is None:
             return
-        end_token = tracked.n_local_tokens + n_external_tokens
         parts = []
         for group, (window, table) in enumerate(zip(self.windows, tracked.tables, strict=True)):
             first = max(tracked.n_local_tokens // window.block_tokens, window.first_block(end_token))
@@ -179,6 +169,8 @@ class GroupsScheduler(SchedulerHalf):
                         table.extend(block_ids)
                         self.overtaken |= self.readers.take(block_ids)
             self.save_computed(tracked, n_computed_tokens, output.num_scheduled_tokens[request_id], chunk_tokens)
+        if self.planner is not None:
+            self.planner.step_began(output)
         preempted = set(output.preempted_req_ids or ())
         orders = KvikMetadata(
             preempted=preempted, group_loads=self.group_loads, group_saves=self.group_saves, overtaken=self.overtaken
@@ -265,6 +257,8 @@ class GroupsScheduler(SchedulerHalf):
         tracked = self.tracked.pop(request.request_id, None)
         if tracked is None:
             return False
+        if self.planner is not None:
+            self.planner.forget(request.request_id)
         # The last token was sampled and never computed.
         n_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         tracked.tables = [list(table) for table in tables]
@@ -286,6 +280,10 @@ class GroupsScheduler(SchedulerHalf):
 
     def reported(self, output: "KVConnectorOutput") -> None:
         """Notes the requests whose load failed; the engine frees their blocks, and asks again."""
+        if self.planner is not None:
+            self.planner.step_ended()
+            for request_id in output.finished_recving or ():
+                self.planner.loads_ended([request_id], is_whole=request_id not in output.failed_recving)
         for request_id in output.failed_recving:
             if (tracked := self.tracked.get(request_id)) is not None:
                 tracked.has_failed = True

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 import kvik
+from kvik.planner import Found
 from kvik.vllm.metadata import LoadOrder
 from kvik.vllm.settings import Settings
 
@@ -68,7 +69,7 @@ class StepLoads:
         """Whether no other request may begin in the step that is being scheduled: it might take blocks that are not there yet."""
         return self.order is not None
 
-    def takes(self, found: kvik.Found | None, n_found: int, n_tokens: int, n_requests: int) -> bool:
+    def takes(self, found: Found | None, n_found: int, n_tokens: int, n_requests: int) -> bool:
         """Whether `n_found` of the `n_tokens` of a request are to be loaded inside of its step."""
         if self.block_pool is None or found is None:
             return False

@@ -9,7 +9,7 @@ from vllm.v1.request import RequestStatus
 
 import kvik
 from kvik.controls import Controls, refused
-from kvik.planner import Planner
+from kvik.planner import Found, Planner
 from kvik.vllm.layers import StepLoads
 from kvik.vllm.metadata import KvikMetadata, LoadOrder, SaveOrder
 from kvik.vllm.settings import Geometry, Settings
@@ -34,7 +34,7 @@ class Lookup(Protocol):
         """Tokens that the store has."""
 
     @property
-    def found(self) -> kvik.Found | None:
+    def found(self) -> Found | None:
         """What the store has, and where; `None` where that is not known."""
 
     def wait(self, timeout_s: float) -> bool:
@@ -55,7 +55,7 @@ class Tracked:
     # Whether that was before the scheduler asked.
     is_ahead: bool = False
     # What the last lookup found; None without a planner.
-    found: kvik.Found | None = None
+    found: Found | None = None
     block_ids: list[int] = field(default_factory=list)
     # Whether what was found last is to be loaded inside of the step that computes the rest.
     is_step_load: bool = False
@@ -143,7 +143,10 @@ class SchedulerHalf:
         if self.planner is not None and found is not None:
             tracked.found = found
             # What is computed instead is saved again, so that memory has it.
-            n_found = self.planner.tokens_to_load(found, n_computed_tokens)
+            n_planned = self.tokens_to_load(tracked, n_computed_tokens)
+            if n_planned is None:
+                return None, False
+            n_found = n_planned
         # Asked again if the request is preempted: what the store has may be another then.
         tracked.lookup = None
         tracked.n_stored_tokens = n_found
@@ -158,14 +161,16 @@ class SchedulerHalf:
         )
         return n_new, not tracked.is_step_load
 
+    def tokens_to_load(self, tracked: Tracked, n_computed_tokens: int) -> int | None:
+        """How many of the found tokens the engine should have before it computes; `None` where it must be asked again."""
+        return self.planner.tokens_to_load(tracked.found, n_computed_tokens)
+
     def after_alloc(self, request: "Request", blocks: "KVCacheBlocks", n_external_tokens: int) -> None:
         """Notes the blocks that are to be loaded."""
         tracked = self.track(request)
         tracked.block_ids = list(blocks.get_block_ids()[0])
         end_token = tracked.n_local_tokens + n_external_tokens
-        if self.planner is not None and tracked.found is not None:
-            self.planner.planned(request.request_id, tracked.found, tracked.n_local_tokens, end_token)
-            tracked.found = None
+        self.begin_measured_load(tracked, end_token)
         if n_external_tokens == 0 or tracked.chain is None:
             return
         first, end = tracked.n_local_tokens // self.block_tokens, end_token // self.block_tokens
@@ -179,6 +184,12 @@ class SchedulerHalf:
             self.step_loads.give(order, tracked.block_ids)
         else:
             self.loads.append(order)
+
+    def begin_measured_load(self, tracked: Tracked, end_token: int) -> None:
+        """Notes that a load up to `end_token` begins, and what is computed instead."""
+        if self.planner is not None and tracked.found is not None:
+            self.planner.planned(tracked.request.request_id, tracked.found, tracked.n_local_tokens, end_token)
+            tracked.found = None
 
     def metadata(self, output: "SchedulerOutput") -> KvikMetadata:
         """The orders of this step."""

@@ -142,6 +142,11 @@ class Geometry:
     def token_layer_bytes(self) -> int:
         return self.page_bytes // self.block_tokens
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in all layers."""
+        return self.token_layer_bytes * len(self.layer_names)
+
 
 def older_layout(config: "VllmConfig") -> str:
     """The order of axes in versions of vLLM that do not say it with the KV's configuration."""
