@@ -194,3 +194,13 @@ def test_every_number_that_a_layer_reads_is_right_or_reported(seed: int, tmp_pat
     # With `auto`, a request is seldom alone.
     names = ("preempted", "aborted", "loads") + (("step_loads", "thrown_away", "aborted_in_step") if seed % 3 else ())
     assert min(counts.get(name, 0) for name in names) > 0, counts
+
+
+def test_engines_that_would_trust_a_load_too_early_are_known_and_settings_are_checked() -> None:
+    answers = run_driver("layers_refusals.py")
+    assert answers.pop("plain") is None
+    assert answers.pop("wrong") == "`layerwise` is sometimes; allowed: auto, always, never"
+    assert answers.pop("right") == ["taken"] * 3
+    assert answers.pop("always") == f"`layerwise` is always; allowed: auto, never ({answers['ahead']})"
+    assert all(isinstance(reason, str) for reason in answers.values()), answers
+    assert len(set(answers.values())) == len(answers)

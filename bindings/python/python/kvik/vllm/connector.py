@@ -82,8 +82,6 @@ class KvikConnector(*BASES):
         self.step_loads: StepLoads | None = None
         # Why no load happens inside of a step.
         self.obstacle = obstacle(vllm_config, self.settings, bool(self.groups))
-        if self.obstacle is not None and self.settings.layerwise == "always":
-            raise kvik.InvalidValueError(f"`layerwise` is always; allowed: auto, never ({self.obstacle})")
         is_scheduler = role == KVConnectorRole.SCHEDULER
         if self.settings.elastic:
             plan = ElasticPlan.read(vllm_config, self.settings, self.geometry, kv_cache_config)

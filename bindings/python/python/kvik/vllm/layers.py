@@ -25,7 +25,14 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 def obstacle(config: "VllmConfig", settings: Settings, has_groups: bool) -> str | None:
-    """Why this engine cannot load inside of a step; `None` where it can."""
+    """Why this engine does not load inside of steps; `None` where it does. Raises `InvalidValueError` where it always should."""
+    reason = reason_against(config, settings, has_groups)
+    if reason is not None and settings.layerwise == "always":
+        raise kvik.InvalidValueError(f"`layerwise` is always; allowed: auto, never ({reason})")
+    return reason
+
+
+def reason_against(config: "VllmConfig", settings: Settings, has_groups: bool) -> str | None:
     if settings.layerwise == "never":
         return "`layerwise` is never"
     if config.device_config.device_type != "cpu":
@@ -142,6 +149,8 @@ class LayerLoads:
         self.running: list[RunningLayers] = []
         # Layers that the engine has waited for in this step.
         self.waited: set[int] = set()
+        # Whether all layers lie in memory in the same way; else nothing is loaded inside of steps.
+        self.knows_layers = False
         # Whether the engine computes layers without waiting for them.
         self.skips_layers = False
 
@@ -150,7 +159,7 @@ class LayerLoads:
         for order in orders:
             chain = self.store.unpack(order.chain)
             job = None
-            if chain is not None and memory is not None:
+            if chain is not None and memory is not None and self.knows_layers:
                 job = self.store.start_load(chain, order.first_block, memory, order.block_ids, by_layers=True)
             load = RunningLayers(order, job, deadline)
             self.running.append(load)

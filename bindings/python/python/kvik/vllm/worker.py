@@ -48,7 +48,10 @@ class WorkerHalf:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Learns where the blocks lie."""
         tensors = [kv_caches[name] for name in self.geometry.layer_names]
-        pieces = list(itertools.chain.from_iterable(pieces_of(tensor) for tensor in tensors))
+        by_layer = [pieces_of(tensor) for tensor in tensors]
+        # Else nothing says which pieces are those of a layer.
+        self.layers.knows_layers = len({len(pieces) for pieces in by_layer}) == 1
+        pieces = list(itertools.chain.from_iterable(by_layer))
         self.device = tensors[0].device
         self.memory = memory_of(tensors, pieces, self.geometry.block_tokens)
         self.store.prepare(self.memory)
