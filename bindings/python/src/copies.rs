@@ -224,7 +224,8 @@ fn piece<'a>((address, n_bytes): (usize, usize)) -> &'a [u8] {
 }
 
 pub(crate) fn piece_mut<'a>((address, n_bytes): (usize, usize)) -> &'a mut [u8] {
-    // SAFETY: as in `piece`; the engine neither reads nor writes blocks that a load writes, and the blocks of a load are
-    // distinct, which is checked when it is begun, so no two pieces overlap.
+    // SAFETY: as in `piece`; the engine neither reads nor writes blocks that a load writes, but layers of them that it was told
+    // of, which are not written again. The blocks of a load are distinct, which is checked when it is begun, so no two pieces
+    // overlap.
     unsafe { slice::from_raw_parts_mut(address as *mut u8, n_bytes) }
 }

@@ -30,6 +30,8 @@ struct State {
     ahead: Vec<usize>,
     /// No further layer comes of all blocks.
     is_over: bool,
+    /// Bytes are or were copied.
+    has_begun: bool,
 }
 
 /// The part of a load that reports; dropping it says that no further layer comes.
@@ -53,6 +55,11 @@ impl LayerProgress {
     pub(crate) fn abandon(&self) {
         *self.is_abandoned.write() = true;
         self.end();
+    }
+
+    /// Says that copies begin; `false` where they did before.
+    fn begin(&self) -> bool {
+        !std::mem::replace(&mut self.state.lock().has_begun, true)
     }
 
     fn end(&self) {
@@ -98,6 +105,10 @@ impl Transfer {
         reporter: &LayerReporter,
     ) -> Result<usize, NodeError> {
         let Some(lease) = self.lease(client)? else { return Ok(0) };
+        if !reporter.0.begin() {
+            // Another daemon took over while bytes were copied. The engine may read what has come, so nothing is written again.
+            return Ok(0);
+        }
         let n_chunks = lease.n_chunks().min(self.n_chunks());
         if n_chunks < self.n_chunks() {
             // What waits for all blocks need not wait longer; those that come are of use all the same.
@@ -180,6 +191,13 @@ mod tests {
         drop(reporter);
         assert_eq!(waiting.join().unwrap(), Some(false));
         assert_eq!(progress.wait_until(1, Instant::now()), Some(true));
+    }
+
+    #[test]
+    fn copies_begin_once_whatever_becomes_of_the_daemon() {
+        let progress = LayerProgress::default();
+        assert!(progress.begin());
+        assert!(!progress.begin());
     }
 
     #[test]
