@@ -209,7 +209,6 @@ impl Store {
     /// `after` is a `CUevent` behind which they may be written; it must live until the job is done. With `by_layers` all blocks get
     /// their first layer first, and so on (`Job.wait_layers`); only for memory of the CPU.
     #[pyo3(signature = (chain, first_block, memory, blocks, *, after=None, by_layers=false))]
-    #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn start_load(
         &self,
         chain: &Chain,
