@@ -28,7 +28,8 @@ class Fault:
         self.tokens = tokens
         self.connector = get_kv_transfer_group()
         self.layers = list(self.connector.worker.layers.numbers)
-        self.n_begun = 0
+        # The request whose load is disturbed.
+        self.request_id: str | None = None
         self.start, self.wait = self.connector.start_load_kv, self.connector.wait_for_layer_load
         self.connector.start_load_kv, self.connector.wait_for_layer_load = self.begin, self.wait_for_layer
 
@@ -37,32 +38,33 @@ class Fault:
 
     def begin(self, forward_context: object, **kwargs: object) -> None:
         orders = self.connector.orders().step_loads
-        if orders and self.n_begun == 0:
-            self.n_begun = 1
+        if orders and self.request_id is None:
+            self.request_id = orders[0].request_id
             if (n_stored := self.fault.get("n_stored")) is not None:
                 # What follows was never stored.
                 others = [7] * (len(self.tokens) - n_stored)
                 store = self.connector.store
                 orders[0].chain = store.chain(self.tokens[:n_stored] + others).pack(len(self.tokens) // store.chunk_tokens)
-            self.happen(-1, orders[0].request_id)
+            self.happen(-1)
         self.start(forward_context, **kwargs)
 
     def wait_for_layer(self, layer_name: str) -> None:
         layer = self.layers.index(layer_name)
-        is_now = self.n_begun == 1 and self.connector.worker.layers.running
+        running = self.connector.worker.layers.running
+        is_now = any(load.order.request_id == self.request_id for load in running)
         if is_now:
-            self.happen(layer, self.connector.worker.layers.running[0].order.request_id)
+            self.happen(layer)
         if not (is_now and self.fault.get("skips") == layer):
             self.wait(layer_name)
 
-    def happen(self, at: int, request_id: str) -> None:
+    def happen(self, at: int) -> None:
         if self.fault.get("at") != at:
             return
         if "signal" in self.fault:
             os.kill(self.fault["pid"], self.fault["signal"])
         if self.fault.get("is_aborted"):
             # As the threads of a server do while a step is computed.
-            self.core.aborts_queue.put_nowait([request_id])
+            self.core.aborts_queue.put_nowait([self.request_id])
 
 
 def step_load(llm: LLM, request: dict) -> dict:
@@ -73,7 +75,7 @@ def step_load(llm: LLM, request: dict) -> dict:
     fault = Fault(llm, request["fault"], request["prompts"][0])
     outputs = {}
     llm.llm_engine.add_request(names[0], prompts[0], sampling)
-    while fault.n_begun == 0 and llm.llm_engine.has_unfinished_requests():
+    while fault.request_id is None and llm.llm_engine.has_unfinished_requests():
         outputs |= {output.request_id: output for output in llm.llm_engine.step()}
     for name, prompt in zip(names[1:], prompts[1:], strict=True):
         llm.llm_engine.add_request(name, prompt, sampling)
@@ -90,7 +92,7 @@ def step_load(llm: LLM, request: dict) -> dict:
         "tokens": [None if output is None else list(output.outputs[0].token_ids) for output in ended],
         "reasons": [None if output is None else output.outputs[0].finish_reason for output in ended],
         "counts": {name: count - before.get(name, 0) for name, count in after.items()},
-        "has_begun": fault.n_begun == 1,
+        "has_begun": fault.request_id is not None,
     }
 
 
