@@ -229,6 +229,16 @@ for n_blocks, limit, is_one in [
     geometry.n_blocks = n_blocks
     sizes.append(gpu_page_bytes(geometry, limit, is_one) >> 20)
 print(json.dumps(sizes))
+# What an idle engine of a GPU keeps: a step's worth, up to an eighth of what it may hold.
+geometry.n_blocks = 10_000
+config.device_config.device_type = "cuda"
+reserves = []
+for n_tokens, extra in [
+    (4096, {}), (200_000, {}), (4096, {"elastic_limit": "400MiB"}), (4096, {"elastic_reserve": 0}), (4096, {"elastic_reserve": "1GiB"})
+]:
+    config.scheduler_config.max_num_batched_tokens = n_tokens
+    reserves.append(ElasticPlan.read(config, Settings.read({"elastic": True, **extra}), geometry, cache).reserve_slabs)
+print(json.dumps(reserves))
 # A slab has memory where no rank misses it.
 ranks = [ElasticReport(4, {3}, {(3, 2)}, None, 10), ElasticReport(5, {2}, set(), 7, 20), ElasticReport(6, set(), set(), 5, 30)]
 whole = ranks[0].aggregate(ranks[1]).aggregate(ranks[2])
@@ -299,8 +309,9 @@ def test_settings_are_checked_ranks_are_added_and_one_allocation_is_answered() -
     assert len(answers) == len(cases) + 14
     for answer, expected in zip(answers, cases.values(), strict=False):
         assert expected in answer if isinstance(expected, str) else expected == answer
-    sizes, ranks, n_ranks, several, is_inside, none, layers, *pieces = answers[len(cases) :]
+    sizes, reserves, ranks, n_ranks, several, is_inside, none, layers, *pieces = answers[len(cases) :]
     assert sizes == [16, 8, 8, 2, 2, 4]
+    assert reserves == [16, 78, 4, 0, 21]
     assert ranks == [4, [2, 3], [[3, 2]], 5, 60, 3]
     assert n_ranks == [3]
     assert "more buffers of KV than it told; allowed with `elastic`: 1" in several

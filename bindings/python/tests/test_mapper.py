@@ -92,22 +92,22 @@ def worked(mapper: Mapper) -> None:
         mapper.work()
 
 
-def test_what_is_needed_is_taken_at_once_and_the_rest_slab_by_slab():
+def test_what_is_needed_is_taken_at_once_and_the_rest_a_few_slabs_at_a_time():
     memory = Played()
-    mapper = Mapper(memory)
-    mapper.obey(1, [], [5, 2, 3, 4], needed=[5, 2])
+    mapper = Mapper(memory, ahead_slabs=2)
+    mapper.obey(1, [], [5, 2, 3, 4, 6], needed=[5, 2])
     mapper.work()
     assert (memory.calls, mapper.present) == ([("take", (5, 2), False), "settle"], {0, 5, 2})
     mapper.work()
-    assert memory.calls[2:] == [("take", (3,), False), "settle"]
-    assert set(mapper.wanted) == {4}
+    assert memory.calls[2:] == [("take", (3, 4), False), "settle"]
+    assert set(mapper.wanted) == {6}
     worked(mapper)
-    assert (mapper.present, mapper.taken_bytes) == ({0, 2, 3, 4, 5}, 5 * PAGE)
+    assert (mapper.present, mapper.taken_bytes) == ({0, 2, 3, 4, 5, 6}, 6 * PAGE)
 
 
 def test_what_is_needed_goes_before_what_was_asked_for_earlier():
     memory = Played()
-    mapper = Mapper(memory)
+    mapper = Mapper(memory, ahead_slabs=1)
     mapper.obey(1, [], [1, 2, 3])
     mapper.work()
     mapper.obey(2, [], [4], needed=[3, 4])
@@ -186,7 +186,7 @@ def test_memory_is_waited_for_a_while_and_refused_then():
 
 def test_memory_that_others_give_back_in_time_is_taken():
     memory = Played(n_free=0)
-    mapper = Mapper(memory, wait_s=3600)
+    mapper = Mapper(memory, wait_s=3600, ahead_slabs=1)
     mapper.obey(1, [], [1, 2])
     mapper.work()
     mapper.work()

@@ -131,8 +131,9 @@ class Engine:
         mapper_module.time = scheduler_module.time = clock
         slabs = Slabs(SLAB_BLOCKS * N_SLABS, SLAB_BLOCKS)
         n_cache_slabs = self.chance.choice([0, 0, 3])
+        n_reserve_slabs = self.chance.choice([0, 0, 2, 4])
         plan = ElasticPlan(
-            slabs, 2 << 20, None, n_cache_slabs, None, "/dev/shm", BLOCK_TOKENS, MAX_REQUESTS, STEP_TOKENS, 30, 1, N_RANKS
+            slabs, 2 << 20, None, n_cache_slabs, n_reserve_slabs, None, "/dev/shm", BLOCK_TOKENS, MAX_REQUESTS, STEP_TOKENS, 30, 1, N_RANKS
         )
         self.half = ElasticScheduler(plan, BLOCK_TOKENS)
         self.pool = BlockPool(SLAB_BLOCKS * N_SLABS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
@@ -312,7 +313,7 @@ def play(seed: int) -> Engine:
     assert engine.n_ended == engine.n_arrived
     engine.half.wake()
     kept = {slab for slab, state in enumerate(engine.half.balloon.states) if state is State.IN}
-    assert len(kept) - 1 <= engine.half.plan.cache_slabs
+    assert len(kept) - 1 <= engine.half.plan.kept_slabs
     for rank in engine.ranks:
         # What one rank lent goes on the others with the next orders.
         assert kept <= rank.slabs.taken <= kept | set(engine.half.half_taken), "memory is held that nothing uses"

@@ -21,10 +21,10 @@ BLOCK_TOKENS, SLAB_BLOCKS, N_SLABS = 16, 8, 10
 class Played:
     """A scheduler's half, the blocks of vLLM, and workers that have as much memory as `n_slabs`."""
 
-    def __init__(self, n_cache_slabs: int = 0, max_step_tokens: int = 4096, n_ranks: int = 1) -> None:
+    def __init__(self, n_cache_slabs: int = 0, n_reserve_slabs: int = 0, max_step_tokens: int = 4096, n_ranks: int = 1) -> None:
         slabs = Slabs(SLAB_BLOCKS * N_SLABS, SLAB_BLOCKS)
         plan = ElasticPlan(
-            slabs, 2 << 20, None, n_cache_slabs, None, "/dev/shm", BLOCK_TOKENS, 4, max_step_tokens, 40, 1, n_ranks
+            slabs, 2 << 20, None, n_cache_slabs, n_reserve_slabs, None, "/dev/shm", BLOCK_TOKENS, 4, max_step_tokens, 40, 1, n_ranks
         )
         self.half = ElasticScheduler(plan, BLOCK_TOKENS)
         self.pool = BlockPool(SLAB_BLOCKS * N_SLABS, enable_caching=True, hash_block_size=BLOCK_TOKENS)
@@ -278,6 +278,30 @@ def the_prefix_cache_is_kept_and_others_take_it_while_nothing_runs() -> None:
     assert set(gone) <= set(played.parked), "the other ranks give them back too"
 
 
+def an_idle_engine_keeps_a_reserve_that_others_take() -> None:
+    played = Played(n_reserve_slabs=2)
+    played.step()
+    request = played.arrive("a", 50 * BLOCK_TOKENS)
+    played.step()
+    blocks = played.pool.get_new_blocks(48)
+    played.half.finished(request)
+    played.pool.free_blocks(blocks)
+    played.step()
+    assert played.n_in == 3, "two and the first, though nothing is in the prefix cache"
+    played.arrive("b", 20 * BLOCK_TOKENS)
+    played.step()
+    assert played.orders.take == [], "the next request waits for nothing"
+    played.half.finished(SimpleNamespace(request_id="b"))
+    played.step()
+    table = LeaseTable.open(played.half.lease.path, N_SLABS)
+    gone = table.take(9, played.half.n_orders)
+    assert len(gone) == 2, "others take all of it while nothing runs"
+    played.arrive("c", BLOCK_TOKENS)
+    assert played.n_in == 1
+    played.taken -= set(gone)
+    played.step()
+
+
 def metrics_are_named() -> None:
     registry = CollectorRegistry()
     types = {
@@ -306,6 +330,7 @@ for check in (
     refused_memory_is_not_waited_for_but_by_a_lone_request,
     less_is_used_when_others_need_memory,
     the_prefix_cache_is_kept_and_others_take_it_while_nothing_runs,
+    an_idle_engine_keeps_a_reserve_that_others_take,
     metrics_are_named,
 ):
     check()

@@ -23,6 +23,11 @@ SLICE_S = 0.02
 WAIT_S = 0.05
 
 
+# How many slabs that are needed later are taken at a time. A call of the driver may last until the device has done what it was given,
+# whatever is asked of it; a few slabs are a step's worth, and take some 10 ms otherwise.
+AHEAD_SLABS = 4
+
+
 class Mark(Protocol):
     """A point in the engine's stream of a device."""
 
@@ -63,9 +68,10 @@ class Mapper:
     orders for one slab the later one holds.
     """
 
-    def __init__(self, memory: Memory, wait_s: float = WAIT_S) -> None:
+    def __init__(self, memory: Memory, wait_s: float = WAIT_S, ahead_slabs: int = AHEAD_SLABS) -> None:
         self.memory = memory
         self.wait_s = wait_s
+        self.ahead_slabs = ahead_slabs
         # Held while anything below is read or written, and not while memory is taken or given back.
         self.changed = threading.Condition()
         # Slabs that are to get memory, the first one first, each with the number of the orders that asked for it.
@@ -290,11 +296,11 @@ class Mapper:
     def take_some(self, group: list[int], is_needed: bool, slice_s: float) -> list[int]:
         """Takes slabs of the group; none where there is memory for none now.
 
-        What is needed later is taken slab by slab, so that orders do not wait long. All of the group are asked for once one was
+        What is needed later is taken a few slabs at a time, so that orders do not wait long. All of the group are asked for once one was
         refused: the ledger then asks others for as much.
         """
         is_denied = self.denied_at is not None
-        first = group if is_needed or is_denied else group[:1]
+        first = group if is_needed or is_denied else group[: self.ahead_slabs]
         if self.memory.try_take(first, slice_s if is_denied else 0.0):
             return first
         if is_needed and self.is_starved:

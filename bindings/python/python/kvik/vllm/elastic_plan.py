@@ -19,6 +19,9 @@ WARM_UP_BLOCKS = 4
 # The largest unit that is chosen: a call of the driver costs the same for 2 and for 16 MiB.
 MOST_UNIT_BYTES = 16 << 20
 
+# An idle engine keeps a step's worth of memory, and at most a part in so many of what it may hold.
+MOST_RESERVE_PART = 8
+
 # The least number of units in all layers that an engine can hold, so that small requests leave memory to others.
 LEAST_SLABS = 32
 
@@ -32,6 +35,8 @@ class ElasticPlan:
     limit_bytes: int | None
     # Slabs that are kept for the prefix cache.
     cache_slabs: int
+    # Slabs that an idle engine keeps for its next requests.
+    reserve_slabs: int
     group: str | None
     directory: str
     block_tokens: int
@@ -44,6 +49,11 @@ class ElasticPlan:
     n_warm_up_blocks: int
     # Workers of this engine, each of which reports.
     n_ranks: int
+
+    @property
+    def kept_slabs(self) -> int:
+        """The most slabs that are kept where no request needs them."""
+        return max(self.cache_slabs, self.reserve_slabs)
 
     @classmethod
     def read(
@@ -62,16 +72,26 @@ class ElasticPlan:
         slabs = Slabs.of_pages(geometry.n_blocks, geometry.page_bytes, page_bytes)
         slab_bytes = slabs.slab_blocks * geometry.page_bytes * len(geometry.layer_names)
         max_requests = config.scheduler_config.max_num_seqs
+        max_step_tokens = config.scheduler_config.max_num_batched_tokens
+        if settings.elastic_reserve is not None:
+            reserve_slabs = size_of("elastic_reserve", settings.elastic_reserve) // slab_bytes
+        elif is_gpu:
+            most_slabs = len(slabs) if limit_bytes is None else min(len(slabs), limit_bytes // slab_bytes)
+            step_slabs = slabs.holding(-(-max_step_tokens // geometry.block_tokens))
+            reserve_slabs = min(step_slabs, most_slabs // MOST_RESERVE_PART)
+        else:
+            reserve_slabs = 0
         return cls(
             slabs=slabs,
             page_bytes=page_bytes,
             limit_bytes=limit_bytes,
             cache_slabs=size_of("elastic_cache", settings.elastic_cache) // slab_bytes,
+            reserve_slabs=reserve_slabs,
             group=settings.elastic_group,
             directory=settings.elastic_directory,
             block_tokens=geometry.block_tokens,
             max_requests=max_requests,
-            max_step_tokens=config.scheduler_config.max_num_batched_tokens,
+            max_step_tokens=max_step_tokens,
             n_request_blocks=-(-config.model_config.max_model_len // geometry.block_tokens),
             n_warm_up_blocks=1 + (WARM_UP_BLOCKS * max_requests if is_gpu else 0),
             n_ranks=config.parallel_config.world_size,

@@ -80,8 +80,8 @@ class ElasticScheduler:
         # The most slabs to use, and until when.
         self.bound: tuple[int, float] | None = None
         self.taken_bytes = 0
-        # Where slabs of the prefix cache are offered while no request is there, and whether they are.
-        self.lease = LeaseTable.create(len(plan.slabs)) if plan.cache_slabs > 0 else None
+        # Where slabs that are kept are offered while no request is there, and whether they are.
+        self.lease = LeaseTable.create(len(plan.slabs)) if plan.kept_slabs > 0 else None
         self.can_lend = self.is_lent = False
 
     def bind(self, pool: "BlockPool") -> None:
@@ -173,7 +173,8 @@ class ElasticScheduler:
         )
 
     def sleep(self) -> list[int]:
-        """No request is left: all slabs go but those that are kept for the prefix cache, which are offered to others.
+        """No request is left: all slabs go but those that are kept for the prefix cache and for the next requests, which are offered
+        to others.
 
         What is offered is not looked at again before `wake`.
         """
@@ -182,7 +183,7 @@ class ElasticScheduler:
         out = self.cancel(len(self.asked))
         unused = sorted(self.balloon.unused_slabs())
         n_cached = sum(cost[0] > 0 for cost, _ in unused)
-        n_kept = min(n_cached, self.plan.cache_slabs) if self.can_lend else 0
+        n_kept = max(min(n_cached, self.plan.cache_slabs), min(len(unused), self.plan.reserve_slabs)) if self.can_lend else 0
         out += self.balloon.shrink(len(unused) - n_kept)
         if n_kept > 0:
             self.lease.offer(self.n_orders, [slab for _, slab in unused[len(unused) - n_kept :]])
@@ -234,7 +235,7 @@ class ElasticScheduler:
             self.needed_at = now
         if n_ahead <= 0:
             if now > self.needed_at + SURPLUS_S:
-                return [], self.balloon.shrink(-n_ahead // slabs.slab_blocks - 1 - self.plan.cache_slabs)
+                return [], self.balloon.shrink(-n_ahead // slabs.slab_blocks - 1 - self.plan.kept_slabs)
             return [], []
         n_needed = slabs.holding(max(0, n_next))
         n_slabs = (slabs.holding(n_ahead) if self.looks_ahead(now) else n_needed) - len(self.asked)

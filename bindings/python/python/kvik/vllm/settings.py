@@ -64,6 +64,9 @@ class Settings:
     # Memory that is kept for the prefix cache when no request needs it, in bytes or such as `4GiB`; others take it when they
     # need it.
     elastic_cache: int | str = 0
+    # Memory that an idle engine keeps for its next requests, as above. Default: none on a CPU; on a GPU what a step of vLLM
+    # computes at most, up to an eighth of what the engine may hold.
+    elastic_reserve: int | str | None = None
     # The unit of memory in one layer, a multiple of 2 MiB. Default: 2 MiB on a CPU; on a GPU up to 16 MiB, as long as a unit in all
     # layers is at most a part in 32 of what the engine may hold.
     elastic_page: int | str | None = None
@@ -92,7 +95,7 @@ class Settings:
             if not isinstance(value, bool):
                 raise kvik.InvalidValueError(f"`{name}` is {value!r}; allowed: true, false")
         if not self.elastic:
-            fields = ("elastic_group", "elastic_limit", "elastic_cache", "elastic_page", "elastic_directory")
+            fields = ("elastic_group", "elastic_limit", "elastic_cache", "elastic_reserve", "elastic_page", "elastic_directory")
             given = [name for name in fields if getattr(self, name) != getattr(Settings, name)]
             if given:
                 raise kvik.InvalidValueError(f"`{given[0]}` is {getattr(self, given[0])}; allowed: only with `elastic`: true")

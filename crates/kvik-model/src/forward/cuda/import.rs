@@ -9,7 +9,7 @@ use std::time::Duration;
 use kvik_memory::vmm::cuda::{CopyPiece, CopyWay, CudaCopier};
 
 use super::device::Device;
-use super::files::{FileMover, READ_BYTES};
+use super::files::{CALL_BYTES, FileMover};
 use super::pages::{PageAddresses, Pages, add_piece};
 use super::progress::{self, Teller};
 use crate::error::{ModelError, Result};
@@ -92,7 +92,7 @@ impl Importer {
 
     /// The longest section of a file that blocks are copied from; `None` where that is not done.
     pub(super) fn max_file_section_bytes(&self) -> Option<usize> {
-        self.copier.files.as_ref().map(|_| READ_BYTES)
+        self.copier.files.as_ref().map(|_| CALL_BYTES)
     }
 
     /// Copies blocks in at once. The caller has waited for what uses them, and has checked their lengths.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::super::device::{Buffer, CuFile, Device, FileHandle, Function, HostBuffer, arguments};
-use super::{FILE_BLOCK_BYTES, READ_BYTES, failed};
+use super::{CALL_BYTES, FILE_BLOCK_BYTES, failed};
 use crate::error::Result;
 
 /// Threads of a block of the kernel, as `checksum.cu` has it.
@@ -31,10 +31,10 @@ struct SectionArguments {
 }
 
 impl Lane {
-    /// Room for [`READ_BYTES`] and a block of a file on each side. The memory is there when the device has done what is queued.
+    /// Room for [`CALL_BYTES`] and a block of a file on each side. The memory is there when the device has done what is queued.
     pub(super) fn new(device: &Arc<Device>, library: &'static CuFile) -> Result<Self> {
         // A read begins and ends with whole blocks of the file.
-        let memory = Buffer::zeroed(device, READ_BYTES + 2 * FILE_BLOCK_BYTES as usize)?;
+        let memory = Buffer::zeroed(device, CALL_BYTES + 2 * FILE_BLOCK_BYTES as usize)?;
         let checksums = HostBuffer::zeroed(device, MAX_SECTIONS * 8)?;
         // SAFETY: the memory is alive until this is dropped, and so is the registration.
         if let Err(error) = unsafe { library.register_memory(memory.address(), memory.n_bytes()) } {

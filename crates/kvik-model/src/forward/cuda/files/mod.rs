@@ -26,7 +26,7 @@ const SOURCE: &str = include_str!("../kernels/checksum.cu");
 const FILE_BLOCK_BYTES: u64 = 4096;
 
 /// Bytes of sections that are read or written by one call, and the longest section: enough that calls cost little beside them.
-pub(super) const READ_BYTES: usize = 8 << 20;
+pub(super) const CALL_BYTES: usize = 8 << 20;
 
 /// Reads under way at a time: disks are fast only when they are asked for much, and bytes that have come are proven meanwhile.
 const N_LANES: usize = 4;
@@ -121,10 +121,10 @@ impl FileMover {
         let (n_layers, block_bytes) = (pages.n_layers(), pages.block_bytes());
         let files = files_of(source, blocks, n_layers)?;
         let longest = files.iter().map(|file| file.blocks.len() * block_bytes).max().unwrap_or(0);
-        if longest == 0 || READ_BYTES < longest || !block_bytes.is_multiple_of(8) {
-            return Err(failed(format!("a layer of {longest} bytes, of at most {READ_BYTES}")));
+        if longest == 0 || CALL_BYTES < longest || !block_bytes.is_multiple_of(8) {
+            return Err(failed(format!("a layer of {longest} bytes, of at most {CALL_BYTES}")));
         }
-        let layers_at_a_time = (READ_BYTES / longest).min(MAX_SECTIONS);
+        let layers_at_a_time = (CALL_BYTES / longest).min(MAX_SECTIONS);
         let n_groups = n_layers.div_ceil(layers_at_a_time);
         let n_left_files = Mutex::new(vec![files.len(); n_groups]);
         let progress = Progress { layers_at_a_time, n_left_files, has_failed: AtomicBool::new(false) };

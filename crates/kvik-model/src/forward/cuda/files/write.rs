@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use super::super::pages::{PageAddresses, add_piece};
 use super::lane::{Lane, MAX_SECTIONS};
-use super::{CopyInside, FILE_BLOCK_BYTES, FileMover, READ_BYTES, failed};
+use super::{CALL_BYTES, CopyInside, FILE_BLOCK_BYTES, FileMover, failed};
 use crate::error::{ModelError, Result};
 use crate::paging::BlockId;
 
@@ -36,8 +36,8 @@ impl FileMover {
     ) -> Result<Vec<u64>> {
         let section_bytes = blocks.len() * pages.block_bytes();
         let is_whole = section_bytes.is_multiple_of(FILE_BLOCK_BYTES as usize);
-        if section_bytes == 0 || READ_BYTES < section_bytes || !is_whole || offset % FILE_BLOCK_BYTES > 0 {
-            let allowed = format!("layers of whole {FILE_BLOCK_BYTES} bytes, of at most {READ_BYTES}");
+        if section_bytes == 0 || CALL_BYTES < section_bytes || !is_whole || offset % FILE_BLOCK_BYTES > 0 {
+            let allowed = format!("layers of whole {FILE_BLOCK_BYTES} bytes, of at most {CALL_BYTES}");
             return Err(failed(allowed));
         }
         // A descriptor of its own: readers may have a handle of the other one now.
@@ -52,7 +52,7 @@ impl FileMover {
             Some(lanes) => lanes,
             none => none.insert(self.new_lanes()?),
         };
-        let layers_at_a_time = (READ_BYTES / section_bytes).min(MAX_SECTIONS);
+        let layers_at_a_time = (CALL_BYTES / section_bytes).min(MAX_SECTIONS);
         let checksums = Mutex::new(vec![0; layers.len()]);
         let (next, has_failed) = (AtomicUsize::new(0), AtomicBool::new(false));
         let write_next = |lane: &mut Lane| -> Result<()> {
