@@ -306,7 +306,7 @@ def test_settings_are_checked_ranks_are_added_and_one_allocation_is_answered() -
     command = [f"{ENGINES}/bin/python", "-W", "ignore", "-c", SETTINGS, f"[{','.join(cases)}]"]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     answers = [json.loads(line) for line in output.splitlines() if line[:1] in '["']
-    assert len(answers) == len(cases) + 14
+    assert len(answers) == len(cases) + 15
     for answer, expected in zip(answers, cases.values(), strict=False):
         assert expected in answer if isinstance(expected, str) else expected == answer
     sizes, reserves, ranks, n_ranks, several, is_inside, none, layers, *pieces = answers[len(cases) :]
