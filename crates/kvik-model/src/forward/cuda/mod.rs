@@ -18,6 +18,7 @@ mod load;
 mod monitor;
 mod pages;
 mod pass;
+mod pinned;
 mod place;
 mod products;
 mod progress;
@@ -42,6 +43,7 @@ use super::{
 };
 use activations::{Activations, CHOSEN_BYTES};
 use device::{Buffer, Device};
+use files::FileMover;
 use graphs::{PassGraphs, PassShape};
 use import::Importer;
 use kernels::Kernels;
@@ -49,6 +51,7 @@ use lists::{ListShape, ListSizes, RowLists};
 pub use monitor::{DeviceMonitor, DeviceUsage};
 use pages::Pages;
 use pass::Pass;
+use pinned::PinnedBlocks;
 use weights::ModelWeights;
 
 /// Counts the changes of the bytes that a block has for given weights and tokens: of their order, and of any operation of the
@@ -112,7 +115,7 @@ pub struct CudaBackend {
     /// Copies KV that comes in.
     importer: Importer,
     /// Where the device moves KV between files and blocks.
-    files: Option<Arc<files::FileMover>>,
+    files: Option<Arc<FileMover>>,
     device: Arc<Device>,
 }
 
@@ -401,7 +404,7 @@ impl Backend for CudaBackend {
     fn pin_blocks(&mut self, blocks: &[BlockId]) -> Result<Box<dyn PinnedKv>> {
         // Copies beside the stream see what was queued before.
         self.device.synchronize()?;
-        Ok(Box::new(self.pages.pin(blocks, self.files.as_ref())))
+        Ok(Box::new(PinnedBlocks::new(self.pages.addresses(), blocks, self.files.as_ref())))
     }
 
     fn import_block(&mut self, layer_idx: usize, block: BlockId, bytes: &[u8]) -> Result<()> {

@@ -1,7 +1,6 @@
 //! The device's memory in which keys and values lie, block by block.
 
 use std::ops::Range;
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use kvik_memory::geometry::PageId;
@@ -13,9 +12,8 @@ use crate::config::ModelConfig;
 use crate::error::{ModelError, Result};
 use crate::paging::{BLOCK_TOKENS, BlockId};
 
-use super::super::{LayerKv, PinnedKv, no_file_writes};
+use super::super::LayerKv;
 use super::device::{Buffer, Device, Swizzle, TensorMap, TensorShape};
-use super::files::FileMover;
 
 /// Keys and values of all layers.
 ///
@@ -83,15 +81,6 @@ enum Owner {
     },
 }
 
-/// Blocks that stay as they are until this is dropped: the engine writes none of them before.
-#[derive(Debug)]
-pub(super) struct PinnedBlocks {
-    memory: Arc<PageMemory>,
-    blocks: Vec<BlockId>,
-    /// Where the device moves KV between files and blocks.
-    files: Option<Arc<FileMover>>,
-}
-
 /// Whether there are instructions of a warpgroup for heads of this kind.
 pub(super) fn has_wide_attention(config: &ModelConfig, kv_dtype: Dtype) -> bool {
     kv_dtype != Dtype::F32 && matches!(config.head_dim, 64 | 128)
@@ -113,6 +102,43 @@ impl PageAddresses {
 
     pub(super) fn address(&self, layer_idx: usize, block: BlockId) -> u64 {
         self.0.address(layer_idx, block)
+    }
+
+    pub(super) fn read_block(&self, layer_idx: usize, block: BlockId, out: &mut [u8]) -> Result<()> {
+        self.0.read_block(layer_idx, block, out)
+    }
+
+    /// The pieces of `layers` of `blocks` on their way to `target`: layer by layer, and in each block by block.
+    pub(super) fn pieces_to(
+        &self,
+        mut target: u64,
+        layers: Range<usize>,
+        blocks: &[BlockId],
+    ) -> Vec<CopyPiece> {
+        let (mut pieces, n_bytes) = (Vec::new(), self.block_bytes());
+        for layer_idx in layers {
+            for &block in blocks {
+                add_piece(&mut pieces, CopyPiece { target, source: self.address(layer_idx, block), n_bytes });
+                target += n_bytes as u64;
+            }
+        }
+        pieces
+    }
+
+    /// Whether the copy engine reaches all of `bytes` by itself.
+    pub(super) fn is_registered(&self, bytes: &[u8]) -> bool {
+        let range = bytes.as_ptr_range();
+        let registered = self.0.device.registered_around(bytes);
+        registered.is_some_and(|known| known.start <= range.start.addr() && range.end.addr() <= known.end)
+    }
+
+    /// Copies pieces of blocks that leave, beside the passes, and waits for the end.
+    ///
+    /// # Safety
+    /// As for [`CudaCopier::copy`].
+    pub(super) unsafe fn copy_out(&self, pieces: &[CopyPiece], way: CopyWay) -> Result<()> {
+        // SAFETY: the caller answers for the pieces.
+        unsafe { self.0.copier.copy(pieces, way, None) }.map_err(|error| ModelError::Memory(Box::new(error)))
     }
 }
 
@@ -203,10 +229,6 @@ impl Pages {
     /// Where all blocks lie.
     pub(super) fn addresses(&self) -> PageAddresses {
         PageAddresses(Arc::clone(&self.memory))
-    }
-
-    pub(super) fn pin(&self, blocks: &[BlockId], files: Option<&Arc<FileMover>>) -> PinnedBlocks {
-        PinnedBlocks { memory: Arc::clone(&self.memory), blocks: blocks.to_vec(), files: files.cloned() }
     }
 
     pub(super) fn copy_block(&self, from: BlockId, to: BlockId) -> Result<()> {
@@ -305,51 +327,6 @@ impl PageMemory {
                 visit(place, (head * self.head_dim + dim) * size);
             }
         }
-    }
-}
-
-impl PinnedKv for PinnedBlocks {
-    fn read_block(&self, layer_idx: usize, block_idx: usize, out: &mut [u8]) -> Result<()> {
-        self.memory.read_block(layer_idx, self.blocks[block_idx], out)
-    }
-
-    fn read_blocks(&self, layers: Range<usize>, blocks: Range<usize>, out: &mut [u8]) -> Result<()> {
-        let (memory, blocks) = (&*self.memory, &self.blocks[blocks]);
-        let n_bytes = memory.block_bytes;
-        assert!(out.len() == layers.len() * blocks.len() * n_bytes, "a buffer that is not as long as blocks");
-        let registered = memory.device.registered_around(out);
-        let range = out.as_ptr_range();
-        let is_inside =
-            |known: Range<usize>| known.start <= range.start.addr() && range.end.addr() <= known.end;
-        let way = if registered.is_some_and(is_inside) { CopyWay::Batch } else { CopyWay::Single };
-        let mut target = out.as_mut_ptr().expose_provenance() as u64;
-        let mut pieces = Vec::new();
-        for layer_idx in layers {
-            for &block in blocks {
-                let source = memory.address(layer_idx, block);
-                add_piece(&mut pieces, CopyPiece { target, source, n_bytes });
-                target += n_bytes as u64;
-            }
-        }
-        // SAFETY: `out` is borrowed until this returns and as long as the pieces; the blocks stay as they are while they are pinned.
-        unsafe { memory.copier.copy(&pieces, way, None) }.map_err(|error| ModelError::Memory(Box::new(error)))
-    }
-
-    fn write_file(
-        &self,
-        layers: Range<usize>,
-        blocks: Range<usize>,
-        file: BorrowedFd<'_>,
-        offset: u64,
-    ) -> Result<Vec<u64>> {
-        let Some(files) = &self.files else { return Err(no_file_writes()) };
-        let copy = |pieces: &[CopyPiece]| {
-            // SAFETY: the blocks stay as they are while they are pinned, and the targets are the mover's until this returns.
-            unsafe { self.memory.copier.copy(pieces, CopyWay::Inside, None) }
-                .map_err(|error| ModelError::Memory(Box::new(error)))
-        };
-        let pages = PageAddresses(Arc::clone(&self.memory));
-        files.write(layers, &self.blocks[blocks], &pages, &copy, (file, offset))
     }
 }
 

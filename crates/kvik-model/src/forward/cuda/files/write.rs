@@ -4,10 +4,9 @@ use std::ops::Range;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use kvik_memory::vmm::cuda::CopyPiece;
 use parking_lot::Mutex;
 
-use super::super::pages::{PageAddresses, add_piece};
+use super::super::pages::PageAddresses;
 use super::lane::{Lane, MAX_SECTIONS};
 use super::{CALL_BYTES, CopyInside, FILE_BLOCK_BYTES, FileMover, failed};
 use crate::error::{ModelError, Result};
@@ -63,8 +62,8 @@ impl FileMover {
                 if end <= first {
                     break;
                 }
-                copy(&pieces_of(lane, layers.start + first..layers.start + end, blocks, pages))?;
                 let address = lane.address();
+                copy(&pages.pieces_to(address, layers.start + first..layers.start + end, blocks))?;
                 let found = lane.checksums_of(&self.checksum, address, section_bytes, end - first)?;
                 lane.write(&handle, (end - first) * section_bytes, offset + (first * section_bytes) as u64)?;
                 checksums.lock()[first..end].copy_from_slice(&found);
@@ -89,17 +88,4 @@ impl FileMover {
         self.device.synchronize()?;
         Ok(lanes)
     }
-}
-
-/// What goes from the blocks to a lane's memory.
-fn pieces_of(lane: &Lane, layers: Range<usize>, blocks: &[BlockId], pages: &PageAddresses) -> Vec<CopyPiece> {
-    let mut pieces = Vec::with_capacity(layers.len() * blocks.len());
-    let (mut target, n_bytes) = (lane.address(), pages.block_bytes());
-    for layer_idx in layers {
-        for &block in blocks {
-            add_piece(&mut pieces, CopyPiece { target, source: pages.address(layer_idx, block), n_bytes });
-            target += n_bytes as u64;
-        }
-    }
-    pieces
 }
