@@ -33,6 +33,9 @@ unsafe impl Sync for HostBuffer {}
 
 impl Buffer {
     /// `n_bytes` bytes of zeros, there before anything that is queued later; at least one.
+    ///
+    /// The engine's stream zeroes them, so only the engine's thread makes buffers once passes are recorded: a recording takes in what
+    /// any thread queues there.
     pub(in super::super) fn zeroed(device: &Arc<Device>, n_bytes: usize) -> Result<Self> {
         device.enter()?;
         let mut address = 0;

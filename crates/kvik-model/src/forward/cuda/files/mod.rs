@@ -38,8 +38,7 @@ pub(super) struct FileMover {
     library: &'static CuFile,
     checksum: Function,
     lanes: [Mutex<Lane>; N_LANES],
-    /// Of what is written, there from the first write on.
-    write_lanes: Mutex<Option<write::Lanes>>,
+    write_lanes: Mutex<write::Lanes>,
 }
 
 /// Blocks of a prompt that lie in one file.
@@ -94,12 +93,13 @@ impl FileMover {
         let library = CuFile::get()?;
         let module = Module::load(device, &compile(SOURCE, &[], cache)?)?;
         let checksum = module.function("checksum_sections", CHECKSUM_THREADS, 0)?;
+        // All of them now: new memory is zeroed in the engine's stream, and later another thread may record that.
         let lanes: Vec<Mutex<Lane>> =
             (0..N_LANES).map(|_| Lane::new(device, library).map(Mutex::new)).collect::<Result<_>>()?;
+        let write_lanes = Mutex::new(write::new_lanes(device, library)?);
         device.synchronize()?;
         let lanes = <[Mutex<Lane>; N_LANES]>::try_from(lanes).map_err(|_| failed("a number of lanes"))?;
-        let device = Arc::clone(device);
-        Ok(Self { device, library, checksum, lanes, write_lanes: Mutex::default() })
+        Ok(Self { device: Arc::clone(device), library, checksum, lanes, write_lanes })
     }
 
     /// Reads all layers of `blocks`, which lie in files of `source`, and has `copy` bring them to `pages`; `tell` hears how many

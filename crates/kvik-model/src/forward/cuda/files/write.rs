@@ -2,10 +2,12 @@
 
 use std::ops::Range;
 use std::os::fd::{AsFd as _, BorrowedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
+use super::super::device::{CuFile, Device};
 use super::super::pages::PageAddresses;
 use super::lane::{Lane, MAX_SECTIONS};
 use super::{CALL_BYTES, CopyInside, FILE_BLOCK_BYTES, FileMover, failed};
@@ -47,10 +49,6 @@ impl FileMover {
         self.device.enter()?;
         let handle = self.library.handle(file.as_fd())?;
         let mut lanes = self.write_lanes.lock();
-        let lanes = match &mut *lanes {
-            Some(lanes) => lanes,
-            none => none.insert(self.new_lanes()?),
-        };
         let layers_at_a_time = (CALL_BYTES / section_bytes).min(MAX_SECTIONS);
         let checksums = Mutex::new(vec![0; layers.len()]);
         let (next, has_failed) = (AtomicUsize::new(0), AtomicBool::new(false));
@@ -73,7 +71,7 @@ impl FileMover {
         let write_lane = |lane| write_next(lane).inspect_err(|_| has_failed.store(true, Ordering::Relaxed));
         std::thread::scope(|scope| {
             let write_lane = &write_lane;
-            let [first, second] = lanes;
+            let [first, second] = &mut *lanes;
             let other = scope.spawn(move || write_lane(second));
             let written = write_lane(first);
             let other = other.join().unwrap_or_else(|_| Err(failed("a thread that writes has panicked")));
@@ -81,11 +79,9 @@ impl FileMover {
         })?;
         Ok(checksums.into_inner())
     }
+}
 
-    fn new_lanes(&self) -> Result<Lanes> {
-        let lane = || Lane::new(&self.device, self.library);
-        let lanes = [lane()?, lane()?];
-        self.device.synchronize()?;
-        Ok(lanes)
-    }
+/// The lanes of what is written; their memory is there when the device has done what is queued.
+pub(super) fn new_lanes(device: &Arc<Device>, library: &'static CuFile) -> Result<Lanes> {
+    Ok([Lane::new(device, library)?, Lane::new(device, library)?])
 }
