@@ -1,5 +1,8 @@
 //! Chunks whose bytes their writer puts into a file by itself, past memory: a device that writes from memory of its own.
 
+use std::sync::Arc;
+use std::time::Instant;
+
 use kvik_tier::{FileItem, Fill, PutOutcome};
 
 use super::Store;
@@ -7,7 +10,9 @@ use super::core::Core;
 use super::write_back::MAX_ROUNDS;
 use crate::chain::Chain;
 use crate::counters::Counter;
-use crate::lower::{ChunkPart, Lower};
+use crate::lower::{ChunkPart, Lower, WriteJob};
+use crate::options::WriteBack;
+use crate::promise::promise;
 
 /// Sections are a multiple of this, so that writers write whole blocks.
 const SECTION_ALIGNMENT: usize = 4096;
@@ -19,8 +24,8 @@ pub enum FileWrite {
     Stored,
     /// It was on the disk before.
     Present,
-    /// It goes by way of memory ([`Store::begin_write`]): no disk takes files, other tiers want it too, or the chunk before it is not
-    /// on the disk.
+    /// It goes by way of memory ([`Store::begin_write`]): no disk takes files, other tiers want it too, chunks are written when they are
+    /// used again, or the chunk before it is not on the disk.
     Elsewhere,
     /// The disk is full of what is worth more, or the namespace was cleared meanwhile: the chain ends here.
     Refused,
@@ -80,34 +85,82 @@ impl Store {
 }
 
 impl Core {
-    /// The disk whose files writers fill by themselves: where it is all that chunks are written to.
+    /// The disk whose files writers fill by themselves: where it is all that chunks are written to, and at once.
     fn file_tier(&self) -> Option<&Lower> {
         let mut written = self.written_lowers();
         let first = written.next().filter(|lower| lower.is_local() && lower.tier.has_files());
-        first.filter(|_| written.next().is_none())
+        first.filter(|_| written.next().is_none() && self.options.write_back == WriteBack::OnStore)
     }
 
     /// Puts a chunk on the disk; where that is full, others leave for it.
-    fn put_file(&self, lower: &Lower, part: &ChunkPart, item: &FileItem, fill: Fill<'_>) -> FileWrite {
+    ///
+    /// The bytes are written on this thread. What is known of the tier changes on its writing thread alone, so that a chunk which
+    /// that thread deletes is not made known here.
+    fn put_file(
+        self: &Arc<Self>,
+        lower: &Lower,
+        part: &ChunkPart,
+        item: &FileItem,
+        fill: Fill<'_>,
+    ) -> FileWrite {
         for round in 0..=MAX_ROUNDS {
-            match lower.tier.put_file(item, &mut *fill) {
-                // One that may not be known any more was taken back.
-                PutOutcome::Stored | PutOutcome::Present if !self.note_written(lower, part) => break,
-                PutOutcome::Stored => return FileWrite::Stored,
-                PutOutcome::Present => return FileWrite::Present,
-                PutOutcome::NoRoom => {}
+            let put = lower.tier.put_file(item, &mut *fill);
+            let noted = match &put {
+                PutOutcome::Stored | PutOutcome::Present => {
+                    let part = part.clone();
+                    self.in_order(lower, move |core, lower| core.note_file(lower, &part))
+                }
+                PutOutcome::NoRoom => {
+                    let part = part.clone();
+                    let has_room =
+                        self.in_order(lower, move |core, lower| core.make_room(lower, &part, 1 << round));
+                    if has_room == Some(true) {
+                        continue;
+                    }
+                    has_room
+                }
                 PutOutcome::Skipped => return FileWrite::Elsewhere,
                 _ => return FileWrite::Failed,
-            }
-            let (chain, chunk_idx) = (&part.chain, part.chunk_idx);
-            let is_admitted = lower
-                .residents
-                .as_ref()
-                .is_some_and(|residents| residents.lock().admits(self.now_ms(), chain, chunk_idx));
-            if !is_admitted || self.evict_from(lower, 1 << round) == 0 {
-                break;
-            }
+            };
+            return match (noted, put) {
+                (Some(true), PutOutcome::Stored) => FileWrite::Stored,
+                (Some(true), _) => FileWrite::Present,
+                (Some(false), _) => FileWrite::Refused,
+                // A chunk that is not known lies there until the next start finds it.
+                (None, _) => FileWrite::Failed,
+            };
         }
         FileWrite::Refused
+    }
+
+    /// Does something on the writing thread of a tier, after what is queued there; `None` where it does not come to it in time.
+    fn in_order<T: Send + 'static>(
+        self: &Arc<Self>,
+        lower: &Lower,
+        act: impl FnOnce(&Self, &Lower) -> T + Send + 'static,
+    ) -> Option<T> {
+        let (promise, answer) = promise();
+        let core = Arc::clone(self);
+        let task = move |lower: &Lower| promise.keep(act(&core, lower));
+        lower.writes.push(0, WriteJob::Task(Box::new(task))).ok()?;
+        answer.wait(Instant::now() + self.options.retrieve_timeout)
+    }
+
+    /// Makes a chunk known that was put into a file, if it is still there.
+    fn note_file(&self, lower: &Lower, part: &ChunkPart) -> bool {
+        let mut is_there = [false];
+        lower.tier.contains(&[part.key()], &mut is_there).is_ok()
+            && is_there[0]
+            && self.note_written(lower, part)
+    }
+
+    /// Makes chunks leave for one that is worth more; whether any left.
+    fn make_room(&self, lower: &Lower, part: &ChunkPart, n_victims: usize) -> bool {
+        let (chain, chunk_idx) = (&part.chain, part.chunk_idx);
+        let is_admitted = lower
+            .residents
+            .as_ref()
+            .is_some_and(|residents| residents.lock().admits(self.now_ms(), chain, chunk_idx));
+        is_admitted && self.evict_from(lower, n_victims) > 0
     }
 }

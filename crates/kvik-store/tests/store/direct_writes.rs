@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crc_fast::{CrcAlgorithm, checksum};
-use kvik_store::{Chain, ChunkFormat, Clear, FileWrite, Store, Write};
+use kvik_store::{Chain, ChunkFormat, Clear, FileWrite, Store, Write, WriteBack};
 use kvik_tier::{Checksummed, NvmeOptions, NvmeTier, TierKind};
 use kvik_types::BlockSize;
 
@@ -157,4 +157,54 @@ fn a_namespace_that_is_cleared_while_a_chunk_is_written_does_not_get_it() {
     assert_eq!(outcome, FileWrite::Refused);
     assert_eq!(retrieve_all(&store, &written), 0);
     assert_eq!(store.health()[1].1.n_chunks, Some(0), "nothing is left behind");
+}
+
+#[test]
+fn chunks_that_are_written_when_they_are_used_again_go_by_way_of_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = Checksummed::new(NvmeTier::open(&NvmeOptions::new(dir.path(), 32 << 20)).unwrap());
+    let setup =
+        Setup::new(16).with(|options| options.write_back = WriteBack::OnReuse).local_dyn(Arc::new(disk));
+    let store = setup.open();
+    assert_eq!(write(&store, &chain(&store, 1, 1), 0), FileWrite::Elsewhere);
+}
+
+#[test]
+fn what_is_known_of_the_disk_is_there_beside_writes_by_both_ways_clears_and_a_full_disk() {
+    const N_CHAINS: u32 = 40;
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path(), 1 << 20);
+    std::thread::scope(|scope| {
+        for seed in 0..2 {
+            let store = &store;
+            scope.spawn(move || {
+                for turn in 0..400 {
+                    let written = chain(store, (turn * 7 + seed) % N_CHAINS, 2);
+                    store.note_request(&written, None);
+                    (0..2).take_while(|idx| write(store, &written, *idx) != FileWrite::Refused).count();
+                }
+            });
+        }
+        scope.spawn(|| {
+            for turn in 0..400 {
+                store_chain(&store, &chain(&store, (turn * 11) % N_CHAINS, 2));
+            }
+        });
+        scope.spawn(|| {
+            for turn in 0..100 {
+                let cleared = chain(&store, (turn * 13) % N_CHAINS, 2);
+                store.clear(&Clear { chain: Some(cleared), ..Clear::default() });
+            }
+        });
+    });
+    flush(&store);
+    forget_memory(&store);
+    let mut n_found = 0;
+    for name in 0..N_CHAINS {
+        let written = chain(&store, name, 2);
+        let n_known = on_disk(&store, &written);
+        assert_eq!(retrieve_all(&store, &written), n_known, "chain {name}");
+        n_found += n_known;
+    }
+    assert!(n_found > 0);
 }

@@ -32,11 +32,14 @@ impl DirectWrites {
     ) -> FileWrite {
         // Relaxed, as everywhere here: a thread that does not see it yet finds out for itself.
         let has_failed_often = MAX_FAILURES <= self.failures_in_a_row.load(Ordering::Relaxed);
-        if has_failed_often || self.max_section_bytes < chain.section_bytes(chunk_idx) {
-            return FileWrite::Elsewhere;
-        }
         let tokens = chain.tokens_of(chunk_idx);
         let blocks = tokens.start / BLOCK_TOKENS..tokens.end / BLOCK_TOKENS;
+        let section_bytes = chain.section_bytes(chunk_idx);
+        // The room in the file is of this length: the device would write over what follows.
+        let is_same_length = section_bytes == blocks.len() * sequence.block_layer_bytes();
+        if has_failed_often || self.max_section_bytes < section_bytes || !is_same_length {
+            return FileWrite::Elsewhere;
+        }
         let written = store.write_to_file(chain, chunk_idx, &mut |file, offset| {
             let written = sequence.write_file(blocks.clone(), file, offset);
             written.map_err(|error| {
@@ -105,11 +108,14 @@ mod tests {
         let store = Store::builder(options, ram).local(Arc::new(disk)).open().unwrap();
         let namespace =
             Namespace { model: "m".into(), dtype: Dtype::F32, layout: "l".into(), tenant: String::new() };
-        let format = ChunkFormat { n_layers: 2, token_layer_bytes: 256, n_ranks: 1, block_tokens };
+        let section_bytes = sequence.block_layer_bytes();
+        let (n_layers, token_layer_bytes) =
+            (sequence.n_layers() as u32, (section_bytes / BLOCK_TOKENS) as u64);
+        let format = ChunkFormat { n_layers, token_layer_bytes, n_ranks: 1, block_tokens };
         let chain = store.space(&namespace, format).unwrap().chain(sequence.tokens());
-        let long = DirectWrites::new(4095);
+        let long = DirectWrites::new(section_bytes - 1);
         assert_eq!(long.store(&store, &chain, 0, &sequence), FileWrite::Elsewhere, "too long a layer");
-        let writes = DirectWrites::new(4096);
+        let writes = DirectWrites::new(section_bytes);
         for _ in 0..MAX_FAILURES {
             assert_eq!(writes.store(&store, &chain, 0, &sequence), FileWrite::Failed);
         }
