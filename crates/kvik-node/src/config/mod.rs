@@ -117,7 +117,8 @@ pub struct StoreConfig {
     #[serde(deserialize_with = "switch_text")]
     pub gpu_direct: String,
     /// Whether the GPU of a worker with `gpu_direct` also writes chunks of ended requests to the disk by itself, where the disk is the
-    /// only tier beside memory. They do not come into memory then, and requests find them on the disk. Default: false.
+    /// only tier beside memory and `write_back` is `store`. They do not come into memory then, and requests find them on the disk.
+    /// Default: false.
     pub gpu_direct_writes: bool,
     /// Codec of chunks in the remote tier, as `nvme_codec`. Stores that share a remote tier read what others have coded; coded
     /// chunks and those of `none` are not found by each other. Default: `none`.

@@ -177,6 +177,8 @@ impl StoreConfig {
         )?;
         let is_possible = !self.gpu_direct_writes || gpu_direct != "off";
         check(is_possible, "store.gpu_direct_writes", "true", "false where `store.gpu_direct` is off")?;
+        let is_possible = !self.gpu_direct_writes || write_back == "store";
+        check(is_possible, "store.gpu_direct_writes", "true", "false where `store.write_back` is reuse")?;
         let io = self.nvme_io.as_str();
         check(
             ["auto", "uring", "positional"].contains(&io),

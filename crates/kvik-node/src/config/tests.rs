@@ -125,6 +125,9 @@ fn a_bad_value_is_refused_with_its_field_and_what_is_allowed() {
     assert!(message(r#"{"gpu_direct": "yes"}"#).contains(allowed));
     let allowed = "`store.gpu_direct_writes` is true; allowed: false where `store.gpu_direct` is off";
     assert!(message(r#"{"ram": "1GiB", "gpu_direct_writes": true}"#).contains(allowed));
+    let allowed = "`store.gpu_direct_writes` is true; allowed: false where `store.write_back` is reuse";
+    let both = r#"{"ram": "1GiB", "gpu_direct": "on", "gpu_direct_writes": true, "write_back": "reuse"}"#;
+    assert!(message(both).contains(allowed));
     for (given, read) in [("true", "on"), ("false", "off"), (r#""auto""#, "auto")] {
         let config = serde_json::from_str::<StoreConfig>(&format!(r#"{{"gpu_direct": {given}}}"#)).unwrap();
         assert_eq!(config.gpu_direct, read);
