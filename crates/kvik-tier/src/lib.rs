@@ -16,6 +16,7 @@
 #[expect(unsafe_code, reason = "it maps memory and hands out references into it")]
 mod arena;
 mod channel;
+mod chunk_file;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod decorator;
@@ -45,6 +46,7 @@ pub use arena::{
     Arena, ArenaOptions, ArenaStat, ChunkPlace, Commitment, HostRegistrar, HugePages, Lease, NumaPlacement,
     Slot,
 };
+pub use chunk_file::ChunkFile;
 pub use decorator::{
     Absent, Bandwidth, BandwidthShare, Breaker, BreakerOptions, Checksummed, Clock, Coded, CodedSpaces,
     Encrypted, EncryptionKeys, FaultRates, Faulty, KeyId, KeyRing, Metered, OpenedHead, Retry, RetryOptions,
@@ -59,7 +61,7 @@ pub use lm::{
     LM_KEY_BYTES, LM_MAX_VALUE_BYTES, LM_REPLY_BYTES, LM_REQUEST_BYTES, LmCommand, LmForm, LmKey, LmOptions,
     LmReply, LmRequest, LmSource, LmTier, LmUrl, LmWriter, serve_lm,
 };
-pub use nvme::{ChunkFile, IoKind, NvmeOptions, NvmeTier, format_device};
+pub use nvme::{IoKind, NvmeOptions, NvmeTier, format_device};
 pub use object::{ObjectOptions, ObjectTier, ObjectUrl};
 pub use operations::OperationMetrics;
 pub use peer::{PeerAddress, PeerOptions, PeerTier};

@@ -4,9 +4,9 @@ use std::fmt;
 use std::io;
 use std::os::fd::BorrowedFd;
 
+use crate::chunk_file::ChunkFile;
 use crate::error::{Result, TierError};
 use crate::key::{ChunkKey, TokenDigest};
-use crate::nvme::ChunkFile;
 use crate::operations::OperationMetrics;
 
 /// A place that holds chunks.

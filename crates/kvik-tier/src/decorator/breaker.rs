@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::{Clock, SystemClock, get_error, not_asked, put_error, skip_gets, skip_puts};
+use crate::chunk_file::ChunkFile;
 use crate::error::{Result, TierError};
 use crate::key::{ChunkKey, TokenDigest};
-use crate::nvme::ChunkFile;
 use crate::tier::{
     Change, FileItem, Fill, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierHealth, TierKind,
     TierStat,

@@ -6,10 +6,10 @@ use std::sync::{Arc, OnceLock};
 
 use super::scratch::ScratchPool;
 use super::wanted::{Wanted, get_by_range, section_bytes_behind_page};
+use crate::chunk_file::ChunkFile;
 use crate::envelope::{ENVELOPE_BYTES, Envelope, seal, seal_sections};
 use crate::error::Result;
 use crate::key::{ChunkKey, TokenDigest};
-use crate::nvme::ChunkFile;
 use crate::sections::Sections;
 use crate::tier::{
     Change, FileItem, Fill, GetItem, GetOutcome, Heads, PutItem, PutOutcome, Rewritten, Tier, TierKind,
@@ -120,7 +120,8 @@ impl<T: Tier> Checksummed<T> {
     /// The chunk behind its envelope, which is proven.
     fn open_behind(&self, key: ChunkKey, digest: TokenDigest) -> std::result::Result<ChunkFile, GetOutcome> {
         let file = self.inner.open_chunk(key, TokenDigest::NONE)?;
-        let head = file.read_head::<ENVELOPE_BYTES>()?;
+        let head = file.read_head::<ENVELOPE_BYTES>().map_err(GetOutcome::Failed)?;
+        let head = head.ok_or(GetOutcome::Corrupt("length"))?;
         let envelope = prove_head(&head, key, digest)?;
         if envelope.chunk_bytes() + ENVELOPE_BYTES as u64 != file.n_bytes() {
             return Err(GetOutcome::Corrupt("length"));

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::{Clock, SystemClock};
+use crate::chunk_file::ChunkFile;
 use crate::error::Result;
 use crate::histogram::Histogram;
 use crate::key::{ChunkKey, TokenDigest};
-use crate::nvme::ChunkFile;
 use crate::operations::OperationMetrics;
 use crate::tier::{
     Change, FileItem, Fill, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierKind, TierStat,

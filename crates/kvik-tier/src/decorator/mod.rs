@@ -37,9 +37,9 @@ pub use metered::{Metered, TierMetrics};
 pub use retry::{Retry, RetryOptions};
 pub use throttled::{Throttled, ThrottledOptions};
 
+use crate::chunk_file::ChunkFile;
 use crate::error::{Result, TierError};
 use crate::key::{ChunkKey, TokenDigest};
-use crate::nvme::ChunkFile;
 use crate::tier::{
     Arrived, Change, FileItem, Fill, GetItem, GetOutcome, Heads, PutItem, PutOutcome, Rewritten, Tier,
     TierKind, TierStat,

@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use super::bandwidth::{Bandwidth, BandwidthShare};
 use super::{Clock, SystemClock, not_asked, skip_gets, skip_puts};
+use crate::chunk_file::ChunkFile;
 use crate::error::Result;
 use crate::key::{ChunkKey, TokenDigest};
-use crate::nvme::ChunkFile;
 use crate::tier::{
     Change, FileItem, Fill, GetItem, GetOutcome, PutItem, PutOutcome, Rewritten, Tier, TierKind, TierStat,
 };

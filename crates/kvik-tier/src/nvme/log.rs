@@ -71,9 +71,23 @@ impl Log {
     /// Opens the next segment, and empties another for it, if need be. The caller writes the batch and then
     /// calls [`Log::finish`], and reserves nothing in between.
     pub(crate) fn reserve(&self, chunks: &[(ChunkKey, u64)]) -> Result<Option<Reservation>> {
+        self.reserve_with(chunks, MAX_GONE_OF_A_BATCH)
+    }
+
+    /// Takes room for one chunk whose batch waits for its writer: deletions do not go along, so that a flush meanwhile writes them.
+    pub(crate) fn reserve_alone(&self, chunk: (ChunkKey, u64)) -> Result<Option<Reservation>> {
+        let has_many_gone = MAX_GONE_OF_A_BATCH <= self.state.lock().gone.len();
+        if has_many_gone {
+            // No other batch has taken them along for long. What fails is noted, and tried again with the next chunk.
+            let _ = self.write_gone();
+        }
+        self.reserve_with(&[chunk], 0)
+    }
+
+    fn reserve_with(&self, chunks: &[(ChunkKey, u64)], max_gone: usize) -> Result<Option<Reservation>> {
         let mut state = self.state.lock();
         loop {
-            if let Some(reservation) = state.reserve(chunks, || self.next_sequence()) {
+            if let Some(reservation) = state.reserve(chunks, max_gone, || self.next_sequence()) {
                 return Ok(Some(reservation));
             }
             if state.is_turning {
@@ -135,6 +149,19 @@ impl Log {
         let mut unsealed = open.iter_mut().chain(sealing);
         if let Some(unsealed) = unsealed.find(|open| Arc::ptr_eq(&open.segment, &reservation.segment)) {
             unsealed.finish(reservation, is_written);
+        }
+        drop(state);
+        self.seal_idle();
+    }
+
+    /// Ends a reservation of which no header was written, so that nothing names its room.
+    pub(crate) fn give_back(&self, reservation: &Reservation) {
+        let mut state = self.state.lock();
+        let LogState { open, sealing, gone, .. } = &mut *state;
+        gone.extend_from_slice(&reservation.entries[..reservation.n_gone]);
+        let mut unsealed = open.iter_mut().chain(sealing);
+        if let Some(unsealed) = unsealed.find(|open| Arc::ptr_eq(&open.segment, &reservation.segment)) {
+            unsealed.finish(reservation, false);
         }
         drop(state);
         self.seal_idle();
@@ -267,16 +294,21 @@ impl LogState {
     fn reserve(
         &mut self,
         chunks: &[(ChunkKey, u64)],
+        max_gone: usize,
         mut next_sequence: impl FnMut() -> u64,
     ) -> Option<Reservation> {
         let open = self.open.as_mut()?;
-        let n_gone = self.gone.len().min(MAX_GONE_OF_A_BATCH);
-        let with_gone = open.reserve(chunks, &self.gone[..n_gone], &mut next_sequence);
-        if with_gone.is_some() {
-            self.gone.drain(..n_gone);
-            return with_gone;
+        let mut n_gone = self.gone.len().min(max_gone);
+        // Without chunks, as many as fit: a small segment has no room for all of a batch.
+        while n_gone > 0 {
+            let with_gone = open.reserve(chunks, &self.gone[..n_gone], &mut next_sequence);
+            if with_gone.is_some() {
+                self.gone.drain(..n_gone);
+                return with_gone;
+            }
+            n_gone = if chunks.is_empty() { n_gone / 2 } else { 0 };
         }
-        if chunks.is_empty() {
+        if chunks.is_empty() && !self.gone.is_empty() {
             return None;
         }
         open.reserve(chunks, &[], next_sequence)

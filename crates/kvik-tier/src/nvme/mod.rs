@@ -22,7 +22,6 @@
 //! right.
 
 mod aligned;
-mod chunk_file;
 mod counters;
 mod device;
 mod direct;
@@ -53,13 +52,13 @@ use parking_lot::{Condvar, Mutex};
 use rustix::fs::Access;
 
 pub(crate) use aligned::AlignedBuffer;
-pub use chunk_file::ChunkFile;
 pub use device::format_device;
 pub use io::IoKind;
 pub use options::{NvmeOptions, SyncMode};
 
 use counters::Counters;
 use device::Device;
+use direct::held;
 use format::{Content, Entry};
 use index::{Index, Location};
 use io::Io;
@@ -69,6 +68,7 @@ use recovery::Recovery;
 use segment::{Reservation, max_chunk_bytes};
 use transfer::Gather;
 
+use crate::chunk_file::ChunkFile;
 use crate::error::{Result, TierError};
 use crate::key::{ChunkKey, TokenDigest};
 use crate::tier::{
@@ -294,7 +294,7 @@ impl Tier for NvmeTier {
 
     fn open_chunk(&self, key: ChunkKey, _: TokenDigest) -> std::result::Result<ChunkFile, GetOutcome> {
         let location = self.log.index.get(&key).filter(|_| self.is_folder).ok_or(GetOutcome::Miss)?;
-        Ok(ChunkFile::new(location, &self.log.io))
+        Ok(held(location, &self.log.io))
     }
 
     fn put_file(&self, item: &FileItem, fill: Fill<'_>) -> PutOutcome {

@@ -3,6 +3,7 @@
 use std::fs;
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::path::Path;
 
 use crc_fast::{CrcAlgorithm, checksum};
 
@@ -11,8 +12,8 @@ use super::{device_image, length_of, open, options, put, temporary_directory};
 use crate::conformance::{content, content_key};
 use crate::decorator::{Breaker, BreakerOptions, Checksummed, Metered, Throttled, ThrottledOptions};
 use crate::key::TokenDigest;
-use crate::nvme::NvmeTier;
 use crate::nvme::aligned::AlignedBuffer;
+use crate::nvme::{NvmeOptions, NvmeTier};
 use crate::tier::{FileItem, GetItem, GetOutcome, PutOutcome, Tier, TierExt};
 
 /// Section length of what is written to files.
@@ -109,6 +110,64 @@ fn a_writer_that_fails_or_gives_other_checksums_leaves_nothing_and_costs_no_room
     assert!(get_file(&open(dir.path()), 0).is_hit());
 }
 
+/// Copies what the disk has at this moment.
+fn copy_files(from: &Path, to: &Path) {
+    for entry in fs::read_dir(from).unwrap().map(Result::unwrap) {
+        fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+}
+
+#[test]
+fn behind_a_writer_that_fails_others_go_on_in_its_segment_and_are_found_after_a_death() {
+    let dir = temporary_directory();
+    let open = |dir: &Path| {
+        let options = NvmeOptions { segment_bytes: 1 << 20, ..NvmeOptions::new(dir, 8 << 20) };
+        Checksummed::new(NvmeTier::open(&options).unwrap())
+    };
+    let tier = open(dir.path());
+    assert!(put(&tier, 1).is_present());
+    let n_segments = detail(&tier, "segments");
+    for _ in 0..3 {
+        let (item, bytes) = item_of(0, 5);
+        let outcome = tier.put_file(&item, &mut |file, offset| {
+            write(file, offset, &bytes)?;
+            Err(io::Error::other("the device is gone"))
+        });
+        assert!(matches!(outcome, PutOutcome::Failed(_)));
+    }
+    assert!(put(&tier, 2).is_present());
+    assert!(matches!(put_file(&tier, 3), PutOutcome::Stored));
+    assert_eq!(detail(&tier, "segments"), n_segments);
+    let copy = temporary_directory();
+    copy_files(dir.path(), copy.path());
+    let after_death = open(copy.path());
+    assert!(get_file(&after_death, 3).is_hit());
+    assert!(matches!(get_file(&after_death, 0), GetOutcome::Miss));
+    for chunk_idx in 1..3 {
+        let mut buffer = vec![0; length_of(chunk_idx)];
+        assert!(after_death.get_one(content_key(chunk_idx), &mut buffer).is_hit());
+    }
+}
+
+#[test]
+fn a_flush_beside_a_writer_writes_the_deletions_before_it() {
+    let dir = temporary_directory();
+    let tier = open(dir.path());
+    assert!(put(&tier, 1).is_present());
+    tier.flush().unwrap();
+    tier.delete(&[content_key(1)]).unwrap();
+    let copy = temporary_directory();
+    let (item, bytes) = item_of(0, 5);
+    let outcome = tier.put_file(&item, &mut |file, offset| {
+        tier.flush().unwrap();
+        copy_files(dir.path(), copy.path());
+        write(file, offset, &bytes)
+    });
+    assert!(outcome.is_present());
+    let mut buffer = vec![0; length_of(1)];
+    assert!(matches!(open(copy.path()).get_one(content_key(1), &mut buffer), GetOutcome::Miss));
+}
+
 #[test]
 fn a_death_while_a_writer_writes_leaves_what_was_there_before() {
     let dir = temporary_directory();
@@ -118,10 +177,7 @@ fn a_death_while_a_writer_writes_leaves_what_was_there_before() {
     let copy = temporary_directory();
     let outcome = tier.put_file(&item, &mut |file, offset| {
         let checksums = write(file, offset, &bytes)?;
-        // What the disk has at this moment.
-        for entry in fs::read_dir(dir.path())?.map(Result::unwrap) {
-            fs::copy(entry.path(), copy.path().join(entry.file_name()))?;
-        }
+        copy_files(dir.path(), copy.path());
         Ok(checksums)
     });
     assert!(outcome.is_present());

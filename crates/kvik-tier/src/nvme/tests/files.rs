@@ -5,11 +5,12 @@ use std::fs;
 use crc_fast::{CrcAlgorithm, checksum};
 
 use super::{device_image, length_of, open, options, put, segment_path, temporary_directory};
+use crate::chunk_file::ChunkFile;
 use crate::conformance::{content, content_key};
 use crate::decorator::{Breaker, BreakerOptions, Checksummed, Metered, Throttled, ThrottledOptions};
 use crate::key::TokenDigest;
+use crate::nvme::NvmeTier;
 use crate::nvme::aligned::AlignedBuffer;
-use crate::nvme::{ChunkFile, NvmeTier};
 use crate::tier::{GetOutcome, PutItem, Tier};
 
 /// A chunk of two blocks behind its envelope, beside those that tests count up from 0.

@@ -2,6 +2,7 @@
 
 mod blocks;
 mod damage;
+mod deletions;
 mod device;
 mod failures;
 mod file_writes;

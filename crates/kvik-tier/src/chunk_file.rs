@@ -1,25 +1,20 @@
 //! A chunk where it lies in a file, for what reads files past the CPU.
 
 use std::fmt;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::io;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::aligned::AlignedBuffer;
-use super::index::Location;
-use super::io::Io;
-use super::segment::Segment;
 use crate::error::TierError;
-use crate::tier::GetOutcome;
 
-/// A chunk in an open file, with what proves its bytes: whoever reads them compares the checksums itself.
+/// A chunk in an open file, with what proves its bytes: a reader compares the checksums itself.
 ///
 /// Until this is dropped the bytes stay where they are, whatever is deleted, moved or emptied meanwhile. A tier waits for that
 /// before it uses the file again, so the holder waits for nothing but its own reading.
 pub struct ChunkFile {
-    segment: Arc<Segment>,
-    io: Arc<dyn Io>,
-    /// In the segment.
+    file: Box<dyn HeldFile>,
+    /// In the part of the file that is held.
     offset: u64,
     n_bytes: u64,
     section_bytes: u64,
@@ -28,22 +23,32 @@ pub struct ChunkFile {
     n_corrupt: Option<Arc<AtomicU64>>,
 }
 
+/// A part of a file that keeps its bytes until this is dropped.
+pub(crate) trait HeldFile: fmt::Debug + Send + Sync {
+    /// The open file.
+    fn file(&self) -> BorrowedFd<'_>;
+
+    /// Where a place of the part lies in the file.
+    fn position(&self, offset: u64) -> u64;
+
+    /// Reads from `offset` of the part on, a multiple of 4096.
+    fn read(&self, offset: u64, bytes: &mut [u8]) -> io::Result<()>;
+}
+
 impl ChunkFile {
     /// All bytes at a place, of which nothing is proven.
-    pub(super) fn new(location: Location, io: &Arc<dyn Io>) -> Self {
-        let Location { segment, offset, n_bytes } = location;
-        let (io, checksums) = (Arc::clone(io), Vec::new());
-        Self { segment, io, offset, n_bytes, section_bytes: 0, checksums, n_corrupt: None }
+    pub(crate) fn new(file: Box<dyn HeldFile>, offset: u64, n_bytes: u64) -> Self {
+        Self { file, offset, n_bytes, section_bytes: 0, checksums: Vec::new(), n_corrupt: None }
     }
 
     /// The open file. It is open past the page cache where its file system can do that.
     pub fn file(&self) -> BorrowedFd<'_> {
-        self.segment.file.handle().as_fd()
+        self.file.file()
     }
 
     /// Where the chunk begins in the file, a multiple of 4096. The file has whole blocks of 4096 up to the chunk's end.
     pub fn offset(&self) -> u64 {
-        self.segment.file.position(self.offset)
+        self.file.position(self.offset)
     }
 
     /// Length of the chunk.
@@ -69,20 +74,18 @@ impl ChunkFile {
         }
     }
 
-    /// The first bytes of the chunk.
+    /// The first bytes of the chunk; `None` where it is shorter.
     ///
     /// # Errors
-    /// The outcome of a read that gives none.
-    pub(crate) fn read_head<const N: usize>(&self) -> Result<[u8; N], GetOutcome> {
+    /// If the file cannot be read.
+    pub(crate) fn read_head<const N: usize>(&self) -> Result<Option<[u8; N]>, TierError> {
         if self.n_bytes < N as u64 {
-            return Err(GetOutcome::Corrupt("length"));
+            return Ok(None);
         }
-        let mut head = AlignedBuffer::new(N.next_multiple_of(super::format::BLOCK_BYTES as usize));
-        let read = self.io.read_one(&self.segment.file, self.offset, &mut head);
-        read.map_err(|error| GetOutcome::Failed(TierError::io("read a chunk", error)))?;
-        let mut bytes = [0; N];
-        bytes.copy_from_slice(&head[..N]);
-        Ok(bytes)
+        let mut head = [0; N];
+        let read = self.file.read(self.offset, &mut head);
+        read.map_err(|error| TierError::io("read a chunk", error))?;
+        Ok(Some(head))
     }
 
     /// What lies behind the first `n_head_bytes`, which is in sections with these checksums.
@@ -110,7 +113,7 @@ impl fmt::Debug for ChunkFile {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter
             .debug_struct("ChunkFile")
-            .field("segment", &self.segment.file.number())
+            .field("file", &self.file)
             .field("offset", &self.offset)
             .field("n_bytes", &self.n_bytes)
             .finish_non_exhaustive()
