@@ -5,7 +5,7 @@
 use std::io::{Read as _, Write as _};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -24,6 +24,7 @@ const CHUNK_BYTES: usize = 700_001;
 /// A node that serves chunks; dropping it ends its connections and joins its threads.
 struct Node {
     address: PeerAddress,
+    n_accepted: Arc<AtomicUsize>,
     is_ending: Arc<AtomicBool>,
     accepting: Option<JoinHandle<()>>,
 }
@@ -65,9 +66,15 @@ impl PeerSource for RamSource {
 
 impl Node {
     fn serving(chunks: &[u8], admission: PeerAdmission) -> Self {
-        let ram = RamTier::new(Arena::new(ArenaOptions::new(16 << 20)).unwrap());
+        Self::with_chunks(chunks, CHUNK_BYTES, admission)
+    }
+
+    fn with_chunks(chunks: &[u8], n_bytes: usize, admission: PeerAdmission) -> Self {
+        let ram = RamTier::new(
+            Arena::new(ArenaOptions::new((16 << 20) + chunks.len() as u64 * n_bytes as u64)).unwrap(),
+        );
         for number in chunks {
-            let parts = [&content(*number)[..]];
+            let parts = [&content_of(*number, n_bytes)[..]];
             let mut batch = [PutItem::new(key(*number), &parts).for_tokens(digest(*number))];
             ram.put(&mut batch);
             assert!(batch[0].outcome.is_present());
@@ -109,13 +116,15 @@ impl Node {
         let port = listener.local_addr().unwrap().port();
         let address = PeerAddress { host: "127.0.0.1".to_owned(), port };
         let (kept, is_ending) = (Streams::default(), Arc::new(AtomicBool::new(false)));
-        let (ending, serve) = (Arc::clone(&is_ending), Arc::new(serve));
+        let n_accepted = Arc::<AtomicUsize>::default();
+        let (ending, serve, counted) = (Arc::clone(&is_ending), Arc::new(serve), Arc::clone(&n_accepted));
         let accepting = std::thread::spawn(move || {
             let mut serving = Vec::new();
             while let Ok((stream, _)) = listener.accept() {
                 if ending.load(Ordering::Acquire) {
                     break;
                 }
+                counted.fetch_add(1, Ordering::Relaxed);
                 kept.lock().push(stream.try_clone().unwrap());
                 let (serve, kept) = (Arc::clone(&serve), Arc::clone(&kept));
                 serving.push(std::thread::spawn(move || serve(stream, &kept)));
@@ -127,7 +136,7 @@ impl Node {
                 thread.join().unwrap();
             }
         });
-        Self { address, is_ending, accepting: Some(accepting) }
+        Self { address, n_accepted, is_ending, accepting: Some(accepting) }
     }
 }
 
@@ -168,7 +177,11 @@ fn digest(number: u8) -> TokenDigest {
 }
 
 fn content(number: u8) -> Vec<u8> {
-    (0..CHUNK_BYTES)
+    content_of(number, CHUNK_BYTES)
+}
+
+fn content_of(number: u8, n_bytes: usize) -> Vec<u8> {
+    (0..n_bytes)
         .map(|place| (place as u8).wrapping_mul(number | 1).wrapping_add((place >> 8) as u8))
         .collect()
 }
@@ -202,7 +215,11 @@ fn present(tier: &PeerTier, numbers: &[u8]) -> Vec<bool> {
 }
 
 fn read(tier: &PeerTier, number: u8, digest: TokenDigest) -> (GetOutcome, Vec<u8>) {
-    let mut buffer = vec![0; CHUNK_BYTES];
+    read_bytes(tier, number, CHUNK_BYTES, digest)
+}
+
+fn read_bytes(tier: &PeerTier, number: u8, n_bytes: usize, digest: TokenDigest) -> (GetOutcome, Vec<u8>) {
+    let mut buffer = vec![0; n_bytes];
     let mut batch = [GetItem::whole(key(number), &mut buffer).for_tokens(digest)];
     tier.get(&mut batch);
     let [GetItem { outcome, .. }] = batch;
@@ -238,6 +255,58 @@ fn chunks_of_a_peer_are_found_and_read_whole_and_in_ranges() {
     assert_eq!(first, content(2)[5000..6000]);
     assert_eq!(second, content(3)[CHUNK_BYTES - 4096..]);
     assert!(matches!(tier.put_one(key(5), &[1]), PutOutcome::Skipped));
+}
+
+/// Bytes of a chunk that is worth all connections.
+const LARGE_BYTES: usize = (18 << 20) + 7;
+
+#[test]
+fn a_large_chunk_comes_over_several_connections_and_is_whole() {
+    let node = Node::with_chunks(&[1, 2], LARGE_BYTES, PeerAdmission::new(token(), None).unwrap());
+    let tier = tier_of(&[&node], PeerOptions { n_connections: 3, ..options() });
+    for (round, number) in [1, 2, 1, 2, 1].into_iter().enumerate() {
+        assert_eq!(present(&tier, &[number]), [true]);
+        let (outcome, bytes) = read_bytes(&tier, number, LARGE_BYTES, digest(number));
+        assert!(outcome.is_hit() && bytes == content_of(number, LARGE_BYTES), "round {round}: {outcome:?}");
+        // One more with each read, up to as many as are allowed.
+        assert_eq!(node.n_accepted.load(Ordering::Relaxed), 3.min(2 + round));
+    }
+    assert_eq!(present(&tier, &[1]), [true]);
+    assert!(matches!(read_bytes(&tier, 1, LARGE_BYTES + 1, digest(1)).0, GetOutcome::Miss), "another length");
+    assert_eq!(present(&tier, &[1]), [true]);
+    assert!(matches!(read_bytes(&tier, 1, LARGE_BYTES, digest(2)).0, GetOutcome::TokenMismatch));
+    assert_eq!(present(&tier, &[1, 2]), [true, true]);
+    // Several readers beside each other: each has a connection, and what is to spare is shared.
+    std::thread::scope(|scope| {
+        for number in [1, 2, 1] {
+            let tier = &tier;
+            scope.spawn(move || {
+                let (outcome, bytes) = read_bytes(tier, number, LARGE_BYTES, digest(number));
+                assert!(outcome.is_hit() && bytes == content_of(number, LARGE_BYTES), "{outcome:?}");
+            });
+        }
+    });
+}
+
+#[test]
+fn a_large_chunk_of_which_one_connection_brings_other_bytes_or_ends_is_no_hit() {
+    let node = Node::with_chunks(&[1], LARGE_BYTES, PeerAdmission::new(token(), None).unwrap());
+    for disturbance in [Disturbance::Flip { at: 5_000_000 }, Disturbance::Cut { at: 5_000_000 }] {
+        let behind = Node::disturbed(&node, disturbance);
+        let tier = tier_of(&[&behind, &node], options());
+        let alone = tier_of(&[&behind], options());
+        for _ in 0..2 {
+            assert_eq!(present(&alone, &[1]), [true]);
+            let (outcome, _) = read_bytes(&alone, 1, LARGE_BYTES, digest(1));
+            assert!(!outcome.is_hit(), "{outcome:?}");
+        }
+        assert_eq!(detail(&alone, "avoided_peers"), 1, "two reads that failed, however many connections had");
+        for _ in 0..4 {
+            assert_eq!(present(&tier, &[1]), [true]);
+            let (outcome, bytes) = read_bytes(&tier, 1, LARGE_BYTES, digest(1));
+            assert!(outcome.is_hit() && bytes == content_of(1, LARGE_BYTES), "{outcome:?}");
+        }
+    }
 }
 
 #[test]

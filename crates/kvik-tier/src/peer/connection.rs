@@ -12,12 +12,13 @@ use super::frame::{
     ANSWER_BYTES, PeerRequest, RangeAnswer, RangeOutcome, TRAILER_BYTES, WantedRange, encode_key,
 };
 use super::handshake::{PeerToken, read_array};
+use super::parts::Part;
 use super::{PIECE_BYTES, PeerAddress};
 use crate::arena::shared::{Checksum, RunningChecksum};
 use crate::channel::{Channel, Resolver, TimedSocket};
 use crate::error::{Result, TierError};
 use crate::key::ChunkKey;
-use crate::tier::{GetItem, GetOutcome};
+use crate::tier::GetOutcome;
 
 /// What all connections of a tier have in common.
 #[derive(Debug)]
@@ -104,16 +105,13 @@ impl Connection {
         found.collect()
     }
 
-    /// Asks for what the items want.
+    /// Asks for all of the parts.
     ///
     /// # Errors
     /// If the connection fails.
-    pub(super) fn send_reads<'a, 'b: 'a>(
-        &mut self,
-        items: impl Iterator<Item = &'a GetItem<'b>> + Clone,
-    ) -> io::Result<()> {
+    pub(super) fn send_reads(&mut self, parts: &[Part<'_>]) -> io::Result<()> {
         self.out.clear();
-        let ranges = items.flat_map(ranges_of);
+        let ranges = parts.iter().flat_map(ranges_of);
         self.out.extend(PeerRequest::Read { n_items: ranges.clone().count() }.encode());
         for wanted in ranges {
             self.out.extend(wanted.encode());
@@ -121,18 +119,18 @@ impl Connection {
         self.send()
     }
 
-    /// The answer for one item; items are answered in the order in which they were asked for.
+    /// The answer for one part; parts are answered in the order in which they were asked for.
     ///
     /// # Errors
     /// If the connection fails or the peer does not answer to what was asked: nothing more can be read from it.
-    pub(super) fn receive(&mut self, item: &mut GetItem<'_>) -> io::Result<GetOutcome> {
+    pub(super) fn receive(&mut self, part: &mut Part<'_>) -> io::Result<GetOutcome> {
         let mut outcome = GetOutcome::Hit;
-        let ranges: Vec<WantedRange> = ranges_of(item).collect();
+        let ranges: Vec<WantedRange> = ranges_of(part).collect();
         for (range_idx, range) in ranges.iter().enumerate() {
-            let is_head = range_idx == 0 && !item.head.is_empty();
-            let buffer = if is_head { &mut *item.head } else { &mut *item.buffer };
+            let is_head = range_idx == 0 && !part.head.is_empty();
+            let buffer = if is_head { &mut *part.head } else { &mut *part.buffer };
             let received = receive_range(&mut self.channel, range, buffer)?;
-            // What is not there in one part is not there.
+            // What is not there in one range is not there.
             if outcome.is_hit() {
                 outcome = received;
             }
@@ -146,10 +144,9 @@ impl Connection {
     }
 }
 
-/// The ranges that an item is read in: its head where it has one, then its buffer.
-fn ranges_of<'a>(item: &'a GetItem<'_>) -> impl Iterator<Item = WantedRange> + Clone + use<'a> {
-    let chunk_bytes = if item.is_whole { item.n_bytes() as u64 } else { 0 };
-    let (key, digest) = (item.key, item.digest);
+/// The ranges that a part is read in: its head where it has one, then its buffer.
+fn ranges_of<'a>(part: &'a Part<'_>) -> impl Iterator<Item = WantedRange> + Clone + use<'a> {
+    let Part { key, digest, chunk_bytes, .. } = *part;
     let range = move |offset, n_bytes: usize| WantedRange {
         key,
         digest,
@@ -157,10 +154,10 @@ fn ranges_of<'a>(item: &'a GetItem<'_>) -> impl Iterator<Item = WantedRange> + C
         n_bytes: n_bytes as u64,
         chunk_bytes,
     };
-    let head = (!item.head.is_empty()).then(|| range(0, item.head.len()));
-    // An item without a head has one range, also if it is empty.
-    let has_buffer = head.is_none() || !item.buffer.is_empty();
-    head.into_iter().chain(has_buffer.then(|| range(item.offset, item.buffer.len())))
+    let head = (!part.head.is_empty()).then(|| range(0, part.head.len()));
+    // A part without a head has one range, also if it is empty.
+    let has_buffer = head.is_none() || !part.buffer.is_empty();
+    head.into_iter().chain(has_buffer.then(|| range(part.offset, part.buffer.len())))
 }
 
 fn receive_range(channel: &mut Channel, range: &WantedRange, buffer: &mut [u8]) -> io::Result<GetOutcome> {

@@ -6,16 +6,18 @@
 //!
 //! A peer that is gone, stalls, or sends other bytes than it says is a miss, and is left alone for a while. `frame.rs` is
 //! what is said, `handshake.rs` how two peers trust each other, `connection.rs` a connection, `peer.rs` the connections to
-//! one peer, `locations.rs` what peers have said, `hints.rs` what something else knows of them, and `serve.rs` the
-//! answering side.
+//! one peer, `parts.rs` how a read is shared out among them, `reads.rs` the read, `locations.rs` what peers have said, `hints.rs`
+//! what something else knows of them, and `serve.rs` the answering side.
 
 mod connection;
 mod frame;
 mod handshake;
 mod hints;
 mod locations;
+mod parts;
 #[expect(clippy::module_inception, reason = "it is one of the peers")]
 mod peer;
+mod reads;
 mod serve;
 
 use std::io;
@@ -100,15 +102,6 @@ struct Counters {
     corrupt: AtomicU64,
     failures: AtomicU64,
     received_bytes: AtomicU64,
-}
-
-/// A request to one peer that was sent.
-struct Sent<'a> {
-    borrowed: Borrowed,
-    permit: Permit<'a>,
-    /// The items it is about.
-    items: Vec<usize>,
-    n_bytes: u64,
 }
 
 impl Default for PeerOptions {
@@ -269,92 +262,6 @@ impl PeerTier {
         self.counters.failures.fetch_add(1, Ordering::Relaxed);
         permit.settle([Verdict::Failure].into_iter());
         tracing::debug!(peer = %peer.address, %error, "a peer of the store failed");
-    }
-
-    /// Asks one peer for each item that is open; `tried` says which peers an item was asked of already. False where
-    /// nothing was left to ask.
-    fn get_round(&self, batch: &mut [GetItem<'_>], tried: &mut [Vec<PeerId>], deadline: Instant) -> bool {
-        let now = Instant::now();
-        let peers = self.peers.read().clone();
-        let mut groups: Vec<(&Arc<Peer>, Vec<usize>)> = Vec::new();
-        for (item_idx, item) in batch.iter().enumerate() {
-            if item.outcome.is_hit() {
-                continue;
-            }
-            let holders = self.locations.holders(&item.key, now);
-            let chosen = peers
-                .iter()
-                .filter(|peer| holders.contains(&peer.id) && !tried[item_idx].contains(&peer.id))
-                .min_by_key(|peer| peer.asked_bytes.load(Ordering::Relaxed));
-            let Some(peer) = chosen else { continue };
-            tried[item_idx].push(peer.id);
-            peer.asked_bytes.fetch_add(item.n_bytes() as u64, Ordering::Relaxed);
-            match groups.iter_mut().find(|(other, items)| other.id == peer.id && items.len() < MAX_ITEMS / 2)
-            {
-                Some((_, items)) => items.push(item_idx),
-                None => groups.push((peer, vec![item_idx])),
-            }
-        }
-        if groups.is_empty() {
-            return false;
-        }
-        // All requests before the first answer: the peers send at the same time.
-        let mut sent = Vec::with_capacity(groups.len());
-        for (peer, items) in groups {
-            let n_bytes = items.iter().map(|item_idx| batch[*item_idx].n_bytes() as u64).sum();
-            let wanted = items.iter().map(|item_idx| &batch[*item_idx]);
-            let request =
-                self.send((peer, &peer.reads), deadline, |connection| connection.send_reads(wanted));
-            if let Some((borrowed, permit)) = request {
-                sent.push(Sent { borrowed, permit, items, n_bytes });
-                continue;
-            }
-            peer.asked_bytes.fetch_sub(n_bytes, Ordering::Relaxed);
-            for item_idx in items {
-                batch[item_idx].outcome = GetOutcome::Skipped;
-            }
-        }
-        for request in sent {
-            self.receive(batch, request);
-        }
-        true
-    }
-
-    /// Reads the answers of one peer.
-    fn receive(&self, batch: &mut [GetItem<'_>], request: Sent<'_>) {
-        let Sent { mut borrowed, permit, items, n_bytes } = request;
-        let peer = Arc::clone(borrowed.peer());
-        let mut verdict = Verdict::Success;
-        let mut failure = None;
-        for item_idx in items {
-            let item = &mut batch[item_idx];
-            if let Some(error) = &failure {
-                item.outcome = GetOutcome::Failed(TierError::clone(error));
-                continue;
-            }
-            match borrowed.with(|connection| connection.receive(item)) {
-                Ok(outcome) => {
-                    if matches!(outcome, GetOutcome::Corrupt(_)) {
-                        verdict = Verdict::Failure;
-                    }
-                    if !outcome.is_hit() {
-                        self.locations.forget(&item.key, peer.id);
-                    }
-                    item.outcome = outcome;
-                }
-                Err(error) => {
-                    let error = TierError::remote(format!("read from peer {}", peer.address), &error, true);
-                    item.outcome = GetOutcome::Failed(error.clone());
-                    failure = Some(error);
-                }
-            }
-        }
-        peer.asked_bytes.fetch_sub(n_bytes, Ordering::Relaxed);
-        if let Some(error) = failure {
-            return self.fail(&peer, permit, &error);
-        }
-        permit.settle([verdict].into_iter());
-        borrowed.give_back();
     }
 
     fn count(&self, batch: &[GetItem<'_>]) {

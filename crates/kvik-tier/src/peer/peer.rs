@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::str::FromStr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -34,16 +34,28 @@ pub(super) struct Peer {
     /// For lookups, and for reads: a peer that answers to lookups may still fail to send what it has.
     pub(super) lookups: Gate,
     pub(super) reads: Gate,
-    idle: Mutex<Vec<Connection>>,
-    n_connections: AtomicUsize,
+    connections: Mutex<Connections>,
     /// Bytes that are asked for and have not arrived.
     pub(super) asked_bytes: AtomicU64,
+}
+
+/// The connections to a peer.
+#[derive(Debug, Default)]
+struct Connections {
+    idle: Vec<Connection>,
+    /// Those that are idle, and those in use that are not spare.
+    n_own: usize,
+    /// Those in use that were there to spare when they were borrowed. They never keep a reader from a connection of its own.
+    n_spare: usize,
 }
 
 /// A connection that is in use; dropping it ends it.
 #[derive(Debug)]
 pub(super) struct Borrowed {
     peer: Arc<Peer>,
+    is_spare: bool,
+    /// Connections to be kept, this one included.
+    n_allowed: usize,
     /// `None` until it is made, and after it was given back.
     connection: Option<Connection>,
     is_given_back: bool,
@@ -61,8 +73,7 @@ impl Peer {
             address,
             lookups: Gate::new(options.clone(), Arc::clone(&clock)),
             reads: Gate::new(options, clock),
-            idle: Mutex::default(),
-            n_connections: AtomicUsize::new(0),
+            connections: Mutex::default(),
             asked_bytes: AtomicU64::new(0),
         }
     }
@@ -82,44 +93,66 @@ impl Peer {
         n_allowed: usize,
         deadline: Instant,
     ) -> Result<Option<Borrowed>> {
-        while let Some(connection) = self.take_idle() {
-            let is_quiet = connection.is_quiet();
-            let borrowed = Borrowed::new(self, Some(connection), deadline);
-            if is_quiet {
-                return Ok(Some(borrowed));
+        let idle = {
+            let mut connections = self.connections.lock();
+            let idle = connections.idle.pop();
+            if idle.is_none() {
+                if connections.n_own >= n_allowed {
+                    return Ok(None);
+                }
+                // Counted before it is made, so that there are never more.
+                connections.n_own += 1;
             }
-        }
-        // Counted before it is made, so that there are never more.
-        if self.n_connections.fetch_add(1, Ordering::Relaxed) >= n_allowed {
-            self.n_connections.fetch_sub(1, Ordering::Relaxed);
-            return Ok(None);
-        }
-        // Counts down where it cannot be made.
-        let counted = Borrowed::new(self, None, deadline);
-        let connection = dialer.connect(&self.address, deadline)?;
-        Ok(Some(counted.with_connection(connection, deadline)))
+            idle
+        };
+        let borrowed = Borrowed::new(self, n_allowed, false);
+        borrowed.connected(idle, dialer, deadline).map(Some)
     }
 
-    fn take_idle(&self) -> Option<Connection> {
-        self.idle.lock().pop()
+    /// A further connection for a reader that has one; `None` where as many as allowed are in use, or none can be made.
+    ///
+    /// A reader makes one connection more at most, since that takes a few turns of the network.
+    pub(super) fn borrow_spare(
+        self: &Arc<Self>,
+        dialer: &Dialer,
+        n_allowed: usize,
+        deadline: Instant,
+        has_dialled: &mut bool,
+    ) -> Option<Borrowed> {
+        let idle = {
+            let mut connections = self.connections.lock();
+            let n_used = connections.n_own - connections.idle.len() + connections.n_spare;
+            let must_dial = connections.idle.is_empty();
+            if n_used >= n_allowed || must_dial && *has_dialled {
+                return None;
+            }
+            *has_dialled |= must_dial;
+            let idle = connections.idle.pop();
+            connections.n_own -= usize::from(idle.is_some());
+            connections.n_spare += 1;
+            idle
+        };
+        Borrowed::new(self, n_allowed, true).connected(idle, dialer, deadline).ok()
     }
 }
 
 // === impl Borrowed ===
 
 impl Borrowed {
-    fn new(peer: &Arc<Peer>, connection: Option<Connection>, deadline: Instant) -> Self {
-        let borrowed = Self { peer: Arc::clone(peer), connection: None, is_given_back: false };
-        match connection {
-            Some(connection) => borrowed.with_connection(connection, deadline),
-            None => borrowed,
-        }
+    /// One that is counted and not connected.
+    fn new(peer: &Arc<Peer>, n_allowed: usize, is_spare: bool) -> Self {
+        Self { peer: Arc::clone(peer), is_spare, n_allowed, connection: None, is_given_back: false }
     }
 
-    fn with_connection(mut self, mut connection: Connection, deadline: Instant) -> Self {
+    /// Takes an idle connection, if it can be used still, or makes one.
+    fn connected(mut self, idle: Option<Connection>, dialer: &Dialer, deadline: Instant) -> Result<Self> {
+        let mut connection = match idle.filter(Connection::is_quiet) {
+            Some(connection) => connection,
+            None => dialer.connect(&self.peer.address, deadline)?,
+        };
         connection.set_deadline(deadline);
         self.connection = Some(connection);
-        self
+        Ok(self)
     }
 
     pub(super) fn peer(&self) -> &Arc<Peer> {
@@ -134,19 +167,33 @@ impl Borrowed {
         act(self.connection.as_mut().ok_or(io::ErrorKind::NotConnected)?)
     }
 
-    /// Keeps the connection for others. Only for one whose answers have all been read.
+    /// Keeps the connection for others, unless there are enough. Only for one whose answers have all been read.
     pub(super) fn give_back(mut self) {
-        if let Some(connection) = self.connection.take() {
-            self.is_given_back = true;
-            self.peer.idle.lock().push(connection);
+        let Some(connection) = self.connection.take() else { return };
+        let mut connections = self.peer.connections.lock();
+        if self.is_spare {
+            if connections.n_own >= self.n_allowed {
+                return;
+            }
+            connections.n_spare -= 1;
+            connections.n_own += 1;
         }
+        connections.idle.push(connection);
+        drop(connections);
+        self.is_given_back = true;
     }
 }
 
 impl Drop for Borrowed {
     fn drop(&mut self) {
-        if !self.is_given_back {
-            self.peer.n_connections.fetch_sub(1, Ordering::Relaxed);
+        if self.is_given_back {
+            return;
+        }
+        let mut connections = self.peer.connections.lock();
+        if self.is_spare {
+            connections.n_spare -= 1;
+        } else {
+            connections.n_own -= 1;
         }
     }
 }
