@@ -286,20 +286,26 @@ fn a_waiter_gets_blocks_when_the_limit_rises() {
 
 #[test]
 fn a_waiter_looks_again_when_it_is_woken() {
+    const N_ROUNDS: u32 = 20;
     let Setup { pool, .. } = start(settings());
-    let (is_enough, n_looks) = (AtomicBool::new(false), AtomicU64::new(0));
-    thread::scope(|scope| {
-        let waiter = scope.spawn(|| {
-            pool.wait_for(Instant::now() + Duration::from_secs(20), || {
-                n_looks.fetch_add(1, Ordering::SeqCst);
-                is_enough.load(Ordering::SeqCst).then_some(7)
-            })
+    let begun = Instant::now();
+    for _ in 0..N_ROUNDS {
+        let (is_enough, n_looks) = (AtomicBool::new(false), AtomicU64::new(0));
+        thread::scope(|scope| {
+            let waiter = scope.spawn(|| {
+                pool.wait_for(Instant::now() + Duration::from_secs(20), || {
+                    n_looks.fetch_add(1, Ordering::SeqCst);
+                    is_enough.load(Ordering::SeqCst).then_some(7)
+                })
+            });
+            eventually("looking", || n_looks.load(Ordering::SeqCst) > 0);
+            is_enough.store(true, Ordering::SeqCst);
+            pool.wake();
+            assert_eq!(waiter.join().unwrap(), Some(7));
         });
-        eventually("looking", || n_looks.load(Ordering::SeqCst) > 0);
-        is_enough.store(true, Ordering::SeqCst);
-        pool.wake();
-        assert_eq!(waiter.join().unwrap(), Some(7));
-    });
+    }
+    // Waiters look again by themselves, too, but so late that all of them would take longer.
+    assert!(begun.elapsed() < N_ROUNDS * super::ASK_AGAIN_AFTER / 2, "waiters were not woken");
     assert_eq!(pool.wait_for(Instant::now(), || None::<()>), None);
 }
 
