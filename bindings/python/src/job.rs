@@ -113,6 +113,7 @@ impl Job {
     /// with what had come.
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
         let layers = self.layers()?;
+        self.cancel();
         py.detach(|| layers.abandon());
         Ok(())
     }
@@ -122,6 +123,9 @@ impl Job {
         let mut outcome = self.state.outcome.lock();
         if *outcome == Outcome::Waiting {
             self.state.end(&mut outcome, Outcome::Cancelled);
+            if let Some(layers) = &self.layers {
+                layers.end();
+            }
         }
         *outcome == Outcome::Cancelled
     }
@@ -136,7 +140,7 @@ impl Job {
 }
 
 /// Asks again and again, each time until the given moment at most, whether something is known; `None` after `timeout_s` seconds.
-fn wait_for<T: Send>(
+pub(crate) fn wait_for<T: Send>(
     py: Python<'_>,
     timeout_s: Option<f64>,
     mut ask: impl FnMut(Instant) -> Option<T> + Send,

@@ -62,7 +62,8 @@ impl LayerProgress {
         !std::mem::replace(&mut self.state.lock().has_begun, true)
     }
 
-    fn end(&self) {
+    /// Says that no further layer comes.
+    pub(crate) fn end(&self) {
         self.state.lock().is_over = true;
         self.changed.notify_all();
     }
@@ -104,6 +105,10 @@ impl Transfer {
         client: &NodeClient,
         reporter: &LayerReporter,
     ) -> Result<usize, NodeError> {
+        if reporter.0.begin_copy().is_none() {
+            // Nothing is brought into memory for it.
+            return Ok(0);
+        }
         let Some(lease) = self.lease(client)? else { return Ok(0) };
         if !reporter.0.begin() {
             // Another daemon took over while bytes were copied. The engine may read what has come, so nothing is written again.

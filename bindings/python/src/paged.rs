@@ -16,12 +16,10 @@ use pyo3::prelude::*;
 use crate::dlpack::Exported;
 use crate::elastic::Place;
 use crate::error::{invalid, memory_exception_of};
+use crate::job::wait_for;
 
 /// How long a page that is given back stays ready to be taken again, unless others need its memory.
 const READY_FOR: Duration = Duration::from_secs(1);
-
-/// The longest wait of a call, where the caller names a longer one.
-const LONGEST_WAIT: Duration = Duration::from_hours(24);
 
 /// One buffer of addresses, with memory behind the pages that are taken: for an engine that chooses its blocks itself.
 ///
@@ -104,18 +102,20 @@ impl PagedMemory {
     #[pyo3(signature = (pages, *, timeout_s=0.0))]
     fn take(&self, py: Python<'_>, pages: Vec<u32>, timeout_s: f64) -> PyResult<bool> {
         let pages: Vec<PageId> = pages.into_iter().map(PageId).collect();
-        let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(LONGEST_WAIT);
-        let outcome = py.detach(|| {
-            if timeout.is_zero() {
-                return self.try_take(&pages).map(|outcome| outcome == BlocksOutcome::Allocated);
-            }
-            let deadline = Instant::now() + timeout.min(LONGEST_WAIT);
-            let answer = self.pool.wait_for(deadline, || match self.try_take(&pages) {
+        let is_taken = |outcome: kvik_memory::Result<BlocksOutcome>| {
+            outcome.map(|outcome| outcome == BlocksOutcome::Allocated)
+        };
+        let ask = |until| {
+            self.pool.wait_for(until, || match self.try_take(&pages) {
                 Ok(BlocksOutcome::NoMemory(_)) if !self.is_interrupted.swap(false, Ordering::SeqCst) => None,
-                answer => Some(answer.map(|outcome| outcome == BlocksOutcome::Allocated)),
-            });
-            answer.unwrap_or(Ok(false))
-        });
+                answer => Some(is_taken(answer)),
+            })
+        };
+        let outcome = if timeout_s > 0.0 {
+            wait_for(py, Some(timeout_s), ask)?.unwrap_or(Ok(false))
+        } else {
+            py.detach(|| is_taken(self.try_take(&pages)))
+        };
         outcome.map_err(|error| memory_exception_of(&error))
     }
 
@@ -154,9 +154,11 @@ impl PagedMemory {
     /// Waits up to `timeout_s` until others want memory that is taken here, or less may be held; returns the bytes that are to be
     /// given back, once.
     #[pyo3(signature = (*, timeout_s=0.0))]
-    fn wanted_bytes(&self, py: Python<'_>, timeout_s: f64) -> u64 {
-        let timeout = Duration::try_from_secs_f64(timeout_s.max(0.0)).unwrap_or(LONGEST_WAIT);
-        py.detach(|| self.wanted.take(Instant::now() + timeout.min(LONGEST_WAIT)))
+    fn wanted_bytes(&self, py: Python<'_>, timeout_s: f64) -> PyResult<u64> {
+        let n_bytes = wait_for(py, Some(timeout_s), |until| {
+            Some(self.wanted.take(until)).filter(|n_bytes| *n_bytes > 0)
+        })?;
+        Ok(n_bytes.unwrap_or(0))
     }
 
     /// Number of pages.

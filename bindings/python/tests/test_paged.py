@@ -3,6 +3,7 @@
 import ctypes
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import kvik
@@ -138,16 +139,37 @@ def test_pages_that_are_refused_can_be_waited_for(tmp_path):
 def test_a_wait_for_pages_can_be_ended(tmp_path):
     memory = opened(max_bytes=PAGE)
     assert memory.take([0])
+    begun = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(memory.take, [1], timeout_s=3600)
-        memory.interrupt()
-        assert not waiting.result()
+        for _ in range(20):
+            waiting = pool.submit(memory.take, [1], timeout_s=3600)
+            # Long enough that it waits, mostly.
+            time.sleep(0.005)
+            memory.interrupt()
+            assert not waiting.result()
+    # Waits look again by themselves, too, but so seldom that all of them would take longer.
+    assert time.monotonic() < begun + 1
     memory.stop_waiting()
     memory.give_back([0])
     # An interruption that came too early ends the next wait, and no `take` that finds memory.
     memory.interrupt()
     assert memory.take([1], timeout_s=3600)
     assert not memory.take([2], timeout_s=3600)
+
+
+def test_a_wait_for_pages_ends_with_an_interrupt_by_the_user(tmp_path):
+    program = f"""
+import kvik, os, signal, threading
+memory = kvik.PagedMemory(n_bytes={2 * PAGE}, max_bytes={PAGE})
+memory.take([0])
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    memory.take([1], timeout_s=3600)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "interrupted\n"
 
 
 def test_torch_sees_the_same_bytes_and_keeps_the_memory_alive():
