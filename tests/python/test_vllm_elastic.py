@@ -212,7 +212,7 @@ config = types.SimpleNamespace(
     scheduler_config=types.SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64),
     device_config=types.SimpleNamespace(device_type="cpu"),
     model_config=types.SimpleNamespace(max_model_len=100),
-    parallel_config=types.SimpleNamespace(world_size=3),
+    parallel_config=types.SimpleNamespace(world_size=3, distributed_executor_backend="mp"),
 )
 cache = types.SimpleNamespace(kv_cache_tensors=[])
 for extra in json.loads(sys.argv[1]):
@@ -244,6 +244,11 @@ ranks = [ElasticReport(4, {3}, {(3, 2)}, None, 10), ElasticReport(5, {2}, set(),
 whole = ranks[0].aggregate(ranks[1]).aggregate(ranks[2])
 print(json.dumps([whole.number, sorted(whole.missing), sorted(whole.refused), whole.most_slabs, whole.taken_bytes, whole.n_ranks]))
 print(json.dumps([plan.n_ranks]))
+config.parallel_config.distributed_executor_backend = "external_launcher"
+try:
+    ElasticPlan.read(config, Settings.read({"elastic": True}), geometry, cache)
+except kvik.InvalidValueError as error:
+    print(json.dumps(str(error)))
 def allocating(*sizes):
     return Allocation("vLLM", sizes, torch.int8, 2 << 20, ROUNDING_BYTES)
 
@@ -306,14 +311,15 @@ def test_settings_are_checked_ranks_are_added_and_one_allocation_is_answered() -
     command = [f"{ENGINES}/bin/python", "-W", "ignore", "-c", SETTINGS, f"[{','.join(cases)}]"]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     answers = [json.loads(line) for line in output.splitlines() if line[:1] in '["']
-    assert len(answers) == len(cases) + 15
+    assert len(answers) == len(cases) + 16
     for answer, expected in zip(answers, cases.values(), strict=False):
         assert expected in answer if isinstance(expected, str) else expected == answer
-    sizes, reserves, ranks, n_ranks, several, is_inside, none, layers, *pieces = answers[len(cases) :]
+    sizes, reserves, ranks, n_ranks, external, several, is_inside, none, layers, *pieces = answers[len(cases) :]
     assert sizes == [16, 8, 8, 2, 2, 4]
     assert reserves == [16, 78, 4, 0, 21]
     assert ranks == [4, [2, 3], [[3, 2]], 5, 60, 3]
     assert n_ranks == [3]
+    assert external == "`elastic` is true; allowed with the executor `external_launcher`: one rank"
     assert "more buffers of KV than it told; allowed with `elastic`: 1" in several
     assert is_inside == [True, False, 0]
     assert "0 of 1 buffers" in none

@@ -2,8 +2,11 @@
 
 import contextlib
 import random
+import threading
+from types import SimpleNamespace
 
 import kvik
+import kvik.elastic.mapper as mapper_module
 import pytest
 from kvik.elastic.mapper import Mapper
 from kvik.elastic.slabs import PageTable, Piece, Slabs
@@ -431,11 +434,49 @@ def test_of_two_engines_that_wait_for_each_other_one_gets_what_the_other_gives_b
         mapper.close()
 
 
+def test_memory_that_is_needed_by_turns_is_refused_in_time(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(mapper_module, "time", SimpleNamespace(monotonic=lambda: now))
+    mapper = Mapper(Played(n_free=0), wait_s=0.05)
+    mapper.obey(1, [], [1, 2], [1])
+    mapper.work()
+    for number in range(2, 8):
+        now += 0.02
+        mapper.obey(number, [], [], [1, 2] if number % 2 == 0 else [1])
+        mapper.work()
+    assert mapper.missing() == ({}, {1: 1, 2: 1})
+
+
+def test_memory_that_is_needed_from_now_on_is_waited_for_as_long_as_any_other(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(mapper_module, "time", SimpleNamespace(monotonic=lambda: now))
+    mapper = Mapper(Played(n_free=0), wait_s=0.05)
+    mapper.obey(1, [], [1], [1])
+    mapper.work()
+    now += 0.04
+    mapper.obey(2, [], [2], [1, 2])
+    now += 0.04
+    mapper.work()
+    assert mapper.missing() == ({1: 1, 2: 2}, {})
+    now += 0.02
+    mapper.work()
+    assert mapper.missing() == ({}, {1: 1, 2: 2})
+
+
+class Patient(Paged):
+    """Memory that is waited for until it is interrupted, however long that takes."""
+
+    def try_take(self, slabs, timeout_s: float = 0.0) -> bool:
+        return super().try_take(slabs, 3600 if timeout_s > 0 else 0.0)
+
+
 def test_a_mapper_that_waits_for_memory_ends_at_once(tmp_path):
-    memory = Paged(max_bytes=2 * PAGE)
+    memory = Patient(max_bytes=2 * PAGE)
     mapper = Mapper(memory, wait_s=3600)
     mapper.start()
     mapper.obey(1, [], range(4), range(4))
     eventually(lambda: mapper.denied_at is not None and mapper.is_waiting)
-    mapper.close()
+    closing = threading.Thread(target=mapper.close, daemon=True)
+    closing.start()
+    closing.join(timeout=20)
     assert not mapper.thread.is_alive()

@@ -36,6 +36,8 @@ class Request:
     # What it has when it ends.
     n_all_tokens: int
     num_computed_tokens: int = 0
+    # Tokens that steps under way sample: vLLM schedules what follows them before it knows them.
+    n_placeholders: int = 0
     status: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(name="WAITING"))
     blocks: list = field(default_factory=list)
 
@@ -46,6 +48,8 @@ class Step:
     orders: object
     # Slabs that it writes or reads.
     slabs: set[int]
+    # Requests of which it samples a token.
+    samples: set[str] = field(default_factory=set)
     reports: list = field(default_factory=lambda: [None] * N_RANKS)
 
 
@@ -143,6 +147,8 @@ class Engine:
         self.running: list[Request] = []
         # Steps that were scheduled and whose output is not known.
         self.steps: list[Step] = []
+        # Blocks of requests that have ended, each with the last step that may write them: vLLM frees them with its output.
+        self.deferred: list[tuple[Step, list]] = []
         self.n_arrived = self.n_ended = self.n_hashes = self.n_preempted = 0
 
     # === vLLM's scheduler ===
@@ -158,6 +164,14 @@ class Engine:
         self.pool.free_blocks(reversed(request.blocks))
         request.blocks = []
 
+    def free_later(self, request: Request) -> None:
+        writers = [step for step in self.steps if request.request_id in step.output.num_scheduled_tokens]
+        if writers:
+            self.deferred.append((writers[-1], request.blocks))
+            request.blocks = []
+        else:
+            self.free(request)
+
     def grows(self, request: Request, n_tokens: int) -> bool:
         n_blocks = -(-(request.num_computed_tokens + n_tokens) // BLOCK_TOKENS) - len(request.blocks)
         if n_blocks > self.pool.get_num_free_blocks():
@@ -172,7 +186,7 @@ class Engine:
         preempted: set[str] = set()
         n_left = STEP_TOKENS
         for request in list(self.running):
-            n_tokens = min(n_left, request.num_tokens - request.num_computed_tokens)
+            n_tokens = min(n_left, request.num_tokens + request.n_placeholders - request.num_computed_tokens)
             if n_tokens == 0 or request not in self.running:
                 continue
             while not (fits := self.grows(request, n_tokens)):
@@ -181,7 +195,7 @@ class Engine:
                 victim = self.running.pop()
                 n_left += n_scheduled.pop(victim.request_id, 0)
                 self.free(victim)
-                victim.num_computed_tokens, victim.status.name = 0, "PREEMPTED"
+                victim.num_computed_tokens, victim.n_placeholders, victim.status.name = 0, 0, "PREEMPTED"
                 preempted.add(victim.request_id)
                 self.waiting.insert(0, victim)
                 self.n_preempted += 1
@@ -218,9 +232,14 @@ class Engine:
             if request.request_id in n_scheduled
             for block in request.blocks
         }
-        self.steps.append(Step(output, orders, used | {0}))
+        step = Step(output, orders, used | {0})
+        self.steps.append(step)
         for request in self.running:
-            request.num_computed_tokens += n_scheduled.get(request.request_id, 0)
+            if (n_tokens := n_scheduled.get(request.request_id, 0)) > 0:
+                request.num_computed_tokens += n_tokens
+                if request.num_computed_tokens >= request.num_tokens + request.n_placeholders:
+                    request.n_placeholders += 1
+                    step.samples.add(request.request_id)
 
     def find_prefix(self, request: Request) -> None:
         """Some block of the prefix cache, in any order: only where they lie matters."""
@@ -238,17 +257,21 @@ class Engine:
         for request in list(self.running):
             if request.request_id not in step.output.num_scheduled_tokens:
                 continue
-            if request.num_computed_tokens >= request.num_tokens:
+            if request.request_id in step.samples and request.n_placeholders > 0:
                 for block in request.blocks:
                     if block.block_hash is None and self.chance.random() < 0.3:
                         self.n_hashes += 1
                         self.pool._insert_block_hash(b"%08d" % self.n_hashes, block, num_tokens=None)
                 request.num_tokens += 1
+                request.n_placeholders -= 1
             if request.num_tokens > request.n_all_tokens or self.chance.random() < 0.01:
                 self.running.remove(request)
                 self.half.finished(request)
-                self.free(request)
+                self.free_later(request)
                 self.n_ended += 1
+        for last, blocks in [deferred for deferred in self.deferred if deferred[0] is step]:
+            self.deferred.remove((last, blocks))
+            self.pool.free_blocks(reversed(blocks))
         self.half.reported(SimpleNamespace(finished_sending=None, kv_connector_worker_meta=report))
 
     # === Chance ===
@@ -285,7 +308,17 @@ class Engine:
                     rank.memory.n_most = self.chance.randint(1, N_SLABS)
                 elif self.chance.random() < 0.1:
                     rank.lend(self.chance.randint(1, 3) * SLAB_BYTES)
+                elif self.chance.random() < 0.1:
+                    self.half.forget_prefixes()
         self.check()
+
+    def rest(self) -> None:
+        """Goes on until nothing is left to do."""
+        for _ in range(100_000):
+            if self.is_done():
+                return
+            self.play(is_calm=True)
+        raise AssertionError("requests wait for ever")
 
     def check(self) -> None:
         for rank in self.ranks:
@@ -305,12 +338,12 @@ def play(seed: int) -> Engine:
     engine = Engine(seed)
     for _ in range(4000):
         engine.play(is_calm=False)
-    for _ in range(100_000):
-        if engine.is_done():
-            break
-        engine.play(is_calm=True)
-    assert engine.is_done(), "requests wait for ever"
+    engine.rest()
+    if seed % 2 == 0:
+        engine.half.forget_prefixes()
+        engine.rest()
     assert engine.n_ended == engine.n_arrived
+    assert engine.half.is_lent or engine.half.balloon.count(State.IN) == 1, "memory is kept and not offered"
     engine.half.wake()
     kept = {slab for slab, state in enumerate(engine.half.balloon.states) if state is State.IN}
     assert len(kept) - 1 <= engine.half.plan.kept_slabs

@@ -22,7 +22,6 @@ SLICE_S = 0.02
 # they use does not, and a running request that is short of blocks must not wait long before another one gives way.
 WAIT_S = 0.05
 
-
 # How many slabs that are needed later are taken at a time. A call of the driver may last until the device has done what it was given,
 # whatever is asked of it; a few slabs are a step's worth, and take some 10 ms otherwise.
 AHEAD_SLABS = 4
@@ -89,8 +88,10 @@ class Mapper:
         # Whether the engine can do nothing without the slabs that are needed, and whether others are waited for.
         self.is_starved = False
         self.is_patient = True
-        # Since when memory is refused; None where it was not the last time.
+        # Since when memory is refused that is needed as now; None where it was not the last time.
         self.denied_at: float | None = None
+        # Since when it is refused at all.
+        self.denied_first_at = 0.0
         # Whether the thread may wait in the memory, so that it must be interrupted to see orders.
         self.is_waiting = False
         self.is_ready = self.is_closed = False
@@ -138,8 +139,8 @@ class Mapper:
                     self.wanted[slab] = number
             before, self.needed = self.needed, frozenset(needed)
             if self.denied_at is not None and not self.needed <= before:
-                # What is needed from now on is waited for as long as anything else.
-                self.denied_at = time.monotonic()
+                # What is needed from now on is waited for as long as anything else; what is needed by turns is not waited for for ever.
+                self.denied_at = min(time.monotonic(), self.denied_first_at + self.wait_s)
             self.is_starved, self.is_patient = is_starved, is_patient
 
     def let_go(self, slabs: Iterable[int]) -> None:
@@ -271,7 +272,7 @@ class Mapper:
         if not taken:
             with self.changed:
                 if self.denied_at is None:
-                    self.denied_at = now
+                    self.denied_at = self.denied_first_at = now
                     self.changed.notify_all()
                 is_over = not self.is_patient or time.monotonic() >= self.denied_at + self.wait_s
             if is_over:

@@ -59,6 +59,10 @@ class ElasticPlan:
     def read(
         cls, config: "VllmConfig", settings: Settings, geometry: Geometry, cache: "KVCacheConfig"
     ) -> "ElasticPlan":
+        parallel = config.parallel_config
+        if parallel.world_size > 1 and parallel.distributed_executor_backend == "external_launcher":
+            # Its workers are engines of their own, which do not see the reports of the others.
+            raise kvik.InvalidValueError("`elastic` is true; allowed with the executor `external_launcher`: one rank")
         limit_bytes = None if settings.elastic_limit is None else size_of("elastic_limit", settings.elastic_limit)
         is_gpu = config.device_config.device_type != "cpu"
         if settings.elastic_page is not None:
@@ -94,7 +98,7 @@ class ElasticPlan:
             max_step_tokens=max_step_tokens,
             n_request_blocks=-(-config.model_config.max_model_len // geometry.block_tokens),
             n_warm_up_blocks=1 + (WARM_UP_BLOCKS * max_requests if is_gpu else 0),
-            n_ranks=config.parallel_config.world_size,
+            n_ranks=parallel.world_size,
         )
 
 

@@ -83,6 +83,8 @@ class ElasticScheduler:
         # Where slabs that are kept are offered while no request is there, and whether they are.
         self.lease = LeaseTable.create(len(plan.slabs)) if plan.kept_slabs > 0 else None
         self.can_lend = self.is_lent = False
+        # Free blocks after the last orders without a request.
+        self.n_free_asleep = 0
 
     def bind(self, pool: "BlockPool") -> None:
         """Takes all blocks out of the pool but those of the first slab."""
@@ -188,6 +190,7 @@ class ElasticScheduler:
         if n_kept > 0:
             self.lease.offer(self.n_orders, [slab for _, slab in unused[len(unused) - n_kept :]])
             self.is_lent = True
+        self.n_free_asleep = self.balloon.pool.get_num_free_blocks()
         return out
 
     def cancel(self, n_slabs: int) -> list[int]:
@@ -315,14 +318,24 @@ class ElasticScheduler:
         return time.monotonic() > self.refused_until or len(self.running) <= 1
 
     def wants_step(self) -> bool:
-        """Whether vLLM should run a step without requests: for the first orders, and to give back what was freed last."""
+        """Whether vLLM should run a step without requests: for the first orders, and to give back what was freed last.
+
+        vLLM frees blocks behind the last orders too: where it schedules ahead, when the steps that may write them have ended, and
+        where a request was aborted, when its loads and saves have.
+        """
         if self.n_orders == 0:
             return True
-        return self.is_dirty and not self.requests and (self.n_slabs_used() > 1 or bool(self.half_taken))
+        if self.requests:
+            return False
+        if self.balloon.pool.get_num_free_blocks() > self.n_free_asleep:
+            return True
+        return self.is_dirty and (self.n_slabs_used() > 1 or bool(self.half_taken))
 
     def forget_prefixes(self) -> None:
         """Empties the prefix cache: vLLM itself does so only where no block is in use, and what the balloon holds counts."""
         self.wake()
+        # What was offered is offered again.
+        self.is_dirty = True
         pool = self.balloon.pool
         pool.evict_blocks({number for number, block in enumerate(pool.blocks) if block.block_hash is not None})
 
