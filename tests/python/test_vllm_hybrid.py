@@ -5,7 +5,6 @@ token before them does, and with windows that are no multiple of blocks and chun
 """
 
 import json
-import os
 import pathlib
 import select
 import subprocess
@@ -14,9 +13,7 @@ from collections.abc import Iterator
 import pytest
 from engine_processes import DRIVERS, ENGINES, MODEL_FOLDER
 from store_daemon import CHUNK_TOKENS, Daemon, spoil, whole_chunks
-from test_vllm_kvik import eventually_loaded
-from vllm_process import QUIET, Vllm, prompt, started
-from vllm_server import PACKAGE
+from vllm_process import Vllm, daemon, eventually_loaded, prompt, run_driver, started  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not ENGINES, reason="KVIK_ENGINES is not set")
 
@@ -53,14 +50,6 @@ def plain(wide: pathlib.Path) -> Iterator[Vllm]:
     """An engine without kvik: what it says is right."""
     with started(model=wide) as engine:
         yield engine
-
-
-@pytest.fixture
-def daemon(tmp_path: pathlib.Path) -> Iterator[Daemon]:
-    daemon = Daemon(tmp_path)
-    yield daemon
-    daemon.resume()
-    daemon.kill()
 
 
 def test_groups_of_one_engine_are_loaded_by_another_with_the_same_tokens(
@@ -236,14 +225,6 @@ def test_ranks_store_and_load_their_parts_of_all_groups(wide: pathlib.Path, daem
         assert first["cached"] == [0]
         engine.ask("reset")
         eventually_loaded(engine, tokens, first["tokens"])
-
-
-def run_driver(name: str, *arguments: str) -> dict:
-    environment = {**os.environ, **QUIET, "PYTHONPATH": os.path.abspath(PACKAGE), "VLLM_LOGGING_LEVEL": "ERROR"}
-    command = [f"{ENGINES}/bin/python", "-W", "ignore", str(DRIVERS / name), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

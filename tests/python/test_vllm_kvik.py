@@ -8,28 +8,13 @@ import json
 import pathlib
 import shutil
 import time
-from collections.abc import Iterator
 
 import pytest
 from engine_processes import ENGINES, MODEL_FOLDER
 from store_daemon import CHUNK_TOKENS, Daemon, spoil, whole_chunks
-from vllm_process import Vllm, prompt, started
+from vllm_process import Vllm, daemon, eventually_loaded, plain, prompt, started  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not ENGINES, reason="KVIK_ENGINES is not set")
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Vllm]:
-    """An engine without kvik: what it says is right."""
-    with started() as engine:
-        yield engine
-
-
-@pytest.fixture
-def daemon(tmp_path: pathlib.Path) -> Iterator[Daemon]:
-    daemon = Daemon(tmp_path)
-    yield daemon
-    daemon.kill()
-
 
 def test_what_one_engine_computed_another_loads_with_the_same_tokens(plain: Vllm, daemon: Daemon) -> None:
     prompts = [prompt(seed, n_tokens) for seed, n_tokens in enumerate((900, 500, 70, 64, 40))]
@@ -47,21 +32,6 @@ def test_what_one_engine_computed_another_loads_with_the_same_tokens(plain: Vllm
             second.ask("reset")
             again = second.generate(prompts[0], salt="tenant")
             assert (again["tokens"], again["cached"]) == (expected[0], [whole_chunks(900)])
-
-
-def eventually_loaded(
-    engine: Vllm, tokens: list[int], right: list[list[int]], n_cached: int | None = None
-) -> None:
-    """The engine loads what another has computed; the other's saves may take a moment."""
-    deadline = time.monotonic() + 120
-    n_cached = whole_chunks(len(tokens)) if n_cached is None else n_cached
-    while True:
-        answer = engine.generate(tokens)
-        assert answer["tokens"] == right
-        if answer["cached"] == [n_cached]:
-            return
-        assert time.monotonic() < deadline, answer
-        engine.ask("reset")
 
 
 def test_a_daemon_that_dies_costs_hits_and_is_used_again_when_it_is_back(plain: Vllm, daemon: Daemon) -> None:

@@ -6,15 +6,56 @@ is read, every number is compared behind the wait for that layer. One that is wr
 
 import json
 import sys
+from collections.abc import Callable
 
 from hybrid_groups import Played, spec
 
+import kvik
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 BLOCK_TOKENS = 16
+
+
+class LateJob:
+    """A load by layers that comes whole, and after its step has read all layers."""
+
+    def __init__(self, begin: Callable[[], kvik.Job]) -> None:
+        self.begin = begin
+        self.job: kvik.Job | None = None
+
+    def wait_layers(self, n_layers: int, timeout_s: float | None = None) -> bool:
+        return False
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        self.job = self.begin()
+        return self.job.wait(timeout_s)
+
+    @property
+    def result(self) -> int:
+        return self.job.result
+
+
+class LateStore:
+    """The store, some of whose loads by layers are late."""
+
+    def __init__(self, played: "LayersPlayed", store: kvik.Store) -> None:
+        self.played = played
+        self.store = store
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.store, name)
+
+    def start_load(self, *arguments: object, **options: object) -> kvik.Job | LateJob:
+        def begin() -> kvik.Job:
+            return self.store.start_load(*arguments, **options)
+
+        if self.played.rng.random() < 0.7:
+            return begin()
+        self.played.counts["late"] += 1
+        return LateJob(begin)
 
 
 class LayersPlayed(Played):
@@ -107,6 +148,8 @@ def main() -> None:
     specs = [spec(FullAttentionSpec, BLOCK_TOKENS)]
     layerwise = "always" if seed % 3 else "auto"
     played = LayersPlayed(sys.argv[1], sys.argv[2], seed, specs, layerwise=layerwise)
+    layers = played.worker.worker.layers
+    layers.store = LateStore(played, layers.store)
     try:
         played.run()
     finally:
