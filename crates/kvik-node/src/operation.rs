@@ -142,6 +142,11 @@ impl Operation {
             Self::Commit { .. } | Self::Note { .. } | Self::Release { .. } | Self::NextLayer { .. } => false,
         }
     }
+
+    /// Whether it waits for no tier and looks up no chain: a commit takes as long as its chunk's checksum.
+    pub(crate) fn is_short(self) -> bool {
+        matches!(self, Self::Commit { .. } | Self::Note { .. } | Self::Release { .. })
+    }
 }
 
 // === impl Submission ===

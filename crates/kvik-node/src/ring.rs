@@ -146,15 +146,6 @@ impl Places {
         let first = self.entries + (position % N_ENTRIES) as usize * ENTRY_WORDS;
         first..first + ENTRY_WORDS
     }
-
-    /// Wakes the consumer if it sleeps. Call it after the tail was written.
-    fn wake_sleeper(self, words: &impl RingWords) {
-        words.fence();
-        if words.load(self.sleeps, Ordering::Relaxed) != 0 {
-            words.increment(self.wake_ups);
-            words.wake(self.wake_ups);
-        }
-    }
 }
 
 // === impl Producer ===
@@ -167,6 +158,15 @@ impl<W: RingWords> Producer<W> {
 
     /// Appends an entry; false where the ring is full.
     pub(crate) fn push(&mut self, entry: Entry) -> Result<bool, BrokenRing> {
+        let is_pushed = self.push_quietly(entry)?;
+        if is_pushed {
+            self.wake_sleeper();
+        }
+        Ok(is_pushed)
+    }
+
+    /// Appends an entry without waking the consumer: [`Self::wake_sleeper`] MUST follow before the producer waits.
+    pub(crate) fn push_quietly(&mut self, entry: Entry) -> Result<bool, BrokenRing> {
         let words = &*self.words;
         // Acquire: the entry that is written over was read before the head passed it.
         let n_used = self.tail.wrapping_sub(words.load(self.places.head, Ordering::Acquire));
@@ -181,8 +181,17 @@ impl<W: RingWords> Producer<W> {
         }
         self.tail = self.tail.wrapping_add(1);
         words.store(self.places.tail, self.tail, Ordering::Release);
-        self.places.wake_sleeper(words);
         Ok(true)
+    }
+
+    /// Wakes the consumer, if it sleeps, for all that was appended.
+    pub(crate) fn wake_sleeper(&self) {
+        let words = &*self.words;
+        words.fence();
+        if words.load(self.places.sleeps, Ordering::Relaxed) != 0 {
+            words.increment(self.places.wake_ups);
+            words.wake(self.places.wake_ups);
+        }
     }
 
     /// Whether the consumer seems to sleep: a hint, which may be old.

@@ -18,6 +18,12 @@ const PART_ALIGNMENT: usize = 4096;
 /// The least that a thread copies at a time; smaller parts cost more than they save.
 const MIN_PART_BYTES: usize = 256 << 10;
 
+/// The least that is worth a thread: it takes as long to start as half of this to copy.
+const MIN_THREAD_BYTES: usize = 1 << 20;
+
+/// Chunks are told to the daemon by so many bytes at a time, so that it is not woken for each small one.
+const MIN_SENT_BYTES: usize = 1 << 20;
+
 /// Memory for chunks; what is not committed when it is dropped is given back.
 #[derive(Debug)]
 pub struct RemoteWrite {
@@ -35,6 +41,19 @@ struct WrittenChunk {
     layers: Vec<Option<Checksum>>,
     /// A commit whose answer was not taken.
     commit: Option<(Ticket, Checksum)>,
+}
+
+/// The commits of chunks whose parts are made in any order.
+struct Commits<'a> {
+    writing: &'a RemoteWrite,
+    parts: &'a [ChunkPart],
+    sums: Vec<Option<Checksum>>,
+    /// Parts of chunks that are complete.
+    n_complete: usize,
+    /// Complete chunks that the daemon was not told of.
+    waiting: Vec<(usize, Checksum)>,
+    n_waiting_bytes: usize,
+    sent: Vec<(usize, Ticket, Checksum)>,
 }
 
 /// What one of several threads copies of a chunk.
@@ -149,41 +168,16 @@ impl RemoteWrite {
         make: impl Fn(&Self, &ChunkPart) -> Result<Checksum> + Sync,
     ) -> Result<()> {
         let parts = self.parts(n_threads);
-        let next = AtomicUsize::new(0);
-        let (sender, copied) = mpsc::channel();
-        let (writing, parts, make) = (&*self, &parts, &make);
-        let (mut sums, mut n_committed, mut commits) = (vec![None; parts.len()], 0, Vec::new());
-        let outcome = std::thread::scope(|scope| {
-            for _ in 0..n_threads.clamp(1, parts.len().max(1)) {
-                let (sender, next) = (sender.clone(), &next);
-                scope.spawn(move || {
-                    while let part_idx = next.fetch_add(1, Ordering::Relaxed)
-                        && let Some(part) = parts.get(part_idx)
-                    {
-                        let sum = make(writing, part);
-                        // The receiver is gone after a failure.
-                        if sender.send((part_idx, sum)).is_err() {
-                            return;
-                        }
-                    }
-                });
-            }
-            drop(sender);
-            for (part_idx, sum) in copied {
-                sums[part_idx] = Some(sum?);
-                // In the order of the chain: a chunk is stored only behind the one before it.
-                while let Some((place, n_parts, checksum)) =
-                    joined_chunk(&parts[n_committed..], &sums[n_committed..])
-                {
-                    let operation = writing.commit_operation(place, checksum);
-                    let ticket = writing.handle.client.exchange().send(operation)?;
-                    commits.push((place, ticket, checksum));
-                    n_committed += n_parts;
-                }
-            }
-            Ok(())
-        });
-        for (place, ticket, checksum) in commits {
+        let n_bytes: usize = parts.iter().map(|part| part.range.len()).sum();
+        let n_threads = n_threads.min(n_bytes / MIN_THREAD_BYTES).min(parts.len());
+        let mut commits = Commits::new(self, &parts);
+        let outcome = if n_threads <= 1 {
+            parts.iter().enumerate().try_for_each(|(part_idx, part)| commits.add(part_idx, make(self, part)?))
+        } else {
+            commits.add_all(n_threads, &make)
+        };
+        let outcome = outcome.and(commits.send());
+        for (place, ticket, checksum) in commits.sent {
             self.chunks[place].commit = Some((ticket, checksum));
         }
         outcome
@@ -288,6 +282,75 @@ impl RemoteWrite {
 
     fn commit_operation(&self, place: usize, checksum: Checksum) -> Operation {
         Operation::Commit { write: self.handle.number, place: place as u32, checksum: checksum.0 }
+    }
+}
+
+impl<'a> Commits<'a> {
+    fn new(writing: &'a RemoteWrite, parts: &'a [ChunkPart]) -> Self {
+        let (waiting, sent) = (Vec::new(), Vec::new());
+        Self {
+            writing,
+            parts,
+            sums: vec![None; parts.len()],
+            n_complete: 0,
+            waiting,
+            n_waiting_bytes: 0,
+            sent,
+        }
+    }
+
+    /// Notes the checksum of a part, and commits in the order of the chain: a chunk is stored only behind the one before it.
+    fn add(&mut self, part_idx: usize, sum: Checksum) -> Result<()> {
+        self.sums[part_idx] = Some(sum);
+        while let Some((place, n_parts, checksum)) =
+            joined_chunk(&self.parts[self.n_complete..], &self.sums[self.n_complete..])
+        {
+            let n_chunk_bytes = self.parts[self.n_complete].n_chunk_bytes;
+            self.waiting.push((place, checksum));
+            self.n_waiting_bytes += n_chunk_bytes;
+            self.n_complete += n_parts;
+        }
+        if self.n_waiting_bytes < MIN_SENT_BYTES { Ok(()) } else { self.send() }
+    }
+
+    /// Adds all parts, which several threads make.
+    fn add_all(
+        &mut self,
+        n_threads: usize,
+        make: &(impl Fn(&RemoteWrite, &ChunkPart) -> Result<Checksum> + Sync),
+    ) -> Result<()> {
+        let next = AtomicUsize::new(0);
+        let (sender, made) = mpsc::channel();
+        let (writing, parts) = (self.writing, self.parts);
+        std::thread::scope(|scope| {
+            for _ in 0..n_threads {
+                let (sender, next) = (sender.clone(), &next);
+                scope.spawn(move || {
+                    while let part_idx = next.fetch_add(1, Ordering::Relaxed)
+                        && let Some(part) = parts.get(part_idx)
+                    {
+                        let sum = make(writing, part);
+                        // The receiver is gone after a failure.
+                        if sender.send((part_idx, sum)).is_err() {
+                            return;
+                        }
+                    }
+                });
+            }
+            drop(sender);
+            made.into_iter().try_for_each(|(part_idx, sum)| self.add(part_idx, sum?))
+        })
+    }
+
+    /// Tells the daemon of all complete chunks.
+    fn send(&mut self) -> Result<()> {
+        self.n_waiting_bytes = 0;
+        for (place, checksum) in self.waiting.drain(..) {
+            let operation = self.writing.commit_operation(place, checksum);
+            let ticket = self.writing.handle.client.exchange().send(operation)?;
+            self.sent.push((place, ticket, checksum));
+        }
+        Ok(())
     }
 }
 

@@ -100,7 +100,24 @@ fn model(run: impl Fn() + Sync + Send + 'static) {
 
 #[test]
 fn in_every_order_entries_arrive_whole_and_in_order_and_no_wake_up_is_lost() {
-    model(|| {
+    two_entries_arrive(Producer::push);
+}
+
+#[test]
+fn in_every_order_one_wake_up_is_enough_for_all_entries_before_it() {
+    two_entries_arrive(|producer, entry| {
+        let is_pushed = producer.push_quietly(entry);
+        if entry[0] == 2 {
+            producer.wake_sleeper();
+        }
+        is_pushed
+    });
+}
+
+fn two_entries_arrive(
+    push: impl Fn(&mut Producer<ModelWords>, Entry) -> Result<bool, BrokenRing> + Copy + Send + Sync + 'static,
+) {
+    model(move || {
         let words = Arc::new(ModelWords::new());
         let mut producer = Producer::new(Arc::clone(&words), SUBMISSIONS);
         let mut consumer = Consumer::new(words, SUBMISSIONS);
@@ -108,7 +125,7 @@ fn in_every_order_entries_arrive_whole_and_in_order_and_no_wake_up_is_lost() {
             for number in 1..=2 {
                 let mut entry = [0; ENTRY_WORDS];
                 entry[0] = number;
-                assert_eq!(producer.push(entry), Ok(true));
+                assert_eq!(push(&mut producer, entry), Ok(true));
             }
         });
         let mut next = 1;

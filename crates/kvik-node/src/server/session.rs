@@ -23,6 +23,9 @@ use crate::ring::{BrokenRing, COMPLETIONS, Consumer, MOVED, PAYLOAD, Producer, S
 /// How long a session sleeps at most: what wakes it otherwise is the client's wake-up, or its end.
 const LONGEST_SLEEP: Duration = Duration::from_mins(1);
 
+/// A chunk of so many bytes takes longer to sum up than its client to wake up: answers before it are not held back.
+const MIN_SLOW_BYTES: usize = 1 << 20;
+
 /// The state of one client.
 #[derive(Debug)]
 pub(super) struct Session {
@@ -98,6 +101,9 @@ impl Session {
 
     fn serve(&mut self, submission: Submission, counters: &Counters) -> Result<()> {
         let done = done(submission.request);
+        if !submission.operation.is_short() {
+            self.completions.wake_sleeper();
+        }
         let completion = match submission.operation {
             Operation::Open { span, n_tokens } => {
                 let chain = self.chain_of(span, n_tokens)?;
@@ -152,11 +158,14 @@ impl Session {
 
     fn answer(&mut self, completion: Completion) -> Result<()> {
         // A client has room for the answers to all that it asks.
-        if self.completions.push(completion.encode()).map_err(broken)? {
-            Ok(())
-        } else {
-            Err(NodeError::Gone { reason: "the client does not read its answers" })
+        if !self.completions.push_quietly(completion.encode()).map_err(broken)? {
+            return Err(NodeError::Gone { reason: "the client does not read its answers" });
         }
+        // A client that has sent several requests is woken once, behind the last, or before one that may take long.
+        if !self.submissions.has_entry() {
+            self.completions.wake_sleeper();
+        }
+        Ok(())
     }
 
     /// Tells the client that another daemon takes over, after the last answer.
@@ -217,6 +226,9 @@ impl Session {
     fn commit(&mut self, write: u32, place: usize, expected: u64) -> Result<Status> {
         let writer = self.handles.take_writer(write, place).ok_or_else(|| unknown(write))?;
         let n_bytes = writer.payload().len();
+        if n_bytes >= MIN_SLOW_BYTES {
+            self.completions.wake_sleeper();
+        }
         // The client waits for an answer, or has sent the next request.
         let is_urgent = || self.completions.has_sleeper() || self.submissions.has_entry();
         let summed = self.sums.sum(writer, is_urgent);
