@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ const DRIP: Duration = Duration::from_millis(500);
 /// Time between two attempts of one attacker: ports that are used up would end the honest clients too.
 const PAUSE: Duration = Duration::from_millis(50);
 /// Bytes that an attacker with a giant body sends at once, and how often: a hundred megabytes a second of all.
-static PIECE: [u8; 64 << 10] = [b' '; 64 << 10];
+static PIECE: LazyLock<Vec<u8>> = LazyLock::new(|| vec![b' '; 64 << 10]);
 const PIECE_PAUSE: Duration = Duration::from_millis(20);
 /// As long as the gateway lets a body be, and far more.
 const GIANT_BODY_BYTES: [usize; 2] = [16 << 20, 1 << 30];

@@ -2,7 +2,7 @@
 //! beside plain TCP of as many bytes from memory to memory. `iperf3` sends one small buffer again and again, which stays in
 //! the processor's caches.
 
-use std::io::{Read as _, Write as _};
+use std::io::{self, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -30,7 +30,7 @@ const N_WARM_UP: usize = 2;
 pub(super) fn measure(options: NodeBenchOptions) -> anyhow::Result<Vec<Measurement>> {
     let n_rounds = N_WARM_UP + if options.is_quick { 2 } else { 6 };
     let n_chunks = round_chunks(options);
-    let port = free_port()?;
+    let port = free_ports(1)?[0];
     let address = format!("127.0.0.1:{port}");
     // Two sets for each round: one that is read whole, and one that is read layer by layer.
     let holder_bytes = 2 * n_rounds * n_chunks * (CHUNK_BYTES + MIB);
@@ -128,8 +128,10 @@ fn iperf_rate(n_streams: usize) -> anyhow::Result<Option<f64>> {
     if !version.is_ok_and(|status| status.success()) {
         return Ok(None);
     }
+    let ports = free_ports(n_streams)?;
     let rates = std::thread::scope(|scope| {
-        let streams: Vec<_> = (0..n_streams).map(|_| scope.spawn(stream_rate)).collect();
+        let streams: Vec<_> =
+            ports.into_iter().map(|port| scope.spawn(move || stream_rate(&port.to_string()))).collect();
         let rates =
             streams.into_iter().map(|stream| stream.join().map_err(|_| anyhow!("a stream panicked"))?);
         rates.collect::<anyhow::Result<Vec<f64>>>()
@@ -138,17 +140,16 @@ fn iperf_rate(n_streams: usize) -> anyhow::Result<Option<f64>> {
 }
 
 /// One stream of `iperf3`.
-fn stream_rate() -> anyhow::Result<f64> {
-    let port = free_port()?.to_string();
+fn stream_rate(port: &str) -> anyhow::Result<f64> {
     let mut server = Command::new("iperf3")
-        .args(["-s", "-1", "-B", "127.0.0.1", "-p", &port])
+        .args(["-s", "-1", "-B", "127.0.0.1", "-p", port])
         .stdout(Stdio::null())
         .spawn()
         .context("start iperf3")?;
     let mut rate = Err(anyhow!("iperf3 reports no rate"));
     // The server may not listen yet.
     for _ in 0..200 {
-        let arguments = ["-c", "127.0.0.1", "-p", &port, "-t", "1", "-J"];
+        let arguments = ["-c", "127.0.0.1", "-p", port, "-t", "1", "-J"];
         let output = Command::new("iperf3").args(arguments).output().context("run iperf3")?;
         let report: Value = serde_json::from_slice(&output.stdout).context("read what iperf3 reports")?;
         if let Some(bits_per_s) = report["end"]["sum_received"]["bits_per_second"].as_f64() {
@@ -199,8 +200,11 @@ fn tcp_rate(sent: &[u8], received: &mut [u8]) -> anyhow::Result<f64> {
     Ok(sent.len() as f64 / took.as_nanos() as f64)
 }
 
-/// A port that is free now.
-fn free_port() -> anyhow::Result<u16> {
-    let listener = TcpListener::bind("127.0.0.1:0").context("find a free port")?;
-    Ok(listener.local_addr().context("find a free port")?.port())
+/// Different ports that are free now.
+fn free_ports(n_ports: usize) -> anyhow::Result<Vec<u16>> {
+    // All are held until the last is found, so that none is found twice.
+    let listeners = (0..n_ports).map(|_| TcpListener::bind("127.0.0.1:0")).collect::<io::Result<Vec<_>>>();
+    let listeners = listeners.context("find free ports")?;
+    let ports = listeners.iter().map(|listener| Ok(listener.local_addr()?.port())).collect::<io::Result<_>>();
+    ports.context("find free ports")
 }

@@ -287,15 +287,14 @@ impl RemoteWrite {
 
 impl<'a> Commits<'a> {
     fn new(writing: &'a RemoteWrite, parts: &'a [ChunkPart]) -> Self {
-        let (waiting, sent) = (Vec::new(), Vec::new());
         Self {
             writing,
             parts,
             sums: vec![None; parts.len()],
             n_complete: 0,
-            waiting,
+            waiting: Vec::new(),
             n_waiting_bytes: 0,
-            sent,
+            sent: Vec::new(),
         }
     }
 
