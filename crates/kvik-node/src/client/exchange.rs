@@ -47,10 +47,8 @@ struct Rings {
     submissions: Producer,
     completions: Consumer,
     next_request: u64,
-    /// Requests whose answer is not waited for and has not come.
+    /// Requests whose answer is taken later and has not come.
     under_way: HashSet<u64>,
-    /// Those of them whose answer is not taken either.
-    untaken: HashSet<u64>,
     /// Answers that came while another one was waited for.
     arrived: HashMap<u64, Completion>,
     /// Whether a request was given up. The daemon may still write its answer into the payload, so no other request may
@@ -70,7 +68,6 @@ impl Exchange {
             completions: Consumer::new(Arc::clone(&words), COMPLETIONS),
             next_request: 0,
             under_way: HashSet::new(),
-            untaken: HashSet::new(),
             arrived: HashMap::new(),
             is_given_up: false,
         };
@@ -129,7 +126,15 @@ impl Exchange {
 
     /// Sends a request without a payload, whose answer [`Self::take`] gives.
     pub(super) fn send(&self, operation: Operation) -> Result<Ticket> {
-        self.send_one_of_many(&mut self.rings.lock(), operation).map(Ticket)
+        let mut rings = self.rings.lock();
+        self.check(&rings)?;
+        if let Some(oldest) = rings.oldest_beyond(MAX_UNDER_WAY) {
+            let completion = self.wait(&mut rings, oldest)?;
+            rings.arrived.insert(oldest, completion);
+        }
+        let request = rings.send(operation)?;
+        rings.under_way.insert(request);
+        Ok(Ticket(request))
     }
 
     /// Waits for the answer to a request that was sent.
@@ -141,24 +146,9 @@ impl Exchange {
         }
     }
 
-    /// Gives a handle back, and does not wait for it; a daemon that is gone has it back already.
+    /// Gives a handle back; a daemon that is gone has it back already.
     pub(super) fn release(&self, handle: u32) {
-        let mut rings = self.rings.lock();
-        if let Ok(request) = self.send_one_of_many(&mut rings, Operation::Release { handle }) {
-            rings.untaken.insert(request);
-        }
-    }
-
-    /// Sends a request without a payload whose answer is not waited for; waits for an earlier one where too many are under way.
-    fn send_one_of_many(&self, rings: &mut Rings, operation: Operation) -> Result<u64> {
-        self.check(rings)?;
-        if let Some(oldest) = rings.oldest_beyond(MAX_UNDER_WAY) {
-            let completion = self.wait(rings, oldest)?;
-            rings.keep(completion);
-        }
-        let request = rings.send(operation)?;
-        rings.under_way.insert(request);
-        Ok(request)
+        let _ = self.ask(Operation::Release { handle });
     }
 
     /// Waits for one answer. Those to requests that are under way are kept; after a failure all requests are given up.
@@ -185,7 +175,7 @@ impl Exchange {
                 if completion.request > request {
                     return Err(broken());
                 }
-                rings.keep(completion);
+                rings.arrived.insert(completion.request, completion);
                 continue;
             }
             if has_moved {
@@ -237,13 +227,6 @@ impl Rings {
         let is_sent = self.submissions.push(Submission { request, operation }.encode());
         // Fewer requests are under way than the ring has entries.
         if is_sent.map_err(|_| broken())? { Ok(request) } else { Err(broken()) }
-    }
-
-    /// Keeps an answer for its taker, if there is one.
-    fn keep(&mut self, completion: Completion) {
-        if !self.untaken.remove(&completion.request) {
-            self.arrived.insert(completion.request, completion);
-        }
     }
 
     /// The oldest request under way, where there are `limit` of them.
