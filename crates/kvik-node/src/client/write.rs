@@ -18,10 +18,10 @@ const PART_ALIGNMENT: usize = 4096;
 /// The least that a thread copies at a time; smaller parts cost more than they save.
 const MIN_PART_BYTES: usize = 256 << 10;
 
-/// The least that is worth a thread: it takes as long to start as half of this to copy.
+/// A copy has at most one thread for each this many bytes: to start one takes tens of microseconds, to copy this 200.
 const MIN_THREAD_BYTES: usize = 1 << 20;
 
-/// Chunks are told to the daemon by so many bytes at a time, so that it is not woken for each small one.
+/// Commits are sent together until they cover this many bytes, so that small chunks do not each wake the daemon.
 const MIN_SENT_BYTES: usize = 1 << 20;
 
 /// Memory for chunks; what is not committed when it is dropped is given back.
@@ -50,7 +50,7 @@ struct Commits<'a> {
     sums: Vec<Option<Checksum>>,
     /// Parts of chunks that are complete.
     n_complete: usize,
-    /// Complete chunks that the daemon was not told of.
+    /// Complete chunks whose commits were not sent.
     waiting: Vec<(usize, Checksum)>,
     n_waiting_bytes: usize,
     sent: Vec<(usize, Ticket, Checksum)>,
@@ -341,7 +341,7 @@ impl<'a> Commits<'a> {
         })
     }
 
-    /// Tells the daemon of all complete chunks.
+    /// Sends the commits of all complete chunks.
     fn send(&mut self) -> Result<()> {
         self.n_waiting_bytes = 0;
         for (place, checksum) in self.waiting.drain(..) {

@@ -23,7 +23,7 @@ use crate::ring::{BrokenRing, COMPLETIONS, Consumer, MOVED, PAYLOAD, Producer, S
 /// How long a session sleeps at most: what wakes it otherwise is the client's wake-up, or its end.
 const LONGEST_SLEEP: Duration = Duration::from_mins(1);
 
-/// A chunk of so many bytes takes longer to sum up than its client to wake up: answers before it are not held back.
+/// A checksum of this many bytes takes longer than the wake-up of a client, so earlier answers are announced before it.
 const MIN_SLOW_BYTES: usize = 1 << 20;
 
 /// The state of one client.
