@@ -60,13 +60,29 @@ struct ModelSettings {
 }
 
 impl Model {
+    /// Refuses a path that is no folder; what lies in a folder is not looked at.
+    ///
+    /// # Errors
+    /// If it is missing or something else, or cannot be looked at.
+    pub fn check_folder(folder: &Path) -> Result<()> {
+        let what = match std::fs::metadata(folder) {
+            Ok(metadata) if metadata.is_dir() => return Ok(()),
+            Ok(_) => "not a folder",
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => "missing",
+            Err(source) => return Err(ModelError::Io { path: folder.to_owned(), source }),
+        };
+        let allowed = "a folder with config.json, safetensors and tokenizer.json";
+        Err(ModelError::request("model", format!("{}, which is {what}", folder.display()), allowed))
+    }
+
     /// Opens a Hugging Face folder: `config.json`, safetensors and `tokenizer.json`.
     ///
     /// Weights are read when an engine is made, not here.
     ///
     /// # Errors
-    /// If a file is missing or damaged, or the architecture is not supported.
+    /// If it is no folder, a file is missing or damaged, or the architecture is not supported.
     pub fn open(folder: &Path) -> Result<Self> {
+        Self::check_folder(folder)?;
         let config_path = folder.join("config.json");
         let metadata = match std::fs::metadata(&config_path) {
             Ok(metadata) => metadata,

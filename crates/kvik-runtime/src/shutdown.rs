@@ -65,9 +65,11 @@ impl Shutdown {
         let shutdown = self.clone();
         self.spawn(async move {
             tokio::select! {
-                () = next_signal() => {}
-                () = shutdown.draining() => {}
+                // A service that stops is draining too, and does not say so.
+                biased;
                 () = shutdown.stopping() => return,
+                () = shutdown.draining() => {}
+                () = next_signal() => {}
             }
             tracing::info!(grace_s = grace.as_secs(), "draining; a second signal ends at once");
             shutdown.drain();

@@ -119,7 +119,15 @@ async fn a_worker_that_cannot_start_leaves_nothing_behind() {
         Worker::start(config, &shutdown).await.unwrap_err().to_string()
     };
     let message = start(|config| config.model = Some("/no/such/model".into())).await;
-    assert_eq!(message, "load the model: /no/such/model has no config.json");
+    assert!(
+        message.starts_with("load the model: `model` is /no/such/model, which is missing; "),
+        "{message}"
+    );
+    let message = start(|config| config.model = Some("/dev/null".into())).await;
+    assert!(
+        message.starts_with("load the model: `model` is /dev/null, which is not a folder; "),
+        "{message}"
+    );
     assert!(start(|config| config.threads = 5000).await.contains("`threads` is 5000"));
     assert!(start(|config| config.listen = "nowhere".into()).await.contains("listen on nowhere"));
     shutdown.finish().await;

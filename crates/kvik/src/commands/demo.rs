@@ -10,10 +10,11 @@ use kvik_bench::demo::{self, DemoOptions, DemoOutcome, Progress, Run, SOURCES, T
 use kvik_bench::interrupt::Interrupt;
 use kvik_bench::machine::Machine;
 use kvik_bench::report::Report;
+use kvik_model::Model;
 use kvik_runtime::terminal::{self, Align, Column, DIMMED, TITLE, Table};
 
 use super::service::InvalidInput;
-use super::{check_folder, find_model, print_json};
+use super::{find_model, print_json};
 use crate::cli::DemoArguments;
 use crate::scratch::ScratchFolder;
 
@@ -87,7 +88,7 @@ fn model(arguments: &DemoArguments) -> anyhow::Result<(String, Option<PathBuf>)>
     }
     // Before the workers start, which wait for it no longer than for a model on disk.
     let found = find_model(Path::new(given))?;
-    check_folder(&found.folder).context("open the model")?;
+    Model::check_folder(&found.folder).context("open the model")?;
     let name = found.name.or_else(|| Some(found.folder.file_name()?.to_str()?.to_owned()));
     Ok((name.unwrap_or_else(|| given.clone()), Some(found.folder)))
 }

@@ -42,31 +42,13 @@ struct HubSettings {
 fn open_model(given: Option<&Path>) -> anyhow::Result<Model> {
     let Some(given) = given else { return Model::bundled().context("open the model") };
     let found = find_model(given)?;
-    let model = check_folder(&found.folder).and_then(|()| Model::open(&found.folder));
-    model.map(|model| model.with_name(found.name)).context("open the model")
+    Model::open(&found.folder).map(|model| model.with_name(found.name)).context("open the model")
 }
 
 /// Finds the folder of a model, which is fetched if it is one of a hub and not here; the environment says from where.
 fn find_model(given: &Path) -> anyhow::Result<FoundModel> {
     let settings = service::load::<HubSettings>("worker", None, Flags::default(), &[])?.value;
     hub::find_model(given, &settings.hub, &Shutdown::new()).context("open the model")
-}
-
-/// Refuses what is not a folder in words that fit better than "has no config.json".
-fn check_folder(folder: &Path) -> kvik_model::Result<()> {
-    let what = match std::fs::metadata(folder) {
-        Ok(metadata) if metadata.is_dir() => return Ok(()),
-        Ok(_) => "not a folder",
-        Err(error) if error.kind() == io::ErrorKind::NotFound => "missing",
-        Err(source) => {
-            return Err(ModelError::Io { path: folder.to_owned(), source });
-        }
-    };
-    Err(ModelError::request(
-        "model",
-        format!("{}, which is {what}", folder.display()),
-        "a folder with config.json, safetensors and tokenizer.json",
-    ))
 }
 
 /// The type in which keys and values are kept where none is named: GPUs have half the memory traffic with bf16, whose range is

@@ -1,5 +1,7 @@
 //! Model folders that are refused: one line that names the file or tensor.
 
+use std::ffi::OsStr;
+
 use super::support::{ModelFolder, run};
 
 /// The message with which `kvik generate` refuses the model.
@@ -21,6 +23,13 @@ fn a_file_in_place_of_a_folder_is_refused() {
     let file = model.path().join("config.json");
     let answer = run(["models".as_ref(), "inspect".as_ref(), file.as_os_str()]);
     insta::assert_snapshot!(model.redact(&answer.failure(3)), @"error: failed to open the model: `model` is [DIR]/config.json, which is not a folder; allowed: a folder with config.json, safetensors and tokenizer.json");
+    let flags = ["worker", "--listen", "127.0.0.1:0", "--log", "error", "--model"];
+    let worker = run(flags.into_iter().map(OsStr::new).chain([file.as_os_str()]));
+    let message = model.redact(&worker.failure(3));
+    assert!(
+        message.contains("load the model: `model` is [DIR]/config.json, which is not a folder; "),
+        "{message}"
+    );
 }
 
 #[test]
