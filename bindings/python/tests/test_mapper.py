@@ -118,6 +118,26 @@ def test_what_is_needed_goes_before_what_was_asked_for_earlier():
     assert mapper.present == {0, 1, 3, 4}
 
 
+def test_the_thread_is_woken_by_orders_that_change_something_and_by_no_others(monkeypatch):
+    mapper = Mapper(Played())
+    woken = []
+    monkeypatch.setattr(mapper.changed, "notify_all", lambda: woken.append(number))
+    orders = [
+        {},
+        {"take": [1, 2], "needed": [2]},
+        {"needed": [2]},
+        {"needed": [1]},
+        {"needed": [1], "is_starved": True},
+        {"needed": [1], "is_starved": True},
+        {"park": {1}},
+        {},
+        {"is_patient": False},
+    ]
+    for number, order in enumerate(orders):
+        mapper.obey(number, order.pop("park", ()), order.pop("take", ()), **order)
+    assert woken == [1, 3, 4, 6, 8]
+
+
 def test_memory_goes_when_the_work_before_the_order_has_run_and_not_before():
     memory = Played()
     memory.has_device = True

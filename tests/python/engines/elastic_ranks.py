@@ -41,6 +41,9 @@ class Request:
     status: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(name="WAITING"))
     blocks: list = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens, self.max_tokens = self.num_tokens, self.n_all_tokens - self.num_tokens
+
 
 @dataclass(eq=False)
 class Step:
@@ -132,7 +135,9 @@ class Engine:
         self.chance = random.Random(seed)
         self.now = 0.0
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        mapper_module.time = scheduler_module.time = clock
+        mapper_module.time = scheduler_module.time = worker_module.time = clock
+        # Half a step is a long one.
+        scheduler_module.LONG_STEP_TOKENS = STEP_TOKENS // 2
         slabs = Slabs(SLAB_BLOCKS * N_SLABS, SLAB_BLOCKS)
         n_cache_slabs = self.chance.choice([0, 0, 3])
         n_reserve_slabs = self.chance.choice([0, 0, 2, 4])

@@ -59,9 +59,10 @@ class Played:
         for slab, state in enumerate(self.half.balloon.states):
             assert slab in self.taken or state not in (State.IN, State.LEAVING), "a block without memory can be used"
 
-    def arrive(self, name: str, n_tokens: int, status: str = "WAITING") -> SimpleNamespace:
+    def arrive(self, name: str, n_tokens: int, status: str = "WAITING", max_tokens: int = 1) -> SimpleNamespace:
         request = SimpleNamespace(
-            request_id=name, num_tokens=n_tokens, num_computed_tokens=0, status=SimpleNamespace(name=status)
+            request_id=name, num_tokens=n_tokens, num_prompt_tokens=n_tokens, max_tokens=max_tokens, num_computed_tokens=0,
+            status=SimpleNamespace(name=status),
         )
         self.half.arrived(request)
         return request
@@ -127,6 +128,62 @@ def memory_is_asked_for_steps_before_it_is_needed() -> None:
     played.half.look_at = 0.0
     played.step()
     assert played.n_in == 7
+
+
+def memory_for_an_answer_is_asked_for_while_its_prompt_is_computed() -> None:
+    # Two prompts of 32 blocks and what goes with them take nine slabs of the ten; a quarter more takes the last one too.
+    for n_step_tokens, max_tokens, n_slabs in [(1024, 500, 10), (1024, 8, 9), (1023, 500, 9)]:
+        played = Played()
+        requests = [played.arrive(str(number), 32 * BLOCK_TOKENS, max_tokens=max_tokens) for number in range(2)]
+        played.step()
+        assert played.n_in == 9
+        played.pool.get_new_blocks(64)
+        played.step({"0": 512, "1": n_step_tokens - 512})
+        for request in requests:
+            request.num_computed_tokens = request.num_tokens
+        played.step({"0": 1, "1": 1})
+        assert played.n_in == n_slabs, f"{n_step_tokens} tokens of a step, {max_tokens} of an answer"
+
+
+def memory_for_answers_is_no_surplus_while_they_may_need_it() -> None:
+    for has_answer, n_slabs in [(True, 10), (False, 9)]:
+        played = Played()
+        requests = [played.arrive(str(number), 30 * BLOCK_TOKENS, max_tokens=500) for number in range(2)]
+        played.step()
+        played.pool.get_new_blocks(60)
+        played.step({"0": 512, "1": 512})
+        assert played.n_in == 10
+        for request in requests:
+            request.num_computed_tokens = request.num_tokens
+            if not has_answer:
+                played.half.answered_blocks[request.request_id] = 0
+        played.half.needed_at = played.half.look_over_at = 0.0
+        played.step({"0": 1, "1": 1})
+        assert played.n_in == n_slabs
+
+
+def a_step_that_only_decodes_is_not_looked_into_while_there_are_blocks_for_it() -> None:
+    played = Played()
+    requests = [played.arrive(str(number), 5 * BLOCK_TOKENS) for number in range(2)]
+    played.step()
+    assert played.n_in == 2, "12 blocks beside the one of unused values"
+    played.pool.get_new_blocks(9)
+    for request in requests:
+        request.num_computed_tokens = request.num_tokens
+    looked: list[int] = []
+    look = played.half.needed_blocks
+    played.half.needed_blocks = lambda output: looked.append(played.pool.get_num_free_blocks()) or look(output)
+    for n_taken in (0, 0, 1, 1, 1):
+        played.pool.get_new_blocks(n_taken)
+        played.half.look_over_at = float("inf")
+        played.step({"0": 1, "1": 1})
+    assert looked == [5, 4, 3], "two requests may need six blocks"
+    played.half.look_over_at = float("inf")
+    played.step({"0": 1, "1": 2})
+    assert len(looked) == 4, "one computes more than a token"
+    played.half.look_over_at = 0.0
+    played.step({"0": 1, "1": 1})
+    assert len(looked) == 5, "it is looked over now and then"
 
 
 def memory_for_later_steps_that_is_refused_preempts_nothing() -> None:
@@ -323,6 +380,9 @@ for check in (
     memory_comes_for_a_request_and_goes_with_it,
     requests_that_the_next_step_cannot_begin_get_nothing_yet,
     memory_is_asked_for_steps_before_it_is_needed,
+    memory_for_an_answer_is_asked_for_while_its_prompt_is_computed,
+    memory_for_answers_is_no_surplus_while_they_may_need_it,
+    a_step_that_only_decodes_is_not_looked_into_while_there_are_blocks_for_it,
     memory_for_later_steps_that_is_refused_preempts_nothing,
     a_slab_is_used_when_no_rank_misses_it_and_answers_to_earlier_orders_do_not_count,
     what_was_asked_for_is_taken_back_before_used_slabs_leave,

@@ -54,6 +54,8 @@ class Balloon:
         self.states = [State.IN] * len(slabs)
         # Blocks of slabs that are LEAVING and are held already.
         self.held: dict[int, set[int]] = {}
+        # Blocks that the engine must not use.
+        self.n_held_blocks = 0
         # Slabs that went OUT, the last one at the end: their memory may still be there.
         self.left: dict[int, None] = {}
         for slab in range(1, len(slabs)):
@@ -64,14 +66,9 @@ class Balloon:
         return self.states.count(state)
 
     @property
-    def n_held_blocks(self) -> int:
-        """Blocks that the engine must not use."""
-        whole = sum(
-            len(self.slabs.blocks(slab))
-            for slab, state in enumerate(self.states)
-            if state in (State.OUT, State.COMING)
-        )
-        return whole + sum(map(len, self.held.values()))
+    def n_used_slabs(self) -> int:
+        """Slabs that are not OUT."""
+        return len(self.states) - self.count(State.OUT)
 
     def grow(self, n_slabs: int) -> list[int]:
         """Gives back what is LEAVING first, and then names slabs for which memory is to be asked; they are COMING.
@@ -98,7 +95,7 @@ class Balloon:
         for slab in slabs:
             assert self.states[slab] is State.COMING
             self.states[slab] = State.IN
-            self.pool.free_blocks([self.pool.blocks[block] for block in self.slabs.blocks(slab)])
+            self.let_go(self.slabs.blocks(slab))
 
     def refused(self, slabs: Iterable[int]) -> None:
         """There is no memory for slabs that were COMING: they are OUT."""
@@ -166,7 +163,7 @@ class Balloon:
         """A slab that is LEAVING is IN again."""
         held = self.held.pop(slab)
         self.states[slab] = State.IN
-        self.pool.free_blocks([self.pool.blocks[block] for block in sorted(held)])
+        self.let_go(sorted(held))
 
     def stay_all(self) -> None:
         for slab in list(self.held):
@@ -184,5 +181,11 @@ class Balloon:
     def hold(self, blocks: Sequence[int]) -> None:
         """Takes free blocks out of the pool, and what they have out of the prefix cache."""
         if len(blocks) > 0:
+            self.n_held_blocks += len(blocks)
             self.pool.evict_blocks(set(blocks))
             self.pool.touch([self.pool.blocks[block] for block in blocks])
+
+    def let_go(self, blocks: Sequence[int]) -> None:
+        """Gives blocks back to the pool."""
+        self.n_held_blocks -= len(blocks)
+        self.pool.free_blocks([self.pool.blocks[block] for block in blocks])

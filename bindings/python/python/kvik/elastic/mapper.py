@@ -6,7 +6,7 @@ was to go and is wanted again before it went keeps it.
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -119,7 +119,7 @@ class Mapper:
     def obey(
         self,
         number: int,
-        park: Iterable[int],
+        park: Collection[int],
         take: Sequence[int],
         needed: Iterable[int] = (),
         *,
@@ -127,6 +127,12 @@ class Mapper:
         is_patient: bool = True,
     ) -> None:
         """Lets slabs go, and then wants others. The caller has begun no work that uses a slab of `park` after this call."""
+        needed = frozenset(needed)
+        with self.changed:
+            self.check()
+            if not park and not take and (self.needed, self.is_starved, self.is_patient) == (needed, is_starved, is_patient):
+                # The thread is not woken in every step: it would take its time from the engine's.
+                return
         with self.changed_by_engine():
             self.park(park)
             for slab in take:
@@ -137,7 +143,7 @@ class Mapper:
                     self.present.add(slab)
                 elif slab not in self.present:
                     self.wanted[slab] = number
-            before, self.needed = self.needed, frozenset(needed)
+            before, self.needed = self.needed, needed
             if self.denied_at is not None and not self.needed <= before:
                 # What is needed from now on is waited for as long as anything else; what is needed by turns is not waited for for ever.
                 self.denied_at = min(time.monotonic(), self.denied_first_at + self.wait_s)

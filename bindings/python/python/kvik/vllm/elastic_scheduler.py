@@ -31,6 +31,14 @@ SURPLUS_S = 5.0
 # the memory may be there, and three steps later it is.
 LOOK_AHEAD_STEPS = 3
 
+# A pass over so many tokens lasts longer than to map memory beside it. Passes that only decode do not: the driver keeps them waiting
+# while it maps. So memory for answers is asked for with such a pass.
+LONG_STEP_TOKENS = 1024
+
+# It is asked for an answer of a part in so many of its prompt: an answer may end long before `max_tokens`, and what it does not need
+# others may.
+ANSWER_PART = 4
+
 # Memory that was refused is asked for again after this; the ledger forgets a wait after a second. A step without tokens asks at once:
 # its worker waits.
 ASK_AGAIN_S = 0.05
@@ -48,6 +56,9 @@ ASKED_S = 2.0
 # its own.
 STALLED_STEPS = 20
 
+# How often it is looked what requests need while they only decode and there are blocks for them.
+LOOK_OVER_S = 0.25
+
 # How often a request that waits for memory is logged.
 LOG_S = 10.0
 
@@ -59,9 +70,13 @@ class ElasticScheduler:
         self.plan = plan
         # Tokens for which a running request has blocks ahead.
         self.n_spare_tokens = n_spare_tokens
+        # The most blocks that a request which decodes needs for the next steps.
+        self.n_decode_blocks = 2 + n_spare_tokens // plan.block_tokens
         self.balloon: Balloon | None = None
         # Requests that are not finished, in the order of their arrival.
         self.requests: dict[str, "Request"] = {}
+        # Blocks of each with as much of its answer as memory is asked for while its prompt is computed.
+        self.answered_blocks: dict[str, int] = {}
         self.running: set[str] = set()
         self.n_orders = 0
         # Slabs that are COMING, the first one first, each with the number of the orders that asked for it: an answer to earlier ones
@@ -76,7 +91,7 @@ class ElasticScheduler:
         # Whether there may be something to give back when the last request ends.
         self.is_dirty = False
         self.n_stalled_steps = 0
-        self.needed_at = self.ask_at = self.look_at = self.refused_until = self.log_at = 0.0
+        self.needed_at = self.ask_at = self.look_at = self.look_over_at = self.refused_until = self.log_at = 0.0
         # The most slabs to use, and until when.
         self.bound: tuple[int, float] | None = None
         self.taken_bytes = 0
@@ -95,9 +110,14 @@ class ElasticScheduler:
     def arrived(self, request: "Request") -> None:
         self.wake()
         self.requests[request.request_id] = request
+        n_prompt = request.num_prompt_tokens
+        n_tokens = n_prompt + min(request.max_tokens, n_prompt // ANSWER_PART)
+        n_blocks = min(-(-n_tokens // self.plan.block_tokens), self.plan.n_request_blocks)
+        self.answered_blocks[request.request_id] = n_blocks
 
     def finished(self, request: "Request") -> None:
         self.requests.pop(request.request_id, None)
+        self.answered_blocks.pop(request.request_id, None)
         self.running.discard(request.request_id)
 
     def note_scheduled(self, output: "SchedulerOutput") -> None:
@@ -105,42 +125,46 @@ class ElasticScheduler:
         self.running.update(output.scheduled_cached_reqs.req_ids)
         self.running.difference_update(output.preempted_req_ids or ())
         self.running.intersection_update(self.requests)
-        is_waiting = any(
+        is_stalled = output.total_num_scheduled_tokens == 0 and any(
             request.status.name in ("WAITING", "PREEMPTED") for request in self.requests.values()
         )
-        is_stalled = is_waiting and output.total_num_scheduled_tokens == 0
         self.n_stalled_steps = self.n_stalled_steps + 1 if is_stalled else 0
 
-    def needed_blocks(self, output: "SchedulerOutput") -> tuple[int, int]:
-        """Blocks that the next step takes, beside those that requests have, and blocks that the steps of the look-ahead take.
+    def needed_blocks(self, output: "SchedulerOutput") -> tuple[int, int, int]:
+        """Blocks that the next step takes, beside those that requests have, blocks that the steps of the look-ahead take, and blocks
+        that answers of running requests may take beyond these.
 
-        Running requests count with the tokens they have ahead of them in both: a block of each lasts for more steps than those.
+        Running requests count with the tokens they have ahead of them in the first two: a block of each lasts for more steps than those.
         """
         block_tokens = self.plan.block_tokens
-        n_next = n_ahead = 0
+        n_next = n_ahead = n_answers = 0
         n_free_places = self.plan.max_requests - len(self.running)
         # Waiting requests count as far as a step could begin them, and the first one in any case. What the prefix cache has of them is
         # not subtracted: such blocks are among the free ones, unless other requests use them.
         n_tokens_before = 0
+        running, scheduled = self.running, output.num_scheduled_tokens
         for request_id, request in self.requests.items():
-            n_tokens = request.num_tokens + self.n_spare_tokens
-            if request_id in self.running:
-                n_computed = request.num_computed_tokens + output.num_scheduled_tokens.get(request_id, 0)
-                n_blocks = max(0, -(-n_tokens // block_tokens) - -(-n_computed // block_tokens))
-                n_next += n_blocks
-                n_ahead += n_blocks
+            n_blocks = -(-(request.num_tokens + self.n_spare_tokens) // block_tokens)
+            if request_id in running:
+                n_computed = request.num_computed_tokens + scheduled.get(request_id, 0)
+                n_missing = n_blocks - -(-n_computed // block_tokens)
+                if n_missing > 0:
+                    n_next += n_missing
+                    n_ahead += n_missing
+                if (n_answered := self.answered_blocks[request_id]) > n_blocks:
+                    n_answers += n_answered - n_blocks
             elif (
                 n_free_places > 0
                 and n_tokens_before < LOOK_AHEAD_STEPS * self.plan.max_step_tokens
                 and request.status.name != "WAITING_FOR_REMOTE_KVS"
             ):
                 # What was loaded for it is in blocks that it has.
-                n_blocks = -(-n_tokens // block_tokens) - request.num_computed_tokens // block_tokens
+                n_blocks -= request.num_computed_tokens // block_tokens
                 n_next += n_blocks if n_tokens_before < self.plan.max_step_tokens else 0
                 n_ahead += n_blocks
                 n_free_places -= 1
                 n_tokens_before += request.num_tokens
-        return n_next, n_ahead
+        return n_next, n_ahead, n_answers
 
     # === Steps ===
 
@@ -151,17 +175,10 @@ class ElasticScheduler:
         self.note_scheduled(output)
         self.n_orders += 1
         is_idle = output.total_num_scheduled_tokens == 0
-        parks, self.half_taken = self.half_taken, []
-        parks += self.balloon.settle()
-        parks += self.obey_bound(now)
+        parks: list[int] = []
         takes: list[int] = []
-        if not self.requests:
-            parks += self.sleep()
-        else:
-            self.is_dirty = True
-            takes, surplus = self.follow_need(output, now)
-            parks += surplus
-        self.is_short = False
+        if not self.is_steady(output, now):
+            parks, takes = self.changes(output, now)
         was_refused = now < self.refused_until
         return ElasticOrders(
             self.n_orders,
@@ -173,6 +190,35 @@ class ElasticScheduler:
             is_patient=is_idle or not was_refused,
             is_starved=is_idle and was_refused,
         )
+
+    def is_steady(self, output: "SchedulerOutput", now: float) -> bool:
+        """Whether this step only decodes, with blocks for what it and the next ones need at most, and nothing is on its way.
+
+        It is looked over now and then all the same, for memory that is not needed any more.
+        """
+        n_requests = len(self.requests)
+        if not 0 < n_requests == output.total_num_scheduled_tokens == len(output.num_scheduled_tokens):
+            return False
+        if self.asked or self.half_taken or self.balloon.held or self.is_short or self.bound is not None:
+            return False
+        is_enough = self.balloon.pool.get_num_free_blocks() >= n_requests * self.n_decode_blocks
+        return is_enough and now < self.look_over_at
+
+    def changes(self, output: "SchedulerOutput", now: float) -> tuple[list[int], list[int]]:
+        """Slabs that go, and slabs to take."""
+        self.look_over_at = now + LOOK_OVER_S
+        parks, self.half_taken = self.half_taken, []
+        parks += self.balloon.settle()
+        parks += self.obey_bound(now)
+        takes: list[int] = []
+        if not self.requests:
+            parks += self.sleep()
+        else:
+            self.is_dirty = True
+            takes, surplus = self.follow_need(output, now)
+            parks += surplus
+        self.is_short = False
+        return parks, takes
 
     def sleep(self) -> list[int]:
         """No request is left: all slabs go but those that are kept for the prefix cache and for the next requests, which are offered
@@ -215,35 +261,36 @@ class ElasticScheduler:
             self.bound = None
             self.balloon.stay_all()
             return []
-        n_excess = self.n_slabs_used() - self.bound[0]
+        n_excess = self.balloon.n_used_slabs - self.bound[0]
         if n_excess <= 0:
             return []
         # What has not come is given up before what is used.
         out = self.cancel(n_excess)
         return out + self.balloon.shrink(n_excess - len(out), drains=True)
 
-    def n_slabs_used(self) -> int:
-        return sum(state is not State.OUT for state in self.balloon.states)
-
     def follow_need(self, output: "SchedulerOutput", now: float) -> tuple[list[int], list[int]]:
         """Slabs to take for what requests need, or slabs to give back that they have not needed for a while."""
         slabs = self.plan.slabs
         n_free = self.balloon.pool.get_num_free_blocks()
-        n_next, n_ahead = (n_blocks - n_free for n_blocks in self.needed_blocks(output))
+        n_next, n_ahead, n_answers = self.needed_blocks(output)
+        n_next, n_ahead = n_next - n_free, n_ahead - n_free
         if self.is_short or self.n_stalled_steps > STALLED_STEPS:
             n_next = max(n_next, 1)
         n_ahead = max(n_ahead, n_next)
+        n_kept = n_ahead + n_answers
+        if output.total_num_scheduled_tokens >= LONG_STEP_TOKENS:
+            n_ahead = n_kept
         self.needed = []
-        if n_ahead > -2 * slabs.slab_blocks:
+        if n_kept > -2 * slabs.slab_blocks:
             self.needed_at = now
         if n_ahead <= 0:
             if now > self.needed_at + SURPLUS_S:
-                return [], self.balloon.shrink(-n_ahead // slabs.slab_blocks - 1 - self.plan.kept_slabs)
+                return [], self.balloon.shrink(-n_kept // slabs.slab_blocks - 1 - self.plan.kept_slabs)
             return [], []
         n_needed = slabs.holding(max(0, n_next))
         n_slabs = (slabs.holding(n_ahead) if self.looks_ahead(now) else n_needed) - len(self.asked)
         if self.bound is not None:
-            n_slabs = min(n_slabs, self.bound[0] - self.n_slabs_used())
+            n_slabs = min(n_slabs, self.bound[0] - self.balloon.n_used_slabs)
         takes: list[int] = []
         if n_slabs > 0 and (now >= self.ask_at or output.total_num_scheduled_tokens == 0):
             takes = self.balloon.grow(n_slabs)
@@ -267,6 +314,8 @@ class ElasticScheduler:
         self.can_lend = self.lease is not None and report.can_lend
         if report.most_slabs is not None:
             self.bound = (report.most_slabs, now + ASKED_S)
+        if not self.asked:
+            return
         refused = sorted(slab for slab, number in report.refused if self.asked.get(slab) == number)
         # Of a rank that did not report it is not known what it misses.
         is_whole = report.n_ranks >= self.plan.n_ranks
@@ -313,7 +362,7 @@ class ElasticScheduler:
             return True
         if self.balloon.held or self.balloon.count(State.OUT) == 0:
             return False
-        if self.bound is not None and self.n_slabs_used() >= self.bound[0]:
+        if self.bound is not None and self.balloon.n_used_slabs >= self.bound[0]:
             return False
         return time.monotonic() > self.refused_until or len(self.running) <= 1
 
@@ -329,7 +378,7 @@ class ElasticScheduler:
             return False
         if self.balloon.pool.get_num_free_blocks() > self.n_free_asleep:
             return True
-        return self.is_dirty and (self.n_slabs_used() > 1 or bool(self.half_taken))
+        return self.is_dirty and (self.balloon.n_used_slabs > 1 or bool(self.half_taken))
 
     def forget_prefixes(self) -> None:
         """Empties the prefix cache: vLLM itself does so only where no block is in use, and what the balloon holds counts."""

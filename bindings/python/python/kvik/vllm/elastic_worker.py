@@ -5,6 +5,7 @@ under one name. So memory is granted once, where it is, and a process that dies 
 """
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +31,9 @@ LISTEN_S = 0.5
 # device meanwhile, for longer than this with a prompt; later the memory would come to use a step later.
 REPORT_WAIT_S = 0.005
 
+# How often it is looked whether the limit has fallen below what is held.
+LIMIT_S = 0.05
+
 # How long a step without tokens waits for memory: requests that need none may have come meanwhile.
 IDLE_WAIT_S = 0.02
 
@@ -43,6 +47,9 @@ class ElasticWorker:
     One thread maps and unmaps. Another one listens to what others want: while the scheduler sleeps, it gives back slabs that are
     offered.
     """
+
+    # When it is looked next whether the limit has fallen.
+    limit_at = 0.0
 
     def __init__(self, plan: ElasticPlan, cache: "KVCacheConfig") -> None:
         self.plan = plan
@@ -171,9 +178,11 @@ class ElasticWorker:
                 report.refused = set(self.mapper.refused.items())
                 report.taken_bytes = self.mapper.taken_bytes
                 n_present, n_leaving = len(self.mapper.present), self.mapper.n_leaving
-            wanted_bytes, self.wanted_bytes = self.wanted_bytes, 0
-            leaving_bytes = n_leaving * self.slabs.slab_bytes
-            excess_bytes = max(wanted_bytes, report.taken_bytes - leaving_bytes - self.memory.claimable_bytes)
+            excess_bytes, self.wanted_bytes = self.wanted_bytes, 0
+            if (now := time.monotonic()) >= self.limit_at:
+                self.limit_at = now + LIMIT_S
+                leaving_bytes = n_leaving * self.slabs.slab_bytes
+                excess_bytes = max(excess_bytes, report.taken_bytes - leaving_bytes - self.memory.claimable_bytes)
             if excess_bytes > 0:
                 n_excess = -(-excess_bytes // self.slabs.slab_bytes)
                 report.most_slabs = max(1, n_present - n_excess)
