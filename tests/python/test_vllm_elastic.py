@@ -349,5 +349,5 @@ def test_no_step_uses_memory_that_a_rank_has_not_mapped_whatever_order_threads_r
 def test_a_limit_below_the_longest_request_ends_the_start(ledger: VllmLedger) -> None:
     # A slab has room for one of 1024 tokens and not for one of 4096.
     flags = ledger.flags("little", store=False, elastic_limit=SLAB)
-    with pytest.raises(AssertionError, match="the engine ended"), started(*flags, "--max-tokens", "4096"):
+    with pytest.raises(AssertionError, match="the program ended"), started(*flags, "--max-tokens", "4096"):
         pass
