@@ -160,6 +160,8 @@ def test_a_wait_for_pages_can_be_ended(tmp_path):
 def test_a_wait_for_pages_ends_with_an_interrupt_by_the_user(tmp_path):
     program = f"""
 import kvik, os, signal, threading
+# A shell that starts the tests in the background has interrupts ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 memory = kvik.PagedMemory(n_bytes={2 * PAGE}, max_bytes={PAGE})
 memory.take([0])
 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
