@@ -177,7 +177,9 @@ class ElasticScheduler:
         is_idle = output.total_num_scheduled_tokens == 0
         parks: list[int] = []
         takes: list[int] = []
-        if not self.is_steady(output, now):
+        if self.is_steady(output, now):
+            self.needed = []
+        else:
             parks, takes = self.changes(output, now)
         was_refused = now < self.refused_until
         return ElasticOrders(
