@@ -238,10 +238,12 @@ class SchedulerHalf:
             self.planner.forget(request.request_id)
         # The last token was sampled and never computed.
         n_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        chain = None
-        if self.saves_at_end(tracked) and n_tokens > tracked.n_stored_tokens:
-            if self.settings.save == "prompts":
-                n_tokens = min(n_tokens, request.num_prompt_tokens)
+        if self.settings.save == "prompts":
+            n_tokens = min(n_tokens, request.num_prompt_tokens)
+        chain, chunk_tokens = None, self.store.chunk_tokens
+        # The answer's tokens are copied and hashed only where they end a chunk.
+        is_longer = chunk_tokens is not None and n_tokens // chunk_tokens * chunk_tokens > tracked.n_stored_tokens
+        if is_longer and self.saves_at_end(tracked):
             chain = self.chain(tracked, n_tokens, after=tracked.chain)
             tracked.block_ids = list(block_ids)
             self.save(tracked, chain, n_tokens)
