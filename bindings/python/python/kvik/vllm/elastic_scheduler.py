@@ -177,9 +177,8 @@ class ElasticScheduler:
         is_idle = output.total_num_scheduled_tokens == 0
         parks: list[int] = []
         takes: list[int] = []
-        if self.is_steady(output, now):
-            self.needed = []
-        else:
+        self.needed = []
+        if not self.is_steady(output, now):
             parks, takes = self.changes(output, now)
         was_refused = now < self.refused_until
         return ElasticOrders(
@@ -229,7 +228,6 @@ class ElasticScheduler:
         What is offered is not looked at again before `wake`.
         """
         self.is_dirty = False
-        self.needed = []
         out = self.cancel(len(self.asked))
         unused = sorted(self.balloon.unused_slabs())
         n_cached = sum(cost[0] > 0 for cost, _ in unused)
@@ -282,7 +280,6 @@ class ElasticScheduler:
         n_kept = n_ahead + n_answers
         if output.total_num_scheduled_tokens >= LONG_STEP_TOKENS:
             n_ahead = n_kept
-        self.needed = []
         if n_kept > -2 * slabs.slab_blocks:
             self.needed_at = now
         if n_ahead <= 0:

@@ -240,10 +240,9 @@ class SchedulerHalf:
         n_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if self.settings.save == "prompts":
             n_tokens = min(n_tokens, request.num_prompt_tokens)
-        chain, chunk_tokens = None, self.store.chunk_tokens
+        chain = None
         # The answer's tokens are copied and hashed only where they end a chunk.
-        is_longer = chunk_tokens is not None and n_tokens // chunk_tokens * chunk_tokens > tracked.n_stored_tokens
-        if is_longer and self.saves_at_end(tracked):
+        if self.adds_chunk(tracked, n_tokens) and self.saves_at_end(tracked):
             chain = self.chain(tracked, n_tokens, after=tracked.chain)
             tracked.block_ids = list(block_ids)
             self.save(tracked, chain, n_tokens)
@@ -309,17 +308,23 @@ class SchedulerHalf:
         """Saves the chunks of the prompt that are computed after this step."""
         request = tracked.request
         n_tokens = min(n_computed_tokens, request.num_prompt_tokens)
-        chunk_tokens = self.store.chunk_tokens
-        if self.settings.save == "nothing" or tracked.controls.skip_save or chunk_tokens is None:
-            return
-        if n_tokens // chunk_tokens * chunk_tokens <= tracked.n_stored_tokens:
+        if self.settings.save == "nothing" or tracked.controls.skip_save or not self.adds_chunk(tracked, n_tokens):
             return
         if self.step_loads is not None and self.step_loads.is_of(request.request_id):
             # What is computed in this step is right if its load does not fail; a later order is of these chunks too.
             return
-        if tracked.chain is None or tracked.chain.n_tokens < n_tokens // chunk_tokens * chunk_tokens:
+        if tracked.chain is None or tracked.chain.n_tokens < self.whole_chunks(n_tokens):
             tracked.chain = self.chain(tracked, request.num_prompt_tokens)
         self.save(tracked, tracked.chain, n_tokens)
+
+    def whole_chunks(self, n_tokens: int) -> int:
+        """The tokens of the whole chunks among the first `n_tokens`; 0 without a daemon."""
+        chunk_tokens = self.store.chunk_tokens
+        return 0 if chunk_tokens is None else n_tokens // chunk_tokens * chunk_tokens
+
+    def adds_chunk(self, tracked: Tracked, n_tokens: int) -> bool:
+        """Whether a whole chunk among the first `n_tokens` is not stored yet."""
+        return self.whole_chunks(n_tokens) > tracked.n_stored_tokens
 
     def save(self, tracked: Tracked, chain: kvik.Chain | None, n_tokens: int) -> None:
         chunk_tokens = self.store.chunk_tokens
