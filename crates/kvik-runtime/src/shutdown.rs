@@ -30,13 +30,14 @@ impl Shutdown {
 
     /// Ends everything now.
     pub fn stop(&self) {
-        self.draining.cancel();
+        // In this order: what drains because everything ends sees that it ends.
         self.stopping.cancel();
+        self.draining.cancel();
     }
 
     /// Whether nothing new is taken.
     pub fn is_draining(&self) -> bool {
-        self.draining.is_cancelled()
+        self.draining.is_cancelled() || self.is_stopping()
     }
 
     /// Whether everything ends now.
@@ -103,5 +104,31 @@ async fn next_signal() {
     tokio::select! {
         _ = terminate.recv() => {}
         _ = interrupt.recv() => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Barrier};
+    use std::thread;
+
+    use super::Shutdown;
+
+    #[test]
+    fn what_drains_because_all_ends_sees_that_it_ends() {
+        for _ in 0..2_000 {
+            let (shutdown, start) = (Shutdown::new(), Arc::new(Barrier::new(2)));
+            let (seen, begin) = (shutdown.clone(), Arc::clone(&start));
+            let service = thread::spawn(move || {
+                begin.wait();
+                while !seen.draining.is_cancelled() {
+                    std::hint::spin_loop();
+                }
+                seen.is_stopping()
+            });
+            start.wait();
+            shutdown.stop();
+            assert!(service.join().unwrap());
+        }
     }
 }
