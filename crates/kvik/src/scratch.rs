@@ -1,18 +1,23 @@
 //! Folders for data that ends with the process.
 
-use std::fs::{self, DirBuilder};
+use std::fs::{self, DirBuilder, File};
 use std::io;
-use std::os::unix::fs::DirBuilderExt as _;
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::process;
 
+/// How often a folder is made again that another process took for an abandoned one.
+const MAX_ATTEMPTS: usize = 8;
+
 /// A folder in the system's temporary folder, readable by its owner alone; removed when dropped, unless it is kept.
 ///
-/// Its name carries the process id: what a killed process left behind is removed by the next one that makes such a folder.
+/// The process holds a lock on it, which ends with the process: what a killed process left behind is removed by the next one that
+/// makes such a folder, also in another container and under the same process id.
 #[derive(Debug)]
 pub(crate) struct ScratchFolder {
     path: PathBuf,
     is_kept: bool,
+    _lock: File,
 }
 
 impl ScratchFolder {
@@ -34,8 +39,16 @@ impl ScratchFolder {
         // A kept folder does not have the form of name that the next process removes.
         let mark = if is_kept { "kept-" } else { "" };
         let path = parent.join(format!("{prefix}{mark}{}", process::id()));
-        DirBuilder::new().mode(0o700).create(&path)?;
-        Ok(Self { path, is_kept })
+        for _ in 0..MAX_ATTEMPTS {
+            DirBuilder::new().mode(0o700).create(&path)?;
+            if let Some(lock) = lock_folder(&path) {
+                return Ok(Self { path, is_kept, _lock: lock });
+            }
+        }
+        Err(io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            format!("{} is removed again and again", path.display()),
+        ))
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -52,15 +65,27 @@ impl Drop for ScratchFolder {
     }
 }
 
+/// Locks a folder; none while another process holds it, or if the folder at this path is another one by now.
+fn lock_folder(path: &Path) -> Option<File> {
+    let folder = File::open(path).ok()?;
+    folder.try_lock().ok()?;
+    let is_same = |at_path: fs::Metadata, locked: fs::Metadata| {
+        (at_path.dev(), at_path.ino()) == (locked.dev(), locked.ino())
+    };
+    is_same(fs::symlink_metadata(path).ok()?, folder.metadata().ok()?).then_some(folder)
+}
+
 /// Removes the folders of processes that are gone.
 fn remove_abandoned(parent: &Path, prefix: &str) {
     let Ok(entries) = fs::read_dir(parent) else { return };
     for entry in entries.flatten() {
         let name = entry.file_name();
-        let process_id = name.to_str().and_then(|name| name.strip_prefix(prefix)?.parse::<u32>().ok());
+        let has_process_id =
+            name.to_str().and_then(|name| name.strip_prefix(prefix)?.parse::<u32>().ok()).is_some();
         let is_folder = entry.file_type().is_ok_and(|kind| kind.is_dir());
-        if let Some(process_id) = process_id.filter(|_| is_folder)
-            && !Path::new("/proc").join(process_id.to_string()).is_dir()
+        if has_process_id
+            && is_folder
+            && let Some(_lock) = lock_folder(&entry.path())
         {
             // Another user's folder stays.
             let _ = fs::remove_dir_all(entry.path());
@@ -90,13 +115,29 @@ mod tests {
     #[test]
     fn folders_of_dead_processes_are_removed_and_others_stay() {
         let parent = tempfile::tempdir().unwrap();
-        // Above the largest process id that Linux gives.
         let abandoned = parent.path().join("kvik-up-4194305");
+        // Its process may have another process id here: that of another container, or one that is not used here.
+        let owned = parent.path().join("kvik-up-4194306");
         let foreign = parent.path().join("kvik-up-notes");
-        for path in [&abandoned, &foreign] {
+        for path in [&abandoned, &owned, &foreign] {
             fs::create_dir(path).unwrap();
         }
+        let owner = lock_folder(&owned).unwrap();
         drop(ScratchFolder::create_in(parent.path(), "up", false).unwrap());
-        assert!(!abandoned.is_dir() && foreign.is_dir());
+        assert!(!abandoned.is_dir() && owned.is_dir() && foreign.is_dir());
+        drop(owner);
+        drop(ScratchFolder::create_in(parent.path(), "up", false).unwrap());
+        assert!(!owned.is_dir());
+    }
+
+    #[test]
+    fn a_folder_that_a_killed_process_with_the_same_id_left_is_replaced() {
+        let parent = tempfile::tempdir().unwrap();
+        let left = parent.path().join(format!("kvik-up-{}", process::id()));
+        fs::create_dir(&left).unwrap();
+        fs::write(left.join("segment"), b"KV").unwrap();
+        let folder = ScratchFolder::create_in(parent.path(), "up", false).unwrap();
+        assert_eq!(folder.path(), left);
+        assert!(!left.join("segment").try_exists().unwrap());
     }
 }
