@@ -13,6 +13,7 @@ NOTES = [
     "store: kvik sums up and checks every chunk before it can be found; LMCache has no checksums, and where its server "
     "copies, it answers before the chunks can be found",
     "retrieve: without the lookup before it, into other blocks than were stored; what is read is compared afterwards",
+    "copied: in kvik's place a plain copy of the same blocks by as many threads, which bounds what a store can do here",
     "lookup: from the tokens to the number of chunks, hashing included",
     "LMCache: its best of all ways that were measured stands in each row; malloc keeps freed memory, which helps it",
 ]

@@ -101,7 +101,7 @@ pub struct WorkerConfig {
     /// Which part of requests gateways send: `prefill` for long prompts, whose answers `decode` workers go on with, or `both`.
     /// Default: `both`.
     pub role: WorkerRole,
-    /// Longest pause between two attempts to reach a coordinator. Default: 5000 ms.
+    /// Longest pause between two attempts to register with a coordinator; heartbeats pause for their interval at most. Default: 5000 ms.
     pub coordinator_backoff_ms: u64,
     /// TLS towards clients. Default: none, plain HTTP.
     pub tls: TlsServerConfig,

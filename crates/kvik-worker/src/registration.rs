@@ -4,10 +4,12 @@
 //! A coordinator that does not know it (404: it has restarted, or heartbeats were lost) makes it
 //! register again at once. One that cannot be reached is passed over for the next; when none can,
 //! attempts go on with growing, random pauses, because a whole fleet may be looking for the same
-//! coordinator. The coordinator may ask the worker to drain; when it drains, it leaves.
+//! coordinator. Pauses between heartbeats stay within the interval: a new leader takes the members over
+//! and forgets those that it has not heard of for three intervals. The coordinator may ask the worker to
+//! drain; when it drains, it leaves.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvik_proto::client::{ClientError, CoordinatorClient};
 use kvik_proto::coordinator::{
@@ -38,14 +40,18 @@ pub(crate) struct Registration {
     engine: EngineHandle,
     metrics: WorkerMetrics,
     draining: CancellationToken,
+    /// Time between two heartbeats, as the coordinator asked for it.
+    interval: Duration,
     longest_pause: Duration,
     pause: Duration,
+    /// Until when heartbeats that fail are not logged again.
+    quiet_until: Option<Instant>,
 }
 
 /// What to do next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Next {
-    Register,
+    RegisterAfter(Duration),
     HeartbeatAfter(Duration),
 }
 
@@ -75,8 +81,10 @@ impl Registration {
             engine: loaded.engine.clone(),
             metrics: loaded.metrics.clone(),
             draining: state.draining.clone(),
+            interval: SHORTEST_INTERVAL,
             longest_pause: state.config.coordinator_backoff(),
             pause: FIRST_PAUSE,
+            quiet_until: None,
         }
     }
 
@@ -97,14 +105,17 @@ impl Registration {
 
     /// Ends only when the engine has.
     async fn remain(&mut self) {
-        let mut next = Next::Register;
+        let mut next = Next::RegisterAfter(Duration::ZERO);
         // A worker whose engine is gone must not attract requests.
         while self.engine.is_alive() {
             next = match next {
-                Next::Register => self.register().await,
-                Next::HeartbeatAfter(interval) => {
-                    tokio::time::sleep(interval).await;
-                    self.heartbeat(interval).await
+                Next::RegisterAfter(pause) => {
+                    tokio::time::sleep(pause).await;
+                    self.register().await
+                }
+                Next::HeartbeatAfter(pause) => {
+                    tokio::time::sleep(pause).await;
+                    self.heartbeat().await
                 }
             };
         }
@@ -119,58 +130,65 @@ impl Registration {
             let idx = (self.client_idx + attempt) % self.clients.len();
             match self.clients[idx].register(&request).await {
                 Ok(answer) => {
-                    self.client_idx = idx;
-                    self.pause = FIRST_PAUSE;
-                    self.metrics.registered.set(1.0);
+                    self.answered(idx);
                     tracing::info!(
                         worker = %self.worker.id,
                         coordinator = self.clients[idx].base(),
                         term = answer.term,
                         "registered with a coordinator"
                     );
-                    let interval = Duration::from_millis(answer.heartbeat_interval_ms);
-                    return Next::HeartbeatAfter(interval.max(SHORTEST_INTERVAL));
+                    self.interval =
+                        Duration::from_millis(answer.heartbeat_interval_ms).max(SHORTEST_INTERVAL);
+                    return Next::HeartbeatAfter(self.interval);
                 }
                 Err(error) => self.warn(&error, "failed to register"),
             }
         }
         self.metrics.registered.set(0.0);
-        self.back_off().await;
-        Next::Register
+        Next::RegisterAfter(self.next_pause())
     }
 
-    async fn heartbeat(&mut self, interval: Duration) -> Next {
+    async fn heartbeat(&mut self) -> Next {
         // A daemon that came, went or moved is sent as a correction of what was registered.
         if self.worker.store != self.peer_address() {
-            return Next::Register;
+            return Next::RegisterAfter(Duration::ZERO);
         }
+        let is_logged = self.quiet_until.is_none_or(|until| until <= Instant::now());
         let request =
             HeartbeatRequest { id: self.worker.id.clone(), epoch: self.worker.epoch, load: self.load() };
         for attempt in 0..self.clients.len() {
             let idx = (self.client_idx + attempt) % self.clients.len();
             match self.clients[idx].heartbeat(&request).await {
                 Ok(answer) => {
-                    self.client_idx = idx;
-                    self.pause = FIRST_PAUSE;
-                    self.metrics.registered.set(1.0);
+                    self.answered(idx);
                     if answer.state == MemberState::Draining {
                         tracing::info!(worker = %self.worker.id, "the coordinator asks the worker to drain");
                         self.draining.cancel();
                     }
-                    return Next::HeartbeatAfter(interval);
+                    return Next::HeartbeatAfter(self.interval);
                 }
                 Err(ClientError::Refused { status: 404, .. }) => {
                     self.client_idx = idx;
-                    return Next::Register;
+                    return Next::RegisterAfter(Duration::ZERO);
                 }
-                Err(error) => self.warn(&error, "failed to send a heartbeat"),
+                Err(error) if is_logged => self.warn(&error, "failed to send a heartbeat"),
+                Err(_) => {}
             }
         }
-        // No coordinator answers: look again soon, because members are forgotten after three intervals,
-        // but not at once.
         self.metrics.registered.set(0.0);
-        self.back_off().await;
-        Next::HeartbeatAfter(SHORTEST_INTERVAL)
+        let pause = self.next_pause();
+        if is_logged {
+            self.quiet_until = Some(Instant::now() + pause);
+        }
+        Next::HeartbeatAfter(pause.min(self.interval))
+    }
+
+    /// Notes the coordinator that took the worker.
+    fn answered(&mut self, client_idx: usize) {
+        self.client_idx = client_idx;
+        self.pause = FIRST_PAUSE;
+        self.quiet_until = None;
+        self.metrics.registered.set(1.0);
     }
 
     async fn leave(&self) {
@@ -185,12 +203,12 @@ impl Registration {
         }
     }
 
-    /// Waits for a random time up to the current pause, which doubles.
-    async fn back_off(&mut self) {
+    /// A random time up to the current pause, which doubles.
+    fn next_pause(&mut self) -> Duration {
         let share = (random_seed() >> 11) as f64 / (1_u64 << 53) as f64;
         let pause = self.pause.mul_f64(0.5 + share / 2.0);
         self.pause = (self.pause * 2).min(self.longest_pause);
-        tokio::time::sleep(pause).await;
+        pause
     }
 
     fn peer_address(&self) -> Option<String> {

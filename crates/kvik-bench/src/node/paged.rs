@@ -1,13 +1,15 @@
 //! Chunks from and to the blocks of an engine: 2048 tokens of a model with 32 layers and 4 KiB a token and layer, whose
 //! blocks of 16 tokens lie anywhere in the engine's memory.
 
+use std::thread;
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
 use kvik_node::NodeClient;
+use parking_lot::Mutex;
 
 use super::{CHUNK_BYTES, Daemon, MIB, NodeBenchOptions, attach_options};
-use crate::report::Measurement;
+use crate::report::{Baseline, Measurement};
 
 const N_CHUNKS: usize = 8;
 const N_LAYERS: usize = 32;
@@ -27,7 +29,7 @@ struct PagedMemory {
     blocks: Vec<usize>,
 }
 
-/// Stores and reads a prompt that others have not stored, several times.
+/// Stores and reads a prompt that others have not stored, several times, each beside a plain copy of the same blocks.
 pub(super) fn measure(options: NodeBenchOptions) -> anyhow::Result<Vec<Measurement>> {
     let n_repeats = if options.is_quick { 3 } else { 9 };
     let n_threads = options.n_threads;
@@ -40,21 +42,63 @@ pub(super) fn measure(options: NodeBenchOptions) -> anyhow::Result<Vec<Measureme
     let mut source = PagedMemory::new(1);
     let mut target = PagedMemory::new(2);
     source.bytes.iter_mut().enumerate().for_each(|(place, byte)| *byte = ((place * 31) >> 7) as u8);
+    // What a plain copy brings them to and takes them from.
+    let mut flat = vec![3; N_CHUNKS * CHUNK_BYTES];
     let (mut stores, mut retrieves) = (Vec::new(), Vec::new());
+    let (mut copies_in, mut copies_out) = (Vec::new(), Vec::new());
     for round in 0..n_repeats + n_warm_up {
         let n_tokens = (N_CHUNKS * client.space().chunk_tokens()) as u32;
         let tokens: Vec<u32> = (0..n_tokens).map(|place| place ^ (round as u32) << 16).collect();
         let store = rate_of(|| source.store(&client, &tokens, n_threads))?;
+        let blocks =
+            (0..N_CHUNKS).map(|chunk_idx| source.pieces(chunk_idx).map(|piece| &source.bytes[piece]));
+        let into_flat = flat
+            .chunks_mut(CHUNK_BYTES)
+            .zip(blocks)
+            .map(|(chunk, blocks)| blocks.zip(chunk.chunks_mut(BLOCK_BYTES)).collect());
+        let copy_in = copy_all(n_threads, into_flat.collect())?;
+        let out_of_flat = flat.chunks(CHUNK_BYTES).zip(target.blocks_mut());
+        let out_of_flat = out_of_flat.map(|(chunk, blocks)| chunk.chunks(BLOCK_BYTES).zip(blocks).collect());
+        let copy_out = copy_all(n_threads, out_of_flat.collect())?;
         target.bytes.fill(0);
         let retrieve = rate_of(|| target.retrieve(&client, &tokens, n_threads))?;
         if round >= n_warm_up {
             stores.push(store);
             retrieves.push(retrieve);
+            copies_in.push(copy_in);
+            copies_out.push(copy_out);
         }
         ensure!(source.holds_same(&target), "other bytes came back");
     }
-    let row = |name: &str, rates| Measurement::from_repeats(name.to_owned(), "GB/s", rates);
-    Ok(row("store_256mib", stores).into_iter().chain(row("retrieve_256mib", retrieves)).collect())
+    let row = |name: &str, rates, copies| {
+        let row = Measurement::from_repeats(name.to_owned(), "GB/s", rates);
+        row.map(|row| row.compared_with(Baseline::new("memcpy", copies), None))
+    };
+    let rows = [row("store_256mib", stores, copies_in), row("retrieve_256mib", retrieves, copies_out)];
+    Ok(rows.into_iter().flatten().collect())
+}
+
+/// Copies the blocks of all chunks, each thread a chunk at a time; GB/s.
+fn copy_all(n_threads: usize, chunks: Vec<Vec<(&[u8], &mut [u8])>>) -> anyhow::Result<f64> {
+    let chunks = Mutex::new(chunks.into_iter());
+    let copy_next = || {
+        loop {
+            let next = chunks.lock().next();
+            let Some(blocks) = next else { return };
+            for (source, target) in blocks {
+                target.copy_from_slice(source);
+            }
+        }
+    };
+    rate_of(|| {
+        thread::scope(|scope| {
+            for _ in 1..n_threads {
+                scope.spawn(copy_next);
+            }
+            copy_next();
+        });
+        Ok(())
+    })
 }
 
 /// Bytes a second of `act`, in GB/s.
@@ -102,18 +146,21 @@ impl PagedMemory {
     fn retrieve(&mut self, client: &NodeClient, tokens: &[u32], n_threads: usize) -> anyhow::Result<()> {
         let lease = client.open(&client.space().chain(tokens))?.retrieve(0)?;
         ensure!(lease.n_chunks() == N_CHUNKS, "only {} chunks were there", lease.n_chunks());
+        let chunks = self.blocks_mut().into_iter().map(|blocks| {
+            blocks.into_iter().enumerate().map(|(idx, block)| (idx * BLOCK_BYTES, block)).collect()
+        });
+        Ok(lease.copy_all(n_threads, chunks.collect())?)
+    }
+
+    /// The blocks of each chunk, in the order of the chunk.
+    fn blocks_mut(&mut self) -> Vec<Vec<&mut [u8]>> {
         let places: Vec<Vec<usize>> = (0..N_CHUNKS)
             .map(|chunk_idx| self.pieces(chunk_idx).map(|piece| piece.start / BLOCK_BYTES).collect())
             .collect();
         let mut blocks: Vec<Option<&mut [u8]>> = self.bytes.chunks_mut(BLOCK_BYTES).map(Some).collect();
-        let chunks = places
-            .into_iter()
-            .map(|places| {
-                let blocks = places.into_iter().filter_map(|place| blocks[place].take());
-                blocks.enumerate().map(|(idx, block)| (idx * BLOCK_BYTES, block)).collect()
-            })
-            .collect();
-        Ok(lease.copy_all(n_threads, chunks)?)
+        let blocks_of =
+            |places: Vec<usize>| places.into_iter().filter_map(|place| blocks[place].take()).collect();
+        places.into_iter().map(blocks_of).collect()
     }
 
     /// Whether the blocks of the prompt have the same bytes as those of another memory.

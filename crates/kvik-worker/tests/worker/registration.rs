@@ -1,6 +1,7 @@
 //! Membership, with coordinators that only remember what they were told.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use axum::extract::State;
 use axum::routing::post;
@@ -21,14 +22,24 @@ use crate::support::{config, start_with};
 enum Told {
     Register(RegisterRequest),
     Heartbeat(HeartbeatRequest),
+    /// A heartbeat that came while no coordinator led.
+    Refused,
     Deregister(DeregisterRequest),
 }
 
 /// What the coordinator answers with.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Book {
     members: Vec<String>,
+    heartbeat_interval_ms: u64,
     asks_to_drain: bool,
+    leads: bool,
+}
+
+impl Default for Book {
+    fn default() -> Self {
+        Self { members: Vec::new(), heartbeat_interval_ms: 20, asks_to_drain: false, leads: true }
+    }
 }
 
 type Shared = State<(Arc<Mutex<Book>>, mpsc::UnboundedSender<Told>)>;
@@ -37,9 +48,10 @@ async fn register(
     State((book, told)): Shared,
     Json(request): Json<RegisterRequest>,
 ) -> Json<RegisterResponse> {
-    book.lock().members.push(request.worker.id.clone());
+    let mut book = book.lock();
+    book.members.push(request.worker.id.clone());
     told.send(Told::Register(request)).unwrap();
-    Json(RegisterResponse { heartbeat_interval_ms: 20, term: 1 })
+    Json(RegisterResponse { heartbeat_interval_ms: book.heartbeat_interval_ms, term: 1 })
 }
 
 async fn heartbeat(
@@ -47,6 +59,10 @@ async fn heartbeat(
     Json(request): Json<HeartbeatRequest>,
 ) -> Result<Json<HeartbeatResponse>, StatusCode> {
     let book = book.lock();
+    if !book.leads {
+        let _ = told.send(Told::Refused);
+        return Err(StatusCode::SERVICE_UNAVAILABLE);
+    }
     if !book.members.contains(&request.id) {
         return Err(StatusCode::NOT_FOUND);
     }
@@ -147,6 +163,38 @@ async fn a_coordinator_that_is_away_is_passed_over_and_found_when_it_returns() {
     // The new one knows nothing: heartbeats lead to a registration of the same life.
     assert_eq!(next_registration(&mut told).await.worker.epoch, epoch);
     assert_eq!(book.lock().members.len(), 1);
+    worker.end().await;
+    shutdown.finish().await;
+}
+
+#[tokio::test]
+async fn heartbeats_keep_to_the_interval_while_no_coordinator_leads_and_afterwards() {
+    const INTERVAL: Duration = Duration::from_millis(100);
+    let shutdown = Shutdown::new();
+    let (base, book, mut told) = coordinator("127.0.0.1:0", &shutdown).await;
+    book.lock().heartbeat_interval_ms = INTERVAL.as_millis() as u64;
+    let mut config = config();
+    config.coordinators = vec![base];
+    // Pauses that doubled to the end would last for minutes.
+    config.coordinator_backoff_ms = 600_000;
+    let worker = start_with(config).await;
+    next_heartbeat(&mut told).await;
+    book.lock().leads = false;
+    let refused = async {
+        for _ in 0..12 {
+            while told.recv().await.unwrap() != Told::Refused {}
+        }
+    };
+    // A new leader forgets members after three intervals.
+    tokio::time::timeout(200 * INTERVAL, refused).await.unwrap();
+    book.lock().leads = true;
+    next_heartbeat(&mut told).await;
+    let start = Instant::now();
+    for _ in 0..10 {
+        next_heartbeat(&mut told).await;
+    }
+    // The first of them may follow a refused one.
+    assert!(start.elapsed() >= 9 * INTERVAL, "10 heartbeats in {:?}", start.elapsed());
     worker.end().await;
     shutdown.finish().await;
 }
