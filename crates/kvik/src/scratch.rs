@@ -1,13 +1,13 @@
 //! Folders for data that ends with the process.
 
-use std::fs::{self, DirBuilder, File};
+use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::process;
 
-/// How often a folder is made again that another process took for an abandoned one.
-const MAX_ATTEMPTS: usize = 8;
+/// Names that are tried: another container may use the same process id, and a kept folder keeps its name.
+const MAX_NAMES: usize = 100;
 
 /// A folder in the system's temporary folder, readable by its owner alone; removed when dropped, unless it is kept.
 ///
@@ -24,7 +24,7 @@ impl ScratchFolder {
     /// Makes a folder for `purpose`, one word.
     ///
     /// # Errors
-    /// If the folder exists or cannot be made.
+    /// If the folder cannot be made or locked.
     pub(crate) fn create(purpose: &str, is_kept: bool) -> io::Result<Self> {
         Self::create_in(&std::env::temp_dir(), purpose, is_kept)
     }
@@ -38,17 +38,21 @@ impl ScratchFolder {
         remove_abandoned(parent, &prefix);
         // A kept folder does not have the form of name that the next process removes.
         let mark = if is_kept { "kept-" } else { "" };
-        let path = parent.join(format!("{prefix}{mark}{}", process::id()));
-        for _ in 0..MAX_ATTEMPTS {
-            DirBuilder::new().mode(0o700).create(&path)?;
-            if let Some(lock) = lock_folder(&path) {
+        let name = format!("{prefix}{mark}{}", process::id());
+        for number in 0..MAX_NAMES {
+            let path = parent.join(if number == 0 { name.clone() } else { format!("{name}-{number}") });
+            match DirBuilder::new().mode(0o700).create(&path) {
+                Ok(()) => {}
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
+                Err(error) => return Err(error),
+            }
+            // Another process may take it for an abandoned one before it is locked.
+            if let Some(lock) = lock_folder(&path)? {
                 return Ok(Self { path, is_kept, _lock: lock });
             }
         }
-        Err(io::Error::new(
-            io::ErrorKind::AlreadyExists,
-            format!("{} is removed again and again", path.display()),
-        ))
+        let taken = format!("{name} and {} names more are taken in {}", MAX_NAMES - 1, parent.display());
+        Err(io::Error::new(io::ErrorKind::AlreadyExists, taken))
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -65,14 +69,23 @@ impl Drop for ScratchFolder {
     }
 }
 
-/// Locks a folder; none while another process holds it, or if the folder at this path is another one by now.
-fn lock_folder(path: &Path) -> Option<File> {
-    let folder = File::open(path).ok()?;
-    folder.try_lock().ok()?;
-    let is_same = |at_path: fs::Metadata, locked: fs::Metadata| {
-        (at_path.dev(), at_path.ino()) == (locked.dev(), locked.ino())
-    };
-    is_same(fs::symlink_metadata(path).ok()?, folder.metadata().ok()?).then_some(folder)
+/// Locks a folder; none while another process holds it, or where it was removed meanwhile.
+///
+/// # Errors
+/// If it cannot be opened or locked.
+fn lock_folder(path: &Path) -> io::Result<Option<File>> {
+    let locked = File::open(path).and_then(|folder| match folder.try_lock() {
+        Ok(()) => {
+            let (found, locked) = (fs::symlink_metadata(path)?, folder.metadata()?);
+            Ok(((found.dev(), found.ino()) == (locked.dev(), locked.ino())).then_some(folder))
+        }
+        Err(TryLockError::WouldBlock) => Ok(None),
+        Err(TryLockError::Error(error)) => Err(error),
+    });
+    match locked {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        locked => locked,
+    }
 }
 
 /// Removes the folders of processes that are gone.
@@ -80,12 +93,13 @@ fn remove_abandoned(parent: &Path, prefix: &str) {
     let Ok(entries) = fs::read_dir(parent) else { return };
     for entry in entries.flatten() {
         let name = entry.file_name();
-        let has_process_id =
-            name.to_str().and_then(|name| name.strip_prefix(prefix)?.parse::<u32>().ok()).is_some();
+        let rest = name.to_str().and_then(|name| name.strip_prefix(prefix));
+        // The process id, and the number of a name that was taken.
+        let has_process_id = rest.is_some_and(|rest| rest.split('-').all(|part| part.parse::<u32>().is_ok()));
         let is_folder = entry.file_type().is_ok_and(|kind| kind.is_dir());
         if has_process_id
             && is_folder
-            && let Some(_lock) = lock_folder(&entry.path())
+            && let Ok(Some(_lock)) = lock_folder(&entry.path())
         {
             // Another user's folder stays.
             let _ = fs::remove_dir_all(entry.path());
@@ -108,6 +122,8 @@ mod tests {
         let kept = ScratchFolder::create_in(parent.path(), "up", true).unwrap();
         let path = kept.path().to_owned();
         drop(kept);
+        // As after another start with the same process id.
+        drop(ScratchFolder::create_in(parent.path(), "up", true).unwrap());
         drop(ScratchFolder::create_in(parent.path(), "up", false).unwrap());
         assert!(path.is_dir());
     }
@@ -123,6 +139,7 @@ mod tests {
             fs::create_dir(path).unwrap();
         }
         let owner = lock_folder(&owned).unwrap();
+        assert!(owner.is_some());
         drop(ScratchFolder::create_in(parent.path(), "up", false).unwrap());
         assert!(!abandoned.is_dir() && owned.is_dir() && foreign.is_dir());
         drop(owner);
@@ -139,5 +156,12 @@ mod tests {
         let folder = ScratchFolder::create_in(parent.path(), "up", false).unwrap();
         assert_eq!(folder.path(), left);
         assert!(!left.join("segment").try_exists().unwrap());
+        // One that is in use under the same process id, as that of another container, stays.
+        let other = ScratchFolder::create_in(parent.path(), "up", false).unwrap();
+        assert!(other.path() != left && left.is_dir());
+        fs::create_dir(parent.path().join(format!("kvik-up-{}-7", process::id()))).unwrap();
+        drop((folder, other));
+        drop(ScratchFolder::create_in(parent.path(), "up", false).unwrap());
+        assert_eq!(fs::read_dir(parent.path()).unwrap().count(), 0);
     }
 }

@@ -50,16 +50,8 @@ pub(super) fn measure(options: NodeBenchOptions) -> anyhow::Result<Vec<Measureme
         let n_tokens = (N_CHUNKS * client.space().chunk_tokens()) as u32;
         let tokens: Vec<u32> = (0..n_tokens).map(|place| place ^ (round as u32) << 16).collect();
         let store = rate_of(|| source.store(&client, &tokens, n_threads))?;
-        let blocks =
-            (0..N_CHUNKS).map(|chunk_idx| source.pieces(chunk_idx).map(|piece| &source.bytes[piece]));
-        let into_flat = flat
-            .chunks_mut(CHUNK_BYTES)
-            .zip(blocks)
-            .map(|(chunk, blocks)| blocks.zip(chunk.chunks_mut(BLOCK_BYTES)).collect());
-        let copy_in = copy_all(n_threads, into_flat.collect())?;
-        let out_of_flat = flat.chunks(CHUNK_BYTES).zip(target.blocks_mut());
-        let out_of_flat = out_of_flat.map(|(chunk, blocks)| chunk.chunks(BLOCK_BYTES).zip(blocks).collect());
-        let copy_out = copy_all(n_threads, out_of_flat.collect())?;
+        let copy_in = source.copy_to(&mut flat, n_threads)?;
+        let copy_out = target.copy_from(&flat, n_threads)?;
         target.bytes.fill(0);
         let retrieve = rate_of(|| target.retrieve(&client, &tokens, n_threads))?;
         if round >= n_warm_up {
@@ -70,11 +62,16 @@ pub(super) fn measure(options: NodeBenchOptions) -> anyhow::Result<Vec<Measureme
         }
         ensure!(source.holds_same(&target), "other bytes came back");
     }
-    let row = |name: &str, rates, copies| {
-        let row = Measurement::from_repeats(name.to_owned(), "GB/s", rates);
-        row.map(|row| row.compared_with(Baseline::new("memcpy", copies), None))
+    let row = |name: &str, rates| Measurement::from_repeats(name.to_owned(), "GB/s", rates);
+    let beside = |name, rates, copies: &[f64]| {
+        row(name, rates).map(|row| row.compared_with(Baseline::new("memcpy", copies.to_vec()), None))
     };
-    let rows = [row("store_256mib", stores, copies_in), row("retrieve_256mib", retrieves, copies_out)];
+    let rows = [
+        beside("store_256mib", stores, &copies_in),
+        beside("retrieve_256mib", retrieves, &copies_out),
+        row("store_256mib_copied", copies_in),
+        row("retrieve_256mib_copied", copies_out),
+    ];
     Ok(rows.into_iter().flatten().collect())
 }
 
@@ -150,6 +147,24 @@ impl PagedMemory {
             blocks.into_iter().enumerate().map(|(idx, block)| (idx * BLOCK_BYTES, block)).collect()
         });
         Ok(lease.copy_all(n_threads, chunks.collect())?)
+    }
+
+    /// Copies the blocks of all chunks into `flat`; GB/s.
+    fn copy_to(&self, flat: &mut [u8], n_threads: usize) -> anyhow::Result<f64> {
+        let chunks = flat.chunks_mut(CHUNK_BYTES).enumerate().map(|(chunk_idx, chunk)| {
+            let blocks = self.pieces(chunk_idx).map(|piece| &self.bytes[piece]);
+            blocks.zip(chunk.chunks_mut(BLOCK_BYTES)).collect()
+        });
+        copy_all(n_threads, chunks.collect())
+    }
+
+    /// Copies `flat` into the blocks of all chunks; GB/s.
+    fn copy_from(&mut self, flat: &[u8], n_threads: usize) -> anyhow::Result<f64> {
+        let chunks = flat.chunks(CHUNK_BYTES).zip(self.blocks_mut());
+        copy_all(
+            n_threads,
+            chunks.map(|(chunk, blocks)| chunk.chunks(BLOCK_BYTES).zip(blocks).collect()).collect(),
+        )
     }
 
     /// The blocks of each chunk, in the order of the chunk.
