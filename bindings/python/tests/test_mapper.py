@@ -73,8 +73,8 @@ class Played:
     def beside(self):
         return contextlib.nullcontext()
 
-    def settle(self) -> None:
-        self.calls.append("settle")
+    def note_stream(self) -> None:
+        pass
 
     def interrupt(self) -> None:
         pass
@@ -100,9 +100,9 @@ def test_what_is_needed_is_taken_at_once_and_the_rest_a_few_slabs_at_a_time():
     mapper = Mapper(memory, ahead_slabs=2)
     mapper.obey(1, [], [5, 2, 3, 4, 6], needed=[5, 2])
     mapper.work()
-    assert (memory.calls, mapper.present) == ([("take", (5, 2), False), "settle"], {0, 5, 2})
+    assert (memory.calls, mapper.present) == ([("take", (5, 2), False)], {0, 5, 2})
     mapper.work()
-    assert memory.calls[2:] == [("take", (3, 4), False), "settle"]
+    assert memory.calls[1:] == [("take", (3, 4), False)]
     assert set(mapper.wanted) == {6}
     worked(mapper)
     assert (mapper.present, mapper.taken_bytes) == ({0, 2, 3, 4, 5, 6}, 6 * PAGE)
@@ -164,7 +164,7 @@ def test_a_slab_that_is_wanted_again_before_it_went_keeps_its_memory():
     mapper.obey(3, [], [1])
     memory.marks[0].has_run = True
     worked(mapper)
-    assert (mapper.present, memory.calls) == ({0, 1}, [("take", (1,), False), "settle"])
+    assert (mapper.present, memory.calls) == ({0, 1}, [("take", (1,), False)])
     mapper.obey(4, [1], [1])
     assert mapper.present == {0, 1}
 
@@ -183,6 +183,26 @@ def test_a_slab_that_is_parked_while_it_is_taken_goes_again():
     memory.try_take = parked_meanwhile
     worked(mapper)
     assert (mapper.present, memory.taken) == ({0, 2}, {0, 2})
+
+
+def test_a_slab_that_is_parked_while_it_is_taken_keeps_its_memory_until_its_zeros_are_written():
+    memory = Played()
+    memory.has_device = True
+    mapper = Mapper(memory)
+    mapper.obey(1, [], [1], needed=[1])
+    taking = memory.try_take
+
+    def parked_meanwhile(slabs, timeout_s=0.0):
+        mapper.obey(2, [1], [])
+        return taking(slabs, timeout_s)
+
+    memory.try_take = parked_meanwhile
+    worked(mapper)
+    assert (mapper.counts(), memory.taken) == (({0}, 1), {0, 1})
+    [zeros] = memory.marks
+    zeros.has_run = True
+    worked(mapper)
+    assert (mapper.counts(), memory.taken) == (({0}, 0), {0})
 
 
 def test_memory_is_waited_for_a_while_and_refused_then():
@@ -370,7 +390,7 @@ class Paged:
     def beside(self):
         return contextlib.nullcontext()
 
-    def settle(self) -> None:
+    def note_stream(self) -> None:
         pass
 
     def note_failure(self, error) -> None:

@@ -97,7 +97,7 @@ class Memory:
     def note_stream(self) -> None:
         pass
 
-    settle = interrupt = note_starved = stop_waiting = note_stream
+    interrupt = note_starved = stop_waiting = note_stream
 
 
 class Rank(ElasticWorker):

@@ -50,7 +50,9 @@ class Memory(Protocol):
     def stop_waiting(self) -> None: ...
     def note_failure(self, error: Exception) -> None: ...
     def beside(self) -> AbstractContextManager[object]: ...
-    def settle(self) -> None: ...
+
+    def note_stream(self) -> None:
+        """The engine begins its work where the calling thread does; the engine's."""
 
     def interrupt(self) -> None:
         """Ends a `try_take` that waits; of any thread."""
@@ -62,9 +64,9 @@ class Memory(Protocol):
 class Mapper:
     """The memory of slabs as the orders want it.
 
-    A slab is `wanted`, `present`, `leaving` or has no memory here. Invariants: a slab is `present` only while its pages are taken and
-    zeroed; pages of a slab that is `leaving` are given back only after the work that was begun before the order has run; of two
-    orders for one slab the later one holds.
+    A slab is `wanted`, `present`, `leaving` or has no memory here. Invariants: a slab is `present` only while its pages are taken, and
+    they are zeroed before all work that the engine begins meanwhile; pages of a slab that is `leaving` are given back only after the
+    work that was begun before the order has run; of two orders for one slab the later one holds.
     """
 
     def __init__(self, memory: Memory, wait_s: float = WAIT_S, ahead_slabs: int = AHEAD_SLABS) -> None:
@@ -99,7 +101,8 @@ class Mapper:
         self.thread = threading.Thread(target=self.run, name="kvik-mapper", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread; it has prepared its stream when this returns, before the engine captures what its own does."""
+        """Starts the thread; it has set up what it needs of the device when this returns."""
+        self.memory.note_stream()
         self.thread.start()
         with self.changed:
             self.changed.wait_for(lambda: self.is_ready or self.error is not None)
@@ -287,15 +290,14 @@ class Mapper:
                     # It is not asked for again soon: nothing is to be kept for it.
                     self.memory.stop_waiting()
             return
-        self.memory.settle()
         with self.changed:
             self.is_waiting = False
             self.denied_at = None
             self.taken_bytes = self.memory.taken_bytes
             for slab in taken:
                 if self.wanted.pop(slab, None) is None:
-                    # It was parked meanwhile, and nothing has used it.
-                    self.leaving[slab] = None
+                    # It was parked meanwhile, and nothing has used it; but it may not be zeroed yet.
+                    self.leaving[slab] = self.memory.mark()
                 else:
                     self.present.add(slab)
             self.changed.notify_all()

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -156,7 +157,9 @@ class KvikConnector(*BASES):
         if self.elastic_worker is not None:
             n_test_blocks = (self.store.chunk_tokens or 0) // self.geometry.block_tokens if is_tested else 0
             n_first_blocks = max(self.elastic_worker.plan.n_warm_up_blocks, 1 + n_test_blocks)
-            self.elastic_worker.register(kv_caches, n_first_blocks)
+            # Another connector may write KV whenever it likes: nothing orders that against zeros in the engine's stream.
+            is_alone = not has_kv_transfer_group() or get_kv_transfer_group() is self
+            self.elastic_worker.register(kv_caches, n_first_blocks, is_settled=not is_alone)
         if self.worker is not None:
             self.worker.register(kv_caches)
         if is_tested:

@@ -88,8 +88,11 @@ class ElasticWorker:
             raise kvik.InvalidValueError("the KV was not allocated where `elastic` expects it")
         return memory
 
-    def register(self, kv_caches: dict[str, torch.Tensor], n_first_blocks: int) -> None:
-        """Checks that the KV lies where it was expected, and takes what is used before the first step."""
+    def register(self, kv_caches: dict[str, torch.Tensor], n_first_blocks: int, *, is_settled: bool = False) -> None:
+        """Checks that the KV lies where it was expected, and takes what is used before the first step.
+
+        `is_settled`: memory is reported only when its zeros are written, because not only the engine's stream writes there.
+        """
         if not self.is_asked_for_context:
             self.allocation.__exit__(None, None, None)
         begin, end = self.memory.address, self.memory.address + self.memory.n_pages * self.plan.page_bytes
@@ -99,6 +102,7 @@ class ElasticWorker:
                 raise kvik.InvalidValueError(f"the KV of {name} is not in the memory of kvik; allowed with `elastic`: all is")
             pieces.update(pieces_of_layer(name, tensor, self.plan.slabs.n_blocks, begin))
         self.slabs = SlabMemory(self.memory, self.allocation.buffer, self.plan.slabs, sorted(pieces))
+        self.slabs.is_settled = is_settled
         self.check_limit()
         first = range(self.plan.slabs.holding(min(n_first_blocks, self.plan.slabs.n_blocks)))
         if not self.slabs.take(list(first)):
