@@ -4,15 +4,13 @@ A scheduler without requests waits for the next one and runs nothing. Blocks tha
 in a table that its process shares with those of the workers. A worker whose memory others want marks slabs as gone and gives
 their memory back. The scheduler closes the offer before it looks at a block again, and learns which slabs are gone.
 
-Both sides hold a lock of the table's file while they look and change. The kernel releases it when a process dies.
+Both sides hold the table's lock while they look and change.
 """
 
-import contextlib
-import fcntl
-import mmap
-import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+
+from kvik.elastic.shared_table import SharedTable, new_file, open_file
 
 # The number of the orders with which the offer was made; 0 where there is none.
 NUMBER = struct.Struct("<Q")
@@ -22,37 +20,21 @@ GONE = 0xFFFF
 LAST_PLACE = GONE - 1
 
 
-class LeaseTable:
-    """The table, mapped from a file that both sides have open."""
+class LeaseTable(SharedTable):
+    """The table of what is offered."""
 
     def __init__(self, descriptor: int, n_slabs: int) -> None:
-        self.descriptor = descriptor
-        self.n_slabs = n_slabs
-        self.memory = mmap.mmap(descriptor, NUMBER.size + n_slabs * PLACE.size)
+        super().__init__(descriptor, table_bytes(n_slabs))
 
     @classmethod
     def create(cls, n_slabs: int) -> "LeaseTable":
-        """A table in a file of memory without a name, which goes with its processes."""
-        descriptor = os.memfd_create("kvik-lease")
-        os.ftruncate(descriptor, NUMBER.size + n_slabs * PLACE.size)
-        return cls(descriptor, n_slabs)
-
-    @property
-    def path(self) -> str:
-        """Where other processes of this user find the file while this one lives."""
-        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
+        return cls(new_file("kvik-lease", table_bytes(n_slabs)), n_slabs)
 
     @classmethod
     def open(cls, path: str, n_slabs: int) -> "LeaseTable | None":
         """The table of another process; `None` where it cannot be seen from here, or has another size."""
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return None
-        if os.fstat(descriptor).st_size != NUMBER.size + n_slabs * PLACE.size:
-            os.close(descriptor)
-            return None
-        return cls(descriptor, n_slabs)
+        descriptor = open_file(path, table_bytes(n_slabs))
+        return None if descriptor is None else cls(descriptor, n_slabs)
 
     def offer(self, number: int, slabs: Sequence[int]) -> None:
         """Offers slabs without a block in use, in the order in which they go, with the orders of this number."""
@@ -93,10 +75,6 @@ class LeaseTable:
     def places(self) -> list[int]:
         return [place for (place,) in PLACE.iter_unpack(self.memory[NUMBER.size :])]
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        fcntl.flock(self.descriptor, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+
+def table_bytes(n_slabs: int) -> int:
+    return NUMBER.size + n_slabs * PLACE.size

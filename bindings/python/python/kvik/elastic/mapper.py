@@ -6,7 +6,7 @@ was to go and is wanted again before it went keeps it.
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -87,6 +87,8 @@ class Mapper:
         # How many were leaving and are being given back just now.
         self.n_releasing = 0
         self.taken_bytes = memory.taken_bytes
+        # Is told of slabs that have memory, each with the number of the orders that asked for it; the caller holds `changed`.
+        self.note_arrived: Callable[[dict[int, int]], None] = lambda numbers: None
         # Whether the engine can do nothing without the slabs that are needed, and whether others are waited for.
         self.is_starved = False
         self.is_patient = True
@@ -138,14 +140,19 @@ class Mapper:
                 return
         with self.changed_by_engine():
             self.park(park)
+            arrived: dict[int, int] = {}
             for slab in take:
                 self.refused.pop(slab, None)
                 if slab in self.leaving:
                     # Whatever was begun before uses it before anything that is begun later.
                     del self.leaving[slab]
                     self.present.add(slab)
-                elif slab not in self.present:
+                if slab in self.present:
+                    arrived[slab] = number
+                else:
                     self.wanted[slab] = number
+            if arrived:
+                self.note_arrived(arrived)
             before, self.needed = self.needed, needed
             if self.denied_at is not None and not self.needed <= before:
                 # What is needed from now on is waited for as long as anything else; what is needed by turns is not waited for for ever.
@@ -294,12 +301,17 @@ class Mapper:
             self.is_waiting = False
             self.denied_at = None
             self.taken_bytes = self.memory.taken_bytes
+            arrived: dict[int, int] = {}
             for slab in taken:
-                if self.wanted.pop(slab, None) is None:
+                number = self.wanted.pop(slab, None)
+                if number is None:
                     # It was parked meanwhile, and nothing has used it; but it may not be zeroed yet.
                     self.leaving[slab] = self.memory.mark()
                 else:
                     self.present.add(slab)
+                    arrived[slab] = number
+            if arrived:
+                self.note_arrived(arrived)
             self.changed.notify_all()
 
     def take_some(self, group: list[int], is_needed: bool, slice_s: float) -> list[int]:

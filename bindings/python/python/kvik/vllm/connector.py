@@ -89,7 +89,7 @@ class KvikConnector(*BASES):
             if is_scheduler:
                 self.elastic_scheduler = ElasticScheduler(plan, n_spare_tokens(vllm_config, self.geometry))
             else:
-                self.elastic_worker = ElasticWorker(plan, kv_cache_config)
+                self.elastic_worker = ElasticWorker(plan, kv_cache_config, vllm_config.parallel_config.rank)
         if self.settings.store:
             self.open_store(0 if is_scheduler else vllm_config.parallel_config.rank)
 
@@ -242,6 +242,9 @@ class KvikConnector(*BASES):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if self.elastic_scheduler is not None:
+            # Before vLLM looks for blocks for it.
+            self.elastic_scheduler.look_for_arrivals()
         if self.scheduler is None:
             return 0, False
         return self.scheduler.matched_tokens(request, num_computed_tokens)

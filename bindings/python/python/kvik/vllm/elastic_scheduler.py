@@ -1,7 +1,7 @@
 """The scheduler's half of the elastic memory: how much of it the requests need, and which blocks go when others need it.
 
-A slab is used only after every rank has reported that it has memory for it, and memory is given back only for slabs without a block
-in use, by orders that a worker obeys behind all steps that were scheduled before. Workers map beside the steps, so memory is asked
+A slab is used only after every rank has noted or reported that it has memory for it, and memory is given back only for slabs without a
+block in use, by orders that a worker obeys behind all steps that were scheduled before. Workers map beside the steps, so memory is asked
 for steps before it is needed.
 """
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from kvik.elastic.arrivals import ArrivalTable
 from kvik.elastic.balloon import Balloon, State
 from kvik.elastic.lease import LeaseTable
 from kvik.vllm.elastic_plan import ElasticPlan
@@ -27,8 +28,7 @@ logger = init_logger(f"vllm.{__name__}")
 SURPLUS_S = 5.0
 
 # For how many steps memory is asked ahead. What is asked with the orders of a step is mapped while it runs, in about the time of a
-# step at most, and reported with it or the next one. vLLM schedules that one before it knows the report, so that two steps later
-# the memory may be there, and three steps later it is.
+# step at most. vLLM schedules the next one before that, so that two steps later the memory may be there, and three steps later it is.
 LOOK_AHEAD_STEPS = 3
 
 # A pass over so many tokens lasts longer than to map memory beside it. Passes that only decode do not: the driver keeps them waiting
@@ -98,6 +98,8 @@ class ElasticScheduler:
         # Where slabs that are kept are offered while no request is there, and whether they are.
         self.lease = LeaseTable.create(len(plan.slabs)) if plan.kept_slabs > 0 else None
         self.can_lend = self.is_lent = False
+        # Where workers note what has come, before their reports say so.
+        self.arrivals = ArrivalTable.create(plan.n_ranks, len(plan.slabs))
         # Free blocks after the last orders without a request.
         self.n_free_asleep = 0
 
@@ -172,6 +174,7 @@ class ElasticScheduler:
         """What the workers do beside the forward pass of this step."""
         now = time.monotonic()
         self.wake()
+        self.look_for_arrivals()
         self.note_scheduled(output)
         self.n_orders += 1
         is_idle = output.total_num_scheduled_tokens == 0
@@ -186,6 +189,7 @@ class ElasticScheduler:
             parks,
             takes,
             None if self.lease is None else self.lease.path,
+            self.arrivals.path,
             self.needed,
             is_idle,
             is_patient=is_idle or not was_refused,
@@ -331,12 +335,26 @@ class ElasticScheduler:
                 self.log_refusal(now)
         elif arrived:
             self.refused_until = 0.0
-        for slab in (*refused, *arrived):
+        self.use(arrived)
+        for slab in refused:
             del self.asked[slab]
-        self.balloon.arrived(arrived)
         self.balloon.refused(refused)
         # The ranks that have memory for them give it back, and the others forget that they were asked.
         self.half_taken += refused
+
+    def look_for_arrivals(self) -> bool:
+        """Uses memory that has come since the last report; says whether there is any."""
+        arrived = self.arrivals.arrived(self.asked) if self.asked else []
+        if arrived:
+            self.refused_until = 0.0
+            self.use(arrived)
+        return bool(arrived)
+
+    def use(self, arrived: list[int]) -> None:
+        """Every rank has memory behind slabs that were asked for."""
+        for slab in arrived:
+            del self.asked[slab]
+        self.balloon.arrived(arrived)
 
     def log_refusal(self, now: float) -> None:
         if now > self.log_at:
@@ -357,7 +375,7 @@ class ElasticScheduler:
         use.
         """
         self.is_short = True
-        if self.balloon.count(State.COMING) > 0:
+        if self.look_for_arrivals() or self.balloon.count(State.COMING) > 0:
             return True
         if self.balloon.held or self.balloon.count(State.OUT) == 0:
             return False

@@ -6,6 +6,7 @@ under one name. So memory is granted once, where it is, and a process that dies 
 
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 import kvik
 from kvik.elastic.allocation import Allocation
+from kvik.elastic.arrivals import ArrivalTable
 from kvik.elastic.lease import LeaseTable
 from kvik.elastic.mapper import Mapper
 from kvik.elastic.slab_memory import SlabMemory, pieces_of_layer
@@ -51,8 +53,9 @@ class ElasticWorker:
     # When it is looked next whether the limit has fallen.
     limit_at = 0.0
 
-    def __init__(self, plan: ElasticPlan, cache: "KVCacheConfig") -> None:
+    def __init__(self, plan: ElasticPlan, cache: "KVCacheConfig", rank: int) -> None:
         self.plan = plan
+        self.rank = rank
         self.allocation = Allocation(
             "vLLM",
             buffer_sizes(cache),
@@ -73,6 +76,7 @@ class ElasticWorker:
         # Held while anything below is used.
         self.lock = threading.Lock()
         self.lease: LeaseTable | None = None
+        self.arrivals: ArrivalTable | None = None
         self.n_obeyed = 0
         # Whether the step of the last orders computes nothing.
         self.is_idle = False
@@ -156,6 +160,10 @@ class ElasticWorker:
         with self.lock:
             if self.lease is None and orders.lease is not None:
                 self.lease = LeaseTable.open(orders.lease, len(self.plan.slabs))
+            if self.arrivals is None and orders.arrivals is not None:
+                self.arrivals = ArrivalTable.open(orders.arrivals, self.plan.n_ranks, len(self.plan.slabs))
+                if self.arrivals is not None:
+                    self.mapper.note_arrived = partial(self.arrivals.note, self.rank)
             # Before the first orders there is what vLLM warmed up with.
             first = self.mapper.counts()[0] - {0} if orders.number == 1 else set()
             self.slabs.note_stream()

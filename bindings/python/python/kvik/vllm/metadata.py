@@ -98,6 +98,8 @@ class ElasticOrders:
     take: list[int]
     # The file of the table in which slabs are offered while the scheduler sleeps.
     lease: str | None = None
+    # The file of the table in which workers note what has come.
+    arrivals: str | None = None
     # Of all slabs that were asked for and have not come, those that the next step needs.
     needed: list[int] = field(default_factory=list)
     # Whether this step computes nothing.
