@@ -15,6 +15,7 @@ pub use body::{RequestBodyError, discard};
 pub use limits::{AnswerLimits, InvalidLimit, ListenLimits};
 pub use tls::{TlsServerConfig, tls_acceptor};
 
+use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -37,14 +38,20 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Connections that the server closed, by `reason`: `handshake`, `header`, `idle`, `stall`, `limit`.
 const CLOSED: &str = "kvik_http_connections_closed_total";
 
+/// What an address to listen on looks like.
+const ADDRESS_RULE: &str = "no address; allowed: an address and a port, such as 127.0.0.1:8080 or [::]:8080";
+
 /// Listens on `address`, such as `127.0.0.1:8080`; port 0 takes a free one.
 ///
 /// # Errors
-/// If the address cannot be listened on.
+/// If it is no address, or one that cannot be listened on.
 pub async fn listen(address: &str) -> Result<TcpListener> {
-    TcpListener::bind(address)
-        .await
-        .map_err(|source| RuntimeError::Listen { address: address.to_owned(), source })
+    TcpListener::bind(address).await.map_err(|source| {
+        let is_address = source.kind() != io::ErrorKind::InvalidInput && !address.starts_with(':');
+        let source =
+            if is_address { source } else { io::Error::new(io::ErrorKind::InvalidInput, ADDRESS_RULE) };
+        RuntimeError::Listen { address: address.to_owned(), source }
+    })
 }
 
 /// Raises the process's limit of open files as far as the system lets it; returns the limit then. Most systems

@@ -103,3 +103,15 @@ async fn a_stop_breaks_off_what_runs() {
     assert!(ends(serving).await);
     assert_eq!(read(&busy, usize::MAX).await, "");
 }
+
+#[tokio::test]
+async fn what_is_no_address_is_answered_with_what_one_looks_like() {
+    for address in ["999", "localhost", ":8080", "127.0.0.1:99999", ""] {
+        let text = crate::error::with_causes(&listen(address).await.unwrap_err());
+        assert_eq!(text, format!("listen on {address}: {ADDRESS_RULE}"));
+    }
+    let taken = listen("127.0.0.1:0").await.unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let text = crate::error::with_causes(&listen(&address).await.unwrap_err());
+    assert!(text.contains("in use") && !text.contains("allowed"), "{text}");
+}
