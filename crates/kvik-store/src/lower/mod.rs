@@ -61,6 +61,8 @@ pub(crate) struct PutJob {
     pub(crate) lease: Lease,
     /// Keeps it in memory until it is written.
     pub(crate) _pin: Option<ResidentPin>,
+    /// A request names the tier: others leave a full one for this, whatever they are worth.
+    pub(crate) is_requested: bool,
 }
 
 /// Names what one rank holds of one chunk.

@@ -15,7 +15,7 @@ impl Store {
     /// returns the number of chunks, from the first on, that are in `to` now.
     ///
     /// Only chunks that are in `from` are moved, up to the first that is not. What cannot be read or written
-    /// in time stays where it was, and so do chunks on which others hang.
+    /// in time stays where it was, and so do chunks on which others hang. Others leave a full local tier below memory for them.
     pub fn relocate(
         &self,
         chain: &Chain,
@@ -73,7 +73,7 @@ impl Store {
                 .filter_map(|rank| {
                     let lease = chunk.lease(rank)?.clone();
                     let part = ChunkPart { chain: chain.clone(), chunk_idx, rank, generation };
-                    Some(PutJob { part, lease, _pin: None })
+                    Some(PutJob { part, lease, _pin: None, is_requested: true })
                 })
                 .collect();
             let n_bytes = jobs.iter().map(|job| job.lease.len() as u64).sum();

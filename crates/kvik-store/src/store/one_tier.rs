@@ -48,7 +48,7 @@ impl Store {
     ///
     /// `fill` gets the memory of the payload, whose bytes are undefined, and fills all of it; it is not called
     /// where the tier has the chunk or cannot take it. In a local tier a chunk needs the one before it: write them
-    /// in the order of the chain.
+    /// in the order of the chain. Others leave a full local tier below memory for it.
     pub fn write_to(
         &self,
         chain: &Chain,
@@ -111,7 +111,7 @@ impl Store {
         let lease = slot.freeze();
         let n_bytes = lease.len() as u64;
         let part = ChunkPart { chain: chain.clone(), chunk_idx, rank, generation };
-        let job = PutJob { part, lease, _pin: None };
+        let job = PutJob { part, lease, _pin: None, is_requested: true };
         let (promise, answer) = promise();
         let writing = Arc::clone(core);
         let task = WriteJob::Task(Box::new(move |lower| {

@@ -51,6 +51,7 @@ impl Core {
             part: ChunkPart { chain: chain.clone(), chunk_idx, rank, generation },
             lease: lease.clone(),
             _pin: ResidentPin::new(&self.ram_residents, chain.id(chunk_idx)),
+            is_requested: false,
         };
         if lower.writes.push(job.lease.len() as u64, WriteJob::Put(job)).is_err() {
             self.counters.add(Counter::DroppedWrites(lower.tier_idx), 1);
@@ -71,6 +72,8 @@ impl Core {
                 waiting.push(job);
             }
         }
+        // What makes room must not push out the chunks before it, which were not used there yet.
+        let _parents: Vec<ResidentPin> = waiting.iter().filter_map(|job| pin_parent(lower, job)).collect();
         for round in 0..=MAX_ROUNDS {
             if waiting.is_empty() {
                 break;
@@ -121,9 +124,9 @@ impl Core {
             return Vec::new();
         };
         let mut residents = residents.lock();
-        let (admitted, dropped): (Vec<PutJob>, Vec<PutJob>) = refused
-            .into_iter()
-            .partition(|PutJob { part, .. }| residents.admits(self.now_ms(), &part.chain, part.chunk_idx));
+        let (admitted, dropped): (Vec<PutJob>, Vec<PutJob>) = refused.into_iter().partition(|job| {
+            job.is_requested || residents.admits(self.now_ms(), &job.part.chain, job.part.chunk_idx)
+        });
         // What is dropped unpins, which takes the lock of another tier's residents.
         drop(residents);
         drop(dropped);
@@ -193,6 +196,13 @@ impl Core {
         // A tier that cannot delete stays full: no more is forgotten for nothing.
         if lower.tier.delete(&keys).is_ok() { n_evicted } else { 0 }
     }
+}
+
+/// Keeps the chunk before one that a request puts into a tier.
+fn pin_parent(lower: &Lower, job: &PutJob) -> Option<ResidentPin> {
+    let residents = lower.residents.as_ref().filter(|_| job.is_requested)?;
+    let parent = job.part.chunk_idx.checked_sub(1)?;
+    ResidentPin::new(residents, job.part.chain.id(parent))
 }
 
 fn put_all(lower: &Lower, jobs: &[PutJob]) -> Vec<PutOutcome> {

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use kvik_store::Write;
+use kvik_store::policy::PolicyKind;
 use kvik_tier::TierKind::{Nvme, Ram, Redis};
+use kvik_tier::conformance::MapTier;
 
 use crate::support::*;
 
@@ -121,6 +123,38 @@ fn chains_move_between_tiers() {
     assert_eq!(store.relocate(&chain, Nvme, Ram, false), 3);
     assert!(!nvme.has(&chain, 0));
     assert_eq!(store.tiers_of(&chain, 2)[0], Ram);
+    assert_eq!(retrieve_all(&store, &chain), 3);
+}
+
+#[test]
+fn what_is_moved_to_a_full_disk_pushes_out_what_is_worth_more() {
+    let disk = TestTier::on(Nvme, MapTier::with_capacity_bytes(6 * PAYLOAD_BYTES as u64));
+    let store = Setup::new(32).with(|options| options.policy = PolicyKind::Kvik).local(&disk).open();
+    let used: Vec<_> = (1..=3).map(|name| chain_of(&store, name, 2)).collect();
+    let churn = |chain| {
+        store.note_request(chain, None);
+        store_chain(&store, chain);
+        flush(&store);
+        for _ in 0..5 {
+            store.note_request(chain, None);
+            retrieve_all(&store, chain);
+        }
+    };
+    used.iter().for_each(churn);
+    // One is refused beside those that are used, so that it is known what they are worth.
+    for name in 10..20 {
+        let other = chain_of(&store, name, 2);
+        store.note_request(&other, None);
+        store_chain(&store, &other);
+        flush(&store);
+    }
+    let chain = chain_of(&store, 30, 3);
+    store.note_request(&chain, None);
+    assert_eq!(store_chain(&store, &chain), 3);
+    flush(&store);
+    assert!(!disk.has(&chain, 2), "by itself it does not come to the disk");
+    assert_eq!(store.relocate(&chain, Ram, Nvme, false), 3);
+    assert_eq!(store.lookup_local(&chain).tokens_in(Nvme), 3 * CHUNK_TOKENS);
     assert_eq!(retrieve_all(&store, &chain), 3);
 }
 
