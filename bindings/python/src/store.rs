@@ -207,8 +207,10 @@ impl Store {
     /// Begins to read blocks of a chain, from its block `first_block` on, into `blocks` of an engine, as far as they are of whole
     /// chunks; the job's result is how many came, from the first on. Blocks behind those have any bytes. For memory of a GPU,
     /// `after` is a `CUevent` behind which they may be written; it must live until the job is done. With `by_layers` all blocks get
-    /// their first layer first, and so on (`Job.wait_layers`); only for memory of the CPU.
-    #[pyo3(signature = (chain, first_block, memory, blocks, *, after=None, by_layers=false))]
+    /// their first layer first, and so on (`Job.wait_layers`); only for memory of the CPU. With `waiters_copy` too, the threads that
+    /// wait for layers copy them: for an engine that computes on all processors.
+    #[pyo3(signature = (chain, first_block, memory, blocks, *, after=None, by_layers=false, waiters_copy=false))]
+    #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn start_load(
         &self,
         chain: &Chain,
@@ -217,9 +219,12 @@ impl Store {
         blocks: Vec<u32>,
         after: Option<u64>,
         by_layers: bool,
+        waiters_copy: bool,
     ) -> PyResult<Job> {
         if by_layers {
             self.check_layers(memory.get())?;
+        } else if waiters_copy {
+            return Err(invalid("waiters_copy", &true, "false without `by_layers`"));
         }
         let transfer = self.transfer(chain, first_block, memory, blocks, after)?;
         let mut distinct = transfer.blocks.clone();
@@ -229,8 +234,9 @@ impl Store {
             return Err(invalid("blocks", &"some twice", "each block once"));
         }
         if by_layers {
+            let transfer = Arc::new(transfer);
             return self.sessions.start_layers(move |session, reporter| {
-                run(session, |client| transfer.load_layers(client, reporter))
+                run(session, |client| transfer.load_layers(client, reporter, waiters_copy))
             });
         }
         self.sessions.start_load(move |session| run(session, |client| transfer.load(client)))
@@ -296,7 +302,7 @@ impl Store {
     /// behind those have any bytes.
     fn load(&self, py: Python<'_>, chain: &Chain, out: &Bound<'_, PyAny>) -> PyResult<usize> {
         let Some((memory, blocks)) = self.memory_of(out, true)? else { return Ok(0) };
-        let job = self.start_load(chain, 0, Py::new(py, memory)?, blocks, None, false)?;
+        let job = self.start_load(chain, 0, Py::new(py, memory)?, blocks, None, false, false)?;
         Ok(job.wait_or_stop(py)? * self.format.block_tokens.get())
     }
 

@@ -230,10 +230,12 @@ class Store:
         *,
         after: int | None = None,
         by_layers: bool = False,
+        waiters_copy: bool = False,
     ) -> Job:
         """Begins to read blocks of whole chunks; the job's result is how many came, from the first on.
 
-        With `by_layers` all blocks get their first layer first, and so on (`Job.wait_layers`); only for memory of the CPU.
+        With `by_layers` all blocks get their first layer first, and so on (`Job.wait_layers`); only for memory of the CPU. With
+        `waiters_copy` too, the threads that wait for layers copy them: for an engine that computes on all processors.
         """
     def start_save(
         self,

@@ -160,7 +160,10 @@ class LayerLoads:
             chain = self.store.unpack(order.chain)
             job = None
             if chain is not None and memory is not None and self.knows_layers:
-                job = self.store.start_load(chain, order.first_block, memory, order.block_ids, by_layers=True)
+                # The engine's other threads stand still while this one waits: one that copies beside them would only delay them.
+                job = self.store.start_load(
+                    chain, order.first_block, memory, order.block_ids, by_layers=True, waiters_copy=True
+                )
             load = RunningLayers(order, job, deadline)
             self.running.append(load)
             if self.skips_layers:
