@@ -1,4 +1,4 @@
-"""Loads inside of a step, layer by layer: attention of a layer runs while the next one is copied.
+"""Loads inside of a step, layer by layer: a layer is copied when its attention is about to read it.
 
 vLLM takes such a load as done when it schedules the request, and puts its blocks into its prefix cache at once. So there is
 one in a step at most, no other request begins in that step, and where the load fails, its blocks leave the prefix cache before
