@@ -91,11 +91,7 @@ impl EnginesError {
         match self {
             Self::InvalidFile { .. } | Self::InvalidField { .. } => true,
             Self::Gateway(error) => matches!(error, kvik_gateway::GatewayError::InvalidConfig { .. }),
-            Self::Runtime(error) => matches!(
-                error,
-                kvik_runtime::RuntimeError::InvalidField { .. }
-                    | kvik_runtime::RuntimeError::InvalidFile { .. }
-            ),
+            Self::Runtime(error) => error.is_refused_setting(),
             _ => false,
         }
     }

@@ -28,10 +28,13 @@ pub enum EppError {
 impl EppError {
     /// Whether the configuration is at fault.
     pub fn is_refused_setting(&self) -> bool {
-        matches!(
-            self,
-            Self::InvalidConfig { .. } | Self::Gateway(kvik_gateway::GatewayError::InvalidConfig { .. })
-        )
+        match self {
+            Self::InvalidConfig { .. } | Self::Gateway(kvik_gateway::GatewayError::InvalidConfig { .. }) => {
+                true
+            }
+            Self::Gateway(_) => false,
+            Self::Runtime(error) => error.is_refused_setting(),
+        }
     }
 }
 

@@ -110,9 +110,9 @@ impl NodeError {
                 matches!(error, StoreError::Invalid { .. } | StoreError::Tier(TierError::Invalid { .. }))
             }
             Self::Memory(error) => matches!(error, TierError::Invalid { .. }),
+            Self::Runtime(error) => error.is_refused_setting(),
             Self::Io { .. }
             | Self::Open { .. }
-            | Self::Runtime(_)
             | Self::Refused { .. }
             | Self::Gone { .. }
             | Self::Moving

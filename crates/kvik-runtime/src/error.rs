@@ -53,6 +53,18 @@ pub enum RuntimeError {
     Telemetry(String),
 }
 
+impl RuntimeError {
+    /// Whether what was given is at fault, and not the work.
+    pub fn is_refused_setting(&self) -> bool {
+        match self {
+            Self::InvalidField { .. } | Self::InvalidFile { .. } => true,
+            // An address that is none.
+            Self::Listen { source, .. } => source.kind() == std::io::ErrorKind::InvalidInput,
+            _ => false,
+        }
+    }
+}
+
 /// The text of an error with those of its causes, outermost first, for a receiver that has only the text: the outermost
 /// alone often says no more than that a connection failed.
 pub fn with_causes(error: &dyn std::error::Error) -> String {

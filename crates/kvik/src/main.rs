@@ -33,7 +33,6 @@ use kvik_epp::EppError;
 use kvik_gateway::GatewayError;
 use kvik_model::ModelError;
 use kvik_node::NodeError;
-use kvik_runtime::RuntimeError;
 use kvik_runtime::hub::HubError;
 use kvik_runtime::terminal;
 use kvik_tokens::TokensError;
@@ -174,7 +173,7 @@ fn is_refused_setting(error: &anyhow::Error) -> bool {
         WorkerError::InvalidConfig { .. } => true,
         WorkerError::Hub(error) => error.is_refused_input(),
         WorkerError::Node(error) => error.is_refused_setting(),
-        WorkerError::Runtime(error) => is_refused_field(error),
+        WorkerError::Runtime(error) => error.is_refused_setting(),
         _ => false,
     });
     is_worker
@@ -184,23 +183,14 @@ fn is_refused_setting(error: &anyhow::Error) -> bool {
         || error.downcast_ref().is_some_and(EppError::is_refused_setting)
         || error.downcast_ref().is_some_and(|error| match error {
             GatewayError::InvalidConfig { .. } => true,
-            GatewayError::Runtime(error) => is_refused_field(error),
+            GatewayError::Runtime(error) => error.is_refused_setting(),
             _ => false,
         })
         || error.downcast_ref().is_some_and(|error| match error {
             CoordinatorError::InvalidConfig { .. } => true,
-            CoordinatorError::Runtime(error) => is_refused_field(error),
+            CoordinatorError::Runtime(error) => error.is_refused_setting(),
             _ => false,
         })
-}
-
-fn is_refused_field(error: &RuntimeError) -> bool {
-    match error {
-        RuntimeError::InvalidField { .. } | RuntimeError::InvalidFile { .. } => true,
-        // An address that is none.
-        RuntimeError::Listen { source, .. } => source.kind() == io::ErrorKind::InvalidInput,
-        _ => false,
-    }
 }
 
 fn is_closed_output(error: &anyhow::Error) -> bool {

@@ -160,7 +160,7 @@ class ElasticWorker:
         with self.lock:
             if self.lease is None and orders.lease is not None:
                 self.lease = LeaseTable.open(orders.lease, len(self.plan.slabs))
-            if self.arrivals is None and orders.arrivals is not None:
+            if self.arrivals is None and orders.arrivals is not None and self.rank < self.plan.n_ranks:
                 self.arrivals = ArrivalTable.open(orders.arrivals, self.plan.n_ranks, len(self.plan.slabs))
                 if self.arrivals is not None:
                     self.mapper.note_arrived = partial(self.arrivals.note, self.rank)
